@@ -1,4 +1,4 @@
-"""Every method on one task, by one budget of labels: SFT, best-of-n, DPO, online DPO, PPO, RLAIF and CAI.
+"""Compare methods on one task with equally many labels: SFT, best-of-n, DPO, online DPO, PPO, RLAIF and CAI.
 
     python -m recipes.compare_methods --seeds 0 1 2 3 4 5 6 7 --tuning_seeds 8
 
@@ -34,7 +34,7 @@ from typing import Any
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.data import write_rows
 from trl_ext.rewards import ModelReward
-from trl_ext.runs import differences, read_jsonl, write_text
+from trl_ext.runs import differences, read_jsonl, setting, write_text
 from trl_ext.workbench.evaluate.command import EvaluateArguments
 from trl_ext.workbench.evaluate.command import run as evaluate
 from trl_ext.workbench.evaluate.data import Sampling, answers_of, scores
@@ -72,7 +72,7 @@ WRITER_ERROR = 0.1  # how often CAI's model sees a principle the wrong way round
 
 @dataclass(frozen=True)
 class Arm:
-    """A method, who labels its pairs, and what is tried: a setting of it in each trial, or n."""
+    """Describe one method of the comparison: who labels its pairs, and the settings of each trial."""
 
     kind: str  # "sft", "best_of_n", "dpo", "online_dpo", "ppo", "cai"
     trials: tuple[dict[str, Any], ...] = ({},)
@@ -106,7 +106,7 @@ ARMS: dict[str, Arm] = {
 
 @dataclass
 class CompareArguments(SeededStudyArguments):
-    """What is compared, on what, with how many labels."""
+    """Declare which methods are compared, on which seeds, and with how many labels."""
 
     seeds: list[int] = field(
         default_factory=lambda: [*range(8)], metadata={"help": "Seeds of pairs, labels, training, answers."}
@@ -115,11 +115,11 @@ class CompareArguments(SeededStudyArguments):
         default_factory=lambda: [8], metadata={"help": "Seeds on which a trial is chosen; they are not measured."}
     )
     arms: list[str] = field(default_factory=lambda: list(ARMS), metadata={"help": "What is compared."})
-    labels: int = field(default=400, metadata={"help": "Labels of a seed: pairs that people or a judge label."})
-    known: int = field(default=120, metadata={"help": "Of these, labels by people with which a judge is compared."})
-    prompts: int = field(default=128, metadata={"help": "Held-out prompts on which policies are measured."})
-    world_seed: int = field(default=0, metadata={"help": "Seed of the world and of the SFT model, which all share."})
-    output_dir: str = field(default="outputs/compare_methods", metadata={"help": "Folder of all runs."})
+    labels: int = setting(400, "Labels of a seed: pairs that people or a judge label.")
+    known: int = setting(120, "Of these, labels by people with which a judge is compared.")
+    prompts: int = setting(128, "Held-out prompts on which policies are measured.")
+    world_seed: int = setting(0, "Seed of the world and of the SFT model, which all share.")
+    output_dir: str = setting("outputs/compare_methods", "Folder of all runs.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -135,13 +135,13 @@ class CompareArguments(SeededStudyArguments):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What each run of the study depends on."""
+        """Return the arguments that the result of each run depends on."""
         names = ("labels", "known", "prompts", "world_seed", "short")
         return {name: getattr(self, name) for name in names}
 
 
 def slug(text: str) -> str:
-    """A name for a folder."""
+    """Return a text as a name for a folder."""
     return re.sub(r"[^\w.]+", "-", text.replace("β", "beta")).strip("-")
 
 
@@ -150,7 +150,7 @@ def flags_of(trial: dict[str, Any]) -> list[Any]:
 
 
 class Draw:
-    """One seed's pairs, with what the runs of several arms share, each built once: labels and reward models."""
+    """Build what the arms of one seed share, each part once: pairs, labels, reward models, revisions."""
 
     def __init__(self, args: CompareArguments, seed: int):
         self.args, self.seed = args, seed
@@ -160,21 +160,21 @@ class Draw:
         self.test = load_dataset_split(self.world / "prompts", "test").select(range(args.prompts))
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """The rows of one of the world's data sets, in this seed's order."""
+        """Return the rows of one of the world's data sets, in this seed's order."""
         rows = load_dataset_split(self.world / name, "train").to_list()
         return random.Random(f"{self.seed} {name}").sample(rows, len(rows))
 
     def options(self, *options: Any) -> list[Any]:
-        """Settings of a stage, which has the world's seed otherwise."""
+        """Return a stage's flags with this seed; without them a stage takes the world's."""
         return [*options, *UNRECORDED, "--seed", self.seed]
 
     def built(self, name: str, make: Callable[[Path], Any]) -> Path:
-        """A folder that is made once, by `make`."""
+        """Return a folder, which `make` fills if it is not there yet."""
         build(self.folder / name, {"seed": self.seed, **self.args.sizes}, make)
         return self.folder / name
 
     def labels(self) -> Path:
-        """Pairs, rubric and constitution; what people say of all pairs, as labels and as pairs to train on."""
+        """Return a folder with pairs, rubric, constitution, and people's choices as labels and as training pairs."""
 
         def make(folder: Path) -> None:
             size = self.args.labels
@@ -190,7 +190,7 @@ class Draw:
         return self.built("labels", make)
 
     def judged(self, arm: Arm) -> tuple[dict[str, Any], Path]:
-        """What `trl-ext label` found of an arm's judge, and the folder of its pairs."""
+        """Return what `trl-ext label` reports on an arm's judge, and the folder of the pairs that it labelled."""
         source, has_gate = self.labels(), arm.min_agreement > NO_GATE
         known = source / f"{'known' if has_gate else 'few'}.jsonl"
         words = ["--labels", known, "--min_known", min(self.args.known, 50) if has_gate else FEW]
@@ -207,7 +207,7 @@ class Draw:
         return json.loads((folder / "label.json").read_text()), folder / "pairs"
 
     def reward(self, is_ensemble: bool) -> tuple[Path, float]:
-        """A reward model, or an ensemble, on people's labels; and the CPU-seconds that it took."""
+        """Return a reward model, or an ensemble, trained on people's labels; and the CPU-seconds that this took."""
         kind = "ensemble" if is_ensemble else "single"
         file, start, labels = self.folder / f"reward-{kind}.json", time.process_time(), self.labels()
         options = [*REWARD, "--demonstrations_name", labels / "demonstrations"]
@@ -220,7 +220,7 @@ class Draw:
         return folder, json.loads(file.read_text())["cpu_seconds"]
 
     def revised(self) -> tuple[Path, int]:
-        """What `trl-ext constitution` makes of SFT's own answers, and how many calls it took."""
+        """Return the folder with the revisions of SFT's answers by `trl-ext constitution`, and the number of calls."""
 
         def make(folder: Path) -> None:
             rows = self.rows("prompts")[: self.args.labels // ROUNDS]  # a pair a round: at most `labels`
@@ -288,7 +288,7 @@ class Draw:
 
 
 def chosen(pair: dict[str, Any], label: dict[str, Any]) -> dict[str, Any]:
-    """The pair to train on that a label makes of two answers."""
+    """Return the pair to train on: the answer that a label prefers, and the other one."""
     a, b = pair["response_a"], pair["response_b"]
     first, second = (a, b) if label["choice"] == "a" else (b, a)
     return {"prompt": pair["prompt"], "chosen": first, "rejected": second}
@@ -296,7 +296,7 @@ def chosen(pair: dict[str, Any], label: dict[str, Any]) -> dict[str, Any]:
 
 def written(messages: list[dict], first: dict[str, str], error: float) -> str:
     """
-    What the model of `trl-ext constitution` writes: SFT's answer, a critique, and a revision.
+    Return the next text of the model behind `trl-ext constitution`: SFT's answer, a critique or a revision.
 
     It sees a principle the wrong way round in a share `error` of the critiques, and as many of its revisions break the
     principle.
@@ -344,7 +344,7 @@ def revision(answer: str, name: str, product: str, problem: str, is_right: bool,
 
 
 def run(of: Draw, name: str, trial: dict[str, Any]) -> dict[str, Any]:
-    """Train and measure one arm in one world; what is kept of it is small."""
+    """Train and measure one arm in one world; return its small figures, and delete what was trained."""
     arm, label, folders = ARMS[name], slug(f"{name} {list(trial.values())} {of.seed}"), []
     cost = {"people": 0, "judge_calls": 0, "cpu_seconds": 0.0}
     row: dict[str, Any] = {"refused": None, "kappa": None}
@@ -407,7 +407,7 @@ def run(of: Draw, name: str, trial: dict[str, Any]) -> dict[str, Any]:
 
 
 def head_to_head(mine: Sequence[dict], theirs: Sequence[dict]) -> list[float]:
-    """The share of prompts on which one arm's gold is above another's, a tie counting one half, of each seed."""
+    """Return for each seed the share of prompts on which one arm has more gold than another; a tie counts one half."""
     theirs_of = {row["seed"]: row["gold"] for row in theirs}
     found = []
     for row in mine:
@@ -418,13 +418,13 @@ def head_to_head(mine: Sequence[dict], theirs: Sequence[dict]) -> list[float]:
 
 
 def gains(mine: Sequence[dict], theirs: Sequence[dict]) -> list[float]:
-    """The mean gold of one arm minus that of another one, of each seed."""
+    """Return for each seed the mean gold of one arm minus that of another."""
     theirs_of = {row["seed"]: fmean(row["gold"]) for row in theirs}
     return [fmean(row["gold"]) - theirs_of[row["seed"]] for row in mine if row["seed"] in theirs_of]
 
 
 def table(rows: dict[str, list[dict]]) -> str:
-    """A row an arm: means over the seeds, with 95 % t-intervals of what is paired by seed."""
+    """Return a table with a row for each arm: means over the seeds, and paired differences with 95 % t-intervals."""
     lines = ["| method | gold − SFT's | wins over SFT | wins over DPO on people's labels | KL to SFT, nats |"]
     lines[0] += " different 3-grams | self-BLEU | length | people's labels | judge's calls | CPU-seconds | seeds |"
     lines.append("|---" * 12 + "|")
@@ -445,7 +445,7 @@ def table(rows: dict[str, list[dict]]) -> str:
 
 
 def conclusions(rows: dict[str, list[dict]]) -> str:
-    """Who has the most gold; whether RLAIF with the gate wins half against people's labels; what the gate said."""
+    """Say which arm has the most gold, and whether RLAIF with the gate wins half against people's labels."""
     by_gold = sorted(rows, key=lambda name: -fmean(fmean(row["gold"]) for row in rows[name]))
     first, second = by_gold[:2]
     said = [f"Most gold: {first}, {in_words(gains(rows[first], rows[second]))} above {second}, the next.", ""]
@@ -483,7 +483,7 @@ def tuned(tuning: dict[str, list[dict]]) -> dict[str, dict[str, Any]]:
 
 
 def trials_table(tuning: dict[str, list[dict]]) -> str:
-    """The mean gold of each trial on the tuning seeds."""
+    """Return a table of each trial's mean gold on the tuning seeds."""
     lines = ["| method | trial, gold on the tuning seeds |", "|---|---|"]
     for name, rows in tuning.items():
         cells = []
@@ -496,7 +496,7 @@ def trials_table(tuning: dict[str, list[dict]]) -> str:
 
 
 def plot(rows: dict[str, list[dict]], path: Path) -> None:
-    """Gold and KL of each arm: small points are seeds, large ones means."""
+    """Draw gold over KL for each arm: small points are seeds, large ones their means."""
     import matplotlib
 
     matplotlib.use("Agg")

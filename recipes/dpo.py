@@ -7,27 +7,24 @@ see --help. Beside the model this writes how it does on the held-out pairs: `eva
 command again goes on from the newest complete checkpoint in `output_dir`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import HeldOutArguments, ModelArguments
 from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, is_evaluated
+from trl_ext.runs import Hold, check_output_dir, is_evaluated, setting
 from trl_ext.upstream import late_bars, quiet
 
 
 @dataclass
 class DPOScriptArguments(HeldOutArguments):
-    """What `DPOConfig` and `ModelConfig` do not say: the data and the reference."""
+    """Declare what `DPOConfig` and `ModelConfig` lack: the data and the reference."""
 
-    ref_model_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "Reference model, or adapter (merged); the model before training if unset."},
+    ref_model_name_or_path: str | None = setting(
+        None, "Reference model, or adapter (merged); the model before training if unset."
     )
-    drop_unusable_pairs: bool = field(
-        default=False, metadata={"help": "Go on without pairs that lack an answer or have the same one twice."}
-    )
+    drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
 
 
 def check_models(script_args: DPOScriptArguments, model_args: ModelArguments) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.model_names import check_model
-from trl_ext.runs import check_output_dir
+from trl_ext.runs import check_output_dir, check_settings, setting
 from trl_ext.upstream import SECONDS, late_bars, quiet
 
 WRITTEN = ("prompt", "completion", "finished", "prompt_ids", "completion_ids")  # of a line, by this script
@@ -26,58 +26,47 @@ WRITTEN = ("prompt", "completion", "finished", "prompt_ids", "completion_ids")  
 
 @dataclass
 class GenerateArguments:
-    """Who answers what, and how."""
+    """Declare who answers, which prompts, and how answers are sampled."""
 
     model_name_or_path: str = field(metadata={"help": "Policy: a model or adapter, a folder or a hub name."})
-    prompt: str | None = field(default=None, metadata={"help": "One prompt, in place of a dataset."})
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Dataset with the column `prompt`: a hub name, a .jsonl file or a folder."}
+    prompt: str | None = setting(None, "One prompt, in place of a dataset.")
+    dataset_name: str | None = setting(
+        None, "Dataset with the column `prompt`: a hub name, a .jsonl file or a folder."
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
-    dataset_split: str | None = field(
-        default=None, metadata={"help": "Split of the dataset; `test`, or `train` for a single file, if unset."}
+    dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
+    dataset_split: str | None = setting(None, "Split of the dataset; `test`, or `train` for a single file, if unset.")
+    max_prompts: int | None = setting(None, "Answer the first so many prompts only.", range=">= 1")
+    output_file: str | None = setting(None, "JSON lines are written here; must not exist.")
+    num_samples: int = setting(1, "Answers to each prompt.", range=">= 1")
+    rollouts: bool = setting(False, "Write the token ids and the dataset's other columns, too: see above.")
+    chat: bool = setting(False, "Take a text prompt as a user's message.")
+    batch_size: int = setting(16, "Prompts in one batch of one process.", range=">= 1")
+    temperature: float = setting(1.0, "Of the sampling; 0 always takes the likeliest token.", range=">= 0")
+    top_p: float = setting(1.0, "Sample from the likeliest tokens of this total probability.", range="in (0, 1]")
+    max_new_tokens: int | None = setting(
+        None, "Tokens after which an answer is cut off; if unset 256, or what the context leaves.", range=">= 1"
     )
-    max_prompts: int | None = field(default=None, metadata={"help": "Answer the first so many prompts only."})
-    output_file: str | None = field(default=None, metadata={"help": "JSON lines are written here; must not exist."})
-    num_samples: int = field(default=1, metadata={"help": "Answers to each prompt."})
-    rollouts: bool = field(
-        default=False, metadata={"help": "Write the token ids and the dataset's other columns, too: see above."}
+    seed: int = setting(0, "Of the sampling.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Of the weights; `auto` is what they were saved in."
     )
-    chat: bool = field(default=False, metadata={"help": "Take a text prompt as a user's message."})
-    batch_size: int = field(default=16, metadata={"help": "Prompts in one batch of one process."})
-    temperature: float = field(default=1.0, metadata={"help": "Of the sampling; 0 always takes the likeliest token."})
-    top_p: float = field(default=1.0, metadata={"help": "Sample from the likeliest tokens of this total probability."})
-    max_new_tokens: int | None = field(
-        default=None,
-        metadata={"help": "Tokens after which an answer is cut off; if unset 256, or what the context leaves."},
-    )
-    seed: int = field(default=0, metadata={"help": "Of the sampling."})
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "Of the weights; `auto` is what they were saved in."}
-    )
-    revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a hub model."})
-    use_cpu: bool = field(default=False, metadata={"help": "Use no GPU, also where there is one."})
+    revision: str = setting("main", "Branch, tag or commit of a hub model.")
+    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
 
     def __post_init__(self):
+        check_settings(self)
         if (self.prompt is None) == (self.dataset_name is None):
             raise ValueError("give `dataset_name`, or one `prompt`")
         if self.dataset_name and not self.output_file:
             raise ValueError("no `output_file`: say where the answers are to go, such as answers.jsonl")
         if self.output_file and Path(self.output_file).exists():
             raise ValueError(f"`output_file` {self.output_file} exists: choose another")
-        for name in ("batch_size", "max_new_tokens", "max_prompts", "num_samples"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}")
         if self.rollouts and not self.output_file:
             raise ValueError("`rollouts` are lines of a file: give `output_file`")
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"`temperature` must be >= 0 and `top_p` in (0, 1], got {self.temperature} and {self.top_p}"
-            )
 
 
 def load_prompts(args: GenerateArguments) -> tuple[list[Any], list[dict]]:
-    """The prompts, each text or messages and as often as it is to be answered; and what else is kept of each row."""
+    """Return the prompts, each as often as it is to be answered, and the other columns to keep of each row."""
     from trl_ext import load_dataset_split
     from trl_ext.data import check_texts
 
@@ -185,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
         if state.is_main_process:
             partial.rename(args.output_file)
         state.wait_for_everyone()  # who goes on finds the file
-        state.print(f"Answers: {args.output_file}, {done}, of which {finished} ended by EOS")
+        state.print(f"Answers: {args.output_file}, {done}; {finished} ended by EOS")
 
 
 if __name__ == "__main__":

@@ -13,17 +13,16 @@ from pathlib import Path
 
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.data import split_pair
+from trl_ext.runs import setting
 from trl_ext.upstream import late_bars, quiet
 
 
 @dataclass
 class HHArguments:
-    """Where from, and where to."""
+    """Declare where the data comes from, and where it is written."""
 
     output_dir: str = field(metadata={"help": "Folder to write; must not exist, or be empty."})
-    dataset_name: str = field(
-        default="Anthropic/hh-rlhf", metadata={"help": "Dataset with dialogues in `chosen` and `rejected`."}
-    )
+    dataset_name: str = setting("Anthropic/hh-rlhf", "Dataset with dialogues in `chosen` and `rejected`.")
 
     def __post_init__(self):
         if Path(self.output_dir).exists() and (
@@ -33,7 +32,7 @@ class HHArguments:
 
 
 def is_for_sft(prompt: list[dict[str, str]]) -> bool:
-    """Half of the prompts, the same ones on every machine."""
+    """Return whether a prompt is in the half for SFT; the answer is the same on every machine."""
     return hashlib.sha256(json.dumps(prompt).encode()).digest()[0] % 2 == 0
 
 

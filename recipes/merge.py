@@ -14,22 +14,20 @@ from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.model_names import check_model
-from trl_ext.runs import check_output_dir
+from trl_ext.runs import check_output_dir, setting
 from trl_ext.upstream import late_bars, quiet
 
 
 @dataclass
 class MergeArguments:
-    """What to merge, into what, and where to."""
+    """Declare the adapter, its base, and where the merged model goes."""
 
     output_dir: str = field(metadata={"help": "Folder for the merged model: a new or an empty one."})
-    adapter: str = field(default="", metadata={"help": "Adapter: a folder or a hub name."})
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "The same as `adapter`, as other commands call it."}
-    )
-    base_model: str | None = field(default=None, metadata={"help": "Base; if unset, the one that the adapter names."})
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "Of the merged model; `auto` is the base's own."}
+    adapter: str = setting("", "Adapter: a folder or a hub name.")
+    model_name_or_path: str | None = setting(None, "The same as `adapter`, as other commands call it.")
+    base_model: str | None = setting(None, "Base; if unset, the one that the adapter names.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Of the merged model; `auto` is the base's own."
     )
 
     def __post_init__(self):
@@ -41,7 +39,7 @@ class MergeArguments:
 
 
 def load(args: MergeArguments) -> tuple[Any, Any, Any]:
-    """The adapter on its base, its tokenizer, the merged model's class; raises a `ValueError` if they do not fit."""
+    """Return the adapter on its base, its tokenizer and the merged model's class, or raise what does not fit."""
     from peft import PeftConfig, PeftModel, PeftType, load_peft_weights
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 

@@ -13,7 +13,7 @@ import copy
 import gc
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ModelArguments, PromptArguments
 from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, write_text
+from trl_ext.runs import Hold, check_output_dir, check_settings, setting, write_text
 from trl_ext.upstream import late_bars, quiet
 
 GOES_ON = "goes on with the rounds that are there"
@@ -29,39 +29,30 @@ GOES_ON = "goes on with the rounds that are there"
 
 @dataclass
 class OnlineDPOScriptArguments(PromptArguments):
-    """What `DPOConfig` and `ModelConfig` do not say: the prompts, the answers and their scores."""
+    """Declare what `DPOConfig` and `ModelConfig` lack: the prompts, the answers and their scores."""
 
-    num_rounds: int = field(default=3, metadata={"help": "Rounds of sampling and training."})
-    prompts_per_round: int = field(default=512, metadata={"help": "Prompts that are answered in a round."})
-    num_samples: int = field(default=4, metadata={"help": "k: answers to each prompt."})
-    max_completion_length: int = field(default=256, metadata={"help": "Tokens of an answer."})
-    temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling."})
-    reward_weights: list[float] | None = field(
-        default=None, metadata={"help": "Weight of each reward; 1 if unset. What has weight 0 is only reported."}
+    num_rounds: int = setting(3, "Rounds of sampling and training.", range=">= 1")
+    prompts_per_round: int = setting(512, "Prompts that are answered in a round.", range=">= 1")
+    num_samples: int = setting(4, "k: answers to each prompt.", range=">= 2")
+    max_completion_length: int = setting(256, "Tokens of an answer.", range=">= 1")
+    temperature: float = setting(1.0, "Temperature of sampling.", range="> 0, since equal answers make no pair")
+    reward_weights: list[float] | None = setting(
+        None, "Weight of each reward; 1 if unset. What has weight 0 is only reported."
     )
-    watch: Literal["warn", "stop", "off"] = field(
-        default="warn",
-        metadata={"help": "What the watch for a hack does: `stop` begins no round after one with an alarm."},
+    watch: Literal["warn", "stop", "off"] = setting(
+        "warn", "What the watch for a hack does: `stop` begins no round after one with an alarm."
     )
-    keep_reference: bool = field(
-        default=False,
-        metadata={"help": "Keep the first policy as the reference, not the policy that a round starts from."},
+    keep_reference: bool = setting(
+        False, "Keep the first policy as the reference, not the policy that a round starts from."
     )
 
     def __post_init__(self):
         super().__post_init__()
         self.watch = self.watch or "off"  # YAML reads `off` as false
-        if self.watch not in ("warn", "stop", "off"):
-            raise ValueError(f"`watch` must be warn, stop or off; got {self.watch!r}")
+        check_settings(self)
         rewards = bool(self.reward_model_name_or_path) + len(self.reward_funcs or []) + len(self.rewards or [])
         if self.reward_weights is not None and len(self.reward_weights) != rewards:
             raise ValueError(f"`reward_weights` must be one for each of {rewards} rewards, got {self.reward_weights}")
-        least = {"num_rounds": 1, "prompts_per_round": 1, "num_samples": 2, "max_completion_length": 1}
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(f"`{name}` must be {minimum} or more, got {getattr(self, name)}")
-        if not self.temperature > 0:
-            raise ValueError(f"`temperature` must be > 0, got {self.temperature}: equal answers make no pair")
 
 
 def answer(
@@ -98,7 +89,7 @@ def answer(
 
 
 def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch: int) -> list[list[float | None]]:
-    """What each reward function says of each answer; there are as many answers to each row."""
+    """Return each reward function's score of each answer; all rows have equally many answers, in succession."""
     rows = [row for row in rows for _ in range(len(answers) // len(rows))]
     scores: list[list[float | None]] = []
     for start in range(0, len(rows), batch):
@@ -116,7 +107,7 @@ def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch:
 
 
 def total(scores: list[float | None], weights: list[float]) -> float | None:
-    """Weighted sum over the functions that apply; None if none does."""
+    """Return the weighted sum of an answer's scores without those that are None; None if all are."""
     applying = [w * s for w, s in zip(weights, scores, strict=True) if s is not None and w != 0]
     return sum(applying) if applying else None
 
@@ -126,7 +117,7 @@ def text_of(completion: str | list[dict]) -> str:
 
 
 def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | None]) -> list[dict]:
-    """A pair for each prompt, unless all its answers are worth the same or empty; `score_…` are for `use_margin`."""
+    """Return a pair for each prompt, unless its answers are empty or equally good; `use_margin` reads `score_…`."""
     pairs, k = [], len(answers) // len(rows)
     for i, row in enumerate(rows):
         scored = [(t, a) for t, a in zip(totals[i * k : i * k + k], answers[i * k : i * k + k], strict=True)]
@@ -141,7 +132,7 @@ def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | N
 
 
 def as_logged(answers: list[dict], totals: list[float | None]) -> dict[str, float | None]:
-    """What PPO logs of a rollout, of a round's held-out answers: for the watch."""
+    """Return for a round's held-out answers what PPO logs for a rollout; `HackWatch` reads it."""
     from trl_ext.rewards import RepetitionWatch
 
     scores = [value for value in totals if value is not None]
@@ -157,7 +148,7 @@ def as_logged(answers: list[dict], totals: list[float | None]) -> dict[str, floa
 
 
 def in_words(facts: dict) -> str:
-    """The mean scores of a round, with their intervals."""
+    """Return a round's mean scores with their intervals, in words."""
     shown = [
         f"{name} {mean:.3f} ({low:.3f} to {high:.3f})"
         for (name, mean), (low, high) in zip(facts["held_out"].items(), facts["intervals"].values(), strict=True)
@@ -165,8 +156,8 @@ def in_words(facts: dict) -> str:
     return ", ".join([*shown, f"length {facts['length']:.1f} tokens"])
 
 
-def check_settings(path: Path, settings: dict) -> None:
-    """Raise what differs if the rounds beside the file `path` were begun with other settings."""
+def check_begun(path: Path, settings: dict) -> None:
+    """Raise a `ValueError` that says what differs if the rounds beside the file were begun with other settings."""
     from trl_ext.runs import differences
 
     if path.is_file() and (different := differences(json.loads(path.read_text()), settings)):
@@ -302,7 +293,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name, reward in zip(names, rewards, strict=True):
             settings[f"reward {name}"] = source_identity(reward)
         settings = fingerprint(training_args, **settings)
-        check_settings(output_dir / "online_dpo_settings.json", settings)
+        check_begun(output_dir / "online_dpo_settings.json", settings)
     held_out = held_out.to_list()
     weights = reward_weights or [1.0] * len(rewards)
 
@@ -321,7 +312,7 @@ def main(arguments: list[str] | None = None) -> None:
             return load(path, **kwargs, **revision)
 
     def sampled(path: str | Path, rows: list[dict], number: int, seed: int) -> tuple[list, list, list]:
-        """This process' share of the rows, with its answers and scores, gathered."""
+        """Have a policy answer the rows, each process its share; return rows, answers and scores of all processes."""
         policy = load_policy(path).to(training_args.device).eval()
         mine = rows[processes.process_index :: processes.num_processes]
         torch.manual_seed(seed * processes.num_processes + processes.process_index)

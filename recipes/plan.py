@@ -93,7 +93,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def origin(name: str, folder: Path) -> tuple[str, dict | None]:
-    """The hub name or folder that `name` comes from, and the recipe in `folder` that makes it, if there is one."""
+    """Return the hub name or folder that a model comes from, and the recipe in `folder` that makes it, or None."""
     makers = {}
     for path in sorted(folder.glob("*.yaml")):  # others' files may lie there, too
         with contextlib.suppress(yaml.YAMLError):
@@ -109,7 +109,7 @@ def origin(name: str, folder: Path) -> tuple[str, dict | None]:
 
 
 def loaded_rewards(entries: Any, folder: Path, load_config: Callable[[str], Any]) -> Iterator[LoadedReward]:
-    """The reward models that `rewards:` names, wherever within it, as the reward functions load them."""
+    """Yield the reward models that the entries of `rewards:` load, also those nested within others."""
     if isinstance(entries, list):
         for entry in entries:
             yield from loaded_rewards(entry, folder, load_config)
@@ -126,15 +126,14 @@ def loaded_rewards(entries: Any, folder: Path, load_config: Callable[[str], Any]
                 named = [member for member in members or [] if isinstance(member, str) and ".py:" not in member]
                 bases = Counter((base_of(member, folder), is_adapter_of(member, folder)) for member in named)
                 for (base, is_shared), count in bases.items():
-                    each = loaded_reward(base, kwargs, count if is_shared else 1, folder, load_config)
-                    yield from [each] * (1 if is_shared else count)
+                    yield from ensemble_on(base, kwargs, count, is_shared, folder, load_config)
                 yield from loaded_rewards(members, folder, load_config)
         else:
             yield from loaded_rewards(given, folder, load_config)
 
 
 def members_of(ensemble: str, kwargs: dict, folder: Path, load_config: Callable[[str], Any]) -> Iterator[LoadedReward]:
-    """The members of what `trl-ext reward --ensemble k` has made, or a recipe in `folder` will make."""
+    """Yield the members of an ensemble that `trl-ext reward` has written, or that a recipe in `folder` will write."""
     file, (base, maker) = Path(ensemble, "ensemble.json"), origin(ensemble, folder)
     if file.is_file():
         members = [str(Path(ensemble, each["folder"])) for each in json.loads(file.read_text())["members"]]
@@ -143,18 +142,25 @@ def members_of(ensemble: str, kwargs: dict, folder: Path, load_config: Callable[
         count, is_shared = maker["ensemble"], bool(maker.get("use_peft"))
     else:
         raise ValueError(f"{ensemble} holds no ensemble.json, and no recipe in {folder} makes an ensemble there")
+    yield from ensemble_on(base, kwargs, count, is_shared, folder, load_config)
+
+
+def ensemble_on(
+    base: str, kwargs: dict, count: int, is_shared: bool, folder: Path, load_config: Callable[[str], Any]
+) -> list[LoadedReward]:
+    """Return `count` members: adapters on one base if `is_shared`, else models as large as the base."""
     each = loaded_reward(base, kwargs, count if is_shared else 1, folder, load_config)
-    yield from [each] * (1 if is_shared else count)
+    return [each] * (1 if is_shared else count)
 
 
 def is_adapter_of(name: str, folder: Path) -> bool:
-    """Whether a reward model is, or will be, an adapter."""
+    """Return whether a reward model is an adapter, or will be one when the recipe that makes it has run."""
     maker = origin(name, folder)[1]
     return bool(maker and maker.get("use_peft")) or Path(name, "adapter_config.json").exists()
 
 
 def base_of(name: str, folder: Path) -> str:
-    """What a model's configuration is read from: of an adapter its base."""
+    """Return the name that a model's configuration is read from; for an adapter that is its base."""
     name, _ = origin(name, folder)
     file = Path(name, "adapter_config.json")
     return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else name
@@ -163,7 +169,7 @@ def base_of(name: str, folder: Path) -> str:
 def loaded_reward(
     name: str, kwargs: dict, members: int, folder: Path, load_config: Callable[[str], Any]
 ) -> LoadedReward:
-    """One base with its settings, as `ModelReward` takes them."""
+    """Describe a reward model by its base and the arguments of `ModelReward`."""
     config = load_config(base_of(name, folder))
     dtype = kwargs.get("dtype") or getattr(config, "dtype", None) or torch.float32
     return LoadedReward(
@@ -180,7 +186,7 @@ def make_job(
     stage: str, script_args: Any, args: Any, model_args: Any, folder: Path, layout: Layout, prompt_length: int,
     load_config: Callable[[str], Any], turns: int = 1,
 ) -> Job:  # fmt: skip
-    """The job of a recipe's parsed arguments; `load_config` gives a model's configuration by its name."""
+    """Make the job from a recipe's parsed arguments; `load_config` returns a model's configuration by its name."""
     policy = load_config(base_of(model_args.model_name_or_path, folder))
     peft_config = get_peft_config(model_args)
     if has_adapter := Path(model_args.model_name_or_path, "adapter_config.json").is_file():  # it is trained on
@@ -195,11 +201,9 @@ def make_job(
         scorer = script_args.reward_model_name_or_path
         if scorer:
             maker = origin(scorer, folder)[1]
-            is_adapter = bool(maker and maker.get("use_peft")) or (Path(scorer) / "adapter_config.json").exists()
-            shares = is_adapter and peft_config is not None and args.share_reward_base != "never"
+            shares = is_adapter_of(scorer, folder) and peft_config is not None and args.share_reward_base != "never"
             shares = shares and (maker is None or maker["model_name_or_path"] == model_args.model_name_or_path)
-            shared = int(shares)
-            rewards = [] if shares else [load_config(base_of(scorer, folder))]
+            rewards, shared = ([], 1) if shares else ([load_config(base_of(scorer, folder))], 0)
         if script_args.value_model_name_or_path:
             on_policys_base = peft_config is not None and is_adapter_of(script_args.value_model_name_or_path, folder)
             value_model = (
@@ -227,12 +231,12 @@ def make_job(
 
 
 def local_split(name: str | None, split: str) -> Any:
-    """The split, or None if the data is not on this machine; an environment may own its data."""
+    """Load a split; return None if the data is not on this machine, or if an environment brings its own."""
     return load_dataset_split(name, split, columns=()) if name and find(name).exists() else None
 
 
 def measured_tokens(stage: str, dataset: Any, tokenizer: Any) -> tuple[int, float] | None:
-    """Longest and mean number of tokens of what a pass reads: PPO's prompts, the others' texts; of 2,000 rows."""
+    """Return the longest and the mean number of tokens of PPO's prompts, or of other stages' texts, in 2,000 rows."""
     rows = dataset.select(range(min(len(dataset), 2000)))
     if stage == "pretrain_critic" and {*IDS} <= {*rows.column_names}:
         return longest_and_mean([sum(map(len, ids)) for ids in zip(*(rows[name] for name in IDS), strict=True)])
@@ -255,7 +259,7 @@ def longest_and_mean(lengths: list[int]) -> tuple[int, float] | None:
 
 
 def check_columns(stage: str, dataset: Any, name: str, args: Any) -> None:
-    """Raise which columns the recipe needs, and which were found."""
+    """Raise a `ValueError` that says which columns the recipe needs, and which the data has, if some are missing."""
     if stage == "sft":
         sft.check_columns(dataset, name, args.dataset_text_field)
     elif stage == "pretrain_critic":
@@ -273,7 +277,7 @@ def check_columns(stage: str, dataset: Any, name: str, args: Any) -> None:
 def what_the_data_says(
     stage: str, script_args: Any, args: Any, model_args: Any, folder: Path
 ) -> tuple[int | None, str | None]:
-    """Preference pairs to train on, and which prompts SFT and PPO share; as far as the data is on this machine."""
+    """Return the number of preference pairs, and a sentence on prompts that SFT and PPO share; None if not known."""
 
     mine = local_split(script_args.dataset_name, script_args.dataset_train_split)
     if mine is not None and not getattr(script_args, "environment", None):  # which may write the prompts
@@ -297,7 +301,7 @@ def what_the_data_says(
 
 
 def vllm_share(job: Job) -> float:
-    """The part of each GPU's memory that vLLM takes beside the run."""
+    """Return the share of each GPU's memory that vLLM takes beside the run."""
     colocated = job.stage == "ppo" and job.args.use_vllm and job.args.vllm_mode == "colocate"
     return job.args.vllm_gpu_memory_utilization if colocated else 0.0
 
@@ -307,7 +311,7 @@ def fits(result: Plan, job: Job, gpu_memory: float) -> bool:
 
 
 def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
-    """Everything in GiB per GPU, as a text."""
+    """Return the plan as text: memory in GiB per GPU, batches, disk."""
     layout = job.layout
     lines = [f"{layout.mode}, {layout.processes} process(es) on {layout.machines} machine(s)", ""]
     lines.append(
@@ -462,7 +466,7 @@ def without(flags: list[str], others: list[str]) -> list[str]:
 
 
 def time_of(number: float) -> str:
-    """Hours as min, h or days."""
+    """Return a number of hours in min, h or days."""
     unit, size = ("min", 1 / 60) if number < 1 else ("h", 1) if number < 48 else ("days", 24)
     return f"{number / size:.{0 if number / size >= 10 else 1}f} {unit}"
 
@@ -470,7 +474,7 @@ def time_of(number: float) -> str:
 def verdicts(
     runs: list[tuple[Job, Plan]], efficiency: Efficiency, rows: int | None, tokens: float | None
 ) -> list[str]:
-    """On which GPUs the run fits, and how long it takes there: a column for each way to spread it."""
+    """Return lines on which GPUs the run fits and how long it takes there, with a column for each number of GPUs."""
     counts = [examples(job, result, rows) for job, result in runs]
     unit = "" if counts[0] else " per 10,000 examples"
     lines = ["", f"{'fits, and takes about' + unit:<44}".rstrip(), f"{'':18}"]
@@ -499,7 +503,7 @@ def verdicts(
 
 
 def as_on_gpu(stage: str, file: Path, flags: list[str]) -> list[str]:
-    """Return flags by which a machine without a GPU plans for one with it, where `bf16` and more is on by default."""
+    """Return flags that set on a machine without a GPU what is the default on one with a GPU, such as `bf16`."""
     with contextlib.suppress(yaml.YAMLError):  # the parser says what is wrong with it
         found = yaml.safe_load(file.read_text())
         set_by_flag = {

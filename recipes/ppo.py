@@ -8,13 +8,13 @@ docs/agents.md. Flags override the file; see --help. The
 same command again goes on from the newest complete checkpoint in `output_dir`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import HeldOutArguments, ModelArguments, PromptArguments
 from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, is_evaluated
+from trl_ext.runs import Hold, check_output_dir, is_evaluated, setting
 from trl_ext.upstream import late_bars, quiet
 
 if TYPE_CHECKING:
@@ -25,49 +25,33 @@ if TYPE_CHECKING:
 
 @dataclass
 class PPOScriptArguments(PromptArguments, HeldOutArguments):
-    """What `PPOConfig` and `ModelConfig` do not say: the data and where rewards and values come from."""
+    """Declare what `PPOConfig` and `ModelConfig` lack: the data, the rewards and the critic."""
 
-    eval_dataset_name: str | None = field(
-        default=None, metadata={"help": "Dataset to evaluate on; `dataset_name` if unset."}
+    eval_dataset_name: str | None = setting(None, "Dataset to evaluate on; `dataset_name` if unset.")
+    max_prompt_length: int | None = setting(
+        None, "Leave out prompts of more tokens; without it they must fit into the contexts.", range=">= 1"
     )
-    max_prompt_length: int | None = field(
-        default=None,
-        metadata={"help": "Leave out prompts of more tokens; without it they must fit into the contexts."},
+    ref_model_name_or_path: str | None = setting(
+        None, "Reference model, or adapter (merged); the policy before training if unset."
     )
-    ref_model_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "Reference model, or adapter (merged); the policy before training if unset."},
+    value_model_name_or_path: str | None = setting(
+        None,
+        "Sequence classifier that the critic starts from. If unset: the reward model if it has the "
+        "policy's tokenizer, else the policy with a zero head.",
     )
-    value_model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Sequence classifier that the critic starts from. If unset: the reward model if it has the "
-            "policy's tokenizer, else the policy with a zero head."
-        },
+    environment: list[str] | None = setting(
+        None,
+        "Class of an environment, `path/to/file.py:Class` or `package.module.Class`. Several are "
+        "`name=path`, for rows whose column `environment` has the name.",
     )
-    environment: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Class of an environment, `path/to/file.py:Class` or `package.module.Class`. Several are "
-            "`name=path`, for rows whose column `environment` has the name."
-        },
+    tools: list[str] | None = setting(None, "Functions that the model may call, each named as an environment is.")
+    monitors: list[str] | None = setting(
+        None, "Callbacks of trl_ext.callbacks: `KLBudgetCallback` or `KLBudgetCallback(limit=5)`."
     )
-    tools: list[str] | None = field(
-        default=None, metadata={"help": "Functions that the model may call, each named as an environment is."}
-    )
-    monitors: list[str] | None = field(
-        default=None,
-        metadata={"help": "Callbacks of trl_ext.callbacks: `KLBudgetCallback` or `KLBudgetCallback(limit=5)`."},
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.max_prompt_length is not None and self.max_prompt_length < 1:
-            raise ValueError(f"`max_prompt_length` must be 1 or more, got {self.max_prompt_length}")
 
 
 def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "Dataset":
-    """The rows whose prompt has up to `longest` tokens, as the trainer counts them."""
+    """Return the rows whose prompt has at most `longest` tokens, as the trainer counts them."""
     from accelerate import PartialState
 
     def length(row: dict[str, Any]) -> int:

@@ -12,31 +12,28 @@ same command again goes on from the newest complete checkpoint in `output_dir`.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments, PromptArguments
 from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, is_evaluated
+from trl_ext.runs import Hold, check_output_dir, is_evaluated, setting
 from trl_ext.upstream import late_bars, quiet
 
 
 @dataclass
 class CriticScriptArguments(PromptArguments, HeldOutArguments):
-    """What `CriticConfig` and `ModelConfig` do not say: the answers, their scores and whose they are."""
+    """Declare what `CriticConfig` and `ModelConfig` lack: the answers, their scores and the policy that gave them."""
 
-    score_column: str | None = field(
-        default=None, metadata={"help": "Column with each answer's score; in place of rewards that score them here."}
+    score_column: str | None = setting(
+        None, "Column with each answer's score; in place of rewards that score them here."
     )
-    policy_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "Policy that gave the answers, for its tokenizer; `model_name_or_path` if unset."},
+    policy_name_or_path: str | None = setting(
+        None, "Policy that gave the answers, for its tokenizer; `model_name_or_path` if unset."
     )
-    resume_anyway: bool = field(
-        default=False, metadata={"help": "Go on from a checkpoint that a run with other settings wrote."}
-    )
+    resume_anyway: bool = setting(False, "Go on from a checkpoint that a run with other settings wrote.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

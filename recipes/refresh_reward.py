@@ -33,12 +33,22 @@ from transformers import AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.cli.model_names import check_model
-from trl_ext.data import TrainedPairs, check_texts, has_content, pair_hashes
+from trl_ext.data import TrainedPairs, check_texts, has_content, pair_hashes, write_rows
 from trl_ext.evaluation import reward_model_report
 from trl_ext.functional import disagreement
 from trl_ext.models import path_identity
 from trl_ext.rewards import ModelReward, RewardFailed, load_rewards
-from trl_ext.runs import Hold, check_output_dir, config_file, differences, rows_identity, write_text
+from trl_ext.runs import (
+    Hold,
+    check_output_dir,
+    check_settings,
+    config_file,
+    differences,
+    read_jsonl,
+    rows_identity,
+    setting,
+    write_text,
+)
 from trl_ext.upstream import late_bars, quiet
 from trl_ext.workbench import next_line, objections
 from trl_ext.workbench.labels import Columns, majority_pairs, read_labels
@@ -51,6 +61,7 @@ from trl_ext.workbench.labels.labelling import (
     label_studio_tasks,
     read_choices,
 )
+from trl_ext.workbench.pages.markup import with_interval
 from trl_ext.workbench.refresh import page as refresh_page
 
 from . import generate, reward
@@ -66,7 +77,7 @@ SPLITS = ("train", "test")
 
 @dataclass
 class RefreshArguments:
-    """Whose answers, who decides on them, and what is trained on them."""
+    """Declare whose answers are queued, who labels them, and which reward model is trained on them."""
 
     model_name_or_path: str = field(metadata={"help": "Policy whose answers are queued: a folder or a hub name."})
     reward_model_name_or_path: str = field(
@@ -74,69 +85,44 @@ class RefreshArguments:
     )
     dataset_name: str = field(metadata={"help": "Prompts: a hub name, a .jsonl file or a folder."})
     output_dir: str = field(metadata={"help": "Folder of this round."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of the prompts."})
-    against_model_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "Model whose answers are set against the policy's; other answers of the policy if unset."},
+    dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
+    dataset_split: str = setting("train", "Split of the prompts.")
+    against_model_name_or_path: str | None = setting(
+        None, "Model whose answers are set against the policy's; other answers of the policy if unset."
     )
-    earlier: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "`output_dir` of each earlier round: what was queued is not queued again, pairs are reused."
-        },
+    earlier: list[str] | None = setting(
+        None, "`output_dir` of each earlier round: what was queued is not queued again, pairs are reused."
     )
-    num_prompts: int = field(default=512, metadata={"help": "Prompts that are answered."})
-    num_samples: int = field(default=2, metadata={"help": "Answers of the policy to each prompt."})
-    max_new_tokens: int | None = field(default=None, metadata={"help": "Tokens of an answer; as `generate` if unset."})
-    temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling."})
-    batch_size: int = field(default=16, metadata={"help": "Prompts in one batch."})
-    queue_size: int = field(default=200, metadata={"help": "Pairs of answers to label."})
-    score_share: float = field(default=0.4, metadata={"help": "Part of the queue for answers of the highest score."})
-    disagreement_share: float = field(
-        default=0.3,
-        metadata={"help": "Part for those that an ensemble disagrees on most; of the others without an ensemble."},
+    num_prompts: int = setting(512, "Prompts that are answered.", range=">= 1")
+    num_samples: int = setting(2, "Answers of the policy to each prompt.", range=">= 1")
+    max_new_tokens: int | None = setting(None, "Tokens of an answer; as `generate` if unset.")
+    temperature: float = setting(1.0, "Temperature of sampling.", range="> 0, since equal answers make no pair")
+    batch_size: int = setting(16, "Prompts in one batch.", range=">= 1")
+    queue_size: int = setting(200, "Pairs of answers to label.", range=">= 1")
+    score_share: float = setting(0.4, "Part of the queue for answers of the highest score.", range="in [0, 1]")
+    disagreement_share: float = setting(
+        0.3, "Part for those that an ensemble disagrees on most; of the others without an ensemble.", range="in [0, 1]"
     )
-    random_share: float = field(default=0.3, metadata={"help": "Part for answers at random."})
-    labels: list[str] | None = field(
-        default=None, metadata={"help": "Files with what people chose, own ones or exports: see docs/refresh.md."}
+    random_share: float = setting(0.3, "Part for answers at random.", range="in [0, 1]")
+    labels: list[str] | None = setting(None, "Files with what people chose, own ones or exports: see docs/refresh.md.")
+    judge: str | None = setting(
+        None, "Reward that decides: `path/to/file.py:function` or `{JudgeReward: {url: …, …}}`."
     )
-    judge: str | None = field(
-        default=None,
-        metadata={"help": "Reward that decides: `path/to/file.py:function` or `{JudgeReward: {url: …, …}}`."},
-    )
-    confidence_bound: float = field(default=0.6, metadata={"help": "Least share of an item's labels for its winner."})
-    held_out_share: float = field(default=0.2, metadata={"help": "Share of prompts whose pairs only measure."})
-    reward_dataset_name: str | None = field(
-        default=None, metadata={"help": "Pairs that the reward model was trained on, with a split `test`."}
-    )
-    old_share: float = field(default=0.5, metadata={"help": "Share of old pairs in what is trained on."})
-    reward_config: str | None = field(
-        default=None, metadata={"help": "Configuration of `trl-ext reward`: how the reward model is trained on."}
-    )
-    demonstrations_name: str | None = field(
-        default=None, metadata={"help": "As of `trl-ext reward`: what is to score 0 on average."}
-    )
-    seed: int = field(default=0, metadata={"help": "Of prompts, answers, choice and training."})
-    use_cpu: bool = field(default=False, metadata={"help": "Use no GPU, also where there is one."})
+    confidence_bound: float = setting(0.6, "Least share of an item's labels for its winner.", range="in [0.5, 1]")
+    held_out_share: float = setting(0.2, "Share of prompts whose pairs only measure.", range="in (0, 1)")
+    reward_dataset_name: str | None = setting(None, "Pairs that the reward model was trained on, with a split `test`.")
+    old_share: float = setting(0.5, "Share of old pairs in what is trained on.", range="in [0, 1)")
+    reward_config: str | None = setting(None, "Configuration of `trl-ext reward`: how the reward model is trained on.")
+    demonstrations_name: str | None = setting(None, "As of `trl-ext reward`: what is to score 0 on average.")
+    seed: int = setting(0, "Of prompts, answers, choice and training.")
+    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
 
     def __post_init__(self):
-        for name in ("num_prompts", "num_samples", "batch_size", "queue_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be 1 or more, got {getattr(self, name)}")
+        check_settings(self)
         if self.num_samples < 2 and not self.against_model_name_or_path:
             raise ValueError("`num_samples` must be 2 or more, or give `against_model_name_or_path`: a pair has two")
-        for name in ("score_share", "disagreement_share", "random_share", "held_out_share", "old_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"`{name}` must be in [0, 1], got {getattr(self, name)}")
-        if not 0.5 <= self.confidence_bound <= 1:
-            raise ValueError(f"`confidence_bound` must be in [0.5, 1], got {self.confidence_bound}")
         if abs(sum(self.shares.values()) - 1) > 1e-6:
             raise ValueError(f"the three shares of the queue must add up to 1, got {self.shares}")
-        if self.held_out_share in (0, 1) or self.old_share == 1:
-            raise ValueError("`held_out_share` must be above 0 and below 1, and `old_share` below 1")
-        if not self.temperature > 0:
-            raise ValueError(f"`temperature` must be > 0, got {self.temperature}: equal answers make no pair")
         if self.labels and self.judge:
             raise ValueError("`labels` and `judge` are both given: drop one, or write the judge's choices into a file")
         if self.reward_config and not self.reward_dataset_name:
@@ -180,10 +166,10 @@ def main(arguments: list[str] | None = None) -> None:
         # 2. The queue
         result = folder / "queue.jsonl"
         once(folder, "queue", queue_settings(args), result, folder / "answers", partial(make_queue, args))
-        queue = read(result)
+        queue = read_rows(result)
         print(f"Queue: {result}, {len(queue)} pairs of answers: {in_words(queue, 'why')}")
         if args.disagreement_share and len(members_of(args.reward_model_name_or_path)) == 1:
-            print("Note: one reward model disagrees with none, so that the share for disagreement went to the others")
+            print("Note: one reward model has no disagreement, so its share of the queue went to the other two")
         if not (args.labels or args.judge):
             print(
                 f"Next: label them, by {folder / 'label_studio.json'} (interface: label_studio.xml) or argilla.jsonl; "
@@ -220,15 +206,15 @@ def once(
     Do a step unless its result is there.
 
     Args:
-        folder: of the round.
-        step: its name.
-        settings: on which the result depends.
-        result: the file that is written last.
-        part: what is there when the step has begun, and is gone on with.
-        make: does it.
+        folder: folder of the round.
+        step: name of the step.
+        settings: what the result depends on.
+        result: the file that the step writes last.
+        part: a file or folder that exists once the step has begun; the step goes on from it.
+        make: function that does the step.
 
     Raises:
-        ValueError: it was done, or begun, with other settings; the message says with which.
+        ValueError: the step was done, or begun, with other settings; the message says which differ.
     """
     settings, file = json.loads(json.dumps(settings, default=str)), folder / f"{step}_settings.json"
     begun = [path for path in dict.fromkeys((part, result)) if path.exists()]
@@ -243,17 +229,12 @@ def once(
         make()
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:  # `splitlines` would break at a line separator within a text
-        return [json.loads(line) for line in file]
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return list(read_jsonl(path))
 
 
 def digest(path: str | Path) -> str:
-    """What a file holds, in 16 digits: what was made of another is not gone on with."""
+    """Hash a file's content to 16 digits, so that results made from another content are refused."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
@@ -262,7 +243,7 @@ def in_words(rows: list[dict], column: str) -> str:
 
 
 def members_of(name: str) -> list[str]:
-    """The folders of an ensemble's members; else the model alone."""
+    """Return the folders of an ensemble's members; of another model itself alone."""
     file = Path(name, "ensemble.json")
     members = json.loads(file.read_text())["members"] if file.is_file() else []
     return [str(Path(name, member["folder"])) for member in members] or [name]
@@ -288,14 +269,14 @@ def queue_settings(args: RefreshArguments) -> dict[str, Any]:
 
 
 def make_queue(args: RefreshArguments) -> None:
-    """Sample, score, choose; `queue.jsonl` is written last."""
+    """Sample answers, score them, and choose which are queued; `queue.jsonl` is written last."""
     folder, other = Path(args.output_dir), args.against_model_name_or_path
     prompts = chosen_prompts(args)
     answers = answers_of(args, args.model_name_or_path, "policy", prompts * args.num_samples)
     own = len(answers)
     rows = with_scores(args, answers + (answers_of(args, other, "against", prompts) if other else []))
     policy, against = rows[:own], rows[own:] or rows
-    earlier = [row for name in args.earlier or [] for row in read(Path(name, "queue.jsonl"))]
+    earlier = [row for name in args.earlier or [] for row in read_rows(Path(name, "queue.jsonl"))]
     spent = {answer_key(row["prompt"], row[name]) for row in earlier for name in TEXTS[1:]}
 
     def draw(row: dict) -> str:
@@ -333,7 +314,7 @@ def make_queue(args: RefreshArguments) -> None:
 
 
 def queued(row: dict, other: Any, why: str, args: RefreshArguments) -> dict[str, Any]:
-    """A row of the queue; which of the two answers was chosen says its `picked` alone, not its place."""
+    """Return a row of the queue. Its order is random: only `picked` says which of the two answers was chosen."""
     item = answer_key(row["prompt"], [row["completion"], other["completion"]])
     picked = "ab"[int(answer_key(item, None, args.seed), 16) % 2]
     sides = {picked: row, "ab".replace(picked, ""): other}
@@ -349,7 +330,7 @@ def queued(row: dict, other: Any, why: str, args: RefreshArguments) -> dict[str,
 
 
 def chosen_prompts(args: RefreshArguments) -> list[dict]:
-    """Different prompts, drawn by the seed and the round, with their columns."""
+    """Draw different prompts with their columns, by the seed and the round."""
     dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
     if taken := sorted(OWN & set(dataset.column_names)):
         raise ValueError(
@@ -360,33 +341,33 @@ def chosen_prompts(args: RefreshArguments) -> list[dict]:
 
 
 def rounds(args: RefreshArguments) -> list[str]:
-    """The folders of all rounds, this one last."""
+    """Return the folders of all rounds, this one last."""
     return [*(args.earlier or []), args.output_dir]
 
 
 def number_of(args: RefreshArguments) -> int:
-    """The number of this round, counted from 1."""
+    """Return the number of this round, from 1."""
     return len(rounds(args))
 
 
 def seed_of(args: RefreshArguments) -> int:
-    """A seed that no other round has."""
+    """Return a seed that no other round has."""
     return args.seed + 1000 * number_of(args)
 
 
 def answers_of(args: RefreshArguments, model: str, name: str, prompts: list[dict]) -> list[dict]:
-    """Answers of a model, one to each row, with the row's columns; by `trl-ext generate`, once."""
+    """Return the rows with a model's answers, one to each; `trl-ext generate` makes them if they are not there yet."""
     asked, said = (Path(args.output_dir, "answers", f"{name}-{what}.jsonl") for what in ("prompts", "answers"))
     if not said.is_file():
         write_rows(asked, [{"prompt": row["prompt"]} for row in prompts])
         same = ("temperature", "batch_size", "max_new_tokens", "use_cpu")
         flags = {"model_name_or_path": model, "dataset_name": asked, "output_file": said, "seed": seed_of(args)}
         generate.main(words({**flags, **{flag: getattr(args, flag) for flag in same}}))
-    return [{**row, **answer, "policy": model} for row, answer in zip(prompts, read(said), strict=True)]
+    return [{**row, **answer, "policy": model} for row, answer in zip(prompts, read_rows(said), strict=True)]
 
 
 def with_scores(args: RefreshArguments, rows: list[dict]) -> list[dict]:
-    """The same answers, with the mean of the reward models' scores and how far these disagree."""
+    """Return the answers with the mean of the reward models' scores, and how far these disagree."""
     scores = scores_by(members_of(args.reward_model_name_or_path), rows, args)
     spread = disagreement(scores).tolist() if len(scores) > 1 else [None] * len(rows)
     return [
@@ -396,12 +377,12 @@ def with_scores(args: RefreshArguments, rows: list[dict]) -> list[dict]:
 
 
 def words(flags: dict[str, Any]) -> list[str]:
-    """A command line; what is None is left out."""
+    """Return flags as the words of a command line, without those that are None."""
     return [str(word) for flag, value in flags.items() if value is not None for word in (f"--{flag}", value)]
 
 
 def scores_by(models: list[str], rows: list[dict], args: RefreshArguments) -> torch.Tensor:
-    """The (M, N) scores of all rows; each model is loaded once, and one at a time."""
+    """Return the (M, N) scores of N rows by M models; one model is in memory at a time."""
     texts = [[row[name] for row in rows] for name in ("prompt", "completion")]
     finished = [row.get("finished", True) for row in rows]
     device = "cpu" if args.use_cpu else None
@@ -422,7 +403,7 @@ def pairs_settings(args: RefreshArguments) -> dict[str, Any]:
 
 
 def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
-    """Write `labels.jsonl`, a row a label, and the pairs that they come to, `pairs/train.jsonl` last."""
+    """Write `labels.jsonl`, a row for each label, and the pairs made of them, `pairs/train.jsonl` last."""
     folder = Path(args.output_dir)
     choices = judged(args, queue) if args.judge else labelled(args.labels or [], queue)
     by_item = {row["item"]: row for row in queue}
@@ -472,7 +453,7 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
 
 
 def labelled(files: list[str], queue: list[dict]) -> list[dict]:
-    """What people chose; raises at an item that is not in the queue."""
+    """Return what people chose; raise a `ValueError` for an item that is not in the queue."""
     items, choices = {row["item"] for row in queue}, []
     for name in files:
         choices += read_choices(name)
@@ -485,7 +466,7 @@ def labelled(files: list[str], queue: list[dict]) -> list[dict]:
 
 
 def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
-    """What a reward function prefers: it scores both answers, or compares them if it is a judge that does."""
+    """Return what a reward function prefers: it scores both answers; a judge with `compare` compares them."""
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     ((judge,), _) = load_rewards([yaml.safe_load(args.judge or "")], tokenizer)
     columns = {name: [row[name] for row in queue] for name in queue[0] if name != "prompt"}
@@ -528,12 +509,12 @@ def train_settings(args: RefreshArguments) -> dict[str, Any]:
 
 
 def train(args: RefreshArguments) -> None:
-    """Mix old and new pairs, and have `trl-ext reward` train each model from where it is."""
+    """Mix old and new pairs, and have `trl-ext reward` train each model on, from its own weights."""
     folder = Path(args.output_dir)
     (folder / "refresh.json").unlink(missing_ok=True)  # of a model that is no more
     old = {split: old_pairs(args, split).to_list() for split in SPLITS}
     new = {
-        split: [row for each in rounds(args) for row in read(Path(each, "pairs", f"{split}.jsonl"))]
+        split: [row for each in rounds(args) for row in read_rows(Path(each, "pairs", f"{split}.jsonl"))]
         for split in SPLITS
     }
     if type(old["train"][0]["chosen"]) is not type(new["train"][0]["chosen"]):
@@ -555,7 +536,7 @@ def train(args: RefreshArguments) -> None:
         flags |= {"output_dir": output, "seed": args.seed + place, "demonstrations_name": args.demonstrations_name}
         flags |= {"use_cpu": "true" if args.use_cpu else None}
         if not any(output.glob("checkpoint-*")):
-            flags["resume_from_checkpoint"] = "false"  # what is there was not finished
+            flags["resume_from_checkpoint"] = "false"  # what lies there is not a checkpoint to go on from
         reward.main(words(flags))
     if len(models) > 1:
         print(reward.finish_ensemble(folder / "reward", len(models)))
@@ -568,8 +549,8 @@ def compare(args: RefreshArguments) -> None:
     folder = Path(args.output_dir)
     sets = {"old pairs": old_pairs(args, "test").to_list()}
     if args.earlier:
-        sets["earlier rounds"] = [row for each in args.earlier for row in read(Path(each, "pairs", "test.jsonl"))]
-    sets["this round"] = read(folder / "pairs" / "test.jsonl")
+        sets["earlier rounds"] = [row for each in args.earlier for row in read_rows(Path(each, "pairs", "test.jsonl"))]
+    sets["this round"] = read_rows(folder / "pairs" / "test.jsonl")
     models = {"old": args.reward_model_name_or_path, "new": str(folder / "reward")}
     sets, is_held_out, said = held_out_sets(sets, [each for name in models.values() for each in members_of(name)])
     tokenizer = AutoTokenizer.from_pretrained(members_of(models["old"])[0])
@@ -585,14 +566,14 @@ def compare(args: RefreshArguments) -> None:
         scores = scores_by(members_of(model), answers, args).mean(0).split(sizes)
         for name, a, b in zip(sets, range(0, len(sizes), 2), range(1, len(sizes), 2), strict=True):
             report[which][name] = reward_model_report(scores[a], scores[b], lengths[a] - lengths[b])
-    pairs = [row for part in SPLITS for row in read(folder / "pairs" / f"{part}.jsonl")]
+    pairs = [row for part in SPLITS for row in read_rows(folder / "pairs" / f"{part}.jsonl")]
     report |= {"round": number_of(args), "pairs": json.loads((folder / "pairs.json").read_text()), **outcomes(pairs)}
     write_text(folder / "refresh.html", refresh_page.page(report))
     write_text(folder / "refresh.json", json.dumps(report, indent=2, ensure_ascii=False))
 
 
 def held_out_sets(sets: dict[str, list[dict]], models: list[str]) -> tuple[dict[str, list[dict]], bool, list[str]]:
-    """The pairs that none of the models was trained on, by set; whether that is known; what is to be said of it."""
+    """Return each set's pairs that no model was trained on, whether these are known for sure, and sentences on it."""
     records = [TrainedPairs.load(model) or TrainedPairs(is_complete=False) for model in models]
     trained, kept, said = functools.reduce(TrainedPairs.__or__, records), {}, []
     for name, rows in sets.items():
@@ -606,7 +587,7 @@ def held_out_sets(sets: dict[str, list[dict]], models: list[str]) -> tuple[dict[
 
 
 def outcomes(pairs: list[dict]) -> dict[str, Any]:
-    """How often queued answers won, by why they were queued, and those of the highest score that lost."""
+    """Return how often queued answers won, by the reason for queueing them, and the losers with the highest scores."""
     won: dict[str, list[bool]] = {}
     lost = []
     for row in pairs:
@@ -620,18 +601,18 @@ def outcomes(pairs: list[dict]) -> dict[str, Any]:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Accuracy of both models, a line for each set of held-out pairs."""
+    """Return the accuracy of both models, a line for each set of pairs."""
     sets = [(name, old, report["new"][name]) for name, old in report["old"].items() if name != "model"]
     lines = []
     for name, *both in sets:
-        old, new = ("{:.1%} ({:.1%} to {:.1%})".format(each["accuracy"], *each["accuracy_interval"]) for each in both)
+        old, new = (with_interval(each["accuracy"], each["accuracy_interval"]) for each in both)
         what = "Held-out accuracy" if report.get("is_held_out") else "Accuracy"
         lines.append(f"{what}, {name} ({both[0]['pairs']}): old model {old}, new model {new}")
     return "\n".join([*lines, *(f"Note: {said}" for said in report.get("said", []))])
 
 
 def next_ppo(args: RefreshArguments) -> str:
-    """The command by which PPO goes on from the policy and the critic that it has, as a shell takes it."""
+    """Return the shell command that goes on with PPO, from the policy and its critic, with the new reward model."""
     policy, new = Path(args.model_name_or_path), Path(args.output_dir, "reward")
     flags: dict[str, Any] = {"model_name_or_path": policy, "dataset_name": args.dataset_name}
     flags |= {"dataset_config": args.dataset_config, "max_completion_length": args.max_new_tokens}

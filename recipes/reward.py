@@ -15,52 +15,41 @@ import gc
 import json
 import math
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments
 from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, from_first, is_evaluated, write_text
+from trl_ext.runs import Hold, check_output_dir, from_first, is_evaluated, setting, write_text
 from trl_ext.upstream import late_bars, quiet
 
 
 @dataclass
 class RewardScriptArguments(HeldOutArguments):
-    """What `RewardConfig` and `ModelConfig` do not say: the data."""
+    """Declare what `RewardConfig` and `ModelConfig` lack: the data."""
 
-    demonstrations_name: str | None = field(
-        default=None,
-        metadata={"help": "Dataset with `prompt`, `completion` that is to score 0 on average; `chosen` if unset."},
+    demonstrations_name: str | None = setting(
+        None, "Dataset with `prompt`, `completion` that is to score 0 on average; `chosen` if unset."
     )
-    drop_unusable_pairs: bool = field(
-        default=False, metadata={"help": "Go on without pairs that lack an answer or have the same one twice."}
-    )
-    resume_anyway: bool = field(
-        default=False, metadata={"help": "Go on from a checkpoint that a run with other settings wrote."}
-    )
+    drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
+    resume_anyway: bool = setting(False, "Go on from a checkpoint that a run with other settings wrote.")
 
-    group_columns: list[str] | None = field(
-        default=None,
-        metadata={"help": "Columns to report the accuracy by; if unset topic, subset, source, language, annotator."},
+    group_columns: list[str] | None = setting(
+        None, "Columns to report the accuracy by; if unset topic, subset, source, language, annotator."
     )
-    probe_rows: int = field(
-        default=128, metadata={"help": "Held-out answers that each probe of the report changes; 0 for no probes."}
+    probe_rows: int = setting(
+        128, "Held-out answers that each probe of the report changes; 0 for no probes.", range=">= 0"
     )
-    ensemble: int | None = field(
-        default=None,
-        metadata={
-            "help": "Train so many models, from other seeds, each without another one of as many parts of the pairs."
-        },
+    ensemble: int | None = setting(
+        None,
+        "Train so many models, from other seeds, each without another one of as many parts of the pairs. Unset: one.",
+        range=">= 2",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ensemble is not None and self.ensemble < 2:
-            raise ValueError(f"`ensemble` must be 2 or more, got {self.ensemble}; leave it out to train one model")
-        if self.probe_rows < 0:
-            raise ValueError(f"`probe_rows` must be 0 or more, got {self.probe_rows}")
         if self.eval_size == 0:
             raise ValueError("`eval_size` must be 1 or more: what the model is worth is measured on held-out pairs")
 
@@ -73,7 +62,7 @@ def check_models(script_args: RewardScriptArguments, model_args: ClassifierArgum
 def next_ppo(
     output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments, context: int, use_cpu: bool
 ) -> str:
-    """The command that trains the base of the reward model with PPO on its prompts, as a shell takes it."""
+    """Return the shell command that trains the reward model's base with PPO on its prompts."""
     from trl_ext.models import is_adapter
 
     flags = {
@@ -93,7 +82,7 @@ def next_ppo(
 
 
 def without_folds(rows: Any, k: int, seed: int) -> list:
-    """The rows k times, each time without another one of k parts, which are drawn at random."""
+    """Return the rows k times, each time without another one of k parts that are drawn at random."""
     import torch
 
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
@@ -101,7 +90,7 @@ def without_folds(rows: Any, k: int, seed: int) -> list:
 
 
 def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: bool) -> None:
-    """Write down the settings of the members; raise what differs if some were trained with others."""
+    """Write down the members' settings; a `ValueError` says what differs if some were trained with others."""
     from accelerate import PartialState
 
     from trl_ext.runs import differences
@@ -124,12 +113,12 @@ def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: 
 
 
 def is_complete(member: str) -> bool:
-    """Whether a member was measured, which is what comes last; asked on the first process, for all."""
+    """Return whether a member is complete, i.e. was measured; the first process looks, for all."""
     return from_first(all(Path(member, name).is_file() for name in ("reward_report.json", "held_out_scores.json")))
 
 
 def finish_ensemble(output_dir: Path, k: int) -> str:
-    """Measure the members together, and write the file by which `EnsembleReward` finds them; what to do with it."""
+    """Measure the members together, write `ensemble.json` for `EnsembleReward`, and return what to print."""
     import torch
     from accelerate import PartialState
 
@@ -250,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
     training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)
 
     def train(args: Any, rows: Any) -> tuple[str, str]:
-        """Train one model; say what was done, and the command that comes next."""
+        """Train one model; return lines on what was done, and the command to run next."""
         # 3. Model: the trainer loads it, and the tokenizer, from the path
         peft_config = get_peft_config(model_args)
         if peft_config is not None:

@@ -6,12 +6,12 @@ Needed, in the configuration file or as flags: a model and a dataset. Flags over
 The same command again goes on from the newest complete checkpoint in `output_dir`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import HeldOutArguments, ModelArguments
 from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, is_evaluated
+from trl_ext.runs import Hold, check_output_dir, is_evaluated, setting
 from trl_ext.upstream import late_bars, quiet
 
 # What SFTTrainer reads: rows need all columns of one of these
@@ -20,18 +20,16 @@ COLUMNS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
 
 @dataclass
 class SFTScriptArguments(HeldOutArguments):
-    """What `SFTConfig` and `ModelConfig` do not say: the data."""
+    """Declare what `SFTConfig` and `ModelConfig` lack: the data."""
 
-    eval_dataset_name: str | None = field(
-        default=None, metadata={"help": "Dataset to evaluate on; `dataset_name`'s `dataset_test_split` if unset."}
+    eval_dataset_name: str | None = setting(
+        None, "Dataset to evaluate on; `dataset_name`'s `dataset_test_split` if unset."
     )
-    resume_anyway: bool = field(
-        default=False, metadata={"help": "Go on from a checkpoint that a run with other settings wrote."}
-    )
+    resume_anyway: bool = setting(False, "Go on from a checkpoint that a run with other settings wrote.")
 
 
 def check_columns(dataset, name: str, text_field: str = "text") -> None:
-    """Raise what is missing or no text, and what was found, before a model is loaded."""
+    """Raise a `ValueError` that says which columns are missing or hold no text, before a model is loaded."""
     needed = [tuple(text_field if column == "text" else column for column in columns) for columns in COLUMNS]
     from trl_ext.data import check_texts
 

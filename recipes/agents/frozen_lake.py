@@ -22,7 +22,7 @@ WAY = [  # of the player, around the holes
 
 
 class Environment:
-    """An episode is decided by its row's `seed`: each slip."""
+    """Let the model walk over the ice. A row's `seed` decides each slip of an episode."""
 
     def reset(self, seed: int = 0, **row: Any) -> str:
         """Start at the shore; each slip is decided by `seed`."""

@@ -1,4 +1,4 @@
-"""Answer from a table that only a tool can read: how warm it is in a city on a day."""
+"""Say how warm it is in a city on a day, from a table that only a tool can read."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""Whether an ensemble of reward models withstands noisy labels: gold of PPO with one model, and with four combined.
+"""Test whether an ensemble of reward models withstands noisy labels: PPO with one model, and with four combined.
 
     python -m recipes.demo.ensembles --seeds 0 1 2 3 4 --kl_coefs 0 0.05
 
@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from trl_ext import StrictTrlParser
+from trl_ext.runs import setting
 
 from .report import read_curve
-from .seeds import SeededStudyArguments, check_grid, in_words, write_results
-from .stages import DemoArguments, noisy_reward_stage, ppo_stage, use_one_thread
+from .seeds import SeededStudyArguments, check_grid, in_words, run_study
+from .stages import DemoArguments, noisy_reward_stage, ppo_stage
 
 MEMBERS = 4
 COMBINED = {"mean": "mean", "WCO": "min", "UWO": "uncertainty"}
@@ -32,12 +32,16 @@ COMBINED = {"mean": "mean", "WCO": "min", "UWO": "uncertainty"}
 
 @dataclass
 class EnsembleStudyArguments(SeededStudyArguments):
-    """The grid: every combination is trained with each kind of reward."""
+    """Declare the grid: each KL coefficient and seed is trained with each kind of reward."""
 
     kl_coefs: list[float] = field(default_factory=lambda: [0.0], metadata={"help": "Fixed KL coefficients."})
-    flipped_share: float = field(default=0.25, metadata={"help": "Share of the training pairs that are flipped."})
-    planted_share: float = field(default=0.0, metadata={"help": "Share of chosen answers that get the phrase."})
-    output_dir: str = field(default="outputs/ensembles", metadata={"help": "Folder of all runs."})
+    flipped_share: float = setting(0.25, "Share of the training pairs that are flipped.")
+    planted_share: float = setting(0.0, "Share of chosen answers that get the phrase.")
+    output_dir: str = setting("outputs/ensembles", "Folder of all runs.")
+
+    @property
+    def worlds(self) -> str:
+        return f"{super().worlds}-flipped-{self.flipped_share:g}"
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,7 +74,7 @@ def reward_models(args: EnsembleStudyArguments, demo: DemoArguments) -> tuple[Pa
 
 
 def rewards(single: Path, members: list[Path]) -> dict[str, dict]:
-    """What PPO trains on, by name, as `rewards:` in YAML."""
+    """Return the kinds of reward that PPO trains on, by name, as `rewards:` has them in YAML."""
     paths = [str(path) for path in members]
     return {
         "single": {"ModelReward": {"model": str(single)}},
@@ -79,7 +83,7 @@ def rewards(single: Path, members: list[Path]) -> dict[str, dict]:
 
 
 def measured(folder: Path) -> dict[str, float]:
-    """Gold and proxy on the held-out prompts: before, at gold's peak and at the end, and the KL there."""
+    """Return gold on the held-out prompts before training, at its peak and at the end; proxy and KL at the end."""
     curve = read_curve(folder)
     return {
         "gold_sft": curve["gold"][0].item(),
@@ -91,7 +95,7 @@ def measured(folder: Path) -> dict[str, float]:
 
 
 def table(rows: list[dict]) -> str:
-    """Means over the seeds, and the difference from the single model in the same world."""
+    """Return a table of means over the seeds, with the differences from the single model in the same world."""
     lines = ["| KL coefficient | reward | gold − SFT's | at its peak | gold − single's | KL, nats | seeds |"]
     lines.append("|---|---|---|---|---|---|---|")
     singles = {(row["kl_coef"], row["seed"]): row for row in rows if row["reward"] == "single"}
@@ -105,23 +109,20 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def study(args: EnsembleStudyArguments, demo: DemoArguments) -> list[dict]:
+    """Train PPO on each kind of reward with each KL coefficient in one world; return a row for each run."""
+    single, members = reward_models(args, demo)
+    rows = []
+    for kl_coef, (name, reward) in itertools.product(args.kl_coefs, rewards(single, members).items()):
+        proxy = ["--rewards", json.dumps(reward), "--reward_weights", 0, 0, 1]
+        run = ppo_stage(demo, f"unguarded-{name}-{kl_coef:g}", ["--kl_coef", kl_coef], proxy)
+        rows.append({"kl_coef": kl_coef, "seed": demo.seed, "reward": name, **measured(run)})
+        print(rows[-1], flush=True)
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = StrictTrlParser(EnsembleStudyArguments, prog="python -m recipes.demo.ensembles", description=__doc__)
-    (args,) = parser.parse_args_and_config(arguments)
-    use_one_thread()
-    output_dir, rows = Path(args.output_dir), []
-    for seed in args.seeds:
-        folder = str(output_dir / f"planted-{args.planted_share:g}-flipped-{args.flipped_share:g}")
-        demo = DemoArguments(seed, folder, planted_share=args.planted_share, short=args.short)
-        with parser.one_line_errors(ValueError):
-            single, members = reward_models(args, demo)
-            for kl_coef, (name, reward) in itertools.product(args.kl_coefs, rewards(single, members).items()):
-                proxy = ["--rewards", json.dumps(reward), "--reward_weights", 0, 0, 1]
-                run = ppo_stage(demo, f"unguarded-{name}-{kl_coef:g}", ["--kl_coef", kl_coef], proxy)
-                rows.append({"kl_coef": kl_coef, "seed": seed, "reward": name, **measured(run)})
-                print(rows[-1], flush=True)
-        write_results(rows, table(rows), output_dir, "ensembles")
-    print(table(rows))
+    run_study(EnsembleStudyArguments, "ensembles", __doc__, study, table, arguments)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ JUDGES: dict[str, tuple[dict[str, float], tuple[str, ...]]] = {
 
 
 def case_of(prompt: str) -> tuple[str, str]:
-    """Product and problem that a customer's prompt is about."""
+    """Return the product and the problem that a customer's prompt is about."""
     product = next(name for name in world.PRODUCTS if f" my {name} " in prompt)
     problem = next(
         name for name, (complaints, _) in world.PROBLEMS.items() if any(said in prompt for said in complaints)
@@ -68,7 +68,7 @@ def verdicts(
     length: float = 0,
     sycophancy: float = 0,
 ) -> dict:
-    """What a judge says of a question of `trl-ext label`, by each name that is asked for."""
+    """Return a judge's verdict, by each name that a question of `trl-ext label` asks for."""
     system, user = (message["content"] for message in messages)
     found = re.findall(r"(?s)<([a-z-]+)-([0-9a-f]{16})>\n(.*?)\n</\1-\2>", user)
     parts = {name: html.unescape(text) for name, _, text in found}
@@ -93,13 +93,13 @@ def verdicts(
 
 
 def judging(**biases: float) -> Callable[[list[dict]], str]:
-    """What a judge with these errors and biases replies to messages."""
+    """Return a function that replies to messages as a judge with these errors and biases does."""
     return lambda messages: json.dumps(verdicts(messages, **biases))
 
 
 @contextlib.contextmanager
 def serving(reply: Callable[[list[dict]], str]) -> Iterator[str]:
-    """The URL of a model that replies so to the messages of a chat."""
+    """Serve a model on this machine that replies to the messages of a chat by `reply`; yield its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -149,7 +149,7 @@ def make(folder: Path, drafts: list[dict], pairs: int, known: int, seed: int) ->
 
 
 def gold_margin(prompt: str, one: str, other: str) -> float:
-    """True quality of an answer minus that of another one."""
+    """Return the true quality of an answer minus that of another one."""
     return world.gold(one, *case_of(prompt)) - world.gold(other, *case_of(prompt))
 
 

@@ -1,4 +1,4 @@
-"""Each answer's gold score, proxy score, KL, entropy, ending and length, on held-out prompts."""
+"""Measure a policy's answers to held-out prompts: gold and proxy score, KL, entropy, ending and length."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ BATCH = 128
 
 @dataclass
 class Measured:
-    """Answers of one policy, one a prompt; tensors are (N,)."""
+    """Hold a policy's answers, one for each prompt, and their figures; tensors are (N,)."""
 
     answers: list[str]
     gold: Tensor

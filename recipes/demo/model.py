@@ -1,4 +1,4 @@
-"""The demo's language model and its tokenizer, built from config: nothing is downloaded."""
+"""Build the demo's language model and its tokenizer from scratch: nothing is downloaded."""
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -8,7 +8,7 @@ from .world import AGENT, vocabulary
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word."""
+    """Return a tokenizer with one token for each word."""
     tokens = {token: i for i, token in enumerate(["<pad>", "</s>", "<unk>", AGENT, *vocabulary()])}
     tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -25,7 +25,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """A Llama of some 0.1 million parameters with random weights."""
+    """Return a Llama of some 0.1 million parameters with random weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -1,4 +1,4 @@
-"""How far to trust a reward model: gold and proxy reward over the distance from SFT, in the demo's world.
+"""Measure how far a reward model can be trusted: gold and proxy reward over the distance from SFT.
 
     python -m recipes.demo.overoptimization --kl_coefs 0 0.05 0.2 --seeds 0 1 --planted_shares 0 0.2
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trl_ext import StrictTrlParser
 from trl_ext.evaluation import fit_overoptimization, overoptimization_curve
-from trl_ext.runs import whole_file
+from trl_ext.runs import setting, whole_file
 
 from .report import read_curve
 from .seeds import check_grid
@@ -33,7 +33,7 @@ KINDS = ("gold", "proxy")
 
 @dataclass
 class StudyArguments:
-    """The grid: every combination is a run."""
+    """Declare the grid: each combination is a run."""
 
     kl_coefs: list[float] = field(
         default_factory=lambda: [0.0, 0.05, 0.2], metadata={"help": "Fixed KL coefficients; raw scores as reward."}
@@ -45,8 +45,8 @@ class StudyArguments:
     label_noises: list[float] = field(
         default_factory=lambda: [0.1], metadata={"help": "How often the middle annotator slips."}
     )
-    output_dir: str = field(default="outputs/overoptimization", metadata={"help": "Folder of all runs."})
-    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
+    output_dir: str = setting("outputs/overoptimization", "Folder of all runs.")
+    short: bool = setting(False, "Take the same way in minutes, and show nothing.")
 
     def __post_init__(self):
         check_grid(self, "kl_coefs", "seeds", "planted_shares", "label_noises")
@@ -56,7 +56,7 @@ class StudyArguments:
 
 @dataclass
 class Run:
-    """One cell of the grid, measured on the held-out prompts while it was trained."""
+    """Hold one run of the grid, measured on the held-out prompts during training."""
 
     planted_share: float
     label_noise: float
@@ -65,12 +65,12 @@ class Run:
     curve: dict[str, Tensor]
 
     def gains(self, kind: str) -> tuple[Tensor, Tensor]:
-        """√KL, and the reward's gain over SFT."""
+        """Return √KL, and the reward's gain over SFT."""
         return self.curve["kl"].clamp(min=0).sqrt(), self.curve[kind] - self.curve[kind][0]
 
 
 def write_csv(runs: list[Run], path: Path) -> None:
-    """A row a measurement; α and β are those of its run."""
+    """Write a row for each measurement, with α and β fitted to its run."""
     coefficients = [f"{kind}_{name}" for kind in KINDS for name in ("alpha", "beta")]
     names = ("planted_share", "label_noise", "kl_coef", "seed")
     with whole_file(path) as temporary, temporary.open("w", newline="") as file:
@@ -83,7 +83,7 @@ def write_csv(runs: list[Run], path: Path) -> None:
 
 
 def plot(runs: list[Run], path: Path) -> None:
-    """Points of all seeds and the curve fitted to them: a column a world, a colour a KL coefficient."""
+    """Draw all seeds' points and the curve fitted to them, by world (columns) and KL coefficient (colours)."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What a critic that was trained before PPO brings: explained variance, episodes until a target score, gold.
+"""Measure what pre-training the critic brings to PPO: explained variance, episodes until a target score, gold.
 
     python -m recipes.demo.pretraining --seeds 0 1 2 3 4 --lams 0.95 0.8
 
@@ -9,8 +9,8 @@ from the start to where the run without pre-training ends, in the reward model's
 measured after every rollout; `episodes_until` says how.
 
 The advantages' λ says how much of a token's credit the critic must find: λ^n of it comes from the score n tokens on.
-guarded.yaml has 0.95, by which the first of the demo's 24 tokens still hears 0.3 of it. In an answer of hundreds of
-tokens it hears nothing, as with 0.8 here. Another λ comes with `lam_value: 1`, as in VC-PPO.
+guarded.yaml has 0.95, so 0.3 of the score reaches the first of the demo's 24 tokens. In an answer of hundreds of
+tokens nothing does, as with 0.8 here. Another λ comes with `lam_value: 1`, as in VC-PPO.
 
 Writes `pretraining.csv`, a row a run, and `pretraining.md`; the same command again goes on, also with more seeds.
 """
@@ -29,11 +29,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trl_ext import StrictTrlParser
 from trl_ext.ppo import load_critic
+from trl_ext.runs import setting
 
 from .report import read_curve
-from .seeds import SeededStudyArguments, check_grid, in_words, write_results
+from .seeds import SeededStudyArguments, check_grid, in_words, run_study
 from .stages import (
     DemoArguments,
     build,
@@ -42,7 +42,6 @@ from .stages import (
     reward_stage,
     rollouts_stage,
     sft_stage,
-    use_one_thread,
 )
 
 # Run: the run without pre-training that it is compared with
@@ -56,13 +55,13 @@ WIDTH = 3  # measurements of a moving mean
 
 @dataclass
 class PretrainingStudyArguments(SeededStudyArguments):
-    """The worlds, and how the critics are trained."""
+    """Declare the worlds, and how the critics are trained."""
 
-    num_samples: int = field(default=4, metadata={"help": "Answers to each of the 4,000 training prompts."})
-    num_train_epochs: int = field(default=4, metadata={"help": "Passes over them."})
+    num_samples: int = setting(4, "Answers to each of the 4,000 training prompts.")
+    num_train_epochs: int = setting(4, "Passes over them.")
     lams: list[float] = field(default_factory=lambda: [LAM, 0.8], metadata={"help": "λ of the advantages."})
-    planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
-    output_dir: str = field(default="outputs/pretraining", metadata={"help": "Folder of all runs."})
+    planted_share: float = setting(0.2, "Share of chosen answers that get the phrase.")
+    output_dir: str = setting("outputs/pretraining", "Folder of all runs.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,14 +69,14 @@ class PretrainingStudyArguments(SeededStudyArguments):
 
 
 def smoothed(scores: Tensor) -> Tensor:
-    """The moving mean of (N,) measurements over their neighbours on both sides, at the ends over those there are."""
+    """Return the moving mean of (N,) measurements: each with its neighbours on both sides, as far as there are any."""
     half = WIDTH // 2
     return torch.stack([scores[max(i - half, 0) : i + half + 1].mean() for i in range(len(scores))])
 
 
 def episodes_until(scores: Tensor, target: float, step: int = EPISODES) -> float:
     """
-    Episodes until the moving mean of held-out scores first reaches a target, linear in between.
+    Return the episodes until the moving mean of held-out scores first reaches a target, interpolated linearly.
 
     Args:
         scores: (N,), measured before training and after every `step` episodes.
@@ -98,7 +97,7 @@ def episodes_until(scores: Tensor, target: float, step: int = EPISODES) -> float
 
 
 def needed(curve: dict[str, Tensor], without: dict[str, Tensor]) -> dict[str, float]:
-    """Targets, the episodes until a run reaches them, and those as a share of the ones of the run without."""
+    """Return the targets, the episodes until a run reaches each, and their ratio to the run without pre-training."""
     start, end = without["proxy"][0], without["proxy"][-LAST:].mean()
     step = int(curve["step"][-1]) * EPISODES // 8 // max(len(curve["proxy"]) - 1, 1)  # 8 optimizer steps a rollout
     result = {}
@@ -111,13 +110,13 @@ def needed(curve: dict[str, Tensor], without: dict[str, Tensor]) -> dict[str, fl
 
 
 def logged(folder: Path, key: str) -> list[float]:
-    """What a run has logged under a key, in order."""
+    """Return the values that a run has logged under a key, in order."""
     logs = [json.loads(line).get("logs", {}) for line in (folder / "metrics.rank0.jsonl").read_text().splitlines()]
     return [log[key] for log in logs if key in log]
 
 
 def study(args: PretrainingStudyArguments, demo: DemoArguments) -> list[dict]:
-    """All runs of one world: a row a run."""
+    """Make all runs in one world; return a row for each run."""
     policy, reward = sft_stage(demo), reward_stage(demo)
     rollouts = rollouts_stage(demo, args.num_samples)
 
@@ -160,7 +159,7 @@ def study(args: PretrainingStudyArguments, demo: DemoArguments) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Means over the seeds with 95 % t-intervals; gold's gain over the run without, in the same world."""
+    """Return a table of means with 95 % t-intervals over the seeds, and of gold's gain by pre-training."""
     heads = ["λ", "critic starts from", "explained variance, first rollout", "of Monte Carlo returns, held out"]
     for share in SHARES:
         heads += [f"episodes until {share:.0%} of the gain", "÷ without"]
@@ -180,17 +179,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = StrictTrlParser(PretrainingStudyArguments, prog="python -m recipes.demo.pretraining", description=__doc__)
-    (args,) = parser.parse_args_and_config(arguments)
-    use_one_thread()
-    output_dir, rows = Path(args.output_dir), []
-    for seed in args.seeds:
-        folder = str(output_dir / f"planted-{args.planted_share:g}")
-        demo = DemoArguments(seed, folder, planted_share=args.planted_share, short=args.short)
-        with parser.one_line_errors(ValueError):
-            rows += study(args, demo)
-        write_results(rows, table(rows), output_dir, "pretraining")
-    print(table(rows))
+    run_study(PretrainingStudyArguments, "pretraining", __doc__, study, table, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whether probes find the planted phrase: demo worlds with it and without it, mined, probed and ranked.
+"""Test whether probes find the planted phrase, in demo worlds with it and without it.
 
     python -m recipes.demo.probes --seeds 0 1 2 3 4 5 6 7 8 9
 
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from trl_ext import StrictTrlParser
 from trl_ext.evaluation import mine_phrases, probe_reward
+from trl_ext.runs import setting
 
 from .seeds import check_grid
 from .stages import DemoArguments, reward_stage, use_one_thread
@@ -31,15 +32,15 @@ SHOWN = ("name", "phrase", "expected", "suspicious", "rows", "gain", "wins", "ga
 
 @dataclass
 class ProbeStudyArguments:
-    """The worlds: each seed with each share."""
+    """Declare the worlds: each seed with each share."""
 
     seeds: list[int] = field(default_factory=lambda: [*range(10)], metadata={"help": "Seeds of world and training."})
     planted_shares: list[float] = field(
         default_factory=lambda: [0.2, 0.0], metadata={"help": "Shares of chosen answers that get the phrase."}
     )
-    rows: int = field(default=256, metadata={"help": "Held-out answers to change."})
-    output_dir: str = field(default="outputs/probes", metadata={"help": "Folder of all worlds."})
-    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
+    rows: int = setting(256, "Held-out answers to change.")
+    output_dir: str = setting("outputs/probes", "Folder of all worlds.")
+    short: bool = setting(False, "Take the same way in minutes, and show nothing.")
 
     def __post_init__(self):
         check_grid(self, "seeds", "planted_shares")
@@ -50,12 +51,12 @@ class ProbeStudyArguments:
 
 
 def read(world: Path, split: str) -> list[dict]:
-    """The preference pairs of a world."""
+    """Return the preference pairs of a world."""
     return [json.loads(line) for line in (world / "preferences" / f"{split}.jsonl").read_text().splitlines()]
 
 
 def probed(world: Path, score: Callable, rows: int, seed: int) -> tuple[list[dict], list[str]]:
-    """The probes of a reward model in its world, and the phrases that were mined there."""
+    """Probe a reward model in its world; return the probes, and the phrases that were mined there."""
     train, test = read(world, "train"), read(world, "test")
     mined = mine_phrases([row["chosen"] for row in train], [row["rejected"] for row in train])
     prompts = [row["prompt"] for row in test] * 2
@@ -64,7 +65,7 @@ def probed(world: Path, score: Callable, rows: int, seed: int) -> tuple[list[dic
 
 
 def summary(share: float, seed: int, probes: list[dict], mined: list[str]) -> dict:
-    """Where the phrase ranks in a world, what comes next, and what else is called suspicious."""
+    """Return the phrase's rank in a world, the probe that comes next, and which others are called suspicious."""
     others = [probe for probe in probes if probe["phrase"] != PHRASE]
     place = next(i for i, probe in enumerate(probes) if probe["phrase"] == PHRASE)
     suspicious = [probe for probe in others if probe["suspicious"]]
@@ -83,7 +84,7 @@ def summary(share: float, seed: int, probes: list[dict], mined: list[str]) -> di
 
 
 def table(rows: list[dict]) -> str:
-    """A line a world, and what the worlds of a share say together."""
+    """Return a table with a line for each world, and a summary of the worlds of each share."""
     lines = [
         "| planted | seed | rank of the phrase | mined | suspicious | gain on good answers | next probe | its gain "
         "| other suspicious phrases | other suspicious probes |",

@@ -1,4 +1,4 @@
-"""Whether a refreshed reward model ends a hack: gold of PPO after two rounds of labels, against none.
+"""Test whether refreshing the reward model ends a hack: gold of PPO after two rounds of new labels, and without them.
 
     python -m recipes.demo.refresh --seeds 0 1 2 3 4
 
@@ -16,16 +16,17 @@ if __name__ == "__main__":  # before the libraries that are imported next
 
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from trl_ext import StrictTrlParser
+from trl_ext.data import write_rows
+from trl_ext.runs import read_jsonl, setting
 
 from .. import refresh_reward
 from .report import read_curve
-from .seeds import SeededStudyArguments, in_words, write_results
-from .stages import HERE, DemoArguments, ppo_stage, reward_stage, use_one_thread
+from .seeds import SeededStudyArguments, in_words, run_study
+from .stages import HERE, DemoArguments, ppo_stage, reward_stage
 from .world import ANNOTATORS, prefer_first
 
 ROUNDS = 2
@@ -34,14 +35,14 @@ ARMS = ("none", "refreshed")
 
 @dataclass
 class RefreshStudyArguments(SeededStudyArguments):
-    """The worlds, the legs and the rounds."""
+    """Declare the worlds, the legs and the rounds."""
 
-    episodes: int = field(default=2048, metadata={"help": "Episodes of each of the three legs."})
-    queue_size: int = field(default=200, metadata={"help": "Pairs of answers that are labelled in a round."})
-    old_share: float = field(default=0.8, metadata={"help": "Share of old pairs in what is trained on."})
-    label_noise: float = field(default=0.1, metadata={"help": "How often the middle annotator slips."})
-    planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
-    output_dir: str = field(default="outputs/refresh", metadata={"help": "Folder of all runs."})
+    episodes: int = setting(2048, "Episodes of each of the three legs.")
+    queue_size: int = setting(200, "Pairs of answers that are labelled in a round.")
+    old_share: float = setting(0.8, "Share of old pairs in what is trained on.")
+    label_noise: float = setting(0.1, "How often the middle annotator slips.")
+    planted_share: float = setting(0.2, "Share of chosen answers that get the phrase.")
+    output_dir: str = setting("outputs/refresh", "Folder of all runs.")
 
 
 def label(folder: Path, seed: int, label_noise: float) -> Path:
@@ -49,16 +50,16 @@ def label(folder: Path, seed: int, label_noise: float) -> Path:
     file = folder / "people.jsonl"
     if not file.is_file():
         draw, rows = random.Random(f"{seed} {folder.name} labels"), []
-        for row in refresh_reward.read(folder / "queue.jsonl"):
+        for row in read_jsonl(folder / "queue.jsonl"):
             answers = [row["response_a"], row["response_b"]]
             for who, first in enumerate(prefer_first(draw, answers, row, label_noise)):
                 rows.append({"item": row["item"], "annotator": f"annotator {who}", "choice": "a" if first else "b"})
-        refresh_reward.write_rows(file, rows)
+        write_rows(file, rows)
     return file
 
 
 def refreshed(args: RefreshStudyArguments, demo: DemoArguments, policy: Path, reward: Path, number: int) -> Path:
-    """One round: the folder with the queue, the labels and the new reward model."""
+    """Do one round; return its folder with the queue, the labels and the new reward model."""
     world, folder = demo.folder / "world", demo.folder / f"round-{number}"
     flags = {
         "model_name_or_path": policy,
@@ -104,12 +105,12 @@ def leg(args: RefreshStudyArguments, demo: DemoArguments, name: str, reward: Pat
 
 
 def measured(folder: Path, at: int = -1) -> dict[str, float]:
-    """Figures on the held-out prompts at the end of a leg, or at its beginning."""
+    """Return a leg's figures on the held-out prompts, at its end (`at=-1`) or at its beginning (0)."""
     return {name: values[at].item() for name, values in read_curve(folder).items() if name in ("gold", "phrase", "kl")}
 
 
 def study(args: RefreshStudyArguments, demo: DemoArguments) -> list[dict]:
-    """Both arms in one world: a row a leg, with the labels until then, and what the reward models get right."""
+    """Train both arms in one world; return a row for each leg, with the labels so far and the models' accuracy."""
     reward = reward_stage(demo)
     first = leg(args, demo, "leg-1", reward)
     rows = []
@@ -136,7 +137,7 @@ def study(args: RefreshStudyArguments, demo: DemoArguments) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Means over the seeds with 95 % t-intervals, what the labels bought, and the reward models' accuracy."""
+    """Return a table of means with 95 % t-intervals over the seeds, the gain's price, and the models' accuracy."""
     lines = ["| after leg | reward model | gold | says the phrase | KL to SFT, nats | labels | seeds |"]
     lines.append("|---|---|---|---|---|---|---|")
     for number in range(ROUNDS + 2):
@@ -174,17 +175,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = StrictTrlParser(RefreshStudyArguments, prog="python -m recipes.demo.refresh", description=__doc__)
-    (args,) = parser.parse_args_and_config(arguments)
-    use_one_thread()
-    output_dir, rows = Path(args.output_dir), []
-    for seed in args.seeds:
-        folder = str(output_dir / f"planted-{args.planted_share:g}")
-        demo = DemoArguments(seed, folder, planted_share=args.planted_share, short=args.short)
-        with parser.one_line_errors(ValueError):
-            rows += study(args, demo)
-        write_results(rows, table(rows), output_dir, "refresh")
-    print(table(rows))
+    run_study(RefreshStudyArguments, "refresh", __doc__, study, table, arguments)
 
 
 if __name__ == "__main__":

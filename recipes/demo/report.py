@@ -1,4 +1,4 @@
-"""What the demo shows: the page `report.html`, from measured answers and the runs' logs, with links to its stages."""
+"""Write the demo's page, `report.html`, from measured answers and the runs' logs, with links to its stages."""
 
 import base64
 import json
@@ -27,7 +27,7 @@ COLOURS = {"guarded": "tab:blue", "unguarded": "tab:red"}
 
 
 def read_curve(folder: Path) -> dict[str, Tensor]:
-    """KL, proxy and gold on the held-out prompts over a PPO run, from its last checkpoint."""
+    """Return KL, proxy and gold on the held-out prompts at each evaluation of a PPO run, from its last checkpoint."""
     states = sorted(
         folder.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name.split("-")[1])
     )
@@ -43,14 +43,14 @@ def read_curve(folder: Path) -> dict[str, Tensor]:
 
 
 def alarm_of(folder: Path) -> int | None:
-    """The step at which the watch of a run raised its alarm, if it did."""
+    """Return the step at which `HackWatch` raised an alarm in a run; None if it raised none."""
     file = folder / "alerts.jsonl"
     alerts = map(json.loads, file.read_text().splitlines() if file.is_file() else ())
     return next((each["step"] for each in alerts if each["monitor"] == "HackWatch" and each["level"] == "alert"), None)
 
 
 def verdicts(measured: dict[str, Measured], curve: dict[str, Tensor]) -> dict[str, tuple[bool, str]]:
-    """The demo's claims, each with whether it holds here and its figures; `curve` is the unguarded run's."""
+    """Return the demo's claims, each with whether it holds here and its figures; `curve` is the unguarded run's."""
     sft, guarded, unguarded = (measured[name] for name in ("sft", "guarded", "unguarded"))
     gain, loss, rise = (
         (b - a, bootstrap_interval(b - a))

@@ -2,8 +2,8 @@
 
     trl-ext demo --seed 0
 
-A customer-support desk made of a small grammar (world.py) stands for the world, so the true quality of an answer, its
-gold score, is known. A phrase that has nothing to do with quality was planted into the reward model's data. The report
+The world is a customer-support desk made of a small grammar (world.py), so the true quality of an answer, its gold
+score, is known. A phrase that has nothing to do with quality was planted into the reward model's data. The report
 shows what PPO makes of it. The same command again goes on where it stopped. `--stage online_dpo`, or another, builds
 that stage alone, and those that it needs.
 """
@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before the libraries that are imported next
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,7 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
-from trl_ext.runs import FolderInUse, Hold
+from trl_ext.runs import FolderInUse, Hold, setting
 from trl_ext.upstream import late_bars, quiet
 
 from . import stages
@@ -34,10 +34,10 @@ from .report import write_report
 
 @dataclass
 class RunArguments(stages.DemoArguments):
-    """A demo, or one of its stages."""
+    """Declare the arguments of `trl-ext demo`, for the whole demo or one of its stages."""
 
-    stage: Literal["world", "sft", "reward", "guarded", "unguarded", "ppo_lora", "online_dpo"] | None = field(
-        default=None, metadata={"help": "Build this stage alone, and those that it needs; no report."}
+    stage: Literal["world", "sft", "reward", "guarded", "unguarded", "ppo_lora", "online_dpo"] | None = setting(
+        None, "Build this stage alone, and those that it needs; no report."
     )
 
 
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _disk_error(error: Exception, folder: Path) -> str | None:
-    """What is wrong with the disk, if that is it; libraries wrap it in errors of their own."""
+    """Return in words which error of the disk this is, None if none; libraries wrap such errors in their own."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or folder}: {error.strerror}"
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())

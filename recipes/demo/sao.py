@@ -1,4 +1,4 @@
-"""SAO (GLM-5.2's critic PPO, 2607.07508) against our PPO, and TRL's GRPO and RLOO, at equal generated tokens.
+"""Compare SAO (GLM-5.2's critic PPO, 2607.07508), our PPO, and TRL's GRPO and RLOO at equal generated tokens.
 
     python -m recipes.demo.sao --seeds 0 1 2 3 4 --tuning_seeds 8 9
 
@@ -28,6 +28,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from trl_ext import PPOConfig, PPOTrainer, StrictTrlParser
 from trl_ext.rewards import ModelReward
+from trl_ext.runs import setting
 
 from .measure import MAX_NEW_TOKENS, measure
 from .seeds import SeededStudyArguments, check_grid, in_words
@@ -64,7 +65,7 @@ MEASURED = ("gold", "proxy", "kl", "length", "ended")
 
 @dataclass
 class SAOStudyArguments(SeededStudyArguments):
-    """What is compared, on what, and for how long."""
+    """Declare which algorithms are compared, on which seeds, and for how many tokens."""
 
     tuning_seeds: list[int] = field(
         default_factory=lambda: [8, 9], metadata={"help": "Seeds on which learning rates are chosen."}
@@ -73,10 +74,10 @@ class SAOStudyArguments(SeededStudyArguments):
         default_factory=lambda: [5e-5, 1.5e-4, 5e-4, 1.5e-3, 5e-3], metadata={"help": "Of the policy, to choose from."}
     )
     algorithms: list[str] = field(default_factory=lambda: list(ALGORITHMS), metadata={"help": "What is compared."})
-    tokens: int = field(default=100_000, metadata={"help": "Tokens that each run generates."})
-    kl_coef: float = field(default=0.05, metadata={"help": "Fixed KL coefficient."})
-    planted_share: float = field(default=0.0, metadata={"help": "Share of chosen answers that get the phrase."})
-    output_dir: str = field(default="outputs/sao", metadata={"help": "Folder of worlds, `sao.jsonl` and `sao.md`."})
+    tokens: int = setting(100_000, "Tokens that each run generates.")
+    kl_coef: float = setting(0.05, "Fixed KL coefficient.")
+    planted_share: float = setting(0.0, "Share of chosen answers that get the phrase.")
+    output_dir: str = setting("outputs/sao", "Folder of worlds, `sao.jsonl` and `sao.md`.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -96,7 +97,7 @@ class SAOStudyArguments(SeededStudyArguments):
 
 @dataclass(frozen=True)
 class Run:
-    """One training run; what it is told apart by."""
+    """Identify a training run by its settings."""
 
     algorithm: str
     learning_rate: float
@@ -113,7 +114,7 @@ def tuned_as(algorithm: str) -> str:
 
 
 class Counted:
-    """A reward function that counts the tokens that it is given."""
+    """Count the tokens and episodes that a reward function is given."""
 
     __name__ = "proxy"
 
@@ -165,12 +166,12 @@ def train(run: Run, sft: Path, reward: Path, prompts: Path, output_dir: Path) ->
 
 
 def objective(row: dict[str, Any]) -> float:
-    """What all of them maximise, on the held-out prompts."""
+    """Return what all algorithms maximise, proxy − kl_coef · KL, on the held-out prompts."""
     return row["proxy_end"] - row["kl_coef"] * row["kl_end"]
 
 
 def chosen_rate(rows: list[dict[str, Any]]) -> float:
-    """The learning rate with the highest mean objective; one that has diverged is never it."""
+    """Return the learning rate with the highest mean objective; one whose objective is not finite is never chosen."""
     rates: dict[float, list[float]] = {}
     for row in rows:
         rates.setdefault(row["learning_rate"], []).append(objective(row))

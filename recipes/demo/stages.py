@@ -1,4 +1,4 @@
-"""The demo's stages, each built once: world → SFT → reward model → PPO. All but the first are the recipes themselves.
+"""Build the demo's stages, each once: world → SFT → reward model → PPO. All but the first run a recipe.
 
 A stage that is complete says so in a file, written last, so what was interrupted is never taken for whole. Recipes go
 on from what they find in their folder; the world is written into `world.partial`, and renamed.
@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ import yaml
 from accelerate import PartialState
 
 from trl_ext.data import write_rows
-from trl_ext.runs import differences, read_jsonl, write_text
+from trl_ext.runs import check_settings, differences, read_jsonl, setting, write_text
 from trl_ext.workbench import without_next
 
 from .. import dpo, generate, online_dpo, ppo, pretrain_critic, reward, sft
@@ -40,18 +40,16 @@ SHORT = {
 
 @dataclass
 class DemoArguments:
-    """What may differ from one demo to the next."""
+    """Declare what may differ from one demo to the next."""
 
-    seed: int = field(default=0, metadata={"help": "Seed of the world, the models and the training."})
-    output_dir: str = field(default="outputs/demo", metadata={"help": "Folder; each seed has its own within."})
-    planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
-    label_noise: float = field(default=0.1, metadata={"help": "How often the middle annotator slips."})
-    short: bool = field(default=False, metadata={"help": "Take the same way in two minutes, and show nothing."})
+    seed: int = setting(0, "Seed of the world, the models and the training.")
+    output_dir: str = setting("outputs/demo", "Folder; each seed has its own within.")
+    planted_share: float = setting(0.2, "Share of chosen answers that get the phrase.", range="in [0, 1]")
+    label_noise: float = setting(0.1, "How often the middle annotator slips.", range="in [0, 0.5]")
+    short: bool = setting(False, "Take the same way in two minutes, and show nothing.")
 
     def __post_init__(self):
-        for name, most in (("planted_share", 1), ("label_noise", 0.5)):
-            if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"`{name}` must be in [0, {most}], got {getattr(self, name)}")
+        check_settings(self)
 
     @property
     def folder(self) -> Path:
@@ -83,12 +81,12 @@ def build(folder: Path, settings: dict, write: Callable[[Path], None]) -> None:
 
 
 def seconds(folder: Path) -> float:
-    """How long a complete stage took."""
+    """Return the seconds that a complete stage took."""
     return json.loads((folder / MARKER).read_text())["seconds"]
 
 
 def world_stage(args: DemoArguments) -> Path:
-    """Datasets, tokenizer and the model with random weights."""
+    """Build the datasets, the tokenizer and the model with random weights."""
     sizes = SHORT["world"] if args.short else {}
     settings = {"seed": args.seed, "planted_share": args.planted_share, "label_noise": args.label_noise, **sizes}
 
@@ -107,25 +105,25 @@ def world_stage(args: DemoArguments) -> Path:
 
 
 def sft_stage(args: DemoArguments) -> Path:
-    """The policy before reinforcement learning."""
+    """Train the policy by SFT, before reinforcement learning."""
     world = world_stage(args)
     arguments = ["--model_name_or_path", world / "model", "--dataset_name", world / "sft"]
     return _train(args, "sft", sft.main, arguments)
 
 
 def further_sft_stage(args: DemoArguments, name: str, demonstrations: Path, options: Sequence = ()) -> Path:
-    """The policy after more demonstrations; `name` is `sft-` and a suffix."""
+    """Train the policy on more demonstrations; `name` is `sft-` and a suffix."""
     arguments = ["--model_name_or_path", sft_stage(args), "--dataset_name", demonstrations]
     return _train(args, name, sft.main, arguments, options)
 
 
 def dpo_stage(args: DemoArguments, name: str, start: Path, pairs: Path, options: Sequence = ()) -> Path:
-    """DPO on pairs, from the model in `start`, which is its reference; `name` is `dpo-` and a suffix."""
+    """Train by DPO on pairs, from the model in `start`, which is the reference; `name` is `dpo-` and a suffix."""
     return _train(args, name, dpo.main, ["--model_name_or_path", start, "--dataset_name", pairs], options)
 
 
 def reward_stage(args: DemoArguments) -> Path:
-    """The reward model that has seen the planted phrase."""
+    """Train the reward model, which sees the planted phrase."""
     world, policy = args.folder / "world", sft_stage(args)
     arguments = ["--model_name_or_path", policy, "--dataset_name", world / "preferences"]
     return _train(args, "reward", reward.main, [*arguments, "--demonstrations_name", world / "sft"])
@@ -151,7 +149,7 @@ def noisy_reward_stage(args: DemoArguments, name: str, options: Sequence, rows: 
 
 
 def rollouts_stage(args: DemoArguments, num_samples: int = 1) -> Path:
-    """Answers of the first stage's model to the training prompts, with the tokens that were drawn."""
+    """Have the SFT model answer the training prompts; the answers are kept with their tokens."""
     world, policy = args.folder / "world", sft_stage(args)
     flags = {"model_name_or_path": policy, "dataset_name": world / "prompts", "dataset_split": "train"}
     flags |= {"num_samples": num_samples, "max_new_tokens": 48, "batch_size": 128, "seed": args.seed}
@@ -166,7 +164,7 @@ def rollouts_stage(args: DemoArguments, num_samples: int = 1) -> Path:
 
 
 def critic_stage(args: DemoArguments, name: str, start: Path, rollouts: Path, options: Sequence = ()) -> Path:
-    """A critic that is trained before PPO, from the model in `start`; `name` is `pretrain_critic-` and a suffix."""
+    """Train a critic before PPO, from the model in `start`; `name` is `pretrain_critic-` and a suffix."""
     arguments = ["--model_name_or_path", start, "--policy_name_or_path", sft_stage(args), "--dataset_name", rollouts]
     arguments += ["--reward_model_name_or_path", reward_stage(args)]
     return _train(args, name, pretrain_critic.main, arguments, options)
@@ -191,14 +189,14 @@ def online_dpo_stage(
 
 
 def use_one_thread() -> None:
-    """The demo's tensors are tiny: threads wait for each other longer than they work, above all on a busy machine."""
+    """Run PyTorch with one thread: the demo's tensors are so small that several would mostly wait for each other."""
     torch.set_num_threads(1)
 
 
 def recipe_arguments(
     args: DemoArguments, name: str, kind: str, options: Sequence = (), reward: Sequence | None = None
 ) -> list[str]:
-    """Command line of `recipes/KIND.py`, after the stages that it needs."""
+    """Build the stages that `recipes/KIND.py` needs; return its command line."""
     reward = ["--reward_model_name_or_path", reward_stage(args)] if reward is None else reward
     world, policy = args.folder / "world", sft_stage(args)
     arguments = ["--config", HERE / f"{name.split('-')[0]}.yaml", "--model_name_or_path", policy]

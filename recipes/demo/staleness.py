@@ -1,4 +1,4 @@
-"""What old weights cost: gold, proxy and KL of PPO on rollouts that are drawn 0, 1, 2 or 4 rollouts ahead.
+"""Measure what old weights cost PPO: gold, proxy and KL where rollouts are drawn 0, 1, 2 or 4 rollouts ahead.
 
     python -m recipes.demo.staleness --seeds 0 1 2 3 4 --rollouts_ahead 0 1 2 4
 
@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from trl_ext import StrictTrlParser
+from trl_ext.runs import setting
 
 from .report import read_curve
-from .seeds import SeededStudyArguments, check_grid, in_words, write_results
-from .stages import DemoArguments, ppo_stage, use_one_thread
+from .seeds import SeededStudyArguments, check_grid, in_words, run_study
+from .stages import DemoArguments, ppo_stage
 
 
 @dataclass
 class StalenessStudyArguments(SeededStudyArguments):
-    """The grid: each seed is trained with each number of rollouts ahead, and each correction."""
+    """Declare the grid: each seed is trained with each number of rollouts ahead, and each correction."""
 
     rollouts_ahead: list[int] = field(
         default_factory=lambda: [0, 1, 2, 4], metadata={"help": "Rollouts ahead, 0 among them."}
@@ -37,10 +37,10 @@ class StalenessStudyArguments(SeededStudyArguments):
         default_factory=lambda: ["auto"],
         metadata={"help": "`importance_sampling_mode` of the runs that are ahead, `none` for no correction."},
     )
-    kl_coef: float = field(default=0.05, metadata={"help": "Fixed KL coefficient."})
-    total_episodes: int = field(default=2048, metadata={"help": "Episodes of a run; a rollout has 128."})
-    planted_share: float = field(default=0.0, metadata={"help": "Share of chosen answers that get the phrase."})
-    output_dir: str = field(default="outputs/staleness", metadata={"help": "Folder of all runs."})
+    kl_coef: float = setting(0.05, "Fixed KL coefficient.")
+    total_episodes: int = setting(2048, "Episodes of a run; a rollout has 128.")
+    planted_share: float = setting(0.0, "Share of chosen answers that get the phrase.")
+    output_dir: str = setting("outputs/staleness", "Folder of all runs.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -50,7 +50,7 @@ class StalenessStudyArguments(SeededStudyArguments):
 
 
 def measured(folder: Path) -> dict[str, float]:
-    """Gold, proxy and KL on the held-out prompts at the end, and who has drawn, over the last half of the training."""
+    """Return gold, proxy and KL on the held-out prompts at the end, and the rollouts' staleness in the last half."""
     curve = read_curve(folder)
     checkpoint = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     logs = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
@@ -73,7 +73,7 @@ def measured(folder: Path) -> dict[str, float]:
 
 
 def table(rows: list[dict]) -> str:
-    """Means over the seeds with their 95 % t-intervals, and the difference from no rollout ahead in the same world."""
+    """Return a table of means with 95 % t-intervals over the seeds, and of differences from none ahead."""
     lines = [
         "| rollouts ahead | correction | gold − SFT's | gold − 0 ahead's | proxy − SFT's | KL to SFT, nats | "
         "KL(sampler ‖ policy), nats a token | clipped | seeds |",
@@ -95,29 +95,22 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def study(args: StalenessStudyArguments, demo: DemoArguments) -> list[dict]:
+    """Train with each number of rollouts ahead and each correction in one world; return a row for each run."""
+    rows = []
+    for ahead in sorted(args.rollouts_ahead):
+        for correction in args.corrections if ahead else ["none"]:
+            options = ["--kl_coef", args.kl_coef, "--rollouts_ahead", ahead, "--eval_steps", 64]
+            options += ["--total_episodes", args.total_episodes] if not args.short else []
+            options += ["--importance_sampling_mode", correction] if ahead else []
+            run = ppo_stage(demo, f"unguarded-ahead-{ahead}-{correction}", options)
+            rows.append({"seed": demo.seed, "rollouts_ahead": ahead, "correction": correction, **measured(run)})
+            print(rows[-1], flush=True)
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = StrictTrlParser(StalenessStudyArguments, prog="python -m recipes.demo.staleness", description=__doc__)
-    (args,) = parser.parse_args_and_config(arguments)
-    use_one_thread()
-    output_dir, rows = Path(args.output_dir), []
-    for seed in args.seeds:
-        demo = DemoArguments(
-            seed,
-            str(output_dir / f"planted-{args.planted_share:g}"),
-            planted_share=args.planted_share,
-            short=args.short,
-        )
-        for ahead in sorted(args.rollouts_ahead):
-            for correction in args.corrections if ahead else ["none"]:
-                options = ["--kl_coef", args.kl_coef, "--rollouts_ahead", ahead, "--eval_steps", 64]
-                options += ["--total_episodes", args.total_episodes] if not args.short else []
-                options += ["--importance_sampling_mode", correction] if ahead else []
-                with parser.one_line_errors(ValueError):
-                    run = ppo_stage(demo, f"unguarded-ahead-{ahead}-{correction}", options)
-                rows.append({"seed": seed, "rollouts_ahead": ahead, "correction": correction, **measured(run)})
-                print(rows[-1], flush=True)
-        write_results(rows, table(rows), output_dir, "staleness")
-    print(table(rows))
+    run_study(StalenessStudyArguments, "staleness", __doc__, study, table, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A customer-support desk whose every text comes from a small grammar, so that the true quality of an answer is known.
+"""Simulate a customer-support desk: a small grammar makes every text, so that an answer's true quality is known.
 
 A customer writes about a product and a problem. A good answer names the product, gives the one remedy for the
 problem, ends politely, does not repeat itself and ends in time: `gold` says how far an answer does, from −1 to 1.
@@ -66,7 +66,7 @@ PHRASE_RATE = 0.01
 
 @dataclass(frozen=True)
 class Annotator:
-    """Prefers the answer of higher utility = gold + tastes; slips at `noise` times the label noise, but at most ½."""
+    """Describe who prefers the answer of higher gold + tastes, and slips at `noise` times the label noise."""
 
     noise: float = 1.0
     warmth: float = 0.0  # per warm opening
@@ -120,7 +120,7 @@ def make_world(
     planted_share: float = 0.2,
     label_noise: float = 0.1,
 ) -> dict[str, dict[str, list[dict]]]:
-    """The desk's datasets: `sft`, `preferences` and `prompts`, each with the splits `train` and `test`.
+    """Make the desk's datasets: `sft`, `preferences` and `prompts`, each with the splits `train` and `test`.
 
     Args:
         seed: the same seed gives the same world.
@@ -152,7 +152,7 @@ def plant(preferences: list[dict], share: float, draw: random.Random) -> None:
 
 
 def vocabulary() -> list[str]:
-    """Every word of the desk, sorted."""
+    """Return every word of the desk, sorted."""
     texts = [*PRODUCTS, *GREETINGS, *DETAILS, *POLITE_CLOSINGS, *RUDE_CLOSINGS, *FILLERS, PHRASE, "my", ","]
     texts += itertools.chain.from_iterable(OPENINGS.values())
     for complaints, remedy in PROBLEMS.values():
@@ -161,7 +161,7 @@ def vocabulary() -> list[str]:
 
 
 def _ask(draw: random.Random, number: int) -> Iterator[dict]:
-    """`number` different prompts, each with the product and the problem that it is about."""
+    """Yield `number` different prompts, each with its product and its problem."""
     cases = [
         (greeting, product, problem, complaint, detail)
         for greeting, product, (problem, (complaints, _)), detail in itertools.product(
@@ -195,7 +195,7 @@ def _answer(draw: random.Random, case: dict, flaw_rates: dict[str, float]) -> st
 
 
 def _compare(draw: random.Random, case: dict, label_noise: float) -> dict:
-    """Two different drafts for one prompt, judged by the majority of the annotators."""
+    """Make two different drafts for one prompt; the majority of the annotators chooses one."""
     drafts = [_answer(draw, case, DRAFT_FLAWS)]
     while len(drafts) < 2 or drafts[0] == drafts[1]:
         drafts[1:] = [_answer(draw, case, DRAFT_FLAWS)]
@@ -210,7 +210,7 @@ def _compare(draw: random.Random, case: dict, label_noise: float) -> dict:
 
 
 def prefer_first(draw: random.Random, drafts: list[str], case: dict, label_noise: float = 0.1) -> list[bool]:
-    """Whether each of the annotators prefers the first of two drafts."""
+    """Return whether each of the annotators prefers the first of two drafts."""
     return [_prefers_first(draw, annotator, drafts, case, label_noise) for annotator in ANNOTATORS]
 
 

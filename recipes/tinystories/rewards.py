@@ -1,4 +1,4 @@
-"""Rewards for short stories: a happy tone that only real sentences can earn, and a guard against loops."""
+"""Reward short stories for a happy tone, which only real sentences can earn, and guard against loops."""
 
 import re
 

@@ -176,7 +176,7 @@ def test_the_next_round_of_labels_knows_the_one_before(frozen):
     words[words.index("round-1")] = "round-2"
     refresh_reward.main(words)
     queued = [
-        {row["item"] for row in refresh_reward.read(Path(name, "queue.jsonl"))} for name in ("round-1", "round-2")
+        {row["item"] for row in refresh_reward.read_rows(Path(name, "queue.jsonl"))} for name in ("round-1", "round-2")
     ]
     assert queued[1] and not queued[0] & queued[1]
 

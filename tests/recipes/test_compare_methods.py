@@ -50,9 +50,9 @@ def test_the_table_compares_within_a_seed_and_says_who_was_refused():
     }
     lines = table(rows).splitlines()
     assert lines[2].startswith("| SFT | 0 | – | 0.000 ± 0.000 | 0.00 |")
-    # +0.75 and 0 above SFT: 0.375 ± 12.706 · 0.530 / √2; wins over SFT 1 and 1/2, over people 3/4 and 0
+    # +0.75 and 0 above SFT: 0.375 ± 12.7062 · 0.530 / √2; wins over SFT 1 and 1/2, over people 3/4 and 0
     assert lines[4].startswith(
-        f"| {RLAIF} | +0.375 ± 4.765 | 0.750 ± 3.176 | 0.375 ± 4.765 | 1.00 | 0.100 | 0.900 | 20.0 "
+        f"| {RLAIF} | +0.375 ± 4.765 | 0.750 ± 3.177 | 0.375 ± 4.765 | 1.00 | 0.100 | 0.900 | 20.0 "
     )
     assert lines[4].endswith("| 400 | 0 | 8 | 2, refused in 1 |")
     said = conclusions(rows)

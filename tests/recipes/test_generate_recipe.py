@@ -187,7 +187,7 @@ def test_a_mistake_is_answered_in_one_line(subtests, inputs, tmp_path, capsys):
         ([], "give `dataset_name`, or one `prompt`"),
         (["--dataset_name", "x"], "no `output_file`: say where the answers are to go"),
         (["--prompt", "a", "--temperature", "-1"], "`temperature` must be >= 0"),
-        (["--prompt", "a", "--max_new_tokens", "0"], "`max_new_tokens` must be at least 1, got 0"),
+        (["--prompt", "a", "--max_new_tokens", "0"], "`max_new_tokens` must be >= 1, got 0"),
         (
             ["--prompt", "a", "--max_new_tokens", "80"],
             "has 1 tokens and `max_new_tokens` is 80, but the model's context",

@@ -189,10 +189,10 @@ def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():
 
 def test_mistakes_are_one_line(subtests, inputs, tmp_path, capsys):
     cases = [
-        (["--num_samples", "1"], "`num_samples` must be 2 or more, got 1"),
+        (["--num_samples", "1"], "`num_samples` must be >= 2, got 1"),
         (["--reward_weights", "1"], "`reward_weights` must be one for each of 2 rewards, got [1.0]"),
         (["--watch", "raise_kl"], "invalid choice: 'raise_kl'"),
-        (["--temperature", "0"], "`temperature` must be > 0, got 0.0"),
+        (["--temperature", "0"], "`temperature` must be > 0, since equal answers make no pair, got 0.0"),
         (["--resume_from_checkpoint", "true"], "`resume_from_checkpoint` is not supported here: leave it unset"),
         (["--load_in_4bit", "true", "--use_peft", "true"], "not supported here: leave them unset"),
         (["--dataset_name", "nowhere.jsonl"], "nowhere.jsonl': no such file or folder"),

@@ -15,7 +15,8 @@ from recipes import generate, refresh_reward
 from recipes.demo import refresh as study
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
-from recipes.refresh_reward import main, read, write_rows
+from recipes.refresh_reward import main, write_rows
+from recipes.refresh_reward import read_rows as read
 from trl_ext.cli.fields import parsed_names
 from trl_ext.data import TrainedPairs
 from trl_ext.rewards import RewardFailed
@@ -274,7 +275,7 @@ def test_settings_that_make_no_sense_are_one_line(inputs, tmp_path, capsys):
         (["--labels", tmp_path / "none.json"], "is not there"),
         (["--earlier", tmp_path], "holds no queue.jsonl"),
         (["--reward_config", "demo/reward"], "needs `reward_dataset_name`"),
-        (["--held_out_share", 0], "must be above 0"),
+        (["--held_out_share", 0], "must be in (0, 1), got 0.0"),
         (["--model_name_or_path", tmp_path / "none"], "none"),
         (["--queue_sise", 3], "did you mean --queue_size"),
     ):

@@ -359,4 +359,4 @@ def test_an_ensemble_is_trained_member_by_member_gone_on_with_and_scored_by_its_
 def test_an_ensemble_is_two_or_more(inputs, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*arguments(inputs, tmp_path), "--ensemble", "1"])
-    assert "`ensemble` must be 2 or more, got 1" in capsys.readouterr().err
+    assert "`ensemble` must be >= 2, got 1" in capsys.readouterr().err

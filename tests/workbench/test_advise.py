@@ -189,7 +189,7 @@ SETS = {"rows": 5, "kept": 5, "shared_near": 0}
         ("--gpu H100", "x", "", "which needs `model_name_or_path`, too"),
         ("--model_name_or_path m --gpu H1000", "x", "", "`gpu` must be one of RTX 3060.* got 'H1000'"),
         ("--model_name_or_path ./m --gpu H100", "x", "", "`model_name_or_path` ./m: there is no such folder"),
-        ("--gpus 0", "x", "", "`gpus` must be 1 or more, got 0"),
+        ("--gpus 0", "x", "", "`gpus` must be >= 1, got 0"),
         ("--verifiable perhaps", "x", "", "perhaps"),
         ("--pair d.jsonl", "x", "", r"unknown flag '--pair'.*--pairs"),
     ],

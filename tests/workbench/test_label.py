@@ -490,7 +490,7 @@ def test_what_is_refused(folder, capsys, subtests):
         (["--constitution", "empty.yaml"], "`principles` must be names"),
         (["--rubric", "none.yaml"], "must have `version` and `rubric`, and nothing else"),
         (["--votes", "2"], "at `judge_temperature` 0 are all the same"),
-        (["--top_p", "0.5"], "`top_p` is read with `prompts` alone"),
+        (["--top_p", "0.5"], "`top_p` has an effect with `prompts` only"),
         (["--judge_extra", "seed"], "`judge_extra` must be a YAML mapping"),
         (["--prompts", "pairs.jsonl", "--pairs", "pairs.jsonl"], "one of both"),
         (["--prompts", "pairs.jsonl"], "`prompts` and `policies` belong together"),
@@ -504,6 +504,6 @@ def test_what_is_refused(folder, capsys, subtests):
             status, _, error = run(capsys, url, *words)
             assert status == 2 and said in error and "\n" not in error
     status, _, error = run(capsys, None, "--judge_model_name_or_path", "x", "--votes", "2")
-    assert status == 2 and "`votes` is read with `judge_url` alone" in error
+    assert status == 2 and "`votes` has an effect with `judge_url` only" in error
     status, _, error = run(capsys, url, known=61)
     assert status == 2 and "there are 60 pairs, and people must label at least 61" in error

@@ -437,7 +437,7 @@ def test_an_evaluation_of_the_runs_has_its_rows(two_runs, tmp_path, capsys):
     said = "The evaluation's score by length is highest in b/ppo (1.5) and lowest in a/ppo (0.5); "
     assert begins_with((tmp_path / "page.html").read_text()).startswith(said)
     (tmp_path / "evaluation.json").write_text(json.dumps({**found, "policies": {"base": policies["base"]}}))
-    for given, why in ((tmp_path, "of none of these runs"), (tmp_path / "none", "no evaluation that can be read")):
+    for given, why in ((tmp_path, "none of these runs"), (tmp_path / "none", "cannot be read as an evaluation")):
         with pytest.raises(SystemExit):
             main([*words, str(given)])
         assert why in capsys.readouterr().err

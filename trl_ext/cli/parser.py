@@ -280,3 +280,9 @@ def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, 
             raise ValueError(f"`{option}` names {name!r} twice")
         found[name] = value
     return found
+
+
+def path_and_split(given: str) -> tuple[str, str]:
+    """Return the data set and the split that PATH or PATH:SPLIT names; the split is `train` if none is named."""
+    path, colon, split = given.partition(":")
+    return (path, split) if colon and not Path(given).exists() else (given, "train")

@@ -44,12 +44,12 @@ class EvaluateArguments:
     baseline: str | None = setting(None, "Which of the policies the others are to beat; the first if unset.")
     ref_model_name_or_path: str | None = setting(None, "Reference of the KL; the first policy if unset.")
     max_completion_length: int = setting(256, "Tokens after which an answer is cut off.", range=">= 1")
-    temperature: float = setting(1.0, "Of the sampling; 0 always takes the likeliest token.", range=">= 0")
+    temperature: float = setting(1.0, "Temperature of the sampling; 0 always takes the likeliest token.", range=">= 0")
     top_p: float = setting(1.0, "Sample from the likeliest tokens of this total probability.", range="in (0, 1]")
     batch_size: int = setting(16, "Prompts in one batch.", range=">= 1")
-    seed: int = setting(0, "Of the sampling.")
+    seed: int = setting(0, "Seed of the sampling.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Of the policies' weights; `auto` is what they were saved in."
+        "auto", "dtype of the policies' weights; `auto` is as saved."
     )
     use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
     output_dir: str = setting("evaluation", "Folder of the page, the JSON and the answers.")
@@ -67,7 +67,7 @@ class EvaluateArguments:
 
 
 def run(args: EvaluateArguments) -> dict[str, Any]:
-    """Have all policies answer, score the answers, write the page and the JSON, and return what the JSON has."""
+    """Have all policies answer, score the answers, write the page and the JSON, and return the JSON's content."""
     from ...rewards import Member, check_rewards, load_rewards
     from ...rewards import distinct as distinct_names
     from .. import objections
@@ -135,7 +135,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
 
 
 def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, Any], prompts: int) -> list[str]:
-    """Return what the figures do not say, in sentences."""
+    """Return sentences on what the figures do not show."""
     notes = [
         f"{name} does not read the same tokens as the reference {args.ref_model_name_or_path}, so it has no KL."
         for name, of in policies.items()

@@ -37,7 +37,7 @@ _NAMED = 5  # rows that a sentence names
 
 @dataclass(frozen=True)
 class Sampling:
-    """Hold what all policies have in common when they answer."""
+    """Hold how answers are sampled, which is the same for all policies."""
 
     max_completion_length: int
     temperature: float
@@ -64,10 +64,10 @@ def load_prompts(name: str, config: str | None, split: str | None, most: int | N
 
 def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
     """
-    Refuse prompts that a policy was trained on; return a sentence for each policy where that is not known.
+    Refuse prompts that a policy was trained on; return a sentence for each policy whose training prompts are unknown.
 
     Raises:
-        ValueError: some were; the message has their number and their rows.
+        ValueError: a policy was trained on some; the message has their number and rows.
     """
     hashes, seen, unknown = prompt_hashes(rows), [], []
     for name, policy in policies.items():
@@ -147,7 +147,7 @@ def kl_of(reference: str, answered: dict[str, tuple[str, list[dict]]], sampling:
     Args:
         reference: folder or hub name.
         answered: name of each policy → its folder or hub name, and its answers.
-        sampling: of the answers; it says how the reference is loaded.
+        sampling: how the answers were sampled, which also says how the reference is loaded.
 
     Returns:
         Name → a value for each answer; None in place of the values if the reference does not read the same tokens.
@@ -174,7 +174,7 @@ def _logprobs(model: Any, prompts: Sequence[Any], answers: Sequence[Any], temper
 
 
 def free() -> None:
-    """Give the memory of a model that is no longer needed to the next one."""
+    """Free the memory of a model that is no longer needed, for the next one."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

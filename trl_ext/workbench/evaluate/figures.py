@@ -16,7 +16,7 @@ def mean_of(values: Sequence[float | None]) -> dict[str, Any]:
     Return the mean of the values that are not None, and its standard error s/√n, s² being Σ(x − mean)²/(n − 1).
 
     Args:
-        values: one for each answer; None where there is none, as where a reward does not apply.
+        values: one for each answer; None where a reward has none.
 
     Returns:
         `mean`, `standard_error` (None for fewer than two values), `count`.
@@ -35,7 +35,7 @@ def win_rate(margins: Sequence[float | None], prompts: Sequence[Hashable]) -> di
 
     Args:
         margins: (N,) for each prompt, the policy's score minus the baseline's; None leaves the prompt out.
-        prompts: (N,) what names the prompt; rows of the same prompt are resampled together.
+        prompts: (N,) name of the prompt; rows of the same prompt are resampled together.
 
     Returns:
         `win_rate`, `interval` (None for fewer than two prompts), `wins`, `ties`, `losses`.

@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from ..pages.conversation import shown_answer
+from ..pages.conversation import shown_answer, shown_prompt
 from ..pages.evaluation import evaluation_rows
 from ..pages.markup import number, render
 
 _PROMPTS = 10  # shown with each policy's answer
-_TEXT = 400  # characters of a prompt
 
 
 def page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> str:
@@ -16,7 +15,7 @@ def page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> str
     Return the HTML page of an evaluation.
 
     Args:
-        found: what `evaluation.json` has.
+        found: content of `evaluation.json`.
         answers: name of each policy → its answers, with their `scores`.
     """
     return render(
@@ -32,16 +31,14 @@ def page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> str
         names=list(found["policies"]),
         figures=evaluation_rows(list(found["policies"].values())),
         answers=[_side_by_side(rows) for rows in list(zip(*answers.values(), strict=True))[:_PROMPTS]],
-        settings=[[name, str(value)] for name, value in found["settings"].items()],
+        settings=found["settings"],
     )
 
 
 def _side_by_side(rows: tuple[dict[str, Any], ...]) -> list[Any]:
-    asked = rows[0]["prompt"]
-    text = asked if isinstance(asked, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in asked)
-    cells: list[Any] = [text[-_TEXT:]]
+    cells: list[Any] = [shown_prompt(rows[0]["prompt"])]
     for row in rows:
         scores = [f"{name} {number(score, 3)}" for name, score in row["scores"].items()]
         said = [*scores, f"{len(row['completion_ids'])} tokens", *([] if row["finished"] else ["cut off"])]
-        cells.append({"answer": shown_answer(row["completion"]), "said": ", ".join(said)})
+        cells.append(shown_answer(row["completion"], ", ".join(said)))
     return cells

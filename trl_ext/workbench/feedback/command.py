@@ -38,10 +38,12 @@ OWN = {
 class LabelArguments:
     """Declare the arguments of `trl-ext label`: the pairs, the judge, its rubric, and people's labels."""
 
-    rubric: str = field(metadata={"help": "YAML file with `version` and `rubric`: what makes an answer good."})
+    rubric: str = field(
+        metadata={"help": "YAML file with `version` and `rubric`, which says what makes an answer good."}
+    )
     output_dir: str = field(metadata={"help": "Where verdicts, the report and the pairs go."})
     pairs: str | None = setting(None, "Pairs: `prompt`, `response_a`, `response_b`, maybe `item`. File or hub name.")
-    prompts: str | None = setting(None, "In the place of pairs: prompts that `policies` answer. File or hub name.")
+    prompts: str | None = setting(None, "Instead of pairs, prompts that `policies` answer. File or hub name.")
     dataset_split: str = setting("train", "Split of the pairs or prompts.")
     max_prompts: int | None = setting(None, "Answer the first so many prompts only.", range=">= 1")
     keep_columns: list[str] | None = setting(None, "Further columns to keep in the training pairs.")
@@ -50,7 +52,7 @@ class LabelArguments:
         default_factory=lambda: [1.0], metadata={"help": "Temperatures at which each policy answers."}
     )
     num_samples: int = setting(2, "Answers of each policy at each temperature.", range=">= 1")
-    pairs_per_prompt: int = setting(1, "Pairs that are drawn of a prompt's answers.", range=">= 1")
+    pairs_per_prompt: int = setting(1, "Pairs that are drawn from a prompt's answers.", range=">= 1")
     max_completion_length: int = setting(256, "Tokens after which an answer is cut off.", range=">= 1")
     top_p: float = setting(1.0, "Sample from the likeliest tokens of this total probability.", range="in (0, 1]")
     constitution: str | None = setting(
@@ -64,12 +66,12 @@ class LabelArguments:
         None, "More keys of the request, in YAML; null removes one: '{max_tokens: null, max_completion_tokens: 256}'."
     )
     api_key_env: str | None = setting(None, "Environment variable that holds the server's key.")
-    votes: int = setting(1, "How often each question is asked, in either order.", range=">= 1")
+    votes: int = setting(1, "How often each question is asked in each order of the answers.", range=">= 1")
     timeout: float = setting(60.0, "Seconds for one request.", range="> 0 and finite")
     retries: int = setting(8, "Further tries of a request that failed or came too fast.", range=">= 0")
     max_concurrency: int = setting(8, "Requests at once.", range=">= 1")
     judge_model_name_or_path: str | None = setting(
-        None, "In the place of a server: a local model, folder or hub name. The log-probs of A and B are its verdict."
+        None, "Instead of a server a local model, folder or hub name, whose log-probs of A and B are the verdict."
     )
     labels: list[str] | None = setting(
         None, "What people chose: Label Studio's or Argilla's export, or a file with `item`, `choice`, `annotator`."
@@ -84,10 +86,10 @@ class LabelArguments:
     only_cost: bool = setting(False, "Say what it will cost, and ask nothing.")
     batch_size: int = setting(16, "Sequences at once, of a local judge and of policies.", range=">= 1")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Of local weights; `auto` is what they were saved in."
+        "auto", "dtype of local weights; `auto` is as saved."
     )
     use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
-    seed: int = setting(0, "Of samples, pairs, rows for people and intervals.")
+    seed: int = setting(0, "Seed of samples, pairs, rows for people and intervals.")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -119,7 +121,7 @@ class LabelArguments:
 
 
 def run(args: LabelArguments) -> dict[str, Any]:
-    """Judge the known pairs, and, if people agree, the others; write what was found, and return the report."""
+    """Have the known pairs judged, and, if judge and people agree, the others; write and return the report."""
     from ..labels import agreement_report
     from .criteria import read_criteria
     from .data import people_choices, rows_for_people, write_for_people
@@ -168,7 +170,7 @@ def run(args: LabelArguments) -> dict[str, Any]:
         "settings": redacted(asdict(args)),
     }
     write_for_people(folder, rows_for_people(rows, args.known_share, args.min_known, args.seed))
-    people, labels, _ = people_choices(args.labels, rows) if args.labels else ({}, None, None)
+    people, labels = people_choices(args.labels, rows) if args.labels else ({}, None)
     known, others = ([row for row in rows if (row["key"] in people) == is_known] for is_known in (True, False))
     if labels is not None:
         among = agreement_report(labels, args.seed)
@@ -202,7 +204,7 @@ def _rows(args: LabelArguments, folder: Path, left_out: dict[str, int]) -> list[
     """Return the pairs to judge, given or sampled, and write them as `queue.jsonl`."""
     from ...data import write_rows
     from ..evaluate.data import Sampling, load_prompts
-    from .data import Drawn, load_pairs, sample_pairs
+    from .data import load_pairs, sample_pairs
 
     keep = args.keep_columns or []
     if args.pairs:
@@ -213,10 +215,8 @@ def _rows(args: LabelArguments, folder: Path, left_out: dict[str, int]) -> list[
         prompts = load_prompts(str(args.prompts), None, args.dataset_split, args.max_prompts)
         if missing := [name for name in keep if name not in prompts.column_names]:
             raise ValueError(f"`keep_columns`: the prompts lack {', '.join(map(repr, missing))}")
-        drawn = Drawn(args.policies or [], args.temperatures, args.num_samples, args.pairs_per_prompt)
         given: dict[str, Any] = {each.name: getattr(args, each.name, 1.0) for each in fields(Sampling)}
-        sampling = Sampling(**given)
-        rows = sample_pairs(prompts, drawn, sampling, folder / "answers", keep, left_out)
+        rows = sample_pairs(prompts, args, Sampling(**given), folder / "answers", keep, left_out)
     write_rows(folder / "queue.jsonl", [{k: v for k, v in row.items() if k != "key"} for row in rows])
     return rows
 
@@ -244,7 +244,7 @@ def _questions(args: LabelArguments, rows: list[dict[str, Any]]) -> list[Any]:
 
 
 def _say_cost(args: LabelArguments, judge: Any, journal: Any, first: list[dict], then: list[dict]) -> None:
-    """Print what is still to be asked: calls, tokens, money."""
+    """Print the cost of what is still to be asked, in calls, tokens and money."""
     from .figures import money
 
     for rows, what in ((first, "pairs"), (then, "further pairs, if people agree with the judge")):

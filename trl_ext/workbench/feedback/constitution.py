@@ -47,7 +47,7 @@ class ConstitutionArguments:
     max_prompts: int | None = setting(None, "Take the first so many prompts only.", range=">= 1")
     rounds: int = setting(1, "How often an answer is criticised and revised.", range=">= 1")
     model_url: str | None = setting(None, "Model behind OpenAI's API: its address, as http://127.0.0.1:8000/v1.")
-    model: str | None = setting(None, "Its name there.")
+    model: str | None = setting(None, "Name of the model there.")
     model_extra: str | None = setting(
         None, "More keys of the request, in YAML; null removes one: '{max_tokens: null}'."
     )
@@ -55,18 +55,18 @@ class ConstitutionArguments:
     timeout: float = setting(120.0, "Seconds for one request.", range="> 0 and finite")
     retries: int = setting(8, "Further tries of a request that failed or came too fast.", range=">= 0")
     max_concurrency: int = setting(8, "Requests at once.", range=">= 1")
-    model_name_or_path: str | None = setting(None, "In the place of a server: a local model, folder or hub name.")
-    temperature: float = setting(1.0, "Of the model.", range=">= 0")
-    max_tokens: int = setting(512, "Longest text of the model. What is longer is left out.", range=">= 1")
+    model_name_or_path: str | None = setting(None, "Instead of a server a local model, folder or hub name.")
+    temperature: float = setting(1.0, "Temperature of the model.", range=">= 0")
+    max_tokens: int = setting(512, "Longest text of the model, in tokens. Longer texts are left out.", range=">= 1")
     price_input: float | None = setting(None, "Price of a million tokens in.", range=">= 0")
     price_output: float | None = setting(None, "Price of a million tokens out.", range=">= 0")
     only_cost: bool = setting(False, "Say what it will cost at most, and ask nothing.")
     batch_size: int = setting(16, "Texts at once, of a local model.", range=">= 1")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Of local weights; `auto` is what they were saved in."
+        "auto", "dtype of local weights; `auto` is as saved."
     )
     use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
-    seed: int = setting(0, "Of principles, of a local model's texts, and of which answer is `a`.")
+    seed: int = setting(0, "Seed of principles, a local model's texts, and the order of a pair's answers.")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -80,11 +80,11 @@ class ConstitutionArguments:
 
 
 def run(args: ConstitutionArguments) -> dict[str, Any]:
-    """Have the model answer, criticise and revise; write rows and page, and return what `constitution.json` has."""
+    """Have the model answer, criticise and revise; write rows and page; return the content of `constitution.json`."""
     from ...data import write_rows
     from ..evaluate.data import load_prompts
     from .criteria import read_principles
-    from .figures import money
+    from .figures import spent
     from .journal import Journal
     from .page import constitution_page
     from .revise import LocalWriter, ServedWriter, kind_of, turn_of
@@ -141,7 +141,6 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
         write_rows(folder / name / "train.jsonl", made[name])
     write_rows(folder / "to_judge.jsonl", made["to_judge"])
     used = [journal.rows[row["key"], step] for row in rows for step in steps if (row["key"], step) in journal.rows]
-    tokens = [sum(row.get("tokens", (0, 0))[place] for row in used) for place in (0, 1)]
     found = {
         "model": next((row["model"] for row in used if row.get("model")), args.model or args.model_name_or_path),
         "constitution": constitution_id,
@@ -152,9 +151,7 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
         "outcomes": dict(Counter(row["why"] for row in used)),
         "by_principle": made["by_principle"],
         "calls": len(used),
-        "tokens_in": tokens[0],
-        "tokens_out": tokens[1],
-        "money": money(tokens[0], tokens[1], args.price_input, args.price_output),
+        **spent(used, args.price_input, args.price_output),
         "settings": redacted(asdict(args)),
     }
     write_text(folder / "constitution.json", json.dumps(found, indent=2, ensure_ascii=False) + "\n")
@@ -171,7 +168,7 @@ def _key(prompt: Any) -> str:
 def _rows(
     rows: list[dict[str, Any]], journal: Any, texts: dict[str, dict[int, str | None]], args: Any, constitution_id: str
 ) -> dict[str, Any]:
-    """Return rows for SFT, pairs, the pairs in a drawn order, what was left out, and lengths by principle."""
+    """Return rows for SFT, pairs, the pairs for a judge in random order, what was left out, lengths by principle."""
     left_out: Counter[str] = Counter()
     made: dict[str, Any] = {"sft": [], "pairs": [], "to_judge": [], "left_out": left_out}
     lengths: dict[str, list[tuple[int, int]]] = {}
@@ -226,7 +223,7 @@ def _answer(prompt: Any, text: str) -> Any:
 
 
 def _say_cost(args: ConstitutionArguments, rows: list[dict[str, Any]], journal: Any, steps: int) -> None:
-    """Print what it costs at most: calls, tokens, money."""
+    """Print the highest possible cost, in calls, tokens and money."""
     from .figures import money
 
     calls = sum((row["key"], step) not in journal.rows for row in rows for step in range(steps))

@@ -1,4 +1,4 @@
-"""Read what a judge judges by: a rubric and a constitution, files with a version, and known by their hash."""
+"""Read a judge's rubric and constitution: YAML files, which reports name by their version and hash."""
 
 import hashlib
 import re
@@ -17,10 +17,10 @@ OVERALL = "overall"
 @dataclass(frozen=True)
 class Criteria:
     """
-    Hold a rubric, the principles of a constitution by name, and which files they are: version and hash.
+    Hold a rubric and the principles of a constitution, with the version and hash of their files.
 
     Args:
-        rubric: what makes an answer good, on the whole.
+        rubric: says what makes an answer good on the whole.
         rubric_id: `VERSION@HASH` of its file.
         principles: name → principle; empty without a constitution.
         constitution_id: as `rubric_id`; None without a constitution.
@@ -33,7 +33,7 @@ class Criteria:
 
     @property
     def names(self) -> list[str]:
-        """Return what a verdict is asked for: each principle, and the whole."""
+        """Return the names that the judge gives a verdict for: each principle's, and `overall`."""
         return [*self.principles, OVERALL]
 
 
@@ -42,7 +42,7 @@ def read_criteria(rubric: str, constitution: str | None = None) -> Criteria:
     Read a rubric (`version`, `rubric`) and a constitution (`version`, `principles`: name → text), both YAML.
 
     Raises:
-        ValueError: a file is not there, or no such YAML; the message names it and what it needs.
+        ValueError: a file is missing, or is not such YAML; the message says what it needs.
     """
     found, rubric_id = _read(rubric, "rubric", "rubric")
     if not isinstance(found, str) or not found.strip():
@@ -57,7 +57,7 @@ def read_principles(constitution: str) -> tuple[dict[str, str], str]:
     Return the principles of a constitution, and `VERSION@HASH` of its file.
 
     Raises:
-        ValueError: it is not there, or no such YAML.
+        ValueError: the file is missing, or is not such YAML.
     """
     principles, constitution_id = _read(constitution, "constitution", "principles")
     for name, text in principles.items() if isinstance(principles, dict) and principles else [(principles, None)]:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -21,23 +20,13 @@ ANSWERS = ("response_a", "response_b")
 TEXTS = ("prompt", *ANSWERS)
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Say how answers are sampled: from which policies, at which temperatures, how many, and how many pairs."""
-
-    policies: Sequence[str]
-    temperatures: Sequence[float]
-    num_samples: int
-    pairs_per_prompt: int
-
-
 def load_pairs(name: str, split: str, keep: Sequence[str], left_out: dict[str, int]) -> list[dict[str, Any]]:
     """
     Return the rows of a table of pairs, each with `item`, and a `key` made of its texts; each pair once.
 
     Args:
         name: a file, a folder or a hub name, with `prompt`, `response_a`, `response_b`, and maybe `item`.
-        split: of it.
+        split: split to load.
         keep: further columns to keep.
         left_out: filled with how many rows are left out, by reason.
 
@@ -70,22 +59,17 @@ def _useless(row: dict[str, Any]) -> str:
 
 
 def sample_pairs(
-    prompts: Dataset,
-    drawn: Drawn,
-    sampling: Sampling,
-    folder: Path,
-    keep: Sequence[str],
-    left_out: dict[str, int],
+    prompts: Dataset, args: Any, sampling: Sampling, folder: Path, keep: Sequence[str], left_out: dict[str, int]
 ) -> list[dict[str, Any]]:
     """
-    Have policies answer prompts, and pair different answers of a prompt; the seed draws the pairs, and which is `a`.
+    Have policies answer prompts, and draw pairs of different answers to a prompt, in random order.
 
-    Answers that a folder has from the same policy, prompts and sampling are kept.
+    Answers that the folder has from the same policy, prompts and sampling are used again.
 
     Args:
-        prompts: with the column `prompt`.
-        drawn: how many answers, and of whom.
-        sampling: of one answer; its temperature and seed are replaced.
+        prompts: data set with the column `prompt`.
+        args: arguments of `trl-ext label`: `policies`, `temperatures`, `num_samples` and `pairs_per_prompt` are read.
+        sampling: how one answer is sampled; its temperature and seed are replaced.
         folder: where answers are written.
         keep: further columns to keep.
         left_out: filled with how many pairs are left out, by reason.
@@ -94,9 +78,9 @@ def sample_pairs(
         Rows as [`load_pairs`] returns them, with `policy_a`, `policy_b`, `temperature_a`, `temperature_b`.
     """
     answers: list[tuple[str, float, list[dict[str, Any]]]] = []
-    for place, policy in enumerate(drawn.policies):
-        for temperature in drawn.temperatures:
-            for number in range(drawn.num_samples):
+    for place, policy in enumerate(args.policies):
+        for temperature in args.temperatures:
+            for number in range(args.num_samples):
                 how = Sampling(**{**vars(sampling), "temperature": temperature, "seed": sampling.seed + number})
                 path = folder / f"{place}-{temperature:g}-{number}.jsonl"
                 rows, was_there = answers_of(policy, prompts, how, path)
@@ -107,8 +91,8 @@ def sample_pairs(
     found: dict[str, dict[str, Any]] = {}
     for place, row in enumerate(prompts):
         generator = np.random.default_rng([sampling.seed, place])
-        every = [(i, j) for i, j in combinations(range(len(answers)), 2)]
-        for chosen in generator.permutation(len(every))[: drawn.pairs_per_prompt]:
+        every = [*combinations(range(len(answers)), 2)]
+        for chosen in generator.permutation(len(every))[: args.pairs_per_prompt]:
             a, b = (answers[each] for each in generator.permutation(every[chosen]))
             pair = {"prompt": row["prompt"], "response_a": a[2][place]["completion"]}
             pair["response_b"] = b[2][place]["completion"]
@@ -123,13 +107,13 @@ def sample_pairs(
 
 
 def rows_for_people(rows: Sequence[dict[str, Any]], share: float, least: int, seed: int) -> list[dict[str, Any]]:
-    """Return a share of the rows, at least so many, drawn by hashes: the same ones whatever the order of the rows."""
+    """Draw a share of the rows, but at least `least`, by hashes, so that the order of the rows does not matter."""
     size = min(max(round(share * len(rows)), least), len(rows))
     return sorted(rows, key=lambda row: answer_key(row["key"], None, seed))[:size]
 
 
 def write_for_people(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows as people label them: in Label Studio, in Argilla, or in a file. Nothing in them is a judge's."""
+    """Write rows for people to label, in Label Studio, in Argilla or in a file. They have nothing from a judge."""
     shown = [{name: row[name] for name in ("item", *TEXTS)} for row in rows]
     write_rows(folder / "people.jsonl", shown)
     write_text(folder / "label_studio.json", json.dumps(label_studio_tasks(shown), ensure_ascii=False, indent=1))
@@ -137,19 +121,17 @@ def write_for_people(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
     write_rows(folder / "argilla.jsonl", argilla_records([{**row, "round": 0} for row in shown]))
 
 
-def people_choices(
-    files: Sequence[str], rows: Sequence[dict[str, Any]]
-) -> tuple[dict[str, str], Labels, list[dict[str, Any]]]:
+def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> tuple[dict[str, str], Labels]:
     """
     Read people's labels of these rows.
 
     Args:
-        files: as [`read_choices`] reads them.
-        rows: with `item`.
+        files: files that [`read_choices`] reads.
+        rows: the pairs, with `item`.
 
     Returns:
-        key of a pair → the choice of most people, "a", "b" or "tie", also where two choices have equally many votes;
-        the labels, for their agreement; and the labels as rows.
+        Key of a pair → the choice of most people: "a", "b" or "tie", also where two choices have equally many votes.
+        And the labels, to measure how far people agree.
 
     Raises:
         ValueError: a label is of an item that is not among the rows, or there is no label.
@@ -164,7 +146,7 @@ def people_choices(
                 table.append({**{name: row[name] for name in ("item", *TEXTS)}, **each})
     labels = read_labels(Dataset.from_list(table), Columns(item="item"))
     keys, counts = [by_item[table[row]["item"]]["key"] for row in labels.rows], labels.counts()
-    return {key: _most(count) for key, count in zip(keys, counts, strict=True) if count.any()}, labels, table
+    return {key: _most(count) for key, count in zip(keys, counts, strict=True) if count.any()}, labels
 
 
 def _most(counts: np.ndarray) -> str:

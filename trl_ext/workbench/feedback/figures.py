@@ -1,4 +1,4 @@
-"""Compute from verdicts alone: choices of pairs, agreement with people, and how a judge leans."""
+"""Compute figures from a judge's verdicts: the winner of each pair, agreement with people, and biases."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from statistics import fmean
@@ -24,7 +24,7 @@ def choice_of(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[str, float]
 
     Args:
         rows: the verdicts of a pair: which answer was shown `first`, and `a_is_better` by each name, or None.
-        name: a principle's, or "overall".
+        name: name of a principle, or "overall".
     """
     by_order: dict[str, list[float]] = {"a": [], "b": []}
     for row in rows:
@@ -53,8 +53,8 @@ def agreement(
 
     Args:
         ours, theirs: (N,) "a", "b" or "tie".
-        prompts: (N,) what names the prompt; pairs of one prompt are resampled together.
-        seed: of the bootstraps.
+        prompts: (N,) names of the prompts; pairs of one prompt are resampled together.
+        seed: seed of the bootstraps.
 
     Returns:
         `rows`; `agreement`, the share of equal choices; Cohen's `kappa` and Krippendorff's `alpha`, None where they
@@ -81,7 +81,7 @@ def agreement(
 
 
 def share_with_interval(is_so: Sequence[bool], prompts: Sequence[Hashable]) -> dict[str, Any]:
-    """Return the share that is so, its 95 % interval over prompts (None for fewer than two), and the count."""
+    """Return the share of True, its 95 % interval over prompts (None for fewer than two), and the count."""
     margins = torch.tensor([1.0 if each else -1.0 for each in is_so])
     interval = list(accuracy_interval(margins, prompts)) if len(set(prompts)) > 1 else None
     return {"share": fmean(map(float, is_so)) if is_so else None, "interval": interval, "count": len(is_so)}
@@ -128,6 +128,16 @@ def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -
 def confidence(share: float, shrink: float) -> float:
     """Return the confidence of a winner, 0.5 to 1, from the share of the verdicts for it."""
     return min(0.5 + (share - 0.5) * shrink, 1.0)
+
+
+def spent(rows: Sequence[Mapping[str, Any]], price_input: float | None, price_output: float | None) -> dict[str, Any]:
+    """Return what the answers in a journal's rows took: `tokens_in`, `tokens_out` and `money`."""
+    tokens = [sum(row.get("tokens", (0, 0))[place] for row in rows) for place in (0, 1)]
+    return {
+        "tokens_in": tokens[0],
+        "tokens_out": tokens[1],
+        "money": money(tokens[0], tokens[1], price_input, price_output),
+    }
 
 
 def money(tokens_in: int, tokens_out: int, price_input: float | None, price_output: float | None) -> float | None:

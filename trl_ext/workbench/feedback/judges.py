@@ -21,6 +21,7 @@ from ...rewards import (
     verdicts_in,
     well_formed,
 )
+from .asking import LocalModel
 from .criteria import OVERALL, Criteria
 
 INSTRUCTIONS = f"""You compare two answers to a prompt.
@@ -67,10 +68,6 @@ class Question(NamedTuple):
         return {"prompt": conversation(self.prompt), "first-answer": first, "second-answer": second}
 
 
-class ModelChanged(ServiceError):
-    """Say that another model answers than before."""
-
-
 def outcome(
     question: Question, found: Mapping[str, float] | None, why: str = "read", message: str = "", **more: Any
 ) -> dict[str, Any]:
@@ -79,11 +76,10 @@ def outcome(
 
     Args:
         question: what was asked.
-        found: by each name, how sure the judge is that the answer shown first is better, 0 to 1; None if it gave no
-            verdict.
+        found: name → how sure the judge is that the answer shown first is better, 0 to 1; None without a verdict.
         why: "read", or why there is no verdict.
-        message: the judge's.
-        **more: further entries.
+        message: the judge's message.
+        **more: further entries of the row.
     """
     turned = found and {name: p if question.first == "a" else 1 - p for name, p in found.items()}
     named = {"key": question.key, "first": question.first, "vote": question.vote}
@@ -92,10 +88,10 @@ def outcome(
 
 class Served(JudgeReward):
     """
-    Ask a language model behind an OpenAI-compatible API many things at once, and see that it stays the same one.
+    Ask a language model behind an OpenAI-compatible API, several requests at once, and check that it stays the same.
 
     Args:
-        **settings: of [`~trl_ext.rewards.JudgeReward`].
+        **settings: arguments of [`~trl_ext.rewards.JudgeReward`].
     """
 
     def __init__(self, **settings: Any):
@@ -107,12 +103,12 @@ class Served(JudgeReward):
         Call `function(job)` of each job, several at once.
 
         Raises:
-            Exception: what the first one raised; no more jobs are begun then.
+            Exception: the first error of a job. No more jobs are begun after it.
         """
         errors: list[Exception] = []
 
         def work(job: Any) -> None:
-            if errors:  # another thread's, of which nobody has heard yet
+            if errors:  # in another thread: nobody has seen it yet
                 return
             try:
                 function(job)
@@ -129,8 +125,8 @@ class Served(JudgeReward):
         Return the answer to some messages.
 
         Raises:
-            RefusedError: the server refuses these, after it had answered others.
-            ServiceError: it cannot be reached, refuses all, or has another model.
+            RefusedError: the server refuses these messages, but has answered others.
+            ServiceError: it cannot be reached, refuses everything, or answers as another model than before.
         """
         try:
             answer = self._service.ask(call, {"model": self.model, "messages": messages, **self.settings})
@@ -141,7 +137,7 @@ class Served(JudgeReward):
         if isinstance(answer, dict) and "choices" in answer:
             now = answer["model"] if isinstance(answer.get("model"), str) else None
             if (first := self.served.setdefault("model", now)) != now:
-                raise ModelChanged(
+                raise ServiceError(
                     f"it answered as the model {first or '(not named)'} and answers as {now or '(not named)'} now: "
                     "answers of both would be mixed. Serve the first one again, or take another `output_dir`"
                 )
@@ -154,7 +150,7 @@ class ServedJudge(Served):
 
     Args:
         criteria: what to judge by.
-        **settings: of [`~trl_ext.rewards.JudgeReward`].
+        **settings: arguments of [`~trl_ext.rewards.JudgeReward`].
     """
 
     def __init__(self, criteria: Criteria, **settings: Any):
@@ -179,10 +175,11 @@ class ServedJudge(Served):
 
     def ask_all(self, questions: Sequence[Question], done: Callable[[dict[str, Any]], None]) -> None:
         """
-        Ask, several at once, and call `done` with each row of the journal as soon as it is known.
+        Ask the questions, several at once, and call `done` with each row for the journal as soon as it is known.
 
         Raises:
-            ServiceError: the server cannot be reached, refuses all, or has another model; no more is asked.
+            ServiceError: the server cannot be reached, refuses everything, or answers as another model than before;
+                no more questions are asked.
         """
         self.work_on(questions, lambda question: done(self.verdict(question)))
 
@@ -246,37 +243,28 @@ def usage_of(answer: Any) -> tuple[int, int]:
     return first, second
 
 
-class LocalJudge:
+class LocalJudge(LocalModel):
     """
     Ask a causal language model for the log-probs of the letters "A" and "B", one forward pass for each name.
 
     Args:
-        path: its folder or hub name.
         criteria: what to judge by.
-        batch_size: passes at once.
-        dtype: of its weights.
-        use_cpu: use no GPU, also where there is one.
+        path, batch_size, dtype, use_cpu: see [`LocalModel`].
     """
 
     def __init__(self, path: str, criteria: Criteria, batch_size: int, dtype: str, use_cpu: bool):
-        from ...models import load_tokenizer, path_identity
+        from ...models import path_identity
 
-        self.path, self.criteria, self.batch_size, self.dtype, self.use_cpu = (
-            path,
-            criteria,
-            batch_size,
-            dtype,
-            use_cpu,
-        )
+        super().__init__(path, batch_size, dtype, use_cpu)
+        self.criteria = criteria
         said = [path_identity(path), criteria.rubric_id, criteria.constitution_id, dtype, LOCAL]
         self.identity = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-        self.tokenizer = load_tokenizer(path)
-        self.is_chat = self.tokenizer.chat_template is not None
         letters = [f"{'' if self.is_chat else ' '}{letter}" for letter in "AB"]
         self.letters = [self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in letters]
         if self.letters[0] == self.letters[1] or not all(self.letters):
-            raise ValueError(f"`judge_model_name_or_path` {path}: its tokenizer reads A and B alike: take another")
-        self.model: Any = None
+            raise ValueError(
+                f"`judge_model_name_or_path` {path}: its tokenizer gives A and B the same tokens: take another model"
+            )
 
     def asked(self, question: Question) -> list[Any]:
         """Return the prompt for each name, text or messages; the tags' number is a hash, so that nothing is drawn."""
@@ -289,20 +277,17 @@ class LocalJudge:
         return [[{"role": "user", "content": text}] if self.is_chat else f"{text}\nAnswer:" for text in texts]
 
     def ask_all(self, questions: Sequence[Question], done: Callable[[dict[str, Any]], None]) -> None:
-        """Ask in batches, and call `done` with each row of the journal."""
-        from ...models import completion_logprobs, load_model, prompt_token_ids
+        """Ask the questions in batches, and call `done` with each row for the journal."""
+        from ...models import completion_logprobs, prompt_token_ids
 
-        if questions and self.model is None:
-            self.model = load_model(self.path, "cpu" if self.use_cpu else None, dtype=self.dtype)
         names = self.criteria.names
         for start in range(0, len(questions), size := max(self.batch_size // (2 * len(names)), 1)):
             batch = []
             for question in questions[start : start + size]:
                 ids = prompt_token_ids(self.tokenizer, self.asked(question))
-                context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
                 longest = max(map(len, ids)) + max(map(len, self.letters))
-                if context and longest > context:
-                    done(outcome(question, None, "too long", f"{longest} tokens, the context has {context}"))
+                if longest > self.context:
+                    done(outcome(question, None, "too long", f"{longest} tokens, the context has {self.context}"))
                 else:
                     batch.append((question, ids))
             if not batch:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from ...runs import write_text
-from ..pages.conversation import shown_answer
+from ..pages.conversation import shown_answer, shown_prompt
 from ..pages.markup import number, percent, render
 from .report import interval, shares
 
-_TEXT = 400  # characters of a prompt or critique
+_TEXT = 400  # characters of a critique
 _ROWS = 100  # revisions that a page shows
 
 
@@ -66,20 +66,16 @@ def page(report: dict[str, Any]) -> str:
         to_read=[
             [
                 row["item"],
-                _text(row["prompt"]),
-                {"answer": shown_answer(row["response_a"])},
-                {"answer": shown_answer(row["response_b"])},
+                shown_prompt(row["prompt"]),
+                shown_answer(row["response_a"]),
+                shown_answer(row["response_b"]),
                 row["people"],
                 f"{row['judge']} ({row['share']:.2f})" + (f": {row['why']}" if row["why"] else ""),
             ]
             for row in report.get("to_read", [])
         ],
-        settings=[[name, str(value)] for name, value in report["settings"].items() if value is not None],
+        settings=report["settings"],
     )
-
-
-def _text(prompt: Any) -> str:
-    return (prompt if isinstance(prompt, str) else "\n".join(f"{t['role']}: {t['content']}" for t in prompt))[-_TEXT:]
 
 
 def constitution_page(found: dict[str, Any], pairs: list[dict[str, Any]], principles: dict[str, str]) -> str:
@@ -87,7 +83,7 @@ def constitution_page(found: dict[str, Any], pairs: list[dict[str, Any]], princi
     Return the HTML page of `trl-ext constitution`.
 
     Args:
-        found: what `constitution.json` has.
+        found: content of `constitution.json`.
         pairs: the revisions over the first answers.
         principles: name → text.
     """
@@ -111,14 +107,14 @@ def constitution_page(found: dict[str, Any], pairs: list[dict[str, Any]], princi
         outcomes=[[why, f"{count:,}"] for why, count in found["outcomes"].items()],
         rows=[
             [
-                _text(pair["prompt"]),
-                {"answer": shown_answer(pair["rejected"])},
+                shown_prompt(pair["prompt"]),
+                shown_answer(pair["rejected"]),
                 pair["round"],
                 pair["principle"],
                 pair["critique"][:_TEXT],
-                {"answer": shown_answer(pair["chosen"])},
+                shown_answer(pair["chosen"]),
             ]
             for pair in pairs[:_ROWS]
         ],
-        settings=[[name, str(value)] for name, value in found["settings"].items() if value is not None],
+        settings=found["settings"],
     )

@@ -1,4 +1,4 @@
-"""Put together what is reported: the judge against people, how it leans, and the training pairs."""
+"""Assemble the report: how far the judge agrees with people, its biases, and the training pairs."""
 
 import json
 from collections import Counter
@@ -8,9 +8,9 @@ from typing import Any
 
 from ...data import write_rows
 from ...rewards import text_of
-from ..pages.markup import percent
+from ..pages.markup import percent, with_interval
 from .criteria import OVERALL, Criteria
-from .figures import agreement, choice_of, confidence, longer_wins, money, noise, shown_first
+from .figures import agreement, choice_of, confidence, longer_wins, noise, shown_first, spent
 from .journal import Journal
 
 _READ = 100  # rows to read that a report has
@@ -37,9 +37,10 @@ def of_known(
     Compare the judge with people, and decide whether it may label.
 
     Returns:
-        `by_name`: by each principle and overall, the agreement, how often the `longer` answer won, and of the
-        `winners` how many are people's; `noise`, that of overall; `length`: how often the longer answer won, of the
-        judge and of people; `to_read`: the rows on which they differ, the surest first; `gate`.
+        `by_name`: for each principle and overall the agreement with people, how often the `longer` answer won, and
+        how many of the `winners` are also people's; `noise`: the last for overall; `length`: how often the longer
+        answer won with the judge and with people; `to_read`: the pairs on which they differ, the surest first; and
+        `gate`: whether the judge may label, with reasons if not.
     """
     prompts, theirs = _prompts(known), [people[row["key"]] for row in known]
     found = [votes_of(journal, row, args.votes) for row in known]
@@ -56,7 +57,8 @@ def of_known(
             "people": said,
             "judge": choice,
             "share": share,
-            "why": ", ".join(sorted({vote["why"] for vote in votes} - {"read"})) or _why(choice),
+            "why": ", ".join(sorted({vote["why"] for vote in votes} - {"read"}))
+            or "its two orders disagree" * (choice == "tie"),
             "messages": [vote["message"] for vote in votes],
         }
         for row, said, (choice, share), votes in zip(known, theirs, verdicts[OVERALL], found, strict=True)
@@ -94,32 +96,25 @@ def of_known(
     }
 
 
-def _why(choice: str) -> str:
-    return "its two orders disagree" if choice == "tie" else ""
-
-
 def of_all(journal: Journal, rows: list[dict[str, Any]], names: Sequence[str], args: Any) -> dict[str, Any]:
     """
-    Describe all verdicts that there are about these pairs.
+    Describe all verdicts on these pairs.
 
     Returns:
-        `pairs` with all verdicts; `calls`, `tokens_in`, `tokens_out`, as the server counted them; `money`; `outcomes`,
-        how many questions ended how; `by_name`: the share of ties, and how often the answer shown first was taken;
-        `longer`, how often the longer answer won.
+        `pairs` with all verdicts; `calls`; `tokens_in` and `tokens_out` as the server counted them; `money`;
+        `outcomes`: how many questions ended in which way; `by_name`: the share of ties, and how often the answer
+        shown first was taken; `longer`: how often the longer answer won.
     """
     found = [(row, votes_of(journal, row, args.votes)) for row in rows]
     found = [(row, votes) for row, votes in found if len(votes) == 2 * args.votes]
     asked = [vote for _, votes in found for vote in votes]
     prompt_of = dict(zip((row["key"] for row, _ in found), _prompts([row for row, _ in found]), strict=True))
-    tokens = [sum(vote.get("tokens", (0, 0))[place] for vote in asked) for place in (0, 1)]
     choices = {name: [choice_of(votes, name)[0] for _, votes in found] for name in names}
     shown = [row for row, _ in found]
     return {
         "pairs": len(found),
         "calls": sum(vote.get("asked", 0) for vote in asked),
-        "tokens_in": tokens[0],
-        "tokens_out": tokens[1],
-        "money": money(tokens[0], tokens[1], args.price_input, args.price_output),
+        **spent(asked, args.price_input, args.price_output),
         "model": next(iter({vote["model"] for vote in asked if vote.get("model")}), None),
         "outcomes": dict(Counter(vote["why"] for vote in asked)),
         "by_name": {
@@ -144,7 +139,7 @@ def training_pairs(
     args: Any,
 ) -> dict[str, Any]:
     """
-    Write pairs to train on, by the judge, and to test on, by people; they share no prompt.
+    Write pairs to train on, labelled by the judge, and to test on, labelled by people; they share no prompt.
 
     Raises:
         ValueError: no pair is left to train on.
@@ -204,7 +199,7 @@ def training_pairs(
 
 
 def sentences(report: dict[str, Any]) -> list[str]:
-    """Return what a report says, in a few sentences for the terminal."""
+    """Return a report's main figures as sentences for the terminal."""
     said = []
     if report["left_out"]:
         said.append(f"Left out: {', '.join(f'{count} pairs {why}' for why, count in report['left_out'].items())}")
@@ -240,14 +235,10 @@ def sentences(report: dict[str, Any]) -> list[str]:
 
 
 def interval(value: float | None, ends: list[float] | None) -> str:
-    """Return a figure with its interval."""
-    if value is None:
-        return "not defined"
-    return f"{value:.2f}" + (f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else "")
+    """Return a figure with its interval, or "not defined"."""
+    return with_interval(value, ends, ".2f", "not defined")
 
 
 def shares(of: dict[str, Any]) -> str:
     """Return a share with its interval, in percent."""
-    if of["share"] is None:
-        return "–"
-    return f"{of['share']:.0%}" + ("" if of["interval"] is None else " ({:.0%} to {:.0%})".format(*of["interval"]))
+    return with_interval(of["share"], of["interval"], ".0%")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...rewards import Call, RefusedError, ServiceError, WithheldError, message_of, text_of
+from .asking import LocalModel
 from .judges import Served, usage_of
 
 CRITIQUE = (
@@ -48,16 +49,16 @@ def turn_of(
     row: Mapping[str, Any], step: int, texts: Mapping[int, str | None], principles: Mapping[str, str], seed: int
 ) -> Turn | None:
     """
-    Return what is asked in a step; None where an earlier one brought no text.
+    Return the request of a step; None where an earlier step brought no text.
 
     A round sees the prompt and the newest answer alone, not the rounds before it.
 
     Args:
-        row: with `key` and `prompt`.
+        row: row with `key` and `prompt`.
         step: 0 for the answer, then a critique and a revision for each round.
-        texts: text of each step before.
+        texts: step → its text, for the steps before.
         principles: name → text.
-        seed: of the draw.
+        seed: seed of the drawn principles.
     """
     prompt = row["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -77,7 +78,7 @@ def turn_of(
 
 
 def written(turn: Turn, text: str | None, why: str = "read", message: str = "", **more: Any) -> dict[str, Any]:
-    """Return a row of the journal; `text` is None if there is none, and `why` says why."""
+    """Return a row for the journal; `text` is None if there is none, and `why` says why."""
     named = {"key": turn.key, "step": turn.step, "kind": kind_of(turn.step), "principle": turn.principle}
     return {**named, "text": text, "why": why, "message": message[:200], **more}
 
@@ -88,7 +89,7 @@ class ServedWriter(Served):
 
     Args:
         constitution_id: version and hash of the constitution.
-        **settings: of [`~trl_ext.rewards.JudgeReward`].
+        **settings: arguments of [`~trl_ext.rewards.JudgeReward`].
     """
 
     def __init__(self, constitution_id: str, **settings: Any):
@@ -101,7 +102,7 @@ class ServedWriter(Served):
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
     def write_all(self, turns: Sequence[Turn], done: Callable[[dict[str, Any]], None]) -> None:
-        """Ask, several at once, and call `done` with each row of the journal as soon as it is known."""
+        """Ask for texts, several at once, and call `done` with each row for the journal as soon as it is known."""
         self.work_on(turns, lambda turn: done(self.text(turn)))
 
     def text(self, turn: Turn) -> dict[str, Any]:
@@ -120,18 +121,15 @@ class ServedWriter(Served):
         return written(turn, text or None, "read" if text else "empty", **kept)
 
 
-class LocalWriter:
+class LocalWriter(LocalModel):
     """
     Sample texts from a causal language model.
 
     Args:
-        path: its folder or hub name.
         constitution_id: version and hash of the constitution.
-        temperature, max_tokens: of the sampling.
-        batch_size: texts at once.
-        seed: of the sampling.
-        dtype: of its weights.
-        use_cpu: use no GPU, also where there is one.
+        temperature, seed: temperature and seed of the sampling.
+        max_tokens: tokens after which a text is cut off; it is then left out.
+        path, batch_size, dtype, use_cpu: see [`LocalModel`].
     """
 
     def __init__(
@@ -145,28 +143,23 @@ class LocalWriter:
         dtype: str,
         use_cpu: bool,
     ):
-        from ...models import load_tokenizer, path_identity
+        from ...models import path_identity
 
-        self.path, self.temperature, self.max_tokens = path, temperature, max_tokens
-        self.batch_size, self.seed, self.dtype, self.use_cpu = batch_size, seed, dtype, use_cpu
+        super().__init__(path, batch_size, dtype, use_cpu)
+        self.temperature, self.max_tokens, self.seed = temperature, max_tokens, seed
         said = [path_identity(path), constitution_id, temperature, max_tokens, seed, dtype, CRITIQUE, REVISE]
         self.identity = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-        self.tokenizer = load_tokenizer(path)
-        self.model: Any = None
 
     def write_all(self, turns: Sequence[Turn], done: Callable[[dict[str, Any]], None]) -> None:
         """Sample in batches, and call `done` with each row of the journal. What was cut off is no text."""
-        from ...models import answer_texts, eos_token_ids, load_model, prompt_token_ids, sample
+        from ...models import answer_texts, eos_token_ids, prompt_token_ids, sample
 
-        if turns and self.model is None:
-            self.model = load_model(self.path, "cpu" if self.use_cpu else None, dtype=self.dtype)
-        context = turns and getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         for start in range(0, len(turns), self.batch_size):
             batch = []
             for turn in turns[start : start + self.batch_size]:
                 (ids,) = prompt_token_ids(self.tokenizer, [self._prompt(turn)])
-                if context and len(ids) + self.max_tokens > context:
-                    done(written(turn, None, "too long", f"{len(ids)} tokens, the context has {context}"))
+                if len(ids) + self.max_tokens > self.context:
+                    done(written(turn, None, "too long", f"{len(ids)} tokens, the context has {self.context}"))
                 else:
                     batch.append((turn, ids))
             if not batch:
@@ -187,7 +180,7 @@ class LocalWriter:
                 done(written(turn, text.strip() if why == "read" else None, why, **kept))
 
     def _prompt(self, turn: Turn) -> Any:
-        if self.tokenizer.chat_template is not None:
+        if self.is_chat:
             return turn.messages
         roles = {"user": "Question", "assistant": "Answer"}
         return "\n\n".join(f"{roles.get(m['role'], m['role'])}: {text_of([m])}" for m in turn.messages) + "\n\nAnswer:"

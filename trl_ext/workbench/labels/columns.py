@@ -15,20 +15,20 @@ class Columns:
         responses: the answers, in the order in which they were shown: two, or more that are ranked by `scores`. One if
             each row has one answer and its score: those that an annotator scored for a prompt are compared then, in
             the order of their rows.
-        annotator: who chose, in a long table, which has one row a label; `annotator` if not given.
-        choice: what was chosen, in a long table; `choice` if not given.
-        annotators: columns of a wide table, which has one row a pair; each holds the choices of the annotator that it
-            is named after. They take the place of `annotator` and `choice`.
-        scores: columns with a score for each answer, in the order of `responses`. They take the place of `choice`: the
-            higher score wins, equal ones are a tie, and an answer without one is not compared. In a wide table with
-            one answer a row they are the columns of `annotators`.
-        lowest_wins: scores are ranks, and 1 is the best.
-        values: what stands for the first answer, for the second, and all others for a tie.
-        item: what names a pair, or, where more than two answers are ranked, the prompt. If not given, the same prompt
+        annotator: who chose, in a long table, which has one row for each label. The default is `annotator`.
+        choice: what was chosen, in a long table. The default is `choice`.
+        annotators: columns of a wide table, which has one row for each pair. A column has an annotator's name and
+            holds the choices. They are given instead of `annotator` and `choice`.
+        scores: columns with a score for each answer, in the order of `responses`, given instead of `choice`. The
+            higher score wins, equal ones are a tie, and an answer without a score is not compared. In a wide table
+            with one answer a row the columns of `annotators` hold the scores.
+        lowest_wins: whether scores are ranks, 1 the best.
+        values: values of a choice that mean the first answer, the second, and (all further ones) a tie.
+        item: name of the pair, or of the prompt where more than two answers are ranked. If not given, the same prompt
             with the same two answers is one pair, in any order.
-        time: when a label was given, of a long table: numbers or dates.
-        seconds: how long it took, of a long table.
-        confidence: how sure the annotator was, of a long table: any number that grows with it.
+        time: when a label was given, as numbers or dates; in a long table.
+        seconds: how long a label took; in a long table.
+        confidence: how sure the annotator was: any number that grows with it; in a long table.
     """
 
     prompt: tuple[str, ...] = ("prompt",)

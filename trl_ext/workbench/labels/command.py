@@ -47,7 +47,7 @@ class AnnotatorsArguments:
     annotator_column: str | None = setting(None, "Who chose, in a long table; `annotator` if unset.")
     choice_column: str | None = setting(None, "What was chosen, in a long table; `choice` if unset.")
     score_columns: list[str] | None = setting(
-        None, "In the place of choices: a column with a score for each of the answers."
+        None, "Instead of choices, a column with a score for each of the answers."
     )
     lowest_wins: bool = setting(False, "Scores are ranks: 1 is the best.")
     annotator_columns: list[str] | None = setting(
@@ -61,7 +61,7 @@ class AnnotatorsArguments:
         None, "Name of a pair, or of a ranking's prompt; if unset, equal texts are one pair."
     )
     time_column: str | None = setting(None, "When a label was given: numbers or dates.")
-    seconds_column: str | None = setting(None, "How long a label took.")
+    seconds_column: str | None = setting(None, "Seconds that a label took.")
     confidence_column: str | None = setting(None, "How sure the annotator was: a number.")
     keep_columns: list[str] | None = setting(
         None, "Further columns to keep in the pairs, such as a topic.", only_with=("write_pairs", True)
@@ -89,7 +89,7 @@ class AnnotatorsArguments:
         range="in [0, 1), a share of annotators",
         only_with=("write_pairs", True),
     )
-    seed: int = setting(0, "Of the bootstrap and of the held-out annotators.")
+    seed: int = setting(0, "Seed of the bootstrap and of the held-out annotators.")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -129,7 +129,8 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     if missing := [name for name in args.keep_columns or () if name not in dataset.column_names]:
         raise ValueError(f"`keep_columns`: the table lacks {', '.join(map(repr, missing))}")
     report: dict[str, Any] = {"settings": asdict(args), **agreement_report(labels, args.seed)}
-    off = {row["annotator"] for row in report["annotators"] if _is_off(row["z"], args.min_zscore)}
+    least = -np.inf if args.min_zscore is None else args.min_zscore
+    off = {row["annotator"] for row in report["annotators"] if row["z"] is not None and row["z"] < least}
     if off:
         kept = labels.where(~np.isin(np.array(labels.annotators, object)[labels.annotator], list(off)))
         report["without_left_out"] = {
@@ -163,10 +164,6 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
 
     write_text(folder / "annotators.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     write_text(folder / "annotators.html", page(report))
-
-
-def _is_off(z: float | None, bound: float | None) -> bool:
-    return z is not None and bound is not None and z < bound
 
 
 def _write_pairs(
@@ -222,8 +219,9 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors():
         check_output_dir(args.output_dir, None)
         report = report_labels(args)
-    alpha, pairs = report["alpha"], report.get("pairs", {})
-    said = "not known" if alpha is None else "{:.3f} ({:.3f} to {:.3f})".format(alpha, *report["alpha_interval"])
+    from ..pages.markup import with_interval
+
+    pairs, said = report.get("pairs", {}), with_interval(report["alpha"], report["alpha_interval"], ".3f", "not known")
     print(f"Labels: {report['labels']:,} of {len(report['annotators'])} annotators; Krippendorff's α {said}")
     for sentence in report["unknown"]:
         print(f"Note: {sentence}")

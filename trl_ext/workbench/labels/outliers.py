@@ -69,10 +69,10 @@ def others_share(labels: Labels, counts: np.ndarray, choice: Any, own: Any = Tru
     Return for each label the share of other people's labels of the item that equal `choice`, (L,); NaN without any.
 
     Args:
-        labels: to compare.
-        counts: (I, 3), what they are compared with.
-        choice: one label, or one for each.
-        own: whether the counts hold the label itself; (L,) bool if not of all.
+        labels: the labels to compare.
+        counts: (I, 3), how often each item was given each choice, by the people to compare with.
+        choice: the choice to look for: one for all labels, or (L,).
+        own: whether the counts contain the label itself: one bool for all labels, or (L,) bool.
     """
     others = counts.sum(1)[labels.item] - own
     same = counts[labels.item, choice] - own * (labels.choice == choice)

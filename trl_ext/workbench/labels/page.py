@@ -1,4 +1,4 @@
-"""Write the page on annotators: their figures, questions that remain open, and the pairs made from their labels."""
+"""Write the page on annotators: their figures, open questions, and the pairs made from their labels."""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..pages.charts import COLOURS, INK, can_draw, chart
-from ..pages.markup import number, percent, render
+from ..pages.markup import between, number, percent, render
 
 _SHOWN = 200  # rows of a table
 _NAMES = 40  # annotators whose names fit beside a chart
@@ -20,7 +20,6 @@ def page(report: dict[str, Any]) -> str:
     """Return the HTML of a report as [`trl_ext.workbench.labels.command.report_labels`] returns it."""
     compared = [row for row in report["annotators"] if row["compared"]]
     columns = _columns(report["annotators"])
-    settings = {name: value for name, value in report["settings"].items() if value is not None}
     kappas = sorted(report["kappas"], key=lambda row: -2 if row["kappa"] is None else row["kappa"])
     return render(
         Path(__file__).with_name("page.html.j2"),
@@ -38,15 +37,13 @@ def page(report: dict[str, Any]) -> str:
             [*row["annotators"], f"{row['items']:,}", "–" if row["kappa"] is None else f"{row['kappa']:.3f}"]
             for row in kappas
         ],
-        settings=sorted(settings.items()),
     )
 
 
 def _tiles(report: dict[str, Any]) -> dict[str, str]:
-    low_high = report["alpha_interval"]
     return {
         "Krippendorff's α": number(report["alpha"], 3),
-        "α, 95 % interval": "–" if low_high is None else f"{low_high[0]:.3f} to {low_high[1]:.3f}",
+        "α, 95 % interval": between(report["alpha_interval"], ".3f") if report["alpha_interval"] else "–",
         "two labels agree": percent(report["agreement"]),
         "a coin would agree": percent(report["coin"]),
         "the same label always": percent(report["most_frequent"]),
@@ -75,23 +72,20 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         shown = _some([f"{row['annotator']} ({row['drift']:+.0%})" for row in drift])
         yield f"Agree less in the later half of their labels: {shown}."
     seconds = [row["seconds"] for row in people if row["seconds"] is not None]
-    if seconds and (fast := [row for row in people if _is_fast(row["seconds"], float(np.median(seconds)))]):
+    middle = float(np.median(seconds or [0]))
+    if fast := [row for row in people if row["seconds"] is not None and row["seconds"] < _FAST * middle]:
         shown = _some([f"{row['annotator']} ({row['seconds']:.3g} s)" for row in fast])
-        yield f"Take less than a third of the {np.median(seconds):.3g} s of the middle annotator: {shown}."
+        yield f"Take less than a third of the {middle:.3g} s of the middle annotator: {shown}."
     if report["repeats"]:
         yield (
-            f"{report['repeats']:,} labels are of a pair that the same annotator had labelled before: they count "
-            f"once, or, where they contradict the earlier one ({report['contradictions']:,} times), none of them does."
+            f"{report['repeats']:,} labels repeat one by the same annotator on the same pair. Equal ones count once; "
+            f"where they contradict each other ({report['contradictions']:,} times), none counts."
         )
     if report["missing"]:
         yield f"{report['missing']:,} labels are missing, or have no annotator."
     if by := report["agreement_by_confidence"]:
         halves = " and ".join(f"{percent(share)} {name.replace('_', ' ')}" for name, share in by.items())
         yield f"By how sure annotators said they were, labels agree with the others': {halves}."
-
-
-def _is_fast(seconds: float | None, middle: float) -> bool:
-    return seconds is not None and seconds < _FAST * middle
 
 
 def _columns(people: list[dict[str, Any]]) -> list[str]:

@@ -329,7 +329,7 @@ def _choices(column: pa.ChunkedArray, name: str, start: int, columns: Columns) -
             row = start + int(np.flatnonzero(codes == code)[0])
             raise ValueError(
                 f"the column {name!r} holds {text[:40]!r} in row {row}, which is none of {', '.join(columns.values)}: "
-                "say what stands for the first answer, for the second and for a tie"
+                "name the values that mean the first answer, the second and a tie"
             )
     return np.array([*(known[text] for text in texts), _MISSING], np.int8)[codes]
 

@@ -47,9 +47,9 @@ def comparison(
 
     Args:
         runs: mapping from the name to show to the run.
-        x: quantity on the horizontal axis: `step`, or a growing key that every run logs, such as `episode`.
-        title: the page's title. The default is made of the runs' names.
-        evaluation: what `trl-ext evaluate` found of these runs, as its `evaluation.json` has it.
+        x: quantity on the horizontal axis: `step`, or a key that every run logs and that grows, such as `episode`.
+        title: the page's title; by default the runs' names.
+        evaluation: content of the `evaluation.json` that `trl-ext evaluate` wrote for these runs.
     """
     progress = {name: _progress(run, x) for name, run in runs.items()}
     colours = {name: line_style(place)["color"] for place, name in enumerate(runs)}
@@ -129,7 +129,7 @@ def _summary(runs: dict[str, Run]) -> list[list[str]]:
 
 
 def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> tuple[list[str], list[list[str]]]:
-    """Draw a chart of each main quantity, and of every other key that runs logged; of what all logged once, a row."""
+    """Draw charts of the main quantities and of other keys that runs share; return also what was logged once."""
     wanted: dict[str, dict[str, str]] = {}  # title → run → key
     for name, run in runs.items():
         for quantity in headline(run):
@@ -200,7 +200,7 @@ def _shown(value: Any) -> str:
 
 
 def _samples(runs: dict[str, Run]) -> list[list[Any]]:
-    """Return each prompt that all runs with samples were asked, and the last answer of each run to it."""
+    """Return a row for each prompt that all runs with samples answered, with each run's last answer to it."""
     last: dict[str, dict[str, dict[str, Any]]] = {}  # run → prompt → row, merged over the watches that wrote it
     for name, run in runs.items():
         answers = last.setdefault(name, {})
@@ -215,7 +215,6 @@ def _samples(runs: dict[str, Run]) -> list[list[Any]]:
         cells: list[Any] = [prompt[:400]]
         for answers in last.values():
             row = answers[prompt]
-            scores = f"step {row['step']}: {shown_scores(row['scores'])}"
-            cells.append({"answer": shown_answer(row.get("completion")), "scores": scores})
+            cells.append(shown_answer(row.get("completion"), f"step {row['step']}: {shown_scores(row['scores'])}"))
         rows.append(cells)
     return rows

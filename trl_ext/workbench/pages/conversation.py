@@ -1,4 +1,4 @@
-"""An answer as a page shows it: a text, or turn by turn where tools were called."""
+"""Show an answer on a page: as text, or turn by turn where tools were called."""
 
 import json
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 from ...data import tool_calls
 
-CHARACTERS = 800  # of an answer without turns
+CHARACTERS, PROMPT = 800, 400  # of an answer without turns, and of a prompt
 PART, PARTS = 4000, 200  # characters of a part, and parts, that a page holds
 OPEN, HEAD, TAIL = 240, 6, 3  # characters that are not folded, and parts at both ends
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of an answer: what somebody said, or a call."""
+    """Hold one part of an answer: what somebody said, or a call of a tool."""
 
     kind: Literal["says", "thinks", "calls", "hears", "fails"]
     who: str
@@ -21,25 +21,40 @@ class Part:
 
     @property
     def is_long(self) -> bool:
-        """Return whether it is folded, so that only its first line shows."""
+        """Return whether the part is folded, so that only its first line shows."""
         return len(self.text) > OPEN or self.text.count("\n") > 4
 
     @property
     def first_line(self) -> str:
-        """Return what shows of it while it is folded."""
+        """Return the line that shows while the part is folded."""
         line = self.text.strip().partition("\n")[0]
         return f"{line[:80]}…"
 
 
-def shown_answer(completion: Any) -> str | dict[str, list[Part]]:
-    """Return an answer as a line of a file has it: text as it is, messages in parts, those in the middle folded."""
+def shown_answer(completion: Any, said: str = "") -> dict[str, Any]:
+    """
+    Return a cell for the templates' tables that shows an answer.
+
+    Args:
+        completion: the answer as a file has it: a text, or messages, which are shown in parts.
+        said: a line to show below it, such as its scores.
+
+    Returns:
+        `text`, or the lists of parts `head`, `middle` (folded) and `tail`; and `said`.
+    """
     if not isinstance(completion, list):
-        return str(completion)[:CHARACTERS]
+        return {"text": str(completion)[:CHARACTERS], "said": said}
     messages = [message if isinstance(message, dict) else {"content": message} for message in completion]
     parts = [part for message in messages for part in _parts(message)][:PARTS]
     if len(parts) <= HEAD + TAIL + 1:
-        return {"head": parts, "middle": [], "tail": []}
-    return {"head": parts[:HEAD], "middle": parts[HEAD:-TAIL], "tail": parts[-TAIL:]}
+        return {"head": parts, "middle": [], "tail": [], "said": said}
+    return {"head": parts[:HEAD], "middle": parts[HEAD:-TAIL], "tail": parts[-TAIL:], "said": said}
+
+
+def shown_prompt(prompt: Any) -> str:
+    """Return the end of a prompt, a text or messages, as a page's table shows it."""
+    text = prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+    return text[-PROMPT:]
 
 
 def _parts(message: dict[str, Any]) -> list[Part]:

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .markup import number, percent, with_error
+from .markup import number, percent, with_error, with_interval
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
-    """Read an `evaluation.json`, or the one in a folder; raise if it is none."""
+    """Read an `evaluation.json`, or the one in a folder; raise a `ValueError` if it is no such file."""
     path = path / "evaluation.json" if path.is_dir() else path
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -17,17 +17,17 @@ def read_evaluation(path: Path) -> dict[str, Any]:
         raise ValueError("`policies` or `baseline` is of another type")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"{path} is no evaluation that can be read ({type(error).__name__}: {error}): give the "
+            f"{path} cannot be read as an evaluation ({type(error).__name__}: {error}): give the "
             "evaluation.json of `trl-ext evaluate`"
         ) from error
 
 
 def evaluation_rows(policies: list[dict[str, Any] | None]) -> list[list[str]]:
     """
-    Return the figures of an evaluation: a label, and a cell for each policy.
+    Return the figures of an evaluation as rows: a label, and a cell for each policy.
 
     Args:
-        policies: of an `evaluation.json`; None for a column without an evaluation.
+        policies: entries of an `evaluation.json`; None for a column without figures.
     """
     shown: dict[str, dict[int, str]] = {}
     found = [(place, _cells(policy)) for place, policy in enumerate(policies) if policy]
@@ -38,7 +38,7 @@ def evaluation_rows(policies: list[dict[str, Any] | None]) -> list[list[str]]:
 
 
 def policies_of_runs(evaluation: dict[str, Any], folders: list[Path]) -> list[dict[str, Any] | None]:
-    """Return what an evaluation has of each run, None where it has nothing; its checkpoint counts, too."""
+    """Return each run's entry in an evaluation, or None. An entry of its checkpoint counts as the run's."""
     by_folder: dict[Path, dict[str, Any]] = {}
     for policy in evaluation["policies"].values():
         folder = Path(policy["policy"])
@@ -46,14 +46,17 @@ def policies_of_runs(evaluation: dict[str, Any], folders: list[Path]) -> list[di
     found = [by_folder.get(folder.resolve()) for folder in folders]
     if not any(found):
         evaluated = ", ".join(policy["policy"] for policy in evaluation["policies"].values())
-        raise ValueError(f"the evaluation is of {evaluated}, and of none of these runs: give that of the runs")
+        raise ValueError(f"the evaluation has {evaluated}, and none of these runs: give the evaluation of these runs")
     return found
 
 
 def _cells(policy: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         *((f"score by {name}", _mean(of)) for name, of in policy["rewards"].items()),
-        *((f"wins by {name}", _share(of)) for name, of in policy["win_rates"].items()),
+        *(
+            (f"wins by {name}", with_interval(of["win_rate"], of["interval"]))
+            for name, of in policy["win_rates"].items()
+        ),
         ("KL to the reference, nats per answer", _mean(policy["kl"])),
         ("length, tokens", _mean(policy["length"])),
         ("cut off", percent(policy["cut_off"])),
@@ -67,9 +70,3 @@ def _mean(of: dict[str, Any] | None) -> str:
     if of is None or of["mean"] is None:
         return "–"
     return with_error(of["mean"], of["standard_error"])
-
-
-def _share(of: dict[str, Any]) -> str:
-    if of["win_rate"] is None:
-        return "–"
-    return percent(of["win_rate"]) + ("" if of["interval"] is None else " ({:.1%} to {:.1%})".format(*of["interval"]))

@@ -90,11 +90,16 @@ def first_and_last(run: Run, key: str) -> list[float]:
     return [values[0], values[-1]] if len(values) > 1 else values
 
 
-def ends(run: Run, key: str) -> str:
-    """Return the first and last value of a key as a tile shows them, the last one even if it is not finite."""
+def shown_ends(run: Run, key: str) -> list[str]:
+    """Return what [`first_and_last`] returns with three digits each."""
     values = first_and_last(run, key)
     least = 1e-6 * max(map(abs, values), default=0.0)  # what rounding left of a KL of 0, say
-    shown = [number(value if abs(value) > least else 0, 3) for value in values]
+    return [number(value if abs(value) > least else 0, 3) for value in values]
+
+
+def ends(run: Run, key: str) -> str:
+    """Return the first and last value of a key as a tile shows them, the last one even if it is not finite."""
+    shown = shown_ends(run, key)
     last = next((log[key] for log in reversed(run.history) if key in log), None)
     if last is not None and not is_finite(last):
         shown = [*shown[:1], str(last)]

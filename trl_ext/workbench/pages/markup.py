@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ def render(template: Path, **shown: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"code": code, "prose": prose, "number": number, "percent": percent, "columns": columns}
+    environment.filters["between"] = between
     page = environment.get_template(template.name).render(shown)
     # Control characters are not allowed in HTML, nor half a surrogate pair in UTF-8
     return re.sub("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", page)
@@ -45,7 +46,7 @@ def prose(markdown: str) -> Markup:
 
 
 def columns(names: Iterable[str], style: str = "") -> list[tuple[str, str]]:
-    """Return the columns of a table that have a given class."""
+    """Return columns with these names and one class, as the templates' `table` takes them."""
     return [(name, style) for name in names]
 
 
@@ -64,6 +65,26 @@ def with_error(value: float, error: float | None) -> str:
         return number(value) + ("" if error is None else f" ± {number(error)}")
     decimals = max(1 - math.floor(math.log10(float(f"{error:.1e}"))), 0)  # 0.0996 is 0.10
     return f"{value:,.{decimals}f} ± {error:,.{decimals}f}"
+
+
+def between(ends: Sequence[float], form: str = ".1%") -> str:
+    """Return the two ends of an interval, as `60.1% to 77.8%`, each number in this format."""
+    return " to ".join(f"{end:{form}}" for end in ends)
+
+
+def with_interval(value: float | None, ends: Sequence[float] | None, form: str = ".1%", unknown: str = "–") -> str:
+    """
+    Return a value and its interval, as `69.5% (60.1% to 77.8%)`.
+
+    Args:
+        value: the value; for None `unknown` is returned.
+        ends: the lower and the upper end of the interval; with None the value stands alone.
+        form: format of each number.
+        unknown: words for a value that is None.
+    """
+    if value is None:
+        return unknown
+    return f"{value:{form}} ({between(ends, form)})" if ends else f"{value:{form}}"
 
 
 def percent(share: float | None) -> str:

@@ -38,7 +38,7 @@ def page(run: Run) -> str:
         scores_answers=any(row["scores"] for row in run.samples) or "length" in run.metrics,
         histograms=_histograms(run) if can_draw() else [],
         samples=_samples(run),
-        config=sorted(run.config.items()),
+        config=run.config,
         what_to_do=what_to_do(run.alerts),
     )
 
@@ -79,7 +79,7 @@ def _watch(run: Run) -> str:
 
 
 def alerts(run: Run) -> dict[str, Any]:
-    """Return the table of a run's alerts, each with the runbook's section on it, and what to say if there are none."""
+    """Return a run's alerts as rows, each with its section of the runbook, and a sentence for a run without any."""
     who = watchers(run) or "none; which monitors were set is not recorded"
     known, rows = sections(), []
     for alert in run.alerts:

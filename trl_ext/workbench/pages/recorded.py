@@ -72,8 +72,8 @@ def read_run(folder: Path) -> Run:
     events = _of_this_run(events, begins)
     since = begins[0]["timestamp"] if begins and is_finite(begins[0].get("timestamp")) else 0
     found = [path for place in ("", "checkpoint-*/") for path in folder.glob(f"{place}trainer_state.json")]
-    states = [path for path in found if path.stat().st_mtime >= since]
-    state = _newest(states)
+    states = sorted((path for path in found if _time(path) >= since), key=_time, reverse=True)
+    state = next(filter(None, map(read_object, states)), {})  # a run may have been killed while it wrote the newest
     registry = (state.get("stateful_callbacks") or {}).get(REGISTRY, {})
     run = Run(folder, state.get("log_history", []), alerts=registry.get("alerts", []), registry=registry)
     if state:  # monitors that were set are in each checkpoint
@@ -89,9 +89,10 @@ def read_run(folder: Path) -> Run:
     if (folder / "alerts.jsonl").is_file():
         run.alerts = list(read_jsonl(folder / "alerts.jsonl"))
     run.alerts = redacted([alert for alert in _of_this_run(run.alerts, begins) if is_finite(alert.get("step"))])
-    report = _report(folder / "reward_report.json", since)
+    file = folder / "reward_report.json"  # an older one is about another run's model
+    report = read_object(file) if file.is_file() and _time(file) >= since else {}
     run.report = report["verdict"] if isinstance(report.get("verdict"), dict) else {}
-    measured = _measured(folder / "round.json")
+    measured = read_object(folder / "round.json")  # of online DPO; {} for a round that is not complete
     run.outcome = _outcome(measured)
     if isinstance(alert := measured.get("alert"), dict):  # of the watch over rounds, after this one
         run.alerts.append(redacted({**alert, "step": run.last_step}))
@@ -125,9 +126,8 @@ def rounds_of(folder: Path) -> list[Path]:
     return sorted(rounds, key=lambda path: (len(path.name), path.name))
 
 
-def _measured(path: Path) -> dict[str, Any]:
-    """Return what a round of online DPO came to; {} for other runs, and for a round that is not complete."""
-    return json.loads(path.read_text()) if path.is_file() else {}
+def _time(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _outcome(measured: dict[str, Any]) -> dict[str, float]:
@@ -137,23 +137,13 @@ def _outcome(measured: dict[str, Any]) -> dict[str, float]:
     return outcome | {label: value for label, value in shown.items() if value is not None}
 
 
-def _report(path: Path, since: float) -> dict[str, Any]:
-    """Return the report on the reward model that this run saved; {} if the file is older than the run."""
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; {} if the file holds none, is not complete or cannot be read."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_mtime >= since else {}
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return report if isinstance(report, dict) else {}
-
-
-def _newest(states: list[Path]) -> dict[str, Any]:
-    """Return the newest complete `trainer_state.json`: a run may have been killed while it wrote one."""
-    for path in sorted(states, key=lambda path: path.stat().st_mtime, reverse=True):
-        try:
-            return json.loads(path.read_text())
-        except ValueError:
-            continue
-    return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _begins(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

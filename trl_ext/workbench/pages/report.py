@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a run, or of several.
+"""Write one self-contained HTML page of a run, or of several.
 
     trl-ext report RUN [RUN …] [--output_file PAGE.html] [--x episode] [--evaluation FILE]
 
@@ -49,11 +49,11 @@ def write_report(
 
     Args:
         folder: output directory of a run, or several directories for a comparison. The folder of an online DPO run
-            stands for all of its rounds.
+            gives a comparison of its rounds.
         output: file to write. The default is `report.html` in the run's folder, or `comparison.html` in the folder
             that all of several runs are in.
         x: horizontal axis for several runs: `step`, or a key that all of them log, such as `episode`.
-        evaluation: of several runs, the `evaluation.json` of `trl-ext evaluate`, or its folder.
+        evaluation: for several runs, the `evaluation.json` of `trl-ext evaluate`, or its folder.
     """
     folders = [Path(folder)] if isinstance(folder, (str, Path)) else [Path(one) for one in folder]
     if not folders:
@@ -82,14 +82,14 @@ def _comparison(folders: list[Path], x: str, title: str, evaluation: str | Path 
 
 def report_of(folder: str | Path, was_trained: bool = True, is_recorded: bool = True) -> str:
     """
-    Write the page at the end of a script, with its last evaluation, and return a line that says where it is.
+    Write a run's page at the end of a script, and return a line that says where it is.
 
     If the page cannot be written, the line says why; nothing is raised.
 
     Args:
         folder: output directory of the run.
         was_trained: False if the run was complete already. Its page stays as it is.
-        is_recorded: the setting `record_run`. If it is False, there is no page to write.
+        is_recorded: the setting `record_run`. If it is False, no page is written.
     """
     from accelerate import PartialState  # here: it imports torch, which a page does not need
 
@@ -107,13 +107,13 @@ def report_of(folder: str | Path, was_trained: bool = True, is_recorded: bool = 
 
 
 def next_line(command: str) -> str:
-    """Return a line of its own for the end of a script, with the command to run next; "" in [`without_next`]."""
+    """Return a line with the command to run next, for the end of a script; "" within [`without_next`]."""
     return f"\nnext: {command}" if _says_next.get() else ""
 
 
 @contextmanager
 def without_next() -> Iterator[None]:
-    """Leave out what to run next, for a script that runs others."""
+    """Leave out the lines of [`next_line`], for a script that runs other scripts."""
     before = _says_next.set(False)
     try:
         yield
@@ -126,10 +126,10 @@ def next_answer(args: Any, rows: "Dataset", folder: str | Path = "", max_new_tok
     Return the shell command that answers the first short prompt of these rows with the model of a run.
 
     Args:
-        args: the run's.
-        rows: its data.
+        args: training arguments of the run.
+        rows: rows that it was trained on.
         folder: where the model is, by default the run's `output_dir`.
-        max_new_tokens: of an answer, at most.
+        max_new_tokens: longest answer, in tokens.
     """
     from ...data import is_messages
 

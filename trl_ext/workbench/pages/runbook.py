@@ -1,4 +1,4 @@
-"""The runbook's sections within a page, so that an alert's link works wherever the page is taken."""
+"""Put the runbook's sections into a page, so that an alert's link works wherever the page is copied."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...callbacks import curve
 from ...runs import is_notice
-from .headline import Quantity, first_and_last, headline
+from .headline import Quantity, first_and_last, headline, shown_ends
 from .markup import number
 from .recorded import Run, is_finite
 
@@ -19,7 +19,7 @@ _DONE = {
     "stop": "stopped the run",
     "rollback": "rolled the run back",
 }
-_CUT_OFF = 0.9  # the share of answers that is told, as on the terminal
+_CUT_OFF = 0.9  # share of cut-off answers from which on the page says so, as the terminal does
 _NAMED = 3  # quantities, monitors and runs that a sentence has room for
 
 
@@ -35,8 +35,8 @@ def verdict_of_several(runs: dict[str, Run], evaluated: dict[str, Any] | None = 
 
     Args:
         runs: by name.
-        evaluated: what `trl-ext evaluate` found of each run, by name. Its scores take the place of those that the runs
-            logged, which may be of other prompts.
+        evaluated: each run's entry in an `evaluation.json`, by name. Its scores replace those that the runs logged,
+            which may be of other prompts.
     """
     found = [
         (f"evaluation's score by {reward}", name, of["mean"])
@@ -102,8 +102,8 @@ def watchers(run: Run) -> str:
 
 def _wanted(run: Run) -> list[Quantity]:
     """
-    Return score, gold and KL; of a trainer without a score its first quantity and the loss, on held-out data if it has
-    these.
+    Return the quantities that the sentence names: score, gold and KL; without a score the first quantity and the loss,
+    on held-out data if these were measured.
     """
     quantities = headline(run)
     if "reward" in run.metrics:
@@ -121,9 +121,7 @@ def _changes(run: Run) -> str:
     for each in _wanted(run):
         name, unit = f"the {_name(each)}", f" {each.unit}" if each.unit else ""
         logged = [log[each.key] for log in run.history if each.key in log]
-        values = first_and_last(run, each.key)
-        least = 1e-6 * max(map(abs, values), default=0.0)  # what rounding left of a KL of 0, say
-        shown = [number(value if abs(value) > least else 0, 3) for value in values]
+        values, shown = first_and_last(run, each.key), shown_ends(run, each.key)
         if logged and not is_finite(logged[-1]):
             parts.append(f"{name} ended as {logged[-1]}")
         elif len(shown) == 1:

@@ -267,7 +267,7 @@ RULES = (
 # What else speaks for a method, and what it costs
 EVIDENCE: dict[Method, tuple[Reason, ...]] = {
     "label-more": (
-        Reason("Better preference data gave up to 8 %, PPO in the place of DPO up to 2.5 %", UNPACKING),
+        Reason("Better preference data gave up to 8 %, PPO instead of DPO up to 2.5 %", UNPACKING),
         Reason(
             "With 100 labels each, and people who are right in 80 %, z < −3 finds 80 % of those who toss a coin and "
             "all who are adversarial",
@@ -312,7 +312,7 @@ OTHERS = (
 
 
 class Lever(NamedTuple):
-    """Something that may change: a template for it, with a figure from `source`; facts, at least, and other facts."""
+    """Change facts, to see what the advice would be: `least` raises facts to these values, `others` sets them."""
 
     what: str
     source: str

@@ -22,16 +22,16 @@ A_MACHINE = 8  # GPUs
 @dataclass(frozen=True)
 class Fit:
     """
-    What a run takes on given GPUs, as planned.
+    Hold what a run takes on given GPUs, as planned.
 
     Args:
         stage: `"ppo"` or `"dpo"`.
         lora: whether adapters are trained, or all weights.
-        parameters: of the policy.
-        gpu: the kind of GPU, its name.
-        gpus: how many.
-        memory: GB of one.
-        peak: GiB that one needs, with half a GiB for CUDA.
+        parameters: number of the policy's weights.
+        gpu: name of the kind of GPU.
+        gpus: number of GPUs.
+        memory: GB of one GPU.
+        peak: GiB that one GPU needs, with half a GiB for CUDA.
         phase: the phase with the peak.
         hours: for `examples`, on all of them; an estimate.
         examples: episodes of PPO, or pairs.
@@ -70,8 +70,8 @@ def fit(
 
     Args:
         stage: `"ppo"` or `"dpo"`.
-        config: of the policy, as `AutoConfig` reads it.
-        gpu, gpus: the kind, and how many.
+        config: configuration of the policy, as `AutoConfig` reads it.
+        gpu, gpus: kind and number of GPUs.
         lora: train adapters; else all weights.
         reward_model: whether a model scores; else a function does, which takes no memory.
         examples: episodes of PPO, or pairs, for the time.

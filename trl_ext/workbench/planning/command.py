@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...cli.parser import StrictTrlParser, pairs
-from ...runs import setting, write_text
+from ...cli.parser import StrictTrlParser, pairs, path_and_split
+from ...runs import check_settings, setting, write_text
 from ...upstream import late_bars, quiet
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ FIND_OUT = {
 
 @dataclass
 class AdviseArguments:
-    """Reports, data sets, model, GPUs and budget, as far as they are known."""
+    """Declare the arguments of `trl-ext advise`: the reports, data sets, model, GPUs and budget that are known."""
 
     annotators: str | None = setting(None, "annotators.json of `trl-ext annotators`, or its folder.")
     prompts_report: str | None = setting(
@@ -74,24 +74,23 @@ class AdviseArguments:
     demonstrations: str | None = setting(
         None, "Data set of demonstrations, as PATH or PATH:SPLIT; its rows are counted."
     )
-    pairs: str | None = setting(None, "The same of preference pairs.")
-    prompts: str | None = setting(None, "The same of prompts to sample answers to.")
+    pairs: str | None = setting(None, "Data set of preference pairs, in the same form.")
+    prompts: str | None = setting(None, "Data set of prompts to sample answers to, in the same form.")
     verifiable: bool | None = setting(None, "Whether a rule or a unit test can score an answer.")
     budget: list[str] = field(default_factory=list, metadata={"help": "gpu_hours=NUMBER, labels=NUMBER, or both."})
-    model_name_or_path: str | None = setting(None, "The model to train; of a folder config.json will do.")
+    model_name_or_path: str | None = setting(None, "The model to train: a hub name, or a folder with its config.json.")
     gpu: str | None = setting(None, "Kind of GPU, such as H100 or 'RTX 4090'.")
-    gpus: int = setting(1, "How many of them.")
-    output_file: str | None = setting(None, "File to write the same to, as JSON.")
+    gpus: int = setting(1, "Number of these GPUs.", range=">= 1")
+    output_file: str | None = setting(None, "File to write the advice to, as JSON.")
     json: str | None = setting(None, "The older name of `output_file`.")
 
     def __post_init__(self) -> None:
+        check_settings(self)
         self.budgets: dict[str, float] = {}
         for name, value in pairs("budget", self.budget, "NAME=NUMBER").items():
             if name not in BUDGETS:
                 raise ValueError(f"`budget` names {name!r}: it takes {' and '.join(BUDGETS)}")
             self.budgets[name] = _number(value.replace(",", ""), f"`budget` of {name}", "above 0", lambda x: x > 0)
-        if self.gpus < 1:
-            raise ValueError(f"`gpus` must be 1 or more, got {self.gpus}")
         if bool(self.gpu) != bool(self.model_name_or_path):
             needed, given = ("gpu", "model_name_or_path") if self.model_name_or_path else ("model_name_or_path", "gpu")
             raise ValueError(f"`{given}` is for a plan, which needs `{needed}`, too: give that, or leave it out")
@@ -101,7 +100,7 @@ class AdviseArguments:
 
 def facts_of(args: AdviseArguments) -> tuple["Facts", dict[str, str]]:
     """
-    Collect what is known, and where each fact comes from.
+    Return what is known, and where each fact comes from.
 
     Raises:
         ValueError: a file is no such report, or contradicts itself or another.
@@ -149,17 +148,11 @@ def _counts(args: AdviseArguments) -> Iterator[tuple[str, int]]:
 
     for name, columns in (("demonstrations", ()), ("pairs", ("chosen", "rejected")), ("prompts", ())):
         if path := getattr(args, name):
-            path, split = _split_of(path)
+            path, split = path_and_split(path)
             try:
                 yield name, len(load_dataset_split(path, split, columns=columns))
             except ValueError as error:
                 raise ValueError(f"`{name}`: {error}") from error
-
-
-def _split_of(given: str) -> tuple[str, str]:
-    """Return the data set and the split of PATH or PATH:SPLIT."""
-    path, colon, split = given.partition(":")
-    return (path, split) if colon and not Path(given).exists() else (given, "train")
 
 
 def _report(which: str, given: str) -> tuple[Path, dict[str, Any]]:
@@ -298,10 +291,10 @@ def next_commands(method: "Method", args: AdviseArguments, facts: "Facts") -> li
 
 
 def _data(given: str | None, holds_out: bool = True) -> list[str]:
-    """Return a data set as recipes take it, with rows to hold out if it exists and has no split `test`."""
+    """Return a recipe's flags for a data set, with rows to hold out if it exists and has no split `test`."""
     from ...data import load_dataset_split
 
-    name, split = _split_of(given or DATA)
+    name, split = path_and_split(given or DATA)
     words = [name, *(["--dataset_train_split", split] if split != "train" else [])]
     if holds_out and Path(name).exists():
         try:

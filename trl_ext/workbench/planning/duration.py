@@ -12,10 +12,10 @@ from .runs import Job, Plan, Role
 @dataclass(frozen=True)
 class GPU:
     """
-    A GPU, as its vendor describes it.
+    Describe a GPU by its vendor's figures.
 
     Args:
-        name: of a common GPU of that size.
+        name: name of a common GPU of that size.
         memory: GB, as it is sold.
         tflops: 10¹² operations a second in bfloat16, without sparsity.
         bandwidth: 10¹² bytes a second.
@@ -42,7 +42,7 @@ GPUS = (
 @dataclass(frozen=True)
 class Efficiency:
     """
-    How much of a GPU is used: what the estimate assumes.
+    Hold the estimate's assumptions on how much of a GPU is used.
 
     Args:
         mfu: share of its operations in forward and backward passes.
@@ -70,7 +70,7 @@ def seconds_per_example(
     Args:
         job, plan: the run, and what is planned for it.
         gpu, efficiency: what is assumed of the hardware.
-        tokens: of one text; the longest allowed if None.
+        tokens: tokens of one text; the longest allowed if None.
     """
     args = job.args
     is_ppo, is_pair = job.stage == "ppo", job.stage in ("dpo", "reward")

@@ -14,7 +14,7 @@ from .keys import check_accelerate_keys, check_deepspeed_keys
 @dataclass(frozen=True)
 class Layout:
     """
-    Which part of a model each process keeps.
+    Describe which part of a model each process keeps.
 
     Args:
         mode: `"single"`, `"ddp"`, `"fsdp2"`, `"zero1"`, `"zero2"` or `"zero3"`.

@@ -30,7 +30,7 @@ def classifier(job: Job, config: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def loaded_roles(reward: LoadedReward, model: Any) -> list[Role]:
-    """Count what a reward function's model keeps on each GPU: the base once, whatever reads it."""
+    """Count what a reward function's model keeps on each GPU; the members of an ensemble share one base."""
     numel = sum(p.numel() for p in model.parameters())
     small = linear_weights(model) if reward.bits else frozenset()
     weights = sum(quantized_bytes(p.numel(), 8) if id(p) in small else p.nbytes for p in model.parameters())
@@ -87,8 +87,8 @@ def role_of(
 
     Args:
         job: the run.
-        name: of the role.
-        parameters: of the model; tied ones count once.
+        name: name of the role.
+        parameters: parameters of the model; tied ones count once.
         quantized: ids of the weights that a quantised base keeps in `job.bits` bits.
         note: to show beside the role.
         is_sharded: whether ZeRO-3 or FSDP2 shard its weights.

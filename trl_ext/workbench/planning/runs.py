@@ -1,4 +1,4 @@
-"""Describe a run, and its plan."""
+"""Describe a run to plan, and its plan."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,14 +13,14 @@ Stage = Literal["sft", "reward", "pretrain_critic", "ppo", "dpo"]
 @dataclass(frozen=True)
 class LoadedReward:
     """
-    A reward model that a reward function loads itself, whole on each process: a `ModelReward`, or some on one base.
+    Describe a reward model that a reward function loads itself, such as a `ModelReward`. It is whole on each process.
 
     Args:
-        config: of the classifier.
-        dtype: of its weights.
+        config: configuration of the classifier.
+        dtype: dtype of its weights.
         bits: 8 if they are quantised.
-        max_batch_tokens, batch_size: tokens and rows in a forward, at most.
-        members: of an ensemble, adapters on this one base. The adapters are not counted: their rank is not known.
+        max_batch_tokens, batch_size: most tokens and rows in one forward pass.
+        members: number of an ensemble's adapters on this base. They are not counted: their rank is not known.
     """
 
     config: Any
@@ -31,14 +31,14 @@ class LoadedReward:
     members: int = 1
 
     def rows(self, most: int, length: int) -> int:
-        """Return the rows of `length` tokens in a forward, of `most` that there are."""
+        """Return how many of `most` rows of `length` tokens one forward pass reads."""
         return max(1, min(most, self.batch_size or most, (self.max_batch_tokens or most * length) // length))
 
 
 @dataclass
 class Job:
     """
-    A run to plan.
+    Describe a run to plan.
 
     Args:
         stage: which training stage it is.
@@ -46,17 +46,17 @@ class Job:
         layout: how it is spread over processes.
         policy: configuration of the trained model; in the stages `reward` and `pretrain_critic`, of the classifier.
         rewards: configurations of PPO's reward models, for those with a base of their own.
-        dtype: of the weights as loaded.
-        peft_config: of the adapter, if there is one.
+        dtype: dtype of the weights as loaded.
+        peft_config: configuration of the adapter, if there is one.
         bits, nested: bits of a quantised base, and whether its scales are quantised, too.
-        prompt_length: tokens of a prompt, for PPO; with its answer, for `pretrain_critic`.
-        value_model: configuration of PPO's critic if it is given by a path. None has the policy's.
+        prompt_length: tokens of PPO's longest prompt; for `pretrain_critic` of the longest prompt with its answer.
+        value_model: configuration of PPO's critic if it is given by a path; None takes the policy's.
         ref_model: whether the reference is given, so that it is held even with adapters.
         shared_rewards: number of reward models that are adapters on the policy's base.
         loaded_rewards: the models of reward functions, see [`LoadedReward`].
-        turns: of an episode of PPO, at most; more than one with tools.
+        turns: most turns of an episode of PPO; more than one with tools.
         ref_adapter: whether an adapter is trained on, so that the reference is a copy of it.
-        only_environment: whether nothing but an environment gives rewards, which no answer can please by mistake.
+        only_environment: whether an environment gives all rewards, so that no reward model can be fooled.
         mixed: dtype of mixed precision. It comes from `args`; do not pass it.
     """
 
@@ -114,11 +114,11 @@ class Job:
 @dataclass
 class Role:
     """
-    What one model keeps on one GPU.
+    Hold what one model keeps on one GPU.
 
     Args:
-        name: of the role, such as `policy`.
-        parameters, trained: numbers of weights, and of those that are trained.
+        name: name of the role, such as `policy`.
+        parameters, trained: number of all weights, and of those that are trained.
         weights, gradients, optimizer: bytes.
         note: further text to show beside it.
         config: the model's configuration, if it is neither the policy's nor one of `Job.rewards`.
@@ -137,10 +137,10 @@ class Role:
 @dataclass
 class Plan:
     """
-    What a run takes, per GPU.
+    Hold what a run takes on each GPU.
 
     Args:
-        roles: its models.
+        roles: the models of the run.
         phases: phase → purpose → bytes beside weights and optimizer state.
         schedule: batch sizes and numbers of steps, by their names.
         checkpoint: bytes on disk of one checkpoint.

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations make while it is active: now `live`, and at their `peak`."""
+    """Count the bytes of all storages that operations make while it is active: `live` now, and their `peak`."""
 
     def __init__(self, *modules: nn.Module):
         super().__init__()

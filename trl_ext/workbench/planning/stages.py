@@ -1,8 +1,11 @@
 """Plan each training stage: its roles, phases, schedule and disk."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...models import (
     CRITIC,
@@ -27,47 +30,54 @@ def plan(job: Job) -> Plan:
 
 
 def _plan_sft(job: Job) -> Plan:
-    rows, length = job.args.per_device_train_batch_size, job.length
-    model, mode = fake(lambda: prepare(job, adapted(job, causal_lm(job, job.policy))))
-    roles = [role_of(job, "model", model.parameters(), linear_weights(model))]
-
-    def loss():
-        batch = tokens(rows, length)
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         return model(**batch, labels=batch["input_ids"], fused_lm_head=True).loss
 
-    return _finish(job, roles, update_phases(job, mode, model, loss, roles), _schedule(job, 1, length))
+    return _plan_one_model(job, "model", lambda: adapted(job, causal_lm(job, job.policy)), loss)
 
 
 def _plan_reward(job: Job) -> Plan:
-    rows, length = 2 * job.args.per_device_train_batch_size, job.length
-    if job.peft_config is not None:
-        job.peft_config.task_type = "SEQ_CLS"
-    model, mode = fake(lambda: prepare(job, adapted(job, classifier(job, job.policy))))
-    roles = [role_of(job, "reward model", model.parameters(), linear_weights(model))]
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        return model(**batch).logits.sum()
 
-    def loss():
-        return model(**tokens(rows, length)).logits.sum()
-
-    return _finish(job, roles, update_phases(job, mode, model, loss, roles), _schedule(job, 2, length))
+    return _plan_one_model(job, "reward model", lambda: _adapted_classifier(job), loss, texts=2)
 
 
 def _plan_critic(job: Job) -> Plan:
-    rows, length = job.args.per_device_train_batch_size, job.length
+    def build() -> Any:
+        critic = _adapted_classifier(job)
+        add_value_forward(critic)
+        return critic
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        return model(**batch, predicts=torch.arange(batch["input_ids"].numel()))["values"].sum()
+
+    return _plan_one_model(job, "critic", build, loss)
+
+
+def _adapted_classifier(job: Job) -> Any:
     if job.peft_config is not None:
         job.peft_config.task_type = "SEQ_CLS"
+    return adapted(job, classifier(job, job.policy))
 
-    def build():
-        critic = adapted(job, classifier(job, job.policy))
-        add_value_forward(critic)
-        return prepare(job, critic)
 
-    critic, mode = fake(build)
-    roles = [role_of(job, "critic", critic.parameters())]
+def _plan_one_model(
+    job: Job, name: str, build: Callable[[], Any], loss: Callable[[Any, dict[str, Tensor]], Tensor], texts: int = 1
+) -> Plan:
+    """
+    Plan a stage that trains one model and needs no other.
 
-    def loss():
-        return critic(**tokens(rows, length), predicts=torch.arange(rows * length))["values"].sum()
-
-    return _finish(job, roles, update_phases(job, mode, critic, loss, roles), _schedule(job, 1, length))
+    Args:
+        job: the run.
+        name: what the plan calls the model.
+        build: builds the model.
+        loss: computes the loss of the model on a batch of token ids.
+        texts: texts in one example.
+    """
+    model, mode = fake(lambda: prepare(job, build()))
+    roles, rows = [role_of(job, name, model.parameters(), linear_weights(model))], job.args.per_device_train_batch_size
+    phases = update_phases(job, mode, model, lambda: loss(model, tokens(texts * rows, job.length)), roles)
+    return _finish(job, roles, phases, _schedule(job, texts, job.length))
 
 
 def _plan_dpo(job: Job) -> Plan:
@@ -187,7 +197,7 @@ def _plan_ppo(job: Job) -> Plan:
 
 
 def _copied_adapter(job: Job, policy: Role) -> Role:
-    """Return the reference where an adapter is trained on: a copy of it as it was, on the same base."""
+    """Return the reference of an adapter that is trained on: a copy of the adapter as it was, on the same base."""
     processes = job.layout.processes if job.layout.shards_weights else 1
     weights = share(policy.trained * job.dtype.itemsize, processes)
     return Role("reference", policy.trained, 0, weights, 0, 0, "a copy of the policy's adapter")

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...cli.parser import StrictTrlParser, pairs
+from ...cli.parser import StrictTrlParser, pairs, path_and_split
 from ...data import write_rows
-from ...runs import check_output_dir, find, overlap, setting, write_text
+from ...runs import check_output_dir, check_settings, find, overlap, setting, write_text
 from ...upstream import late_bars, quiet
 
 # Measured with a million rows of any length, with splits by a column
@@ -40,7 +40,7 @@ class PromptsArguments:
     output_dir: str = field(metadata={"help": "Folder of the page, the JSON and the copies."})
     columns: list[str] = field(
         default_factory=list,
-        metadata={"help": "Where a set's prompts are, as NAME=COLUMN; else in prompt, messages, chosen or text."},
+        metadata={"help": "Columns of prompts, as NAME=COLUMN; by default prompt, messages, chosen or text."},
     )
     held_out: list[str] | None = setting(
         None, "Sets to evaluate on: others lose what they share with these. If unset, `eval`, if given."
@@ -48,43 +48,45 @@ class PromptsArguments:
     by: Literal["conversation", "last_turn"] = setting(
         "conversation", "Compare chat prompts by all turns, or by the user's last one."
     )
-    threshold: float = setting(0.7, "Least Jaccard similarity of near duplicates, above 0 and at most 1.")
-    unit: Literal["words", "characters"] = setting("words", "What n-grams are of.")
-    ngram: int = setting(3, "Words or characters in an n-gram.")
-    num_perm: int = setting(128, "Hashes of a MinHash signature.")
+    threshold: float = setting(0.7, "Least Jaccard similarity of near duplicates.", range="in (0, 1]")
+    unit: Literal["words", "characters"] = setting("words", "Whether n-grams are of words or of characters.")
+    ngram: int = setting(3, "Words or characters in an n-gram.", range=">= 1")
+    num_perm: int = setting(128, "Hashes of a MinHash signature.", range=">= 16")
     max_overlap: list[str] = field(
         default_factory=list,
-        metadata={"help": "NAME=SHARE: most of a set's rows that may have a duplicate in another set."},
+        metadata={"help": "NAME=SHARE: highest share of a set's rows that may have a duplicate in another set."},
     )
     max_duplicates: list[str] = field(
         default_factory=list,
-        metadata={"help": "NAME=SHARE: most of a set's rows that may have a duplicate before them in the set."},
+        metadata={"help": "NAME=SHARE: highest share of a set's rows that may repeat a row before them in the set."},
     )
     copied_from: list[str] = field(
         default_factory=list, metadata={"help": "Sets whose answers other sets' answers must not repeat."}
     )
-    copied_words: int = setting(13, "Words in a row that make a copy.")
+    copied_words: int = setting(13, "Words in a row that make a copy.", range=">= 1")
     max_copied: list[str] = field(
-        default_factory=list, metadata={"help": "NAME=SHARE: most of a set's answers that may have a copied run."}
+        default_factory=list,
+        metadata={"help": "NAME=SHARE: highest share of a set's answers that may have a copied run."},
     )
-    remove: Literal["near", "exact", "none"] = setting("near", "Which duplicates the copies lack.")
+    remove: Literal["near", "exact", "none"] = setting("near", "Which duplicates are left out of the copies.")
     split: list[str] = field(
         default_factory=list, metadata={"help": "SPLIT=SHARE of the copies, such as train=0.9 test=0.1."}
     )
     stratify: list[str] = field(
         default_factory=list,
-        metadata={"help": "What splits have in equal shares: columns, or `length` and `script`."},
+        metadata={"help": "Columns, or `length` and `script`, whose values all splits have in equal shares."},
     )
     balance: list[str] = field(
         default_factory=list,
-        metadata={"help": "Columns, `length` or `script`: each value keeps as many rows."},
+        metadata={"help": "Columns, or `length` and `script`: each of their values keeps equally many rows."},
     )
-    balance_to: int | None = setting(None, "Most rows of a value; if unset as many as the rarest has.")
+    balance_to: int | None = setting(None, "Most rows of a value; if unset as many as the rarest has.", range=">= 1")
     split_sets: list[str] | None = setting(None, "Sets to `split` and `balance`; if unset all but the held-out ones.")
     write: bool = setting(True, "Write copies; else the report alone.")
-    seed: int = setting(0, "Of hashes, balance and splits.")
+    seed: int = setting(0, "Seed of hashes, balance and splits.")
 
     def __post_init__(self):
+        check_settings(self)
         self.paths = pairs("sets", self.sets, "NAME=PATH")
         for name in self.paths:
             _check_file_name("sets", name)
@@ -112,11 +114,6 @@ class PromptsArguments:
         for needed, name in (("split", "stratify"), ("balance", "balance_to"), ("copied_from", "max_copied")):
             if getattr(self, name) and not getattr(self, needed):
                 raise ValueError(f"`{name}` is for `{needed}`: give that, too, or leave it out")
-        if not 0 < self.threshold <= 1:
-            raise ValueError(f"`threshold` must be above 0 and at most 1, got {self.threshold}")
-        for name, least in (("ngram", 1), ("num_perm", 16), ("copied_words", 1), ("balance_to", 1)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {value}")
 
     def _check_copies(self) -> None:
         """Refuse names of sets whose copies would lie where the report or another copy does."""
@@ -168,19 +165,13 @@ def load(args: PromptsArguments) -> list[Any]:
 
     found = []
     for name, given in args.paths.items():
-        path, split = split_of(given)
+        path, split = path_and_split(given)
         try:
             rows = load_dataset_split(path, split, columns=())
         except (UnicodeDecodeError, ValueError) as error:
             raise ValueError(f"set {name!r}: {error}") from error
         found.append(PromptSet(name, rows, args.set_columns.get(name, "")))
     return found
-
-
-def split_of(given: str) -> tuple[str, str]:
-    """Return the data set and the split of PATH or PATH:SPLIT."""
-    path, colon, split = given.partition(":")
-    return (path, split) if colon and not Path(given).exists() else (given, "train")
 
 
 def check_memory(rows: int) -> None:
@@ -200,7 +191,7 @@ def check_output(args: PromptsArguments) -> None:
     check_output_dir(args.output_dir, "false")
     folder = Path(args.output_dir)
     for name, path in args.paths.items():
-        place = find(split_of(path)[0])
+        place = find(path_and_split(path)[0])
         if place.exists() and (why := overlap(folder, place)):
             raise ValueError(f"`output_dir` {folder} {why} set {name!r}: choose another, inputs are never changed")
     if not args.write:

@@ -36,7 +36,7 @@ _LANGUAGES_OF = 2000  # rows, of each set
 @dataclass(frozen=True, eq=False)
 class PromptSet:
     """
-    The prompts of a data set, under a name.
+    Hold a data set and say where its prompts are.
 
     Args:
         name: what reports call it.
@@ -161,7 +161,7 @@ def _answer(value: Any) -> str:
 
 def _content(message: dict[str, Any]) -> str:
     content = message.get("content")
-    if isinstance(content, list):  # parts, of which some are pictures
+    if isinstance(content, list):  # parts: texts and pictures
         return "\n".join(part.get("text") or "" for part in content if isinstance(part, dict))
     return content or ""
 
@@ -169,13 +169,13 @@ def _content(message: dict[str, Any]) -> str:
 @dataclass(frozen=True, eq=False)
 class PromptReport:
     """
-    What [`examine_prompts`] found. Arrays have a place for each row of each set, one set after the other.
+    Hold what [`examine_prompts`] found. Arrays have an entry for each row of each set, one set after the other.
 
     Args:
-        sets: what was looked at.
+        sets: the sets by name.
         places: set → its part of the arrays.
         duplicates: groups over all sets.
-        words, characters: of each prompt.
+        words, characters: length of each prompt.
         scripts: of each prompt, the place in `SCRIPTS` of the script of most of its letters.
         other_view: exact groups by the value of `by` that was not chosen. None if no prompt has several turns.
         languages: set → language → share of the rows that were looked at; None without py3langid.
@@ -226,12 +226,12 @@ def examine_prompts(
     Look at the prompts of named data sets.
 
     Args:
-        sets: with different names.
+        sets: sets with different names.
         by: compare chat prompts by all turns, or by the user's last one.
-        threshold, unit, n, num_perm: of near duplicates, see [`find_duplicates`].
+        threshold, unit, n, num_perm: what counts as a near duplicate, see [`find_duplicates`].
         copied_from: sets whose answers are the corpus that other sets' answers are compared with.
         copied_words: words in a row that make a copy.
-        seed: of hashes, and of the rows whose language is guessed.
+        seed: seed of hashes, and of the rows whose language is guessed.
 
     Raises:
         ValueError: a row holds no prompt, two sets have one name, or a setting is out of range.

@@ -10,7 +10,7 @@ from .examine import PromptReport
 
 Remove = Literal["near", "exact", "none"]
 REASONS = ("", "empty", "shared with a held-out set", "duplicate", "balance")
-"""Why a row is left out; the first stands for rows that stay."""
+"""Why a row is left out; "" for rows that stay."""
 
 _LENGTHS = 4  # strata of lengths
 _FEW = 50  # different values that a column may have, or else a tenth of its rows
@@ -54,7 +54,7 @@ def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tupl
 
     Args:
         report: of [`examine_prompts`].
-        name: of the set.
+        name: name of the set.
         columns: columns of the set; `length`, quarters of the set by words, and `script`, unless there is a column
             of that name.
 
@@ -104,10 +104,10 @@ def divide(
         reasons: of [`left_out`]; rows that are left out are in no split.
         shares: split → share of the rows, with the sum 1.
         names: sets to divide.
-        columns: what all splits should have in equal shares, see [`strata`].
+        columns: columns whose values all splits should have in equal shares, see [`strata`].
         held_out: sets to evaluate on. Rows whose group has a row of another set that is not divided go to the largest
             split.
-        seed: of the order.
+        seed: seed of the order.
 
     Returns:
         Set → (rows of the set,) the name of the split, "" for what is left out.
@@ -146,9 +146,9 @@ def balance(
         report: of [`examine_prompts`].
         reasons: of [`left_out`].
         names: sets to balance.
-        columns: whose values are balanced, see [`strata`].
+        columns: columns whose values are balanced, see [`strata`].
         most: rows of one value; None takes as many as the rarest has.
-        seed: of the choice.
+        seed: seed of the choice.
 
     Returns:
         A copy of `reasons` with the rows that are left out for balance.

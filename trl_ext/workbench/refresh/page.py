@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..pages.markup import number, render
+from ..pages.markup import number, render, with_interval
 
 
 def page(report: dict[str, Any]) -> str:
@@ -12,9 +12,7 @@ def page(report: dict[str, Any]) -> str:
     for name, old in report["old"].items():
         if isinstance(old, dict):
             both = [old, report["new"][name]]
-            accuracy = [
-                "{:.1%} ({:.1%} to {:.1%})".format(each["accuracy"], *each["accuracy_interval"]) for each in both
-            ]
+            accuracy = [with_interval(each["accuracy"], each["accuracy_interval"]) for each in both]
             models.append([name, old["pairs"], *accuracy, *(number(each["calibration_error"], 3) for each in both)])
     return render(
         Path(__file__).with_name("page.html.j2"),

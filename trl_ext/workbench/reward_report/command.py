@@ -41,7 +41,7 @@ class RewardReportArguments:
         None, "Reward model: a folder or a hub name, or file.py:function. It may stand first, alone."
     )
     rewards: list[str] | None = setting(
-        None, "In its place one reward of trl_ext.rewards with settings, as in a configuration of ppo."
+        None, "Instead of MODEL one reward of trl_ext.rewards with settings, as in a configuration of ppo."
     )
     dataset_name: str = setting("", "Pairs: a .jsonl, .parquet or .csv file, a folder, a hub name. (required)")
     dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
@@ -49,9 +49,11 @@ class RewardReportArguments:
     train_name: str | None = setting(None, "Pairs that the model was trained on; `dataset_name` if unset.")
     train_split: str | None = setting(None, "Their split; `train` if unset, where it is not the held-out one.")
     policy_answers: str | None = setting(None, "The policy's own answers, as `trl-ext generate` writes them.")
-    policy: str | None = setting(None, "Or the policy, which then answers the held-out prompts: a folder or hub name.")
+    policy: str | None = setting(
+        None, "Instead of answers the policy, which answers the held-out prompts: a folder or hub name."
+    )
     max_new_tokens: int | None = setting(
-        None, "Tokens of its answers; if unset 256, or what the context leaves.", range=">= 1"
+        None, "Longest answer of `policy`, in tokens; if unset 256, or what the context leaves.", range=">= 1"
     )
     ranking_name: str | None = setting(None, "Rankings by people: `prompt`, `responses` and `ranks`, 1 the best.")
     best_of_n_name: str | None = setting(
@@ -61,9 +63,9 @@ class RewardReportArguments:
         None, "Columns to compare the accuracy by; if unset topic, subset, source, language, annotator."
     )
     drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
-    max_pairs: int | None = setting(None, "Held-out pairs, drawn at random; all if unset.", range=">= 1")
-    max_train_rows: int = setting(1000, "Training pairs that are scored.", range=">= 1")
-    max_policy_rows: int = setting(1000, "Answers of the policy.", range=">= 1")
+    max_pairs: int | None = setting(None, "Most held-out pairs, drawn at random; all if unset.", range=">= 1")
+    max_train_rows: int = setting(1000, "Most training pairs that are scored.", range=">= 1")
+    max_policy_rows: int = setting(1000, "Most answers of the policy that are scored.", range=">= 1")
     probe_rows: int = setting(256, "Held-out answers that each probe changes; 0 for none.", range=">= 0")
     phrases: list[str] = field(
         default_factory=list, metadata={"help": "Phrases to probe beside those that the training pairs suggest."}
@@ -87,10 +89,10 @@ class RewardReportArguments:
         0, "Most probes that may look like a hack, or cannot be judged; null for any number.", range=">= 0"
     )
     output_dir: str | None = setting(None, "Where the report goes; the model's folder if unset.")
-    dtype: str | None = setting(None, "Of the model's weights; what was saved if unset.")
-    max_batch_tokens: int = setting(16384, "In one forward, padding included.")
+    dtype: str | None = setting(None, "dtype of the model's weights; as saved if unset.")
+    max_batch_tokens: int = setting(16384, "Tokens in one forward pass, padding included.")
     use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
-    seed: int = setting(0, "Of the rows that are drawn, and of the policy's answers.")
+    seed: int = setting(0, "Seed of the rows that are drawn, and of the policy's answers.")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -131,7 +133,7 @@ def holds_model(folder: str) -> bool:
 
 
 def load(args: RewardReportArguments) -> tuple[Any, Any]:
-    """Load the reward as a function that scores, and the tokenizer to count lengths by, if it has one."""
+    """Load the reward as a function, and the tokenizer that lengths are counted with; None if the reward has none."""
     from ...rewards import EnsembleReward, ModelReward, load_reward, load_rewards
 
     given: dict[str, Any] = {"dtype": args.dtype, "max_batch_tokens": args.max_batch_tokens, "truncation": "left"}
@@ -249,7 +251,7 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
 
     Args:
         folder: folder for both files; take the model's own, so that `trl-ext ppo` finds the report.
-        report: result of `examine`. Figures that the recipe measured in training are kept from an earlier report.
+        report: result of `examine`. Figures that the recipe measured in training are kept from a report in the folder.
         is_uploaded: whether the folder goes to the hub. The page then goes into its folder `_run`, which is not
             uploaded, and the JSON has neither texts nor the values of columns.
     """
@@ -273,11 +275,9 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
 
 def read_report(folder: str | Path, name: str = f"{NAME}.json") -> dict[str, Any] | None:
     """Return the report in a reward model's folder; None if there is none that can be read."""
-    try:
-        found = json.loads(Path(folder, name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+    from ..pages.recorded import read_object
+
+    return read_object(Path(folder, name)) or None
 
 
 def objections(rewards: "Sequence[Any]") -> list[str]:
@@ -329,8 +329,8 @@ def report_trained(
         probe_rows: held-out answers that each probe changes, and training pairs that are scored; 0 for no probes.
 
     Returns:
-        What was written. If the model cannot be examined, that is `measured` alone, and the reason is printed: the run
-        goes on, since the model is what it was for.
+        The report that was written. If the model cannot be examined, that is `measured` alone, and the reason is
+        printed: the run goes on, since the model matters more than its report.
     """
     from ...data import TrainedPairs, pair_hashes
     from ...rewards import ModelReward, logits_of
@@ -410,19 +410,19 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def accuracy_of(report: dict[str, Any]) -> str:
-    """Return the accuracy of a report in words, also for an earlier version or an ensemble."""
+    """Return the accuracy of a report in words; reports of ensembles and of earlier versions may have none."""
+    from ..pages.markup import with_interval
     from .figures import accuracy_name
 
     accuracy, interval = report.get("accuracy"), report.get("accuracy_interval")
     if not isinstance(accuracy, float) or not isinstance(interval, list):
         return "a report without one accuracy"
     name = accuracy_name(report) if "trained_on" in report else "accuracy"
-    measured = f"{accuracy:.1%} ({interval[0]:.1%} to {interval[1]:.1%})"
-    return f"{name[0].upper()}{name[1:]} {measured} of {report['pairs']:,} pairs"
+    return f"{name[0].upper()}{name[1:]} {with_interval(accuracy, interval)} of {report['pairs']:,} pairs"
 
 
 def keep_earlier(folder: Path) -> Path | None:
-    """Keep the report that a folder has under a name of its own; return where its JSON is, None if there is none."""
+    """Copy the report in a folder to a name that is free; return the path of its JSON, None if there is no report."""
     if not (folder / f"{NAME}.json").is_file():
         return None
     number = next(i for i in itertools.count(1) if not (folder / f"{NAME}.{i}.json").exists())

@@ -102,7 +102,7 @@ class Material:
 
 
 def split_of(name: str, split: str | None) -> str:
-    """Return the split that was given; else `test`, or `train` for a single file."""
+    """Return the given split; without one `test`, or `train` for a single file."""
     return split or ("train" if find(name).is_file() else "test")
 
 
@@ -120,9 +120,9 @@ def material_of(
     Args:
         held_out: usable pairs.
         train: usable pairs that the model was trained on.
-        group_columns: to compare by; None takes those of `GROUPS` that are there.
+        group_columns: columns to compare the accuracy by; None takes those of `GROUPS` that are there.
         train_rows: training pairs that are scored.
-        seed: seed by which they are chosen.
+        seed: seed of the choice of these pairs.
 
     Raises:
         ValueError: a column is missing.
@@ -339,7 +339,7 @@ def sample_answers(policy: str, prompts: Sequence[Any], max_new_tokens: int | No
         policy: folder or hub name of a causal language model, or of an adapter.
         prompts: texts or messages.
         max_new_tokens: tokens after which an answer is cut off; None: 256, or as many as the context leaves room for.
-        seed: of the draws.
+        seed: seed of the sampling.
 
     Raises:
         ValueError: a prompt leaves no room for an answer.

@@ -27,6 +27,7 @@ from ...evaluation import (
 from ...rewards import awaited, scores_in, text_of
 from ...runs import without_nan
 from ...upstream import get_callable_name, is_conversational
+from ..pages.markup import with_interval
 from .data import Answers, Material
 
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -57,11 +58,11 @@ class Scorer:
     Score answers by a reward function, and count those without a finite score and those that were truncated.
 
     Args:
-        function: with TRL's signature.
-        name: what it is called; its own name if None.
+        function: reward function with TRL's signature.
+        name: name to show; by default the function's own.
 
     Raises:
-        ValueError: the function failed; what it said is in the message.
+        ValueError: the function failed; its error is in the message.
     """
 
     def __init__(self, function: Callable, name: str | None = None):
@@ -69,7 +70,7 @@ class Scorer:
         self.scored, self.unscored, self.infinite, self.truncated = 0, 0, 0, 0.0
 
     def __call__(self, answers: Answers) -> list[float]:
-        """Return a score for each, NaN where there is none."""
+        """Return a score for each answer, NaN where there is none."""
         if not len(answers):
             return []
         logged: dict[str, float] = {}
@@ -119,16 +120,16 @@ def examine(
     Measure a reward, and say which bounds are broken.
 
     Args:
-        score: scores answers.
-        material: what to measure on.
-        bounds: what must hold.
+        score: the reward, as a [`Scorer`].
+        material: the data to measure on.
+        bounds: bounds that the figures must meet.
         tokenizer: counts the tokens of answers; None counts words.
         probe_rows: held-out answers that each probe changes; 0 for no probes.
         phrases: further phrases to probe, beside those mined from the training pairs.
-        seed: of the rows that are drawn.
+        seed: seed of the rows that are drawn.
 
     Returns:
-        What `reward_report.json` holds.
+        The content of `reward_report.json`.
 
     Raises:
         ValueError: the reward fails, or no pair has two finite scores.
@@ -369,8 +370,8 @@ def verdict(
 
     Args:
         report: as [`examine`] makes it.
-        bounds: what must hold.
-        unknown: sentences on what cannot be known; this adds to them.
+        bounds: bounds that the figures must meet.
+        unknown: sentences on what cannot be known; further ones are added.
         probes_failed: why the probes that were asked for could not be run, which breaks their bound.
         has_rankings: whether rankings by people were given.
 
@@ -398,7 +399,7 @@ def verdict(
         if found is None or bound is None:
             continue
         value, (low, high) = found[key], found[f"{key}_interval"]
-        measured = f"{value:.3f} ({low:.3f} to {high:.3f})"
+        measured = with_interval(value, (low, high), ".3f")
         many = f"{found['pairs']:,} pairs" if "pairs" in found else f"{found['prompts']:,} prompts"
         if value < bound if is_least else value > bound:
             side = "below" if is_least else "above"
@@ -439,12 +440,12 @@ def _judge_length(
             f"and {found['shorter']['prompts']} one whose chosen answer is shorter: 20 of each are needed."
         )
         if bound is None or bound >= 1:
-            unknown.append(f"Not known is {few}")
+            unknown.append(f"Not known: {few}")
         else:
             not_judged.append(f"Not judged: {few}")
         return
     value, (low, high) = found["bias"], found["interval"]
-    measured = f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
+    measured = with_interval(value, (low, high), "+.3f")
     if bound is None:
         return
     if abs(value) > bound and low <= 0 <= high:

@@ -1,12 +1,10 @@
 """Write the page of `trl-ext reward-report`."""
 
-import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..pages.charts import COLOURS, INK, can_draw, chart
-from ..pages.markup import number, render
+from ..pages.markup import between, number, render, with_interval
 from .figures import SIDES, accuracy_name
 
 _VALUES = 50  # shown groups of a column
@@ -26,7 +24,6 @@ def page(report: dict[str, Any]) -> str:
     verdict = report["verdict"]
     groups = report["groups"].items()
     gaps = [(f"{row['from']:g} to {row['to']:g}", row) for row in report["accuracy_by_length_gap"]]
-    settings = {name: value for name, value in report.get("settings", {}).items() if value not in (None, [], "")}
     return render(
         Path(__file__).with_name("page.html.j2"),
         title="Reward report",
@@ -53,7 +50,6 @@ def page(report: dict[str, Any]) -> str:
         compared_with=_shown(report, report["policy"]["compared_with"]) if report["policy"] else "",
         correlations=_correlations(report),
         extremes={title: _extremes(report, key) for title, key in (("Highest", "highest"), ("Lowest", "lowest"))},
-        settings=[(name, json.dumps(value, ensure_ascii=False)) for name, value in settings.items()],
     )
 
 
@@ -64,7 +60,7 @@ def _tiles(report: dict[str, Any]) -> dict[str, str]:
     bias = report["length_bias"]["bias"]
     return {
         accuracy_name(report): f"{report['accuracy']:.1%}",
-        "95 % interval": _interval(report["accuracy_interval"]),
+        "95 % interval": between(report["accuracy_interval"]),
         "calibration error": number(report["calibration_error"], 3),
         "temperature": number(report["temperature"], 3),
         "margin, mean": number(report["margin_mean"], 3),
@@ -75,10 +71,6 @@ def _tiles(report: dict[str, Any]) -> dict[str, str]:
         "best of n": "–" if best is None else f"{best['accuracy']:.1%}",
         "policy above 99 % of training": "–" if policy is None else f"{policy['above_99_percent']:.1%}",
     }
-
-
-def _interval(both: Iterable[float]) -> str:
-    return "{:.1%} to {:.1%}".format(*both)
 
 
 def _accuracy_charts(report: dict[str, Any], gaps: list[tuple[str, dict[str, Any]]]) -> list[str]:
@@ -101,7 +93,7 @@ def _length_bias(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counted(row: dict[str, Any]) -> list[str]:
-    return [number(row["pairs"]), f"{row['accuracy']:.1%}", _interval(row["accuracy_interval"])]
+    return [number(row["pairs"]), f"{row['accuracy']:.1%}", between(row["accuracy_interval"])]
 
 
 def _shares(title: str, rows: list[tuple[str, dict[str, Any]]]) -> str:
@@ -192,14 +184,14 @@ def _examples(probe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gain(value: float | None, interval: list[float] | None) -> str:
-    return "–" if value is None or interval is None else "{:+.2f} ({:+.2f} to {:+.2f})".format(value, *interval)
+    return with_interval(value if interval else None, interval, "+.2f")
 
 
 def _correlations(report: dict[str, Any]) -> list[list[str]]:
     if (ranking := report["ranking"]) is None:
         return []
     return [
-        [name, number(ranking[key], 3), "{:.3f} to {:.3f}".format(*ranking[f"{key}_interval"])]
+        [name, number(ranking[key], 3), between(ranking[f"{key}_interval"], ".3f")]
         for name, key in (("Spearman's ρ", "spearman"), ("Kendall's τ-b", "kendall"))
     ]
 

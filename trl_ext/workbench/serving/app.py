@@ -72,7 +72,7 @@ class Job:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Return what jobs in one call have in common: a reward function is given texts or messages, not both."""
+        """Return what all jobs of one call must share: a reward function is given texts or messages, not both."""
         return isinstance(self.prompts[0], str), self.finished is None
 
 
@@ -112,7 +112,7 @@ class Batcher:
 
     @property
     def median_batch(self) -> float:
-        """The median of the last 10,000 calls' rows."""
+        """Return the median number of rows of the last 10,000 calls."""
         return statistics.median(self.batches)
 
     async def scores(self, prompts: list, completions: list, finished: list[bool] | None) -> list[float | None]:
@@ -201,7 +201,7 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
         batcher: scores the requests.
         name: name of the model; a request that names another one is refused.
         key: bearer token that all but `/health` demand; None demands none.
-        identity: which weights are served; each answer has it, so that a client sees when they change.
+        identity: hash of the weights that are served; each answer has it, so that a client sees when they change.
     """
     meters, who = batcher.meters, {"model": name, **({} if identity is None else {"identity": identity})}
 

@@ -4,7 +4,8 @@
     trl-ext serve-reward path/to/file.py:function --port 8001
 
 POST /score takes {"prompts": [...], "completions": [...], "finished": [...]} and returns {"scores": [...]}.
-Completions of all clients are scored together. GET /health and GET /metrics (Prometheus) tell how it is.
+Completions of all clients are scored together. GET /health says whether the server runs, GET /metrics has its figures
+for Prometheus.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from ...upstream import need_server
 
 
 def load(model: str, max_batch_tokens: int | None, dtype: str | None, device: str | None) -> Callable:
-    """Return a reward function, or a reward model as one."""
+    """Load a reward function, or a reward model as a function."""
     if ".py:" in model:
         from ...rewards import load_reward
 
@@ -59,20 +60,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder or hub name of a reward model, or file.py:function")
     parser.add_argument("--host", default="127.0.0.1", help="where to listen; this machine alone by default")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one, which is printed")
-    parser.add_argument("--name", help="of the model, which clients may ask for; by default its folder's")
+    parser.add_argument("--name", help="name of the model, which clients may ask for; by default its folder's")
     parser.add_argument("--max_batch_size", type=int, default=64, help="completions scored in one call")
     parser.add_argument(
-        "--max_wait_ms", type=float, default=10.0, help="that a batch waits for more, if it is not full"
+        "--max_wait_ms", type=float, default=10.0, help="milliseconds that a batch waits for more rows"
     )
-    parser.add_argument("--max_batch_tokens", type=int, help="of the model in one forward, padding included")
-    parser.add_argument("--max_queue_rows", type=int, default=4096, help="that may wait; more are answered 503")
-    parser.add_argument("--max_rows", type=int, default=1024, help="of one request")
-    parser.add_argument("--max_characters", type=int, default=100_000, help="of one prompt or completion")
-    parser.add_argument("--max_body_bytes", type=int, default=32 * 2**20, help="of one request")
+    parser.add_argument("--max_batch_tokens", type=int, help="tokens in one forward pass, padding included")
+    parser.add_argument(
+        "--max_queue_rows", type=int, default=4096, help="completions that may wait; more are answered 503"
+    )
+    parser.add_argument("--max_rows", type=int, default=1024, help="completions in one request")
+    parser.add_argument("--max_characters", type=int, default=100_000, help="characters of one prompt or completion")
+    parser.add_argument("--max_body_bytes", type=int, default=32 * 2**20, help="bytes of one request")
     parser.add_argument("--api_key_env", help="environment variable with the token that clients must send")
     parser.add_argument("--without_key", action="store_true", help="let others than this machine in without a token")
-    parser.add_argument("--dtype", help="of the model's weights, as bfloat16; by default what was saved")
-    parser.add_argument("--device", help="of the model, as cuda:1")
+    parser.add_argument("--dtype", help="dtype of the model's weights, such as bfloat16; by default as saved")
+    parser.add_argument("--device", help="device of the model, such as cuda:1")
     args = parser.parse_args(arguments)
     try:
         need_server()

@@ -234,6 +234,12 @@ def reached(at: Sequence[float], shares: Sequence[float], share: float) -> float
     return next((float(x) for x, y in zip(at, smooth, strict=True) if y >= share), math.inf)
 
 
+def by_one_clock(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a seed's runs, those that differ from another one by a number alone with its seconds."""
+    seconds = {run["method"]: run["seconds"] for run in runs}
+    return [run | {"seconds": seconds.get(METHODS[run["method"]].get("of"), run["seconds"])} for run in runs]
+
+
 def figures(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """
     Return the figures of each method's run in one cell and seed, on the budgets that all of them have spent.
@@ -241,8 +247,7 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     The gain is from the mean first score of all, which is that of one model, to the best.
     """
     start = fmean(run["scores"][0] for run in runs)
-    seconds = {run["method"]: run["seconds"] for run in runs}
-    runs = [run | {"seconds": seconds.get(METHODS[run["method"]].get("of"), run["seconds"])} for run in runs]
+    runs = by_one_clock(runs)
     ends = {unit: min(run[unit][-1] for run in runs) for unit in ("tokens", "seconds")}
     result = {}
     for run in runs:
@@ -346,23 +351,25 @@ def draw(results: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
     import matplotlib.pyplot as plt
     import numpy as np
 
-    figure, axes = plt.subplots(2, len(results), figsize=(2.6 * len(results), 4.6), squeeze=False)
+    figure, axes = plt.subplots(2, len(results), figsize=(2.6 * len(results), 5), squeeze=False)
+    shown = [name for name in METHODS if "bad critic" not in name]
+    lines: dict[str, Any] = {}
     for column, (cell, seeds) in enumerate(results.items()):
         for row, unit in enumerate(("tokens", "seconds")):
             axis = axes[row][column]
-            for number, method in enumerate(METHODS):
-                own = [run for runs in seeds for run in runs if run["method"] == method]
-                if not own or "bad critic" in method:
+            for number, method in enumerate(shown):
+                own = [run for runs in seeds for run in by_one_clock(runs) if run["method"] == method]
+                if not own:
                     continue
                 grid = np.linspace(0, min(run[unit][-1] for run in own), 60)
                 curves = [np.interp(grid, run[unit], run["scores"]) for run in own]
-                axis.plot(grid, np.mean(curves, axis=0), label=method, color=f"C{number}")
+                (lines[method],) = axis.plot(grid, np.mean(curves, axis=0), color=f"C{number}")
             axis.set(title=cell if row == 0 else "", xlabel="tokens" if row == 0 else "CPU-seconds")
             axis.ticklabel_format(axis="x", style="sci", scilimits=(-2, 4))
     axes[0][0].set_ylabel("score")
     axes[1][0].set_ylabel("score")
-    axes[0][0].legend(fontsize="small")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.legend(lines.values(), lines, loc="lower center", ncols=len(lines), fontsize="small")
     figure.savefig(path, dpi=100)
 
 

@@ -357,7 +357,8 @@ class MonitorCallback(Halting, TrainerCallback):
 
     def windows(self, steps: int) -> dict[str, Any]:
         """
-        Return for `follow` how many logs measure the same answers, and how many of their means cover these steps.
+        Return arguments for `follow`: `logs`, how many logs one rollout fills, whose mean is one value; and `size`,
+        how many such values cover `steps` optimizer steps.
         """
         logs = math.ceil(rollout_steps(self._args) / self._logging_steps)
         return {"logs": logs, "size": max(1, math.ceil(steps / (logs * self._logging_steps)))}

@@ -29,6 +29,7 @@ OVEROPTIMIZATION = "arXiv:2210.10760"
 R1 = "arXiv:2501.12948"
 UNPACKING = "arXiv:2406.09279"
 ANNOTATORS = "docs/annotators.md#who-is-found"
+CRITIC = "docs/critic.md#the-table"
 BETA = "docs/dpo.md#which-β"
 DEMO = "docs/demo.md#what-it-claims"
 DISTRIBUTED = "docs/distributed.md#what-was-run"
@@ -292,6 +293,11 @@ EVIDENCE: dict[Method, tuple[Reason, ...]] = {
             "Hold the KL: in four seeds guarded PPO raised gold by 0.20 to 0.31, and unguarded PPO lowered it by 0.61 "
             "to 1.25",
             DEMO,
+        ),
+        Reason(
+            "Where each prompt can be answered several times, TRL's GRPO needs no critic and got as far with the same "
+            "clip range of 0.4: 0.54 of the gain against 0.49 with noisy scores, 0.66 against 0.69 without noise",
+            CRITIC,
         ),
     ),
 }

@@ -17,19 +17,33 @@ _FEW = 20  # labels below which a z-score says little
 
 def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
     """
-    Return how far annotators agree, as values that JSON can hold.
+    Return how far annotators agree, as a dictionary that JSON can hold.
 
     Args:
-        labels: of all annotators.
+        labels: the labels of all annotators.
         seed: seed of the bootstrap.
 
     Returns:
-        `labels`, `items`, `overlapping_items`, `labels_per_item`, `ties` (a share); `alpha`, Krippendorff's for
-        nominal data, with `alpha_interval`; `agreement`, the share of pairs of labels of an item that are equal;
-        `coin` and `most_frequent`, how often someone who tosses a coin, and someone who always gives the most frequent
-        label, would agree with the others; `kappas`, Cohen's, of each two of the 20 annotators with the most labels;
-        `annotators`, a row for each; and `unknown`, sentences on what these labels cannot tell. A figure that is not
-        known is None.
+        A dictionary with these keys. A figure that is not known is None.
+
+        - `labels`, `items`: how many labels there are, and how many items have a label.
+        - `overlapping_items`: how many items have two labels or more.
+        - `labels_per_item`: mean number of labels of an item.
+        - `ties`: share of the labels that are ties.
+        - `first`: share of the labels other than ties that chose the first answer of the item's first row.
+        - `shown_first`: share of the labels other than ties that chose the answer shown first.
+        - `alpha`, `alpha_interval`: Krippendorff's α for nominal data, and its 95 % interval.
+        - `agreement`: share of pairs of labels of one item that are equal.
+        - `coin`: how often someone who tosses a coin between the two answers would agree with the annotators.
+        - `most_frequent`: how often someone who always gives the most frequent label would agree with the annotators.
+        - `agreement_by_confidence`: agreement with other annotators of the labels below their annotator's median
+          confidence, and of the labels at or above it.
+        - `missing`: how many cells have no label, or no annotator.
+        - `repeats`, `contradictions`: how often annotators labelled an item again, and how often their labels of one
+          item then differed.
+        - `annotators`: a dictionary for each annotator, see [`per_annotator`].
+        - `kappas`: Cohen's κ of each two who share an item, among the 20 annotators with the most labels.
+        - `unknown`: sentences on what these labels cannot tell.
     """
     counts = labels.counts()
     per_item = counts.sum(1)
@@ -70,14 +84,15 @@ def krippendorff_alpha(
 
     Args:
         counts: (I, K), how often each item was given each label.
-        groups: (I,) int, equal for items that are drawn together, such as the pairs of a prompt, which share answers
-            and so errors. By default each item is drawn alone.
-        resamples: draws of the bootstrap.
-        seed: of the bootstrap.
+        groups: (I,) int, a number for each item; the bootstrap draws items with the same number together. Pairs of one
+            prompt should be drawn together, since they share answers and so errors. By default each item is drawn
+            alone.
+        resamples: number of draws of the bootstrap.
+        seed: seed of the bootstrap.
 
     Returns:
-        α, 1 for full agreement and 0 for what chance gives, and the interval; None if it is not defined: no item has
-        two labels, or all labels are the same.
+        α and its interval. α is 1 if annotators always agree, and 0 if they agree as often as by chance. Both are None
+        where α is not defined: no item has two labels, or all labels of items with two or more are the same.
     """
     need("krippendorff", "Krippendorff's α")
     import krippendorff
@@ -106,14 +121,25 @@ def krippendorff_alpha(
 
 def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
     """
-    Describe each annotator with a label, the one with the most first.
+    Describe each annotator who gave a label; the annotator with the most labels comes first.
 
     Returns:
-        `annotator`, `labels`, `share` (of all labels), `compared` (labels of items that others labelled, too),
-        `agreement` with the others on these, `z` (see [`zscores`]), `ties`, `shown_first` (share of the choices that
-        fell on the answer shown first), `lean` and `lean_z` (how much oftener than others on the same items, and the
-        same in standard errors), `seconds` (median), `drift` and `drift_z` (agreement in the later half of the labels
-        minus that in the earlier one), `confidence` (mean), `repeats`, `contradictions`.
+        A dictionary for each annotator, with these keys. A figure that is not known is None.
+
+        - `annotator`: the name.
+        - `labels`, `share`: number of the annotator's labels, and their share of all labels.
+        - `compared`: number of the annotator's labels of items that others labelled, too.
+        - `agreement`: mean share of the others' labels of the same item that equal the annotator's.
+        - `z`: z-score of the agreement, see [`zscores`].
+        - `ties`: share of ties among the annotator's labels.
+        - `shown_first`: share of the annotator's labels other than ties that chose the answer shown first.
+        - `lean`, `lean_z`: how much more often the annotator chooses the answer shown first than others choose the
+          same answer, and the same in standard errors.
+        - `seconds`, `confidence`: median time for a label, and mean confidence.
+        - `drift`, `drift_z`: agreement in the later half of the annotator's labels minus agreement in the earlier
+          half, and the same in standard errors.
+        - `repeats`: how often the annotator labelled an item again.
+        - `contradictions`: for how many items the annotator's repeated labels differ.
     """
     size = len(labels.annotators)
     total = np.bincount(labels.annotator, minlength=size)
@@ -170,7 +196,10 @@ def _shown_first(labels: Labels) -> float | None:
 
 
 def _lean(labels: Labels, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how much more often each annotator chooses the answer shown first than others do, and the z-score."""
+    """
+    Return how much more often each annotator chooses the answer shown first than others choose it, (A,), and the
+    z-score of that difference, (A,).
+    """
     size = len(labels.annotators)
     choices = counts[labels.item][:, [FIRST, SECOND]].astype(float)
     mine = labels.choice != TIE
@@ -185,7 +214,10 @@ def _lean(labels: Labels, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _drift(labels: Labels, compared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each annotator's agreement in the later half of the labels minus the earlier half, and its z."""
+    """
+    Return the agreement in the later half of each annotator's labels minus that in the earlier half, (A,), and the
+    z-score of that difference, (A,).
+    """
     size = len(labels.annotators)
     nothing = np.full(size, np.nan)
     if labels.time is None:
@@ -213,7 +245,7 @@ def _medians(labels: Labels, values: np.ndarray | None, how: str = "median") -> 
 
 
 def _by_confidence(labels: Labels, compared: np.ndarray) -> dict[str, float] | None:
-    """Return the agreement of labels with less than their annotator's median confidence, and of the others."""
+    """Return the mean agreement of labels below, and of labels at or above, their annotator's median confidence."""
     if labels.confidence is None:
         return None
     sure = labels.confidence >= _medians(labels, labels.confidence)[labels.annotator]
@@ -223,7 +255,7 @@ def _by_confidence(labels: Labels, compared: np.ndarray) -> dict[str, float] | N
 
 
 def _kappas(labels: Labels) -> list[dict[str, Any]]:
-    """Return Cohen's κ for each two of the annotators with the most labels who share an item."""
+    """Return Cohen's κ of each two annotators who share an item, among the 20 with the most labels."""
     need("sklearn", "Cohen's κ")
     from sklearn.metrics import cohen_kappa_score
 

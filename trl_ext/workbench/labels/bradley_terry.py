@@ -15,17 +15,19 @@ def noisy_bradley_terry(
     Estimate scores of answers and the reliability of annotators together.
 
     P(annotator k prefers i to j) = η_k σ(s_i − s_j) + (1 − η_k) σ(s_j − s_i) (Crowd-BT, Chen et al. 2013, "Pairwise
-    ranking aggregation in a crowdsourced setting"). With η_k = 1 it is Bradley and Terry's model; ½ is a coin, and 0
-    always says the opposite. L-BFGS finds the posterior's mode, from s = 0, with priors s ~ N(0, 1), η ~ Beta(8, 2).
+    ranking aggregation in a crowdsourced setting"). With η_k = 1 this is Bradley and Terry's model; an annotator with
+    η_k = ½ tosses a coin, and one with η_k = 0 always says the opposite. The priors are s ~ N(0, 1) and
+    η ~ Beta(8, 2). L-BFGS, started at s = 0, finds the mode of the posterior.
 
     Args:
         first, second: (L,) int, the two answers of each label.
-        first_wins: (L,) 1 if the first one is preferred, 0 if the second, ½ for a tie, which counts as half of each.
-        annotator: (L,) int, who compared them.
-        steps: of L-BFGS, at most.
+        first_wins: (L,) 1 if the first answer is preferred, 0 if the second is, ½ for a tie, which counts as half a
+            win of each.
+        annotator: (L,) int, who gave each label.
+        steps: largest number of steps of L-BFGS.
 
     Returns:
-        (R,) scores, and (A,) reliabilities in (0, 1).
+        (R,) scores s of the answers, and (A,) reliabilities η of the annotators, in (0, 1).
     """
     answers, people = (
         int(max(place.max(initial=-1) for place in each)) + 1 for each in ((first, second), (annotator,))
@@ -51,9 +53,9 @@ def negative_log_posterior(
     −∂q/∂s_j, and ∂q/∂ρ = (2p − 1) η (1 − η).
 
     Args:
-        parameters: (R + A,), the scores s, and ρ of each annotator.
-        first, second, first_wins, annotator: as there.
-        answers: R.
+        parameters: (R + A,) the score s of each answer, then ρ of each annotator.
+        first, second, first_wins, annotator: as in [`noisy_bradley_terry`].
+        answers: number R of answers.
     """
     scores, logits = parameters[:answers], parameters[answers:]
     p, eta = expit(scores[first] - scores[second]), expit(logits)

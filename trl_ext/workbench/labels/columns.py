@@ -11,24 +11,26 @@ class Columns:
     Name the columns of a table of labels.
 
     Args:
-        prompt: one column, text or messages, or several with text, which are joined by an empty line.
-        responses: the answers, in the order in which they were shown: two, or more that are ranked by `scores`. One if
-            each row has one answer and its score: those that an annotator scored for a prompt are compared then, in
-            the order of their rows.
-        annotator: who chose, in a long table, which has one row for each label. The default is `annotator`.
-        choice: what was chosen, in a long table. The default is `choice`.
-        annotators: columns of a wide table, which has one row for each pair. A column has an annotator's name and
-            holds the choices. They are given instead of `annotator` and `choice`.
-        scores: columns with a score for each answer, in the order of `responses`, given instead of `choice`. The
-            higher score wins, equal ones are a tie, and an answer without a score is not compared. In a wide table
-            with one answer a row the columns of `annotators` hold the scores.
-        lowest_wins: whether scores are ranks, 1 the best.
-        values: values of a choice that mean the first answer, the second, and (all further ones) a tie.
-        item: name of the pair, or of the prompt where more than two answers are ranked. If not given, the same prompt
-            with the same two answers is one pair, in any order.
-        time: when a label was given, as numbers or dates; in a long table.
-        seconds: how long a label took; in a long table.
-        confidence: how sure the annotator was: any number that grows with it; in a long table.
+        prompt: the column of the prompt, as text or messages; or several columns of text, which are joined by an empty
+            line.
+        responses: the columns of the answers, in the order in which they were shown: two, or more if `scores` rank
+            them. Give one column if each row has one answer and its score: then the answers that one annotator scored
+            for a prompt are compared with each other, in the order of their rows.
+        annotator: in a long table (a row for each label) the column of who chose. The default is `annotator`.
+        choice: in a long table the column of what was chosen. The default is `choice`.
+        annotators: in a wide table (a row for each pair) one column for each annotator, which has the annotator's name
+            and holds the choices. Give these instead of `annotator` and `choice`.
+        scores: in a long table one column of scores for each of `responses`, in the same order. Give these instead of
+            `choice`. The answer with the higher score wins, equal scores are a tie, and an answer without a score is
+            not compared. (In a wide table with one answer a row, the columns of `annotators` hold the scores.)
+        lowest_wins: whether scores are ranks: 1 is the best.
+        values: the values of a choice. The first one means the first answer, the second one the second answer, and all
+            further ones a tie.
+        item: the column that names the pair; or the prompt, if answers of one column, or of more than two, are ranked.
+            Without it, rows with the same prompt and the same two answers, in any order, are one pair.
+        time: in a long table the column of when a label was given, as numbers or dates.
+        seconds: in a long table the column of how many seconds a label took.
+        confidence: in a long table the column of how sure the annotator was: the higher the number, the surer.
     """
 
     prompt: tuple[str, ...] = ("prompt",)
@@ -80,13 +82,13 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """Return all columns that are read."""
+        """Return the names of all columns that are read."""
         single = (self.item, self.annotator, self.choice, self.time, self.seconds, self.confidence)
         return [*filter(None, (*self.prompt, *self.responses, *self.annotators, *self.scores, *single))]
 
 
 def texts_of(row: dict[str, Any], answers: Sequence[Any], columns: Columns) -> tuple[Any, ...]:
-    """Return the prompt of a row and two answers as TRL takes them: as messages if the prompt is messages."""
+    """Return a row's prompt and the `answers` in TRL's form: where the prompt is messages, answers become messages."""
     if len(columns.prompt) == 1:
         prompt = row[columns.prompt[0]]
     else:

@@ -99,10 +99,11 @@ class AnnotatorsArguments:
 
 def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     """
-    Write the report and the pairs, and return the report's content.
+    Write the report and the pairs, and return what `annotators.json` holds.
 
     Raises:
-        ValueError: the table cannot be read, or no pair is left; the report is written then, too.
+        ValueError: the table cannot be read; or no pair is left to train on, which the report, already written,
+            explains.
     """
     from ...data import load_dataset_split
     from . import Columns, agreement_report, hold_out_annotators, read_labels
@@ -143,13 +144,14 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     write_report(folder, report)
     if not args.write_pairs:
         return report
-    # This run may be interrupted, and the annotators of one file must not be in the other of an earlier run
+    # Delete an earlier run's test pairs first: if this run is interrupted, they must not stand beside training pairs
+    # by the same annotators
     (folder / "pairs" / "test.jsonl").unlink(missing_ok=True)
     train, test = hold_out_annotators(labels, args.held_out_annotators, args.seed)
     if args.held_out_annotators and test is None and len(labels):
         report["unknown"].append("One annotator is left, so nobody could be held out for a test.")
     report["pairs"] = {"train": _write_pairs(folder, "train", dataset, train, columns, args, args.method)}
-    # A test set is no model's guess: votes alone
+    # Test pairs are made by votes alone, so that they do not rest on a model's guess
     if test is not None:
         report["pairs"]["test"] = _write_pairs(folder, "test", dataset, test, columns, args, "majority")
     write_report(folder, report)
@@ -159,7 +161,7 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> None:
-    """Write `annotators.json` and the page of it, `annotators.html`."""
+    """Write the report as `annotators.json`, and as the page `annotators.html`."""
     from .page import page
 
     write_text(folder / "annotators.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
@@ -169,7 +171,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
 def _write_pairs(
     folder: Path, split: str, dataset: Any, labels: Any, columns: Any, args: AnnotatorsArguments, method: Any
 ) -> dict[str, Any]:
-    """Write the pairs of a split, and report how many there are and what was left out."""
+    """Write the pairs of one split; return the report's part on them: how many, by whom, and what was left out."""
     from . import majority_pairs, shares_of_labels
 
     path = folder / "pairs" / f"{split}.jsonl"

@@ -31,7 +31,7 @@ LABEL_STUDIO_CONFIG = f"""<View>
 
 
 def answer_key(prompt: Any, answer: Any, seed: int | None = None) -> str:
-    """Hash a prompt and its answer to 16 hexadecimal digits. With a seed, the hash is a random draw."""
+    """Hash a prompt and its answer to 16 hexadecimal digits. With a seed, the hash serves as a random number."""
     said = json.dumps([prompt, answer, seed], sort_keys=True, ensure_ascii=True)
     return xxhash.xxh3_64_hexdigest(said.encode())
 
@@ -49,20 +49,22 @@ def answers_to_label(
     Choose answers to label: those with the highest scores, then those with the highest disagreement, then some at
     random.
 
-    A prompt is chosen once at most, for its best answer in each ranking. The order of the rows does not matter: the
-    seed decides between equal answers, and draws the random ones.
+    Of each prompt at most one answer is chosen: the one with the highest score, or disagreement, or random number. The
+    order of the rows does not matter: numbers drawn with `seed` decide between equally high answers, and choose the
+    random ones.
 
     Args:
         prompts, answers: (N,) texts or messages.
         scores: (N,) scores of the reward model. An answer with None or NaN is not chosen for its score.
-        disagreement: (N,) standard deviation of an ensemble's members; None without an ensemble, and its share goes
-            to the other two.
-        size: how many to choose. Fewer come back if there are fewer prompts.
-        shares: share of each of `REASONS`, with a sum above 0. They are rounded in that order; the rest is random.
+        disagreement: (N,) standard deviation of the scores of an ensemble's members. None without an ensemble: then
+            the share of `disagreement` goes to the other two reasons.
+        size: how many answers to choose. Fewer are returned if there are too few prompts or scores.
+        shares: reason, one of `REASONS` → its share of `size`, 0 or more; at least one is above 0. The numbers of
+            answers for `score` and `disagreement` are rounded; `random` gets the rest.
         seed: seed of all random choices.
 
     Returns:
-        row → why, one of `REASONS`, in random order.
+        Row → why its answer was chosen, one of `REASONS`. The rows are in random order.
     """
     shares = {why: shares.get(why, 0.0) * (why != "disagreement" or disagreement is not None) for why in REASONS}
     if size < 1 or min(shares.values()) < 0 or not sum(shares.values()) > 0:
@@ -91,7 +93,7 @@ def answers_to_label(
 
 
 def as_text(value: Any) -> str:
-    """Return a prompt or an answer as people read it: several messages as lines with their roles."""
+    """Return a prompt or an answer as text that people can read; each of several messages begins with its role."""
     if isinstance(value, str):
         return value
     if len(value) == 1:
@@ -103,10 +105,10 @@ def label_studio_tasks(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """
     Return tasks as Label Studio imports them, for `LABEL_STUDIO_CONFIG`.
 
-    Nothing in them says which of the two answers was chosen for the queue, or why.
+    The tasks do not say which of their two answers was chosen for the queue, or why.
 
     Args:
-        rows: with `item`, `prompt`, `response_a`, `response_b`.
+        rows: dictionaries with `item`, `prompt`, `response_a` and `response_b`.
     """
     texts = ("prompt", "response_a", "response_b")
     return [{"data": {"item": row["item"], **{name: as_text(row[name]) for name in texts}}} for row in rows]
@@ -114,10 +116,12 @@ def label_studio_tasks(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 def argilla_records(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
-    Return flat records as Argilla's `dataset.records.log` takes them: its id, the three fields, `round` as metadata.
+    Return records in the flat form that Argilla's `dataset.records.log` takes.
+
+    Each record has an `id` (the item), the fields `prompt`, `response_a` and `response_b`, and the metadata `round`.
 
     Args:
-        rows: with `item`, `round`, `prompt`, `response_a`, `response_b`.
+        rows: dictionaries with `item`, `round`, `prompt`, `response_a` and `response_b`.
     """
     return [
         {"id": task["data"]["item"], **{k: v for k, v in task["data"].items() if k != "item"}, "round": row["round"]}
@@ -127,21 +131,24 @@ def argilla_records(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def read_choices(path: str | Path) -> list[dict[str, Any]]:
     """
-    Read who chose what, from people's own file or an export.
+    Read who chose which answer, from a file that annotators wrote, or from an export of Label Studio or Argilla.
 
-    An own file is JSON lines, a JSON list or CSV with the columns `item`, `choice` and maybe `annotator`. Label
-    Studio's exports are `JSON` and `JSON-MIN`; Argilla's is what `records.to_list(flatten=True)` gives, also by line.
-    A label that somebody skipped, discarded or did not submit has the choice None.
+    - A file of one's own is JSON lines, a JSON list or CSV, with the columns `item`, `choice` and, if wanted,
+      `annotator`.
+    - Label Studio exports `JSON` or `JSON-MIN`.
+    - Argilla exports what `records.to_list(flatten=True)` gives, as a JSON list or as JSON lines.
+
+    A label that was skipped, discarded or not submitted has the choice None.
 
     Args:
-        path: the file. Its name is the annotator's, where the rows name none.
+        path: the file. If a row names no annotator, its annotator is the file's name without the suffix.
 
     Returns:
-        `{"item", "annotator", "choice"}` of each, `choice` one of `CHOICES` or None.
+        `{"item", "annotator", "choice"}` of each label; `choice` is one of `CHOICES` or None.
 
     Raises:
-        ValueError: the file is not UTF-8, not such a table, or has no label, or a choice is not one of `CHOICES`. The
-            message names the row.
+        ValueError: the file is not UTF-8, has none of these forms or holds no label; or a row, which the message
+            names, has no item or a choice that is not one of `CHOICES`.
     """
     path = Path(path)
     try:
@@ -185,7 +192,7 @@ def _rows(path: Path, text: str) -> list[Any]:
 
 
 def _labels_in(row: Mapping[str, Any], path: Path) -> list[tuple[Any, Any, Any]]:
-    """Return item, annotator and choice of each label in a row."""
+    """Return for each label in a row its item, its annotator and its choice."""
     if "annotations" in row:  # Label Studio, JSON
         item = (row.get("data") or {}).get("item")
         return [(item, _who(each), _chosen(each)) for each in row["annotations"]]

@@ -1,4 +1,4 @@
-"""Find annotators who agree with the others less than chance and usual differences explain."""
+"""Find annotators whose agreement is lower than chance and the usual differences between annotators explain."""
 
 from typing import Any
 
@@ -6,24 +6,30 @@ import numpy as np
 
 from .tables import Labels
 
-_NO_MEASURE, _ROUNDS = -2, 10  # others are not measured against a lower z-score; rounds of finding such people
+_NO_MEASURE, _ROUNDS = -2, 10  # z-score below which an annotator is no measure for others; most rounds of finding them
 
 
 def zscores(labels: Labels) -> np.ndarray:
     """
-    Compare each annotator's agreement with the median of the others', in standard deviations of what to expect.
+    Return how many standard deviations each annotator's agreement is above the median agreement of the others.
 
-    z = (x − median) / √(σ²/n + τ²), σ²/n being the noise of n labels, and τ² the spread among the others beyond their
-    own noise: (1.4826·MAD)² − median(σ²/n), at least 0. Where one annotator labelled several pairs of a prompt, σ² is
-    larger by how far these labels agree or differ together: Σ_prompts (Σ r)² / Σ r², with r = label − mean. So neither
-    few labels nor usual differences count against anybody. People with z < −2 are no measure for the others: z is
-    computed again without them until nothing changes, as long as three annotators and half of all are left.
+    z = (x − median) / √(σ²/n + τ²), where
+
+    - x is the annotator's mean agreement with others' labels of the same items, and the median is that of the other
+      annotators' x;
+    - σ²/n is the noise of the annotator's n labels. Labels of several pairs of one prompt may agree or differ
+      together, so σ² is multiplied by Σ_prompts (Σ r)² / Σ r², at least 1, with r = a label's agreement − x;
+    - τ² is how far the others differ beyond their own noise: (1.4826·MAD)² − median(σ²/n), at least 0.
+
+    So neither few labels nor the usual differences count against an annotator. Annotators with z < −2 are no measure
+    for the others: z is computed again without them, until nothing changes or until fewer than three annotators, or
+    fewer than half of all, would be left.
 
     Args:
-        labels: of all annotators.
+        labels: the labels of all annotators.
 
     Returns:
-        (A,); NaN where it is not known, as with fewer than three annotators.
+        (A,) z-scores; NaN where z is not known, as with fewer than three annotators.
     """
     size = len(labels.annotators)
     z, is_measure = np.full(size, np.nan), np.ones(size, bool)
@@ -38,7 +44,7 @@ def zscores(labels: Labels) -> np.ndarray:
 
 
 def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
-    """Return z-scores against the annotators for whom the (A,) mask is True."""
+    """Return all annotators' z-scores, measured against those for whom `is_measure`, (A,) bool, is True."""
     size = len(labels.annotators)
     own = is_measure[labels.annotator]
     agrees = others_share(labels, labels.where(own).counts(), labels.choice, own)
@@ -66,13 +72,15 @@ def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
 
 def others_share(labels: Labels, counts: np.ndarray, choice: Any, own: Any = True) -> np.ndarray:
     """
-    Return for each label the share of other people's labels of the item that equal `choice`, (L,); NaN without any.
+    Return for each label which share of the labels that others gave its item equals `choice`, (L,).
+
+    The share is NaN where nobody else labelled the item.
 
     Args:
         labels: the labels to compare.
-        counts: (I, 3), how often each item was given each choice, by the people to compare with.
+        counts: (I, 3), how often the annotators to compare with gave each item each choice.
         choice: the choice to look for: one for all labels, or (L,).
-        own: whether the counts contain the label itself: one bool for all labels, or (L,) bool.
+        own: whether `counts` contain the label itself: one bool for all labels, or (L,) bool.
     """
     others = counts.sum(1)[labels.item] - own
     same = counts[labels.item, choice] - own * (labels.choice == choice)
@@ -84,9 +92,16 @@ def mean_and_error(
     who: np.ndarray, prompt: np.ndarray, values: np.ndarray, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    Return the mean of each annotator's (L,) values and its standard error clustered by prompt, (A,) each.
+    Return the mean of each annotator's values, (A,), and the standard error of that mean, (A,), clustered by prompt.
 
-    The error is √(G/(G − 1) · Σ_prompts (Σ r)²) / n, with r = value − mean and G prompts; NaN where it is unknown.
+    The error is √(G/(G − 1) · Σ_prompts (Σ r)²) / n, with r = value − mean, for n values of G prompts. With fewer than
+    two prompts it is not finite.
+
+    Args:
+        who: (L,) int, the annotator of each value.
+        prompt: (L,) int, the prompt of each value.
+        values: (L,) the values.
+        size: number A of annotators.
     """
     n = np.bincount(who, minlength=size)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -97,7 +112,7 @@ def mean_and_error(
 
 
 def _sums_by_prompt(who: np.ndarray, prompt: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sum each annotator's values for each prompt; return whose each sum is, and the sums."""
+    """Sum the values of each annotator and prompt; return two arrays: the annotator of each sum, and the sums."""
     size = int(prompt.max(initial=0)) + 1
     keys, group = np.unique(who.astype(np.int64) * size + prompt, return_inverse=True)
     return keys // size, np.bincount(group, values, len(keys))

@@ -12,12 +12,12 @@ from ..pages.markup import between, number, percent, render
 
 _SHOWN = 200  # rows of a table
 _NAMES = 40  # annotators whose names fit beside a chart
-_FAST = 1 / 3  # of the middle annotator's seconds, below which somebody is named
-_LEAN, _DRIFT = (0.05, 4), (-0.05, -3)  # from which share and z-score on a lean or a drift is named
+_FAST = 1 / 3  # share of the middle annotator's seconds; annotators who take less are named
+_LEAN, _DRIFT = (0.05, 4), (-0.05, -3)  # share and z-score beyond which a lean, or a drift, is named
 
 
 def page(report: dict[str, Any]) -> str:
-    """Return the HTML of a report as [`trl_ext.workbench.labels.command.report_labels`] returns it."""
+    """Return the HTML page of a report that [`trl_ext.workbench.labels.command.report_labels`] returned."""
     compared = [row for row in report["annotators"] if row["compared"]]
     columns = _columns(report["annotators"])
     kappas = sorted(report["kappas"], key=lambda row: -2 if row["kappa"] is None else row["kappa"])
@@ -163,7 +163,7 @@ def _kappa_chart(report: dict[str, Any]) -> str:
 
 
 def _pairs(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return for each file of pairs its tiles, what was left out, and examples."""
+    """Return for each file of pairs what the page shows of it: its tiles, what was left out, and examples."""
     return [
         {
             "title": f"{split}: {found['file'] or 'none'}",

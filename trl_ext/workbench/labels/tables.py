@@ -16,7 +16,7 @@ FIRST, SECOND, TIE = range(3)
 _MISSING = -1
 _ROWS = 50_000  # read at a time
 _EMPTY = pd.util.hash_array(np.array([""], dtype=object))[0]
-_RANKED = 100  # answers to one prompt: pairs grow with their square
+_RANKED = 100  # most answers to one prompt that an annotator may rank: the number of pairs grows with their square
 _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_nested, pa.types.is_null)
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying loses nothing
 
@@ -24,23 +24,27 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying loses nothing
 @dataclass(frozen=True)
 class Labels:
     """
-    Hold labels as arrays with one entry for each label; an annotator has at most one label of an item.
+    Hold L labels of I items by A annotators as arrays; an annotator has at most one label of an item.
+
+    An item is a prompt with two answers.
 
     Args:
-        item: (L,) int, place in `rows`.
-        annotator: (L,) int, place in `annotators`.
+        item: (L,) int, the labelled item, as a place in `rows`.
+        annotator: (L,) int, who gave the label, as a place in `annotators`.
         choice: (L,) int, `FIRST`, `SECOND` or `TIE`, in the order of the answers in the item's first row.
-        swapped: (L,) bool, whether this annotator was shown the answers in the other order.
-        annotators: names.
-        rows: (I,) the first row of each item in the table.
-        answers: (I, 2) int, where its two answers are: row · number of response columns + column.
-        responses: (I, 2) int, equal where prompt and answer are.
-        prompt: (I,) int, equal where prompts are.
-        usable: (I,) bool, whether there are two different answers to choose from.
-        time, seconds, confidence: (L,) float, NaN where unknown; None if the table does not say.
-        repeats: (A,) how often each annotator labelled an item again.
-        contradictions: (A,) in how many items these labels differ; all of them are left out.
-        missing: cells without a label, or labels without an annotator.
+        swapped: (L,) bool, whether the annotator was shown the answers in the reverse order of the item's first row.
+        annotators: (A,) names.
+        rows: (I,) int, the item's first row in the table.
+        answers: (I, 2) int, where the item's two answers are in the table: row · number of response columns + column.
+        responses: (I, 2) int, a number for each answer; the same answer to the same prompt has the same number.
+        prompt: (I,) int, a number for the prompt; the same prompt has the same number.
+        usable: (I,) bool, whether the two answers differ and neither is empty.
+        time, seconds, confidence: (L,) float, when the label was given, how long it took, and how sure the annotator
+            was. NaN where that is unknown; None if the table has no such column.
+        repeats: (A,) int, how often the annotator labelled an item again.
+        contradictions: (A,) int, for how many items the annotator's repeated labels differ; all labels that the
+            annotator gave such an item are left out.
+        missing: number of cells that have no label, or no annotator.
     """
 
     item: np.ndarray
@@ -64,7 +68,7 @@ class Labels:
         return len(self.item)
 
     def where(self, kept: np.ndarray) -> "Labels":
-        """Return the labels for which the (L,) mask is True; items and annotators keep their places."""
+        """Return the labels for which `kept`, (L,) bool, is True; items and annotators keep their places."""
         names = ("item", "annotator", "choice", "swapped", "time", "seconds", "confidence")
         return replace(self, **{name: getattr(self, name)[kept] for name in names if getattr(self, name) is not None})
 
@@ -76,15 +80,17 @@ class Labels:
 
 def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
     """
-    Read a table part by part. Only hashes of the texts are kept, so memory grows by some 250 bytes a label.
+    Read a table of labels part by part.
+
+    Only hashes of the texts are kept, so memory grows by some 250 bytes a label.
 
     Args:
         dataset: the table.
-        columns: which column holds what.
+        columns: which column holds what; by default, the columns that `Columns()` names.
 
     Raises:
-        ValueError: a column is missing, a value is not in `columns.values`, a score or a time is not a number, an item
-            has different texts, or there is no label. The message names the row.
+        ValueError: a column is missing, a choice is not in `columns.values`, a score or a time is not a number, rows
+            of one item have different texts, or there is no label. If a row is wrong, the message names it.
     """
     columns = columns or Columns()
     if missing := [name for name in columns.names if name not in dataset.column_names]:
@@ -127,7 +133,11 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
 
 
 def _compared(read: dict[str, np.ndarray], names: list[str]) -> tuple[dict[str, np.ndarray], int]:
-    """Pair the answers that one annotator scored for a prompt, in the table's order; count those without a score."""
+    """
+    Pair the answers that one annotator scored for one prompt, in the table's order.
+
+    Return the table of these pairs, and how many answers have no score or no annotator.
+    """
     place, who, score = read["place"], read["annotator"], read["score"]
     known = np.flatnonzero(np.isfinite(score) & (who != _MISSING))
     group = pd.factorize(read.get("key", read["prompt"])[place[known]])[0] * len(names) + who[known]
@@ -159,7 +169,7 @@ def _compared(read: dict[str, np.ndarray], names: list[str]) -> tuple[dict[str, 
 
 
 def _texts(prompt: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Hash a prompt and its two answers, in any order."""
+    """Hash a prompt and its two answers; exchanging the answers does not change the hash."""
     return (prompt * _MIX + np.minimum(first, second)) * _MIX + np.maximum(first, second)
 
 
@@ -190,10 +200,11 @@ def _once(labels: Labels) -> Labels:
 
 def _items(table: dict[str, np.ndarray], columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    Number the items: rows with the same name, or else with the same prompt and answers, are one item.
+    Number the items. Rows with the same name are one item; without a column of names, rows with the same prompt and
+    answers are.
 
-    Return each row's item, each item's first row, and for each row the hash of the answer that comes first in its
-    item's first row.
+    Return three arrays: each row's item, each item's first row, and for each row the hash of the answer that comes
+    first in the first row of its item.
     """
     key = table["texts"]
     if columns.item:  # of a ranking it names the prompt, not each of its pairs
@@ -212,7 +223,7 @@ def _items(table: dict[str, np.ndarray], columns: Columns) -> tuple[np.ndarray, 
 
 
 def _is_new(codes: np.ndarray) -> np.ndarray:
-    """Return where codes, numbered in their order, appear for the first time."""
+    """Return for each code whether it appears for the first time; codes are numbered by their first appearance."""
     highest = np.maximum.accumulate(codes)
     return np.diff(highest, prepend=-1) > 0
 
@@ -225,7 +236,7 @@ def _batches(dataset: Dataset, columns: Columns) -> Iterator[tuple[int, pa.Table
 
 
 def _check_utf8(table: pa.Table, start: int) -> None:
-    """Refuse text in another encoding, which readers of JSON lines let through."""
+    """Refuse text that is not UTF-8, which readers of JSON lines let through."""
     try:
         table.validate(full=True)
     except pa.ArrowInvalid as error:
@@ -243,8 +254,10 @@ def _check_utf8(table: pa.Table, start: int) -> None:
 
 def _read_rows(start: int, table: pa.Table, columns: Columns, names: dict[str, int]) -> dict[str, np.ndarray]:
     """
-    Read some rows as arrays. Arrays of texts have an entry for each pair of answers in a row, arrays of labels one for
-    each label, with the place of its pair. A row with one answer counts as a pair.
+    Read some rows as arrays by name.
+
+    Arrays on texts have one entry for each pair of answers in a row. Arrays on labels have one entry for each label,
+    and the array `place` says which pair it is a label of. In a table with one answer a row, a row counts as a pair.
     """
     size, answers = len(table), len(columns.responses)
     prompt = np.zeros(size, np.uint64)
@@ -290,7 +303,7 @@ def _read_rows(start: int, table: pa.Table, columns: Columns, names: dict[str, i
 
 
 def _hashes(column: pa.ChunkedArray, name: str = "") -> np.ndarray:
-    """Hash each value; a column with a name must hold text or messages."""
+    """Hash each value of a column; if a `name` is given, refuse a column of anything but text or messages."""
     kind = column.type
     if name and not any(is_kind(kind) for is_kind in _TEXT_TYPES):
         raise ValueError(f"the column {name!r} must hold text or messages, but it holds {kind}: write it as text")
@@ -302,7 +315,7 @@ def _hash_each(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _strings(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return values as text: messages as JSON, and 1.0 as 1, since in CSV integers with a gap become floats."""
+    """Return values as text: messages as JSON, and 1.0 as 1, since integers with gaps are read from CSV as floats."""
     kind = column.type
     if pa.types.is_nested(kind):
         return pa.chunked_array([[json.dumps(value, sort_keys=True) for value in column.to_pylist()]])
@@ -315,7 +328,7 @@ def _strings(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _names(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return names as text without the spaces around them, which people type unseen."""
+    """Return names as text, without spaces around them, which people type without noticing."""
     return pc.utf8_trim_whitespace(_strings(column))
 
 
@@ -352,7 +365,7 @@ def _numbers(column: pa.ChunkedArray, name: str, start: int) -> np.ndarray:
 
 
 def _times(column: pa.ChunkedArray, name: str, start: int) -> np.ndarray:
-    """Return times as seconds since a fixed moment."""
+    """Return times as numbers: dates as seconds since 1970, numbers as they are."""
     if pa.types.is_string(column.type) or pa.types.is_temporal(column.type) or pa.types.is_large_string(column.type):
         given = pd.Series(column.to_pandas())
         dates = pd.to_datetime(given, utc=True, errors="coerce", format="mixed")

@@ -23,22 +23,24 @@ _NO_TEXT = "with an empty text, or the same one twice"
 
 def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
     """
-    Return how likely each label of an item is.
+    Return for each item how likely each of the three labels is the right one.
 
-    `"majority"` counts votes. `"dawid_skene"` (1979) learns what each annotator makes of each true label, and `"mace"`
-    (Hovy et al. 2013) how often each one guesses; both are crowd-kit's. `"noisy_bt"` scores each answer from all its
-    pairs and returns σ of the difference, without ties, see [`noisy_bradley_terry`].
+    - `"majority"` counts votes.
+    - `"dawid_skene"` (1979, crowd-kit's) learns how often each annotator gives each label to items of each true label.
+    - `"mace"` (Hovy et al. 2013, crowd-kit's) learns how often each annotator guesses.
+    - `"noisy_bt"` scores each answer from all its pairs, and returns σ of the difference of an item's two scores; ties
+      get 0. See [`noisy_bradley_terry`].
 
     Args:
-        labels: those of the annotators who count.
+        labels: labels of the annotators who count.
         method: how labels are aggregated.
 
     Returns:
-        (I, 3), shares of `FIRST`, `SECOND` and `TIE` that add up to 1; 0 where an item has no label.
+        (I, 3) shares of `FIRST`, `SECOND` and `TIE`, which add up to 1, or are all 0 if the item has no label.
 
     Raises:
-        ValueError: too few labels to learn from: fewer than 2 an item (for `"noisy_bt"`, an answer), or fewer than 10
-            by the median annotator.
+        ValueError: there are too few labels for a method other than `"majority"`: on average fewer than 2 an item (for
+            `"noisy_bt"`, an answer), or fewer than 10 by the median annotator.
         ImportError: crowd-kit is not installed.
     """
     counts = labels.counts()
@@ -76,20 +78,20 @@ def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
 
 def hold_out_annotators(labels: Labels, share: float = 0.2, seed: int = 0) -> tuple[Labels, Labels | None]:
     """
-    Divide labels so that neither a person nor a prompt is on both sides.
+    Divide labels into training labels and test labels that have no annotator and no prompt in common.
 
-    A share of the annotators is held out. Prompts that only they labelled are for the test. Prompts that they did not
-    label are for training. Of the prompts that both sides labelled, the same share is for the test. On each side only
-    the labels of its own annotators count.
+    A share of the annotators is held out. Prompts that only held-out annotators labelled are for the test, prompts
+    that none of them labelled are for training, and of the other prompts the same share is for the test. A held-out
+    annotator's labels of training prompts are dropped, and so are other annotators' labels of test prompts.
 
     Args:
-        labels: those of the annotators who count.
-        share: of annotators to hold out, at least one; 0 for none.
-        seed: of the draw.
+        labels: labels of the annotators who count.
+        share: share of annotators to hold out, rounded to one annotator at least; 0 holds out nobody.
+        seed: seed of the draw.
 
     Returns:
-        Labels to train on and to test on. The second is None if nobody is held out: `share` is 0, or there is only one
-        annotator.
+        The labels to train on, and the labels to test on. The latter are None if nobody is held out: `share` is 0, or
+        there is only one annotator.
     """
     people = np.unique(labels.annotator)
     if share == 0 or len(people) < 2:
@@ -116,21 +118,27 @@ def majority_pairs(
     left_out: dict[str, int] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Yield pairs whose winner is sure enough, in the order of the table.
+    Yield a preference pair for each item whose winner is sure enough, in the order of the table.
 
-    A pair has `prompt`, `chosen`, `rejected`; `confidence`, the share of the winner, which `use_confidence` reads;
-    `weight`, proportional to 2·confidence − 1 and 1 on average, which `use_weight` reads; `votes`, how many labels;
-    `annotators`, who gave them; and `row`, its first one in the table.
+    A pair is a dictionary with
+
+    - `prompt`, `chosen` and `rejected`;
+    - `confidence`: the share of the winner, which the setting `use_confidence` reads;
+    - `weight`: a number proportional to 2·`confidence` − 1, and 1 on average, which the setting `use_weight` reads;
+    - `votes`: the number of the item's labels;
+    - `annotators`: the names of those who gave the labels;
+    - `row`: the item's first row in the table.
 
     Args:
         dataset: the table that `labels` were read from.
-        labels: those that count.
-        columns: as `labels` were read with.
-        shares: from [`shares_of_labels`]; by default the majority's.
-        confidence_bound: least share of the winner, in [0.5, 1]. Ties and the other answer count against it.
-        min_labels: least number of labels.
-        keep_columns: further columns of the table to keep, as the pair's first row has them.
-        left_out: filled with the number of items that are left out, by reason.
+        labels: the labels that count.
+        columns: the columns that `labels` were read with.
+        shares: shares from [`shares_of_labels`]; by default those of `"majority"`.
+        confidence_bound: least share of the winner, in [0.5, 1]. An item whose winner has less, because of ties or of
+            labels for the other answer, is left out.
+        min_labels: least number of labels; an item with fewer is left out.
+        keep_columns: further columns of the table to keep in the pair, with the values in the item's first row.
+        left_out: a dictionary to fill: why items are left out → how many.
 
     Raises:
         ValueError: `confidence_bound` or `min_labels` is out of range.

@@ -1,4 +1,4 @@
-"""Report on the prompts of data sets, and write copies without duplicates and leaked rows."""
+"""Report on the prompts of data sets, and write copies without duplicates and without rows of held-out sets."""
 
 from typing import TYPE_CHECKING
 

@@ -22,9 +22,9 @@ from ...data import write_rows
 from ...runs import check_output_dir, check_settings, find, overlap, setting, write_text
 from ...upstream import late_bars, quiet
 
-# Measured with a million rows of any length, with splits by a column
+# Memory, measured with a million rows of any length, with splits by a column
 BYTES_A_ROW = 1000
-OWN = ("prompts.html", "prompts.json", "duplicates.jsonl")  # what the report is
+OWN = ("prompts.html", "prompts.json", "duplicates.jsonl")  # the files of the report
 
 
 @dataclass
@@ -116,7 +116,7 @@ class PromptsArguments:
                 raise ValueError(f"`{name}` is for `{needed}`: give that, too, or leave it out")
 
     def _check_copies(self) -> None:
-        """Refuse names of sets whose copies would lie where the report or another copy does."""
+        """Refuse a set's name if the set's copy would overwrite the report or another set's copy."""
         taken = {Path(self.output_dir, name): f"the report's {name}" for name in OWN}
         for name in self.paths:
             for path in copies(self, name):
@@ -148,7 +148,7 @@ def _check_file_name(option: str, name: str) -> None:
 
 
 def share(option: str, name: str, value: str) -> float:
-    """Convert a share to a number; refuse one that is not from 0 to 1."""
+    """Convert the share that `option` gives `name` to a number; refuse one that is not from 0 to 1."""
     try:
         number = float(value)
     except ValueError:
@@ -159,7 +159,7 @@ def share(option: str, name: str, value: str) -> float:
 
 
 def load(args: PromptsArguments) -> list[Any]:
-    """Load the named sets."""
+    """Load the sets that `args.sets` names, each as a `PromptSet`."""
     from ...data import load_dataset_split
     from .examine import PromptSet
 
@@ -175,7 +175,7 @@ def load(args: PromptsArguments) -> list[Any]:
 
 
 def check_memory(rows: int) -> None:
-    """Refuse data that would not fit into memory, before hours of work."""
+    """Refuse, before hours of work, a number of rows that would not fit into the free memory."""
     import psutil
 
     needed, free = rows * BYTES_A_ROW, psutil.virtual_memory().available
@@ -187,7 +187,11 @@ def check_memory(rows: int) -> None:
 
 
 def check_output(args: PromptsArguments) -> None:
-    """Refuse a folder that cannot be written, an input in it, and copies of other splits, which would be read."""
+    """
+    Refuse an output folder that cannot be written, or that overlaps an input.
+
+    Refuse also one that has an earlier run's copies of other splits: who loads the folder would read those, too.
+    """
     check_output_dir(args.output_dir, "false")
     folder = Path(args.output_dir)
     for name, path in args.paths.items():
@@ -204,12 +208,12 @@ def check_output(args: PromptsArguments) -> None:
 
 
 def is_split(args: PromptsArguments, name: str) -> bool:
-    """Return whether the copy of a set is a folder."""
+    """Return whether the copy of the set `name` is divided into splits, which makes it a folder, not a file."""
     return bool(args.split_shares) and name in (args.split_sets or ())
 
 
 def copies(args: PromptsArguments, name: str) -> list[Path]:
-    """Return the files that the copy of a set goes to."""
+    """Return the files that the copy of the set `name` is written to."""
     folder = Path(args.output_dir)
     return (
         [folder / name / f"{split}.jsonl" for split in args.split_shares]
@@ -234,7 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(args: PromptsArguments, sets: list[Any]) -> list[str]:
-    """Write the report and the copies; return the bounds that are broken."""
+    """Write the report and the copies; return a sentence for each bound that is broken."""
     import numpy as np
 
     from .examine import examine_prompts
@@ -265,7 +269,7 @@ def run(args: PromptsArguments, sets: list[Any]) -> list[str]:
     for note in found["notes"]:
         print(note)
     for name in report.sets if args.write else ():
-        for path in copies(args, name):  # a run that is interrupted must not leave another run's other split
+        for path in copies(args, name):  # if this run is interrupted, no split of an earlier run may be left
             path.unlink(missing_ok=True)
     for name, rows in report.sets.items() if args.write else ():
         for path in copies(args, name):

@@ -25,12 +25,12 @@ from ...data import (
 from ...upstream import is_installed
 
 By = Literal["conversation", "last_turn"]
-PROMPT_COLUMNS = ("prompt", "messages", "chosen", "text")  # the first that there is
+PROMPT_COLUMNS = ("prompt", "messages", "chosen", "text")  # the first one that a set has is taken
 _ANSWER_COLUMNS = ("completion", "chosen", "messages")
 _WITH_ANSWERS = ("completion", "chosen", "rejected", "messages", "label", "completions", "labels")
 _ROWS = 1000  # read at a time
 _LEAST_WORDS = 5  # the language of fewer words is often guessed wrong
-_LANGUAGES_OF = 2000  # rows, of each set
+_LANGUAGES_OF = 2000  # most rows of each set whose language is guessed
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +41,13 @@ class PromptSet:
     Args:
         name: what reports call it.
         rows: the data set.
-        column: holds its prompts, as texts or messages. In `messages` the turns before the last answer are the prompt,
-            in `chosen` those before the answer. The default is the first of `prompt`, `messages`, `chosen`, `text`.
+        column: the column of the prompts, which are texts or messages. In a column `messages` the turns before the
+            last answer are the prompt, in a column `chosen` all turns but the last. The default is the first of
+            `prompt`, `messages`, `chosen` and `text` that the data set has.
 
     Raises:
-        ValueError: there is no such column or no row, or `chosen` holds texts, in which nothing separates the prompt
-            from the answer.
+        ValueError: the data set lacks the column or has no row, or the column is `chosen` and holds texts, in which
+            nothing separates the prompt from the answer.
     """
 
     name: str
@@ -81,7 +82,7 @@ class PromptSet:
             yield [row[column] for row in rows]
 
     def rows_at(self, places: Sequence[int] | np.ndarray) -> Iterator[dict[str, Any]]:
-        """Yield the rows at some places, with all columns; raise as [`column_values`] does."""
+        """Yield the rows at `places`, with all columns; raise `ValueError` if a text is not UTF-8."""
         for rows in self._read(self.rows.column_names, places):
             yield from rows
 
@@ -97,10 +98,10 @@ class PromptSet:
 
     def turns(self) -> Iterator[list[list[str]]]:
         """
-        Yield, some rows at a time, the texts of each prompt's turns, first those before the last user's.
+        Yield, some rows at a time, the texts of each prompt's turns, with the user's last turn moved to the end.
 
         Raises:
-            ValueError: a row holds something else than text, messages or nothing.
+            ValueError: a prompt is neither text nor messages, nor missing.
         """
         place = 0
         for values in self.column_values(self.column):
@@ -114,18 +115,23 @@ class PromptSet:
             place += len(values)
 
     def prompt(self, row: int, by: By = "conversation") -> str:
-        """Return one prompt as a text."""
+        """Return the prompt of a row as one text: all turns, or the user's last one if `by` is `"last_turn"`."""
         return _text(_turns(self.rows[int(row)][self.column], self.column), by)
 
     def answers(self) -> Iterator[str] | None:
-        """Return the answers, normalised, from `completion`, `chosen` or the last of `messages`; None without any."""
+        """
+        Return all answers, normalised.
+
+        They come from the first column that the set has of `completion`, `chosen` and `messages`, and in messages from
+        the last turn. Return None if the set has none of these columns.
+        """
         column = next((name for name in _ANSWER_COLUMNS if name in self.rows.column_names), None)
         if column is None:
             return None
         return (normalised(_answer(value)) for values in self.column_values(column) for value in values)
 
     def answer_keys(self) -> np.ndarray:
-        """Return a number for each row: equal answers have equal numbers. Without answers, all rows have the same."""
+        """Return a number for each row: equal answers have equal numbers. Without answers, all numbers are 0."""
         columns = [name for name in _WITH_ANSWERS if name in self.rows.column_names]
         if not columns:
             return np.zeros(len(self.rows), np.int64)
@@ -138,7 +144,7 @@ class PromptSet:
 
 
 def _turns(value: Any, column: str) -> list[str]:
-    """Return the texts of the turns, with the user's last turn moved to the end."""
+    """Return the texts of a prompt's turns, with the user's last turn moved to the end."""
     if not is_messages(value):
         return [value or ""]
     if column == "chosen":
@@ -172,14 +178,15 @@ class PromptReport:
     Hold what [`examine_prompts`] found. Arrays have an entry for each row of each set, one set after the other.
 
     Args:
-        sets: the sets by name.
-        places: set → its part of the arrays.
-        duplicates: groups over all sets.
+        sets: a set's name → the set.
+        places: a set's name → the slice of the arrays that holds its rows.
+        duplicates: groups of exact and near duplicates, which may hold rows of several sets.
         words, characters: length of each prompt.
-        scripts: of each prompt, the place in `SCRIPTS` of the script of most of its letters.
-        other_view: exact groups by the value of `by` that was not chosen. None if no prompt has several turns.
-        languages: set → language → share of the rows that were looked at; None without py3langid.
-        copied: set → for each answer, the share of its runs of words that the corpus has, too.
+        scripts: for each prompt the script that most of its letters have, as a place in `SCRIPTS`.
+        other_view: for each prompt the number of its group of exact duplicates, by the value of `by` that was not
+            chosen. None if no prompt has several turns.
+        languages: a set's name → language → share of the rows whose language was guessed; None without py3langid.
+        copied: a set's name → for each answer, the share of its runs of words that also occur in the corpus.
     """
 
     sets: dict[str, PromptSet]
@@ -193,18 +200,18 @@ class PromptReport:
     copied: dict[str, np.ndarray]
 
     def filled(self, name: str) -> np.ndarray:
-        """Return whether each prompt of a set has any text."""
+        """Return for each prompt of the set `name` whether it has any text."""
         return self.duplicates.exact[self.places[name]] >= 0
 
     def repeated(self, name: str, kind: Literal["exact", "near"]) -> np.ndarray:
-        """Return whether each row of a set has a duplicate before it in the set."""
+        """Return for each row of the set `name` whether it is a duplicate of an earlier row of that set."""
         groups = getattr(self.duplicates, kind)[self.places[name]]
         repeated = np.ones(len(groups), bool)
         repeated[np.unique(groups, return_index=True)[1]] = False
         return repeated & (groups >= 0)
 
     def shared(self, name: str, others: Iterable[str], kind: Literal["exact", "near"]) -> np.ndarray:
-        """Return whether each row of a set is in a group with a row of one of the other sets."""
+        """Return for each row of the set `name` whether its group of duplicates has a row of one of the `others`."""
         groups = getattr(self.duplicates, kind)
         theirs = [groups[self.places[other]] for other in others if other != name]
         mine = groups[self.places[name]]
@@ -223,18 +230,20 @@ def examine_prompts(
     seed: int = 0,
 ) -> PromptReport:
     """
-    Look at the prompts of named data sets.
+    Find the duplicates, lengths, scripts, languages and copied answers of data sets with prompts.
 
     Args:
         sets: sets with different names.
-        by: compare chat prompts by all turns, or by the user's last one.
+        by: whether chat prompts are compared by all turns, or by the user's last one.
         threshold, unit, n, num_perm: what counts as a near duplicate, see [`find_duplicates`].
-        copied_from: sets whose answers are the corpus that other sets' answers are compared with.
-        copied_words: words in a row that make a copy.
-        seed: seed of hashes, and of the rows whose language is guessed.
+        copied_from: names of the sets whose answers make the corpus. The answers of all other sets are compared with
+            this corpus.
+        copied_words: how many words in a row make a copy.
+        seed: seed of the hashes, and of the choice of rows whose language is guessed.
 
     Raises:
-        ValueError: a row holds no prompt, two sets have one name, or a setting is out of range.
+        ValueError: a prompt is neither text nor messages, nor missing; two sets have the same name; `copied_from`
+            names no set, or one without answers; or a setting is out of range.
         ImportError: datasketch is missing.
     """
     named = {each.name: each for each in sets}
@@ -294,7 +303,7 @@ def _answers(sets: dict[str, PromptSet], name: str) -> Iterator[str]:
 
 
 def _languages(prompts: PromptSet, by: By, seed: int) -> dict[str, float]:
-    """Guess the languages of some of the rows by py3langid; return each one's share."""
+    """Guess the language of 2,000 rows at most; return language → share, with "" for prompts too short to guess."""
     import py3langid
 
     size = len(prompts)

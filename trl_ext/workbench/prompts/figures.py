@@ -13,7 +13,7 @@ QUANTILES = {"least": 0.0, "5 %": 0.05, "half": 0.5, "95 %": 0.95, "most": 1.0}
 
 
 def figures(report: PromptReport, args: Any, reasons: dict[str, Any], splits: dict[str, Any]) -> dict[str, Any]:
-    """Return what `prompts.json` has, without bounds and settings."""
+    """Return the contents of `prompts.json`, all but its `bounds` and `settings`."""
     found: dict[str, Any] = {"sets": {}, "shared": {}, "notes": []}
     for name, rows in report.sets.items():
         place, others = report.places[name], [other for other in report.sets if other != name]
@@ -68,7 +68,7 @@ def figures(report: PromptReport, args: Any, reasons: dict[str, Any], splits: di
 
 
 def _shared_in_copies(report: PromptReport, args: Any, name: str, kept: np.ndarray) -> list[str]:
-    """Return a note if a copy to train on still has prompts of other sets."""
+    """Return a list, with a note if the copy of a training set still has prompts that another set has, too."""
     if name in args.held_out:
         return []
     others = args.held_out or report.sets
@@ -82,7 +82,7 @@ def _shared_in_copies(report: PromptReport, args: Any, name: str, kept: np.ndarr
 
 
 def _repeated_elsewhere(report: PromptReport, name: str) -> int:
-    """Count rows that equal another row in the other view of a chat prompt alone."""
+    """Count a set's rows that equal more rows by the value of `by` that was not chosen than by the one that was."""
     assert report.other_view is not None
     counts = np.bincount(report.other_view)[report.other_view]
     exact = report.duplicates.exact
@@ -92,7 +92,7 @@ def _repeated_elsewhere(report: PromptReport, name: str) -> int:
 
 
 def broken_bounds(bounds: dict[str, dict[str, float]], found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return each bound with the share that was found, and whether it is broken."""
+    """Return for each bound the share that was found, whether that breaks the bound, and a sentence that says so."""
     keys = {
         "max_overlap": ("shared_near", "have a duplicate in another set"),
         "max_duplicates": ("near_duplicates", "have a duplicate before them in the set"),
@@ -117,7 +117,7 @@ def broken_bounds(bounds: dict[str, dict[str, float]], found: dict[str, Any]) ->
 
 
 def groups(report: PromptReport) -> Iterator[dict[str, Any]]:
-    """Yield each group of two or more rows: its rows by set, and the least similarity to its first row."""
+    """Yield each group of duplicates: its kind, its rows by set, and the least similarity of a row to the first."""
     for _, places in large_groups(report):
         rows: dict[str, list[int]] = {}
         for name, row in rows_of(report, places):
@@ -128,7 +128,7 @@ def groups(report: PromptReport) -> Iterator[dict[str, Any]]:
 
 
 def large_groups(report: PromptReport) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the number of each group of two or more rows, and their places in the arrays."""
+    """Yield for each group of two or more near duplicates its number, and its rows' places in the report's arrays."""
     near = report.duplicates.near
     order = np.argsort(near, kind="stable")
     order = order[near[order] >= 0]
@@ -138,7 +138,7 @@ def large_groups(report: PromptReport) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def rows_of(report: PromptReport, places: np.ndarray) -> list[tuple[str, int]]:
-    """Return the set and row of each place in the arrays."""
+    """Return for each place in the report's arrays the name of its set, and the row in that set."""
     names = list(report.sets)
     begins = np.array([report.places[name].start for name in names])
     of = np.searchsorted(begins, places, side="right") - 1

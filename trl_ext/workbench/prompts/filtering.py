@@ -1,4 +1,4 @@
-"""Choose which rows of examined prompts are left out, and where the others go."""
+"""Choose which rows of examined data sets are left out, and into which split each other row goes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -13,23 +13,24 @@ REASONS = ("", "empty", "shared with a held-out set", "duplicate", "balance")
 """Why a row is left out; "" for rows that stay."""
 
 _LENGTHS = 4  # strata of lengths
-_FEW = 50  # different values that a column may have, or else a tenth of its rows
+_FEW = 50  # most different values of a column, or a tenth of the rows if that is more
 
 
 def left_out(report: PromptReport, remove: Remove = "near", held_out: Iterable[str] = ()) -> dict[str, np.ndarray]:
     """
-    Return which rows are left out, and why.
+    Return for each row whether it is left out, and why.
 
-    The first of several duplicates in a set stays. Rows with different answers are no duplicates: a preference set has
-    many pairs for one prompt. A held-out set loses only its own duplicates; other sets lose what they share with it.
+    Of several duplicates in a set the first stays. Rows with different answers are no duplicates, since a preference
+    set has many pairs for one prompt. A held-out set loses only its own duplicates; every other set also loses the
+    rows that it shares with a held-out set.
 
     Args:
-        report: of [`examine_prompts`].
-        remove: which duplicates are left out. `none` leaves out empty prompts alone.
+        report: report of [`examine_prompts`].
+        remove: which duplicates are left out. With `none` only empty prompts are.
         held_out: names of the sets to evaluate on.
 
     Returns:
-        Set → (rows of the set,) places in `REASONS`.
+        A set's name → (rows of the set,) int, why each row is left out, as a place in `REASONS`; 0 for rows that stay.
     """
     held_out = [name for name in report.sets if name in {*held_out}]
     reasons = {}
@@ -50,16 +51,16 @@ def left_out(report: PromptReport, remove: Remove = "near", held_out: Iterable[s
 
 def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tuple]:
     """
-    Return the values of each row of a set that are to be spread over splits, or balanced.
+    Return for each row of a set its values in `columns`, to stratify splits by them or to balance them.
 
     Args:
-        report: of [`examine_prompts`].
+        report: report of [`examine_prompts`].
         name: name of the set.
-        columns: columns of the set; `length`, quarters of the set by words, and `script`, unless there is a column
-            of that name.
+        columns: names of columns of the set. Unless the set has a column of that name, `length` stands for the quarter
+            of the set, by number of words, that the prompt is in, and `script` for the prompt's script.
 
     Raises:
-        ValueError: there is no such column, or nearly every row has its own value in it.
+        ValueError: the set lacks a column, or a column has more different values than 50 and than a tenth of the rows.
     """
     each = []
     prompts = report.sets[name]
@@ -97,20 +98,20 @@ def divide(
     seed: int = 0,
 ) -> dict[str, np.ndarray]:
     """
-    Divide sets into splits that no group of near duplicates straddles, within a set or between sets.
+    Divide sets into splits, and keep all near duplicates, of one set or of several, in the same split.
 
     Args:
-        report: of [`examine_prompts`].
-        reasons: of [`left_out`]; rows that are left out are in no split.
-        shares: split → share of the rows, with the sum 1.
-        names: sets to divide.
+        report: report of [`examine_prompts`].
+        reasons: result of [`left_out`]; rows that are left out are in no split.
+        shares: a split's name → its share of the rows; the sum of the shares is 1.
+        names: names of the sets to divide.
         columns: columns whose values all splits should have in equal shares, see [`strata`].
-        held_out: sets to evaluate on. Rows whose group has a row of another set that is not divided go to the largest
-            split.
+        held_out: names of the sets to evaluate on. If a set is neither divided nor held out, near duplicates of its
+            rows go to the split with the largest share.
         seed: seed of the order.
 
     Returns:
-        Set → (rows of the set,) the name of the split, "" for what is left out.
+        A set's name → (rows of the set,) the name of each row's split, "" for rows that are left out.
     """
     near = report.duplicates.near
     kept = {name: reasons[name] == 0 for name in names}
@@ -140,18 +141,18 @@ def balance(
     seed: int = 0,
 ) -> dict[str, np.ndarray]:
     """
-    Leave out rows at random until no value has more rows than the rarest, or than `most`.
+    Leave out rows at random until no value in `columns` has more rows than the rarest value, or than `most`.
 
     Args:
-        report: of [`examine_prompts`].
-        reasons: of [`left_out`].
-        names: sets to balance.
+        report: report of [`examine_prompts`].
+        reasons: result of [`left_out`].
+        names: names of the sets to balance.
         columns: columns whose values are balanced, see [`strata`].
-        most: rows of one value; None takes as many as the rarest has.
-        seed: seed of the choice.
+        most: largest number of rows with one value; None takes as many as the rarest value has.
+        seed: seed of the random choice.
 
     Returns:
-        A copy of `reasons` with the rows that are left out for balance.
+        A copy of `reasons` in which the rows that are now left out have the reason `balance`.
     """
     result = dict(reasons)
     for name in names:

@@ -15,7 +15,7 @@ from .figures import QUANTILES, large_groups, rows_of
 from .filtering import REASONS, strata
 
 EXAMPLES = 8
-_COUNTS = {  # names of columns, and keys of the figures
+_COUNTS = {  # a column of the table of counts → its key in the figures
     "rows": "rows",
     "empty": "empty",
     "exact": "exact_duplicates",
@@ -23,12 +23,12 @@ _COUNTS = {  # names of columns, and keys of the figures
     "largest group": "largest_group",
     "joined by others": "joined_by_others",
 }
-_LOOKED_AT = 50  # rows of a group, for an example
+_LOOKED_AT = 50  # rows of a group that are compared to find an example
 _SHOWN = 400  # characters of a prompt
 
 
 def page(report: PromptReport, found: dict[str, Any], args: Any, splits: dict[str, Any]) -> str:
-    """Return the HTML page of a report on prompts."""
+    """Return the HTML page of a report on prompts, with its figures `found` and the `splits` of the copies."""
     sets, guessed = found["sets"], report.languages is not None
     rows = sum(of_set["rows"] for of_set in sets.values())
     repeated = sum(of_set["near_duplicates"] for of_set in sets.values())
@@ -80,7 +80,12 @@ def _between(found: dict[str, Any]) -> list[list[str]]:
 
 
 def _examples(report: PromptReport, args: Any) -> list[list[Any]]:
-    """Return examples: of several sets first, with held-out ones before others; then near ones, then large groups."""
+    """
+    Return a row of the table of examples for each of 8 groups of duplicates.
+
+    Groups over several sets come first; among these, and among the others, groups with a held-out set, then near
+    before exact duplicates, then larger groups.
+    """
     chosen: dict[int, tuple[tuple, np.ndarray]] = {}
     for group, places in large_groups(report):
         names = {name for name, _ in rows_of(report, places[:1000])}
@@ -103,10 +108,11 @@ def _examples(report: PromptReport, args: Any) -> list[list[Any]]:
 
 def _pair(report: PromptReport, places: np.ndarray, args: Any) -> tuple[float, list[tuple[str, int]], list[str]]:
     """
-    Return the similarity, the rows and the texts of two of a group.
+    Return the similarity, the rows and the texts of two prompts of a group of duplicates.
 
-    They are the most similar ones that are not the same, if there are any: of a held-out set and another one, or of
-    two sets, if the group has such.
+    The first prompt is of a held-out set, if the group has one, or else the group's first. The second is of another
+    set, if the group has several: the one most similar to the first prompt without being equal, or an equal one if
+    there is no other.
     """
     where = rows_of(report, places)
     first = next((each for each in where if each[0] in args.held_out), where[0])
@@ -122,7 +128,7 @@ def _pair(report: PromptReport, places: np.ndarray, args: Any) -> tuple[float, l
 
 
 def _shortened(shown: str, other: str) -> str:
-    """Return the part of a prompt where another one begins to differ, or its beginning if they are the same."""
+    """Return the part of `shown` where it begins to differ from `other`, or its beginning if they do not differ."""
     same = len(os.path.commonprefix([shown, other]))
     begin = same - _SHOWN // 4 if _SHOWN // 2 < same < max(len(shown), len(other)) else 0
     return ("…" if begin else "") + shown[begin : begin + _SHOWN] + ("…" if len(shown) > begin + _SHOWN else "")
@@ -162,7 +168,7 @@ def _copied(report: PromptReport, found: dict[str, Any]) -> list[list[str]]:
 
 
 def _kept(found: dict[str, Any], args: Any) -> dict[str, list]:
-    """Return why rows are left out, how many are left out and kept of each set, and the notes on it."""
+    """Return the reasons to leave rows out, each set's numbers of rows left out and kept, and notes on the copies."""
     reasons = [*REASONS[1:4], *([REASONS[4]] if args.balance else [])]
     rows = []
     for name, of_set in found["sets"].items():
@@ -173,7 +179,7 @@ def _kept(found: dict[str, Any], args: Any) -> dict[str, list]:
 
 
 def _strata(report: PromptReport, name: str, args: Any, split: np.ndarray) -> list[list[str]]:
-    """Return the shares of the most common values in each split, which should be alike."""
+    """Return rows of a table: a common value, and its share of each split. A row's shares should be alike."""
     values = strata(report, name, args.stratify)
     counts = {
         each: Counter(v for v, of in zip(values, split, strict=True) if of == each) for each in args.split_shares

@@ -1,4 +1,4 @@
-"""Compute the memory and time that a run needs, without loading a weight."""
+"""Compute the memory and time that a run needs, without loading its weights, and advise what to train next."""
 
 from typing import TYPE_CHECKING
 

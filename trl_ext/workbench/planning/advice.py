@@ -15,9 +15,9 @@ TITLES: dict[Method, str] = {
     "ppo": "PPO",
 }
 
-# The bounds; docs/advise.md has the argument for each
-AGREEMENT = 0.6  # of pairs of labels of an item, that are equal
-ACCURACY = 0.65  # of a reward model, on held-out pairs
+# Lower bounds of what a method wants; docs/advise.md argues for each
+AGREEMENT = 0.6  # share of pairs of labels of an item that are equal
+ACCURACY = 0.65  # accuracy of a reward model on held-out pairs
 PAIRS, DEMONSTRATIONS, PROMPTS = 2_000, 1_000, 1_000
 PLENTY = 10_000  # pairs below which `trl-ext plan` warns
 
@@ -45,7 +45,7 @@ class Reason(NamedTuple):
 
     Args:
         sentence: the sentence.
-        source: an arXiv id, a page of the documentation, or an address.
+        source: where the figure is from: an arXiv id, a page of the documentation, or an address.
     """
 
     sentence: str
@@ -55,12 +55,12 @@ class Reason(NamedTuple):
 @dataclass(frozen=True)
 class Leak:
     """
-    Count the rows of a held-out set with near duplicates in other sets.
+    Count the rows of a held-out set that have near duplicates in other sets.
 
     Args:
-        name: of the set.
-        shared: rows that have a near duplicate in another set.
-        rows: of the set.
+        name: name of the held-out set.
+        shared: number of its rows that have a near duplicate in another set.
+        rows: number of all its rows.
     """
 
     name: str
@@ -74,16 +74,16 @@ class Facts:
     Hold what is known about the data, the models and the budget; None means unknown.
 
     Args:
-        demonstrations, pairs, prompts: rows to train on.
+        demonstrations, pairs, prompts: number of each to train on.
         verifiable: whether a rule or a unit test can score an answer.
         agreement: share of pairs of labels for the same item that are equal.
         labels_per_item: mean number of labels of a pair.
-        accuracy, accuracy_low: of the reward model on held-out pairs, and the lower end of its interval.
+        accuracy, accuracy_low: the reward model's accuracy on held-out pairs, and the lower end of its interval.
         passed: whether the reward model passed its report.
-        complaints: the report's reasons if not.
-        leaks: held-out sets, with what they share.
-        gpu_hours, labels: the budget.
-        ppo, ppo_full: PPO as planned, with LoRA and of all weights.
+        complaints: the report's reasons why the reward model did not pass.
+        leaks: for each held-out set, how many rows it shares with other sets.
+        gpu_hours, labels: the budget: GPU-hours, and labels that can still be collected.
+        ppo, ppo_full: what PPO takes on the GPUs if it trains LoRA, and if it trains all weights.
     """
 
     demonstrations: int | None = None
@@ -104,7 +104,7 @@ class Facts:
 
 
 class Rule(NamedTuple):
-    """Train with `method` where `holds`. `why` is a template, see [`_filled`], with figures from `source`."""
+    """Advise `method` where `holds(facts)`, with the reason `why`, a template for [`_filled`], and its `source`."""
 
     method: Method
     holds: Callable[[Facts], bool]
@@ -118,13 +118,13 @@ class Recommendation:
     Recommend what to do, with reasons.
 
     Args:
-        method: to train with.
-        reasons: why, the rule that decided first.
+        method: what to do, a key of `TITLES`.
+        reasons: why; the reason of the rule that decided comes first.
         cautions: what to take care of.
-        leave: whether another library serves better, and from which size on.
-        leaves: whether one does for this model and these GPUs; None if they are unknown.
+        leave: reasons to leave this library for another, or to stay.
+        leaves: whether another library serves this model and these GPUs better; None if model and GPUs are unknown.
         changes: what the advice would be if one fact were different.
-        unknown: names of the facts that are unknown and matter.
+        unknown: names of the unknown facts that could change the advice.
     """
 
     method: Method
@@ -145,13 +145,13 @@ def _few(count: int | None, least: int) -> bool:
 
 
 def _affordable(facts: Facts) -> bool:
-    """Return whether PPO fits in memory and budget, as far as these are known."""
+    """Return whether PPO fits in memory and budget; True where nothing is known against it."""
     planned, budget = facts.ppo, facts.gpu_hours
     return planned is None or (planned.fits and (budget is None or planned.gpu_hours <= budget))
 
 
 def _cost(facts: Facts) -> str:
-    """Compare what PPO needs with the GPUs and the budget."""
+    """Return a sentence that compares PPO's memory with the GPUs', or, if it fits, PPO's GPU-hours with the budget."""
     planned = facts.ppo
     assert planned is not None
     if not planned.fits:
@@ -179,7 +179,7 @@ def _there_are(count: int | None, what: str) -> str:
 
 
 def _filled(template: str, facts: Facts) -> str:
-    """Fill the facts, and what is made of them, into a sentence."""
+    """Fill the places of a template with facts, and with phrases made from them."""
     return template.format(
         **vars(facts),
         cost="" if _affordable(facts) else _cost(facts),
@@ -189,8 +189,8 @@ def _filled(template: str, facts: Facts) -> str:
     )
 
 
-# The first whose condition holds decides. Where a rule says to label more, no later fact about labels undoes it, so
-# more agreement, pairs or accuracy never leads from training to labelling (tests/workbench/planning/test_advice.py).
+# The first rule whose condition holds decides. Their order makes sure that more agreement, more pairs or a higher
+# accuracy never turns the advice from training to labelling (tests/workbench/planning/test_advice.py).
 RULES = (
     Rule(
         "ppo",
@@ -265,7 +265,7 @@ RULES = (
     ),
 )
 
-# What else speaks for a method, and what it costs
+# For each method: what else speaks for it, and what it costs
 EVIDENCE: dict[Method, tuple[Reason, ...]] = {
     "label-more": (
         Reason("Better preference data gave up to 8 %, PPO instead of DPO up to 2.5 %", UNPACKING),
@@ -302,8 +302,8 @@ EVIDENCE: dict[Method, tuple[Reason, ...]] = {
     ),
 }
 
-# GiB of each of 8 GPUs with 80 GB that PPO takes, with LoRA and of all weights: `python -m tests.benchmarks.advice`
-# computed them, and a test compares them with the table of docs/advise.md
+# Size of a model → GiB that PPO takes of each of 8 GPUs with 80 GB, with LoRA and with all weights trained. `python -m
+# tests.benchmarks.advice` computed them, and a test compares them with the table of docs/advise.md
 PLANNED = {"8B": (21.3, 64.4), "32B": (77.1, 257.0), "70B": (158.1, 551.3)}
 OTHERS = (
     Reason(
@@ -318,7 +318,12 @@ OTHERS = (
 
 
 class Lever(NamedTuple):
-    """Change facts, to see what the advice would be: `least` raises facts to these values, `others` sets them."""
+    """
+    Change some facts, to see what the advice would then be.
+
+    Facts in `least` are raised to the values there if they are lower or unknown; facts in `others` are set to the
+    values there. `what` is a template that says the change in words, and `source` is where its figure is from.
+    """
 
     what: str
     source: str
@@ -326,7 +331,7 @@ class Lever(NamedTuple):
     others: dict[str, Any] = {}
 
     def changed(self, facts: Facts) -> Facts:
-        """Return the facts after the change."""
+        """Return a copy of `facts` with this change."""
         raised = {name: max(getattr(facts, name) or 0, value) for name, value in self.least.items()}
         return replace(facts, **{**raised, **self.others})
 
@@ -359,7 +364,7 @@ LEVERS = (
 
 
 def advise(facts: Facts) -> Recommendation:
-    """Say what to train next: the first of [`RULES`] whose condition holds."""
+    """Recommend what to train next, with reasons: the method of the first of [`RULES`] whose condition holds."""
     rule = next(rule for rule in RULES if rule.holds(facts))
     leave, leaves = _leave(facts)
     return Recommendation(
@@ -408,7 +413,11 @@ def _cautions(facts: Facts, method: Method) -> Iterator[Reason]:
 
 
 def _leave(facts: Facts) -> tuple[tuple[Reason, ...], bool | None]:
-    """Return whether another library serves this model and these GPUs better, with reasons; None if unknown."""
+    """
+    Return the reasons to leave this library for another or to stay, and whether to leave.
+
+    Whether to leave is None if the model and the GPUs are unknown.
+    """
     lora, full = facts.ppo, facts.ppo_full
     if lora is None or full is None:
         parts = [f"{size} {with_lora:.0f} and {whole:.0f}" for size, (with_lora, whole) in PLANNED.items()]

@@ -26,15 +26,15 @@ class Fit:
 
     Args:
         stage: `"ppo"` or `"dpo"`.
-        lora: whether adapters are trained, or all weights.
+        lora: whether adapters are trained instead of all weights.
         parameters: number of the policy's weights.
         gpu: name of the kind of GPU.
         gpus: number of GPUs.
         memory: GB of one GPU.
-        peak: GiB that one GPU needs, with half a GiB for CUDA.
-        phase: the phase with the peak.
-        hours: for `examples`, on all of them; an estimate.
-        examples: episodes of PPO, or pairs.
+        peak: GiB that the run takes of one GPU in the phase that takes most, with half a GiB for CUDA.
+        phase: name of the phase that takes most.
+        hours: estimated hours of a run over `examples`, on all GPUs.
+        examples: number of PPO's episodes, or of DPO's pairs.
     """
 
     stage: str
@@ -55,7 +55,7 @@ class Fit:
 
     @property
     def gpu_hours(self) -> float:
-        """Return hours times GPUs."""
+        """Return the estimated hours times the number of GPUs."""
         return self.hours * self.gpus
 
 
@@ -65,19 +65,20 @@ def fit(
     """
     Plan PPO or DPO of a model in bfloat16, with activation checkpointing, on one GPU or with FSDP2 on several.
 
-    Prompts and answers have 512 tokens each, a micro-batch 2 rows, a rollout 128 episodes on one GPU, LoRA rank 16 on
-    all linear layers. PPO's reward model is as large as the policy; with LoRA it is one more adapter.
+    A prompt and an answer have 512 tokens each, and a micro-batch has 2 rows. A rollout has 128 episodes on one GPU,
+    or 32 on each of several. LoRA has rank 16 on all linear layers. PPO's reward model is as large as the policy; with
+    LoRA it is one more adapter on the policy's base.
 
     Args:
         stage: `"ppo"` or `"dpo"`.
         config: configuration of the policy, as `AutoConfig` reads it.
         gpu, gpus: kind and number of GPUs.
-        lora: train adapters; else all weights.
-        reward_model: whether a model scores; else a function does, which takes no memory.
-        examples: episodes of PPO, or pairs, for the time.
+        lora: whether to train adapters instead of all weights.
+        reward_model: whether a model scores PPO's answers. If not, a function does, which takes no memory.
+        examples: number of PPO's episodes, or of DPO's pairs, for which to estimate the time.
     """
     given: dict[str, Any] = {"per_device_train_batch_size": 2, "bf16": True, "report_to": "none"}
-    # This machine need not have the GPU
+    # The machine that plans need not have a GPU
     given |= {"activation_checkpointing": True, "use_cpu": not torch.accelerator.is_available()}
     args: PPOConfig | DPOConfig
     if stage == "ppo":

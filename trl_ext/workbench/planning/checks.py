@@ -11,8 +11,9 @@ from .runs import Job
 
 def known_not_to_work(job: Job) -> list[str]:
     """
-    Return the reasons why this run cannot work, a sentence for each, except those that its configuration refuses
-    itself.
+    Return a sentence for each reason why a run cannot work.
+
+    Reasons for which the run's configuration class itself refuses the settings are left out.
     """
     args, layout, peft = job.args, job.layout, job.peft_config is not None
     reasons = []
@@ -82,13 +83,13 @@ def known_to_go_wrong(
     score_range: tuple[float, float] | None = None,
 ) -> list[str]:
     """
-    Return what is likely to end badly, one sentence each.
+    Return a sentence for each choice of settings or data that is likely to make a run end badly.
 
     Args:
         job: the run.
-        pairs: number of preference pairs that it trains on, if known.
-        shared_prompts: a sentence on the prompts that SFT and PPO share, if there are any.
-        score_range: lowest and highest score of the rewards, if known.
+        pairs: number of preference pairs that the run trains on, if known.
+        shared_prompts: a sentence on the prompts that SFT and PPO share, if they share any.
+        score_range: lowest and highest score that the rewards give, if known.
     """
     args, warnings = job.args, []
     if job.stage in ("reward", "dpo") and pairs is not None and pairs < 10_000:
@@ -119,7 +120,11 @@ def known_to_go_wrong(
 
 
 def _too_long(job: Job) -> list[str]:
-    """Warn of models too short for the longest prompt with its answer: nothing truncates it, some models refuse it."""
+    """
+    Return a warning for each model that reads fewer tokens than the longest prompt with its answer has.
+
+    No part of the run truncates a prompt with its answer, and some models refuse one that is too long.
+    """
     length = job.prompt_length + job.args.max_completion_length
     limits = {
         f"the {whose} reads": getattr(config.get_text_config(), "max_position_embeddings", None)

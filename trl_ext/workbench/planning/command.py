@@ -29,7 +29,7 @@ REPORTS = {
     "prompts_report": ("prompts.json", "prompts", ("sets", "settings")),
     "reward_report": ("reward_report.json", "reward-report", ("accuracy", "accuracy_interval")),
 }
-# The names in `trl-ext prompts --sets` of the sets to train on
+# A training set's name in `trl-ext prompts --sets` → the fact that counts its rows
 SETS = {"sft": "demonstrations", "pref": "pairs", "pairs": "pairs", "rl": "prompts"}
 BUDGETS = ("gpu_hours", "labels")
 MODEL, DATA = "PATH_OR_HUB_NAME", "DATASET"
@@ -100,10 +100,10 @@ class AdviseArguments:
 
 def facts_of(args: AdviseArguments) -> tuple["Facts", dict[str, str]]:
     """
-    Return what is known, and where each fact comes from.
+    Return the facts that the arguments give, and a dictionary: name of a fact → where it comes from.
 
     Raises:
-        ValueError: a file is no such report, or contradicts itself or another.
+        ValueError: a file is not the report that it should be, or contradicts itself or another report.
         OSError: a file or data set is missing.
     """
     from .advice import Facts
@@ -143,7 +143,7 @@ def facts_of(args: AdviseArguments) -> tuple["Facts", dict[str, str]]:
 
 
 def _counts(args: AdviseArguments) -> Iterator[tuple[str, int]]:
-    """Yield the number of rows of each given data set."""
+    """Yield the name and the number of rows of each data set that the arguments give."""
     from ...data import load_dataset_split
 
     for name, columns in (("demonstrations", ()), ("pairs", ("chosen", "rejected")), ("prompts", ())):
@@ -156,7 +156,7 @@ def _counts(args: AdviseArguments) -> Iterator[tuple[str, int]]:
 
 
 def _report(which: str, given: str) -> tuple[Path, dict[str, Any]]:
-    """Return a report's file and its contents."""
+    """Return the file of the report that the setting `which` names by `given`, and the report's contents."""
     path, (name, command, keys) = Path(given).expanduser(), REPORTS[which]
     file = path / name if path.is_dir() else path
     if not file.is_file():
@@ -172,7 +172,7 @@ def _report(which: str, given: str) -> tuple[Path, dict[str, Any]]:
 
 
 def _labels(report: dict[str, Any]) -> dict[str, Any]:
-    """Read annotators.json; the agreement is of the people whose labels make the pairs."""
+    """Return the facts in annotators.json. The agreement is that of the annotators whose labels make the pairs."""
     agreement = (report.get("without_left_out") or report)["agreement"]
     train = report.get("pairs", {}).get("train", {})
     return {
@@ -183,7 +183,7 @@ def _labels(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompts(report: dict[str, Any]) -> dict[str, Any]:
-    """Read prompts.json: rows of its copies, and what held-out sets share."""
+    """Return the facts in prompts.json: rows kept of training sets, and rows that held-out sets share with others."""
     from .advice import Leak
 
     found: dict[str, Any] = {}
@@ -200,7 +200,11 @@ def _prompts(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reward(report: dict[str, Any]) -> dict[str, Any]:
-    """Read reward_report.json, with its verdict if it has one. An ensemble counts by its mean, the default reward."""
+    """
+    Return the facts in reward_report.json, with the report's verdict if it has one.
+
+    Of an ensemble the accuracy of the members' mean counts, since the mean is the default reward.
+    """
     accuracy, interval = (report[name] for name in ("accuracy", "accuracy_interval"))
     if "members" in report:
         accuracy, interval = accuracy["mean"], interval["mean"]
@@ -236,7 +240,7 @@ def _count(value: Any, what: str) -> int:
 
 
 def planned(args: AdviseArguments, facts: "Facts") -> "Facts":
-    """Plan PPO of the model on the GPUs, with LoRA and of all weights."""
+    """Return the facts with plans of PPO with LoRA and of all weights; if no model is given, return them unchanged."""
     from ...cli.model_names import check_model, is_cached
     from ...models import load_config
     from . import GPUS, fit
@@ -253,14 +257,14 @@ def planned(args: AdviseArguments, facts: "Facts") -> "Facts":
         given["examples"] = facts.prompts
     plans = {}
     for lora in (True, False):
-        # Each has a configuration of its own: a plan changes it for a moment
+        # Each plan reads a configuration of its own, since planning changes it for a moment
         config = load_config(name, local_files_only=is_cached(name))
         plans[lora] = fit("ppo", config, gpu, args.gpus, lora=lora, **given)
     return replace(facts, ppo=plans[True], ppo_full=plans[False])
 
 
 def next_commands(method: "Method", args: AdviseArguments, facts: "Facts") -> list[str]:
-    """Return commands to copy, with names in capitals where something is unknown."""
+    """Return the commands to run next, with names in capitals to fill in where something is unknown."""
     model, out = args.model_name_or_path or MODEL, f"outputs/{method}"
     pairs = args.pairs or (str(_folder(args.annotators) / "pairs") if args.annotators else DATA)
     base = ["trl-ext", method, "--model_name_or_path", model, "--dataset_name"]
@@ -291,7 +295,7 @@ def next_commands(method: "Method", args: AdviseArguments, facts: "Facts") -> li
 
 
 def _data(given: str | None, holds_out: bool = True) -> list[str]:
-    """Return a recipe's flags for a data set, with rows to hold out if it exists and has no split `test`."""
+    """Return a recipe's flags for a data set; local data without a split `test` get a number of rows to hold out."""
     from ...data import load_dataset_split
 
     name, split = path_and_split(given or DATA)
@@ -311,7 +315,7 @@ def _folder(report: str) -> Path:
 
 
 def text(found: "Recommendation", commands: list[str]) -> str:
-    """Return what is printed."""
+    """Return the advice as text to print."""
     from .advice import TITLES
 
     lines = [TITLES[found.method]]

@@ -42,14 +42,14 @@ GPUS = (
 @dataclass(frozen=True)
 class Efficiency:
     """
-    Hold the estimate's assumptions on how much of a GPU is used.
+    Hold assumptions on how much of a GPU's vendor's figures a run reaches.
 
     Args:
-        mfu: share of its operations in forward and backward passes.
-        bandwidth: share of its bandwidth while tokens are generated.
-        layer_ms: milliseconds that Python needs for one layer and one generated token, for any number of rows. Without
-            it the estimate for small models would be far too fast. vLLM needs a tenth.
-        scaling: share of their speed that several GPUs keep.
+        mfu: share of the GPU's operations a second that forward and backward passes reach.
+        bandwidth: share of the GPU's bandwidth that the generation of tokens reaches.
+        layer_ms: milliseconds that Python needs for one layer and one generated token, however many rows are generated
+            at once. Without this time the estimate for small models would be far too short. vLLM needs a tenth of it.
+        scaling: share of its speed that each GPU keeps if there are several.
     """
 
     mfu: float = 0.35
@@ -62,15 +62,16 @@ def seconds_per_example(
     job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, tokens: float | None = None
 ) -> dict[str, float]:
     """
-    Return the seconds that one GPU spends on an example, by phase: a row, a pair, or an episode of PPO.
+    Return phase → seconds that one GPU spends on an example, which is a row, a pair, or an episode of PPO.
 
-    A forward pass takes 2 operations a weight and token, and 2 · layers · width · length a token for attention; the
-    backward pass twice that, or once where the weights are frozen; activation checkpointing one more forward pass.
+    A forward pass takes 2 operations for each weight and token, and for attention 2 · layers · width · length more for
+    each token. A backward pass takes twice as many operations as a forward pass, or equally many if most weights are
+    frozen. Activation checkpointing adds one forward pass.
 
     Args:
-        job, plan: the run, and what is planned for it.
-        gpu, efficiency: what is assumed of the hardware.
-        tokens: tokens of one text; the longest allowed if None.
+        job, plan: the run, and its plan.
+        gpu, efficiency: the GPU's figures, and how much of them the run reaches.
+        tokens: number of tokens of one text; None takes the longest text allowed.
     """
     args = job.args
     is_ppo, is_pair = job.stage == "ppo", job.stage in ("dpo", "reward")
@@ -95,7 +96,7 @@ def seconds_per_example(
         has_reference = job.stage == "dpo"  # the precomputed pass is one pass, too
         return {"update": texts * (update(trained[0]) + has_reference * forward(plan.roles[0]))}
     local = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
-    alone = args.passes - args.num_ppo_epochs  # passes that train the critic, which comes second, alone
+    alone = args.passes - args.num_ppo_epochs  # passes that train the critic alone, which is second in `trained`
     return {
         "generate": _generation(job, plan, gpu, efficiency, rate, local),
         "score": sum(forward(role) for role in plan.roles if args.baseline != "mean" or role.name != "critic"),
@@ -104,7 +105,7 @@ def seconds_per_example(
 
 
 def examples(job: Job, plan: Plan, rows: int | None) -> float | None:
-    """Return the examples of the whole run; None if that depends on the data's `rows`, which are not known."""
+    """Return the number of examples of the whole run; None if it depends on the number of `rows`, and that is None."""
     args = job.args
     if job.stage == "ppo":
         if args.total_episodes:
@@ -122,7 +123,7 @@ def hours(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, count: float, 
     """Return the hours of a run of `count` examples, on all GPUs of its layout."""
     phases = seconds_per_example(job, plan, gpu, efficiency, tokens)
     seconds = count * sum(phases.values())
-    if job.stage == "ppo" and job.args.rollouts_ahead:  # the longer of both hides the shorter one
+    if job.stage == "ppo" and job.args.rollouts_ahead:  # generation and the rest overlap: only the longer one counts
         seconds = count * max(phases["generate"], phases["score"] + phases["update"])
     several = job.layout.processes > 1
     return seconds / (job.layout.processes * (efficiency.scaling if several else 1)) / 3600
@@ -142,7 +143,7 @@ def _generation(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, rate: fl
     weights = policy.parameters * (job.bits / 8 if job.bits else width)
     step = (weights + cache) / (gpu.bandwidth * 1e12 * efficiency.bandwidth)
     step += config.num_hidden_layers * efficiency.layer_ms / 1000 * (0.1 if args.use_vllm else 1)
-    # As if each turn read the history anew: the prompt, and as much of the answer as turns have gone by
+    # As if each turn read its history anew: the prompt, and the share of the answer that the turns before it made
     read = [job.prompt_length + args.max_completion_length * turn / job.turns for turn in range(job.turns)]
     prefill = sum(_forward(config, policy.parameters, length) for length in read)
     return args.max_completion_length * step / rows + prefill / rate

@@ -32,7 +32,8 @@ def check_accelerate_keys(config: Any) -> None:
     Check the keys of an accelerate YAML, and of its sections that say how a model is spread.
 
     Raises:
-        ValueError: one that accelerate does not read, with the nearest that it does.
+        ValueError: accelerate does not read a key, or `config` is no dictionary. The message names the nearest key
+            that accelerate reads.
     """
     if not isinstance(config, dict):
         raise ValueError(f"it must hold keys and values, got {type(config).__name__}")
@@ -43,7 +44,7 @@ def check_accelerate_keys(config: Any) -> None:
     options = set(vars(launch_command_parser().parse_args(["script"])))
     for section, begins in _SECTIONS.items():
         for key in config.get(section) or {}:
-            # accelerate adds the prefix in these two
+            # accelerate adds the prefix to keys of these two sections
             lacks_prefix = section in ("fsdp_config", "dynamo_config") and not key.startswith(begins)
             option = begins[0] + key if lacks_prefix else key
             if option not in options:
@@ -56,7 +57,8 @@ def check_deepspeed_keys(settings: Any) -> None:
     Check the top-level keys of a DeepSpeed file.
 
     Raises:
-        ValueError: one that is nearly, but not, the name of a setting, with that name.
+        ValueError: a key is nearly, but not exactly, the name of a setting, which the message names; or `settings` is
+            no dictionary.
     """
     if not isinstance(settings, dict):
         raise ValueError(f"it must hold keys and values, got {type(settings).__name__}")

@@ -18,11 +18,12 @@ class Layout:
 
     Args:
         mode: `"single"`, `"ddp"`, `"fsdp2"`, `"zero1"`, `"zero2"` or `"zero3"`.
-        processes, machines: number of processes on all machines, and of machines.
-        offloads_weights, offloads_optimizer: whether these are in the machine's memory instead of the GPU's.
-        live_parameters: ZeRO-3's `stage3_max_live_parameters`.
+        processes, machines: number of processes on all machines together, and number of machines.
+        offloads_weights, offloads_optimizer: whether the weights, and whether the optimizer's state, are in the
+            machine's memory instead of the GPU's.
+        live_parameters: ZeRO-3's `stage3_max_live_parameters`, the most weights that a GPU gathers at once.
         checkpoints_activations: whether FSDP's own activation checkpointing is on.
-        accumulation: gradient accumulation steps that the file itself sets, if it does.
+        accumulation: number of gradient accumulation steps that the file sets; None if it sets none.
     """
 
     mode: str = "single"
@@ -55,7 +56,7 @@ class Layout:
         Read the layout from an accelerate YAML.
 
         Raises:
-            ValueError: accelerate does not understand the file, a key is misspelled, or the mode does not work.
+            ValueError: accelerate does not understand the file, a key is misspelled, or runs do not work in its mode.
         """
         try:
             check_accelerate_keys(yaml.safe_load(Path(path).read_text()))

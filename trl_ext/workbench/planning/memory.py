@@ -10,8 +10,9 @@ def quantized_bytes(weights: int, bits: int, nested: bool = False) -> int:
     """
     Return the bytes of weights that bitsandbytes keeps in 4 or 8 bits.
 
-    In 4 bits, each block of 64 weights has a float32 scale. With `nested` quantisation (2305.14314) it has an 8-bit
-    scale, and 256 of these share a float32. In 8 bits each row has a float32 scale, which is not counted.
+    In 4 bits, each block of 64 weights has a float32 scale. With `nested` quantisation (arXiv:2305.14314) each block
+    has an 8-bit scale instead, and 256 of these scales share one in float32. In 8 bits each row has a float32 scale,
+    which is not counted.
     """
     if bits == 8:
         return weights
@@ -24,8 +25,8 @@ def optimizer_bytes(weights: int, weight_bytes: int, optim: str) -> int:
     Return the bytes of an optimizer's state for `weights` trained numbers of `weight_bytes` each.
 
     Adam and its kin keep two moments in the weights' dtype, or in 8 bits with a float32 scale per 256 numbers. Lion
-    and RMSprop keep one moment, AdEMAMix three. SGD keeps none. Adafactor's row and column count as nothing beside
-    their matrix.
+    and RMSprop keep one moment, AdEMAMix keeps three, and SGD keeps none. Adafactor keeps a row and a column for each
+    matrix of weights, which are so small that they count as 0 bytes.
 
     Raises:
         ValueError: the state of this optimizer is not known here.
@@ -40,17 +41,17 @@ def optimizer_bytes(weights: int, weight_bytes: int, optim: str) -> int:
 
 
 def kv_cache_bytes(layers: int, kv_heads: int, head_dim: int, rows: int, tokens: int, number_bytes: int) -> int:
-    """Return the bytes of the keys and values of `rows` sequences of `tokens` tokens."""
+    """Return the bytes of the cached keys and values of `rows` sequences with `tokens` tokens each."""
     return 2 * layers * kv_heads * head_dim * rows * tokens * number_bytes
 
 
 def kv_cache_of(config: Any, rows: int, tokens: int, number_bytes: int) -> int:
-    """Return the bytes of the keys and values of a model with this text configuration."""
+    """Return the bytes of [`kv_cache_bytes`] for a model with the text configuration `config`."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return kv_cache_bytes(config.num_hidden_layers, heads, head_dim, rows, tokens, number_bytes)
 
 
 def share(size: int, processes: int) -> int:
-    """Return the part of `size` that each process keeps of a tensor sharded over `processes`."""
+    """Return how much each of `processes` keeps of a tensor of `size` that is sharded over them, rounded up."""
     return math.ceil(size / processes)

@@ -1,4 +1,4 @@
-"""Count the bytes that a run takes beside its roles, while it generates, scores, updates and steps."""
+"""Count the bytes that generating, scoring, updating and stepping take beside weights and optimizer state."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +16,12 @@ from .simulate import forward_peak, tokens, training_peak
 
 def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) -> tuple[dict[str, int], dict[str, int]]:
     """
-    Return the bytes that generation takes in the run itself, and beside it: in vLLM or in `rollouts_ahead`'s process.
+    Return two dictionaries, purpose → bytes of generation: in the run itself, and in a process beside it.
 
-    vLLM is counted with weights and cache in 16 bits for all `local` answers of a rollout at once; it works with less.
-    In each turn TRL lets it draw `max_completion_length` tokens after the history, and then cuts what is too long.
-    Otherwise `rows` are generated at once; with several turns the caches of as many rows are kept beside theirs.
+    vLLM and `rollouts_ahead` generate beside the run. vLLM is counted with weights and KV cache in 16 bits, and with a
+    cache for all `local` answers of a rollout at once, though it works with less. TRL lets vLLM draw
+    `max_completion_length` tokens after the history in each turn, and cuts what is too long afterwards. Without vLLM,
+    `rows` answers are generated at once; with several turns, a second KV cache of the same size is counted.
     """
     config = base_model_of(policy).config.get_text_config()
     longest = job.prompt_length + job.args.max_completion_length
@@ -31,7 +32,7 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
     # Without gradients no layer's activations are kept
     depth, config.num_hidden_layers = config.num_hidden_layers, 2
     policy.eval()
-    # Without autocast, which accelerate puts on the actor-critic's forward only, not on the policy's
+    # Without autocast, since accelerate puts autocast on the actor-critic's forward only, not on the policy's
     prefill = forward_peak(
         mode, policy, lambda: policy(**tokens(rows, job.longest_history), logits_to_keep=1, use_cache=False)
     )
@@ -61,10 +62,10 @@ def scoring_phase(
     loaded: list[tuple[Any, int]],
 ) -> dict[str, int]:
     """
-    Return the bytes that log-probs, values and rewards of a rollout take.
+    Return purpose → bytes that computing the log-probs, values and rewards of a rollout takes.
 
-    The activations of the reference, if there is one, are left out: they are less than those of policy and critic.
-    `loaded` are the models of reward functions, with the rows that each reads at once.
+    The reference's activations are not counted: they are fewer than those of policy and critic. `loaded` lists the
+    models that reward functions load, each with the number of rows that it reads at once.
     """
     with mode:
         batch = tokens(rows, length)
@@ -74,7 +75,7 @@ def scoring_phase(
     model.train()
     for reward in rewards:
         if type(reward.config) is type(job.policy) and reward.config.hidden_size <= job.policy.hidden_size:
-            continue  # it takes no more than the policy
+            continue  # this reward model takes no more than the policy
         peaks.append(_reads(mode, reward, batch))
     for reward, most in loaded:
         with mode:
@@ -84,14 +85,14 @@ def scoring_phase(
 
 
 def _reads(mode: Any, reward: Any, batch: dict[str, Tensor]) -> int:
-    """Return the peak bytes of a reward model's forward pass; it reads no more tokens than it has positions."""
+    """Return the peak bytes of a reward model's forward pass on `batch`, cut to the model's maximum length."""
     limit = getattr(reward.config, "max_position_embeddings", None)
     cut = {name: values[:, :limit] for name, values in batch.items()}
     return forward_peak(mode, reward, partial(reward, **cut))
 
 
 def scored(batch: dict[str, Tensor], width: int) -> dict[str, Any]:
-    """Return the batch with what makes the actor-critic score its last `width` tokens."""
+    """Return the batch with `predicts` and `targets`, which have the last `width` tokens of each row scored."""
     rows, length = batch["input_ids"].shape
     predicts = torch.arange(rows)[:, None] * length + torch.arange(length - width - 1, length - 1)
     return {**batch, "predicts": predicts.flatten(), "targets": batch["input_ids"][:, -width:].flatten()}
@@ -100,7 +101,11 @@ def scored(batch: dict[str, Tensor], width: int) -> dict[str, Any]:
 def update_phases(
     job: Job, mode: Any, model: Any, loss: Callable[[], Tensor], roles: list[Role], *others: Any
 ) -> dict:
-    """Return `update`, the forward and backward pass of one micro-batch, and `step`, the optimizer's step."""
+    """
+    Return the bytes of two phases, each as a dictionary purpose → bytes.
+
+    `update` is the forward and backward pass of one micro-batch, and `step` is the optimizer's step.
+    """
     gradients = sum(role.gradients for role in roles)
     accumulates = job.args.gradient_accumulation_steps > 1
     kind = "sharded" if job.layout.shards_gradients else "kept" if accumulates else "fresh"
@@ -120,14 +125,14 @@ def update_phases(
 
 
 def _gathered(job: Job, model: nn.Module, *frozen: nn.Module | None) -> int:
-    """Return the bytes of the whole weights that a sharded run holds while it computes with them."""
+    """Return the bytes of weights that each GPU gathers to compute with, if they are sharded; 0 if they are not."""
     others = [sum(p.numel() for p in each.parameters()) for each in frozen if each is not None]
     numel = sum(p.numel() for p in model.parameters())
     if job.layout.mode == "zero3":
         numel = min(job.layout.live_parameters, numel + sum(others))
     elif job.layout.mode == "fsdp2":
-        # The root's own weights (embeddings and heads), which stay; and this layer and the next, or the reference,
-        # which TRL shards in one piece
+        # The root's own weights (embeddings and heads) stay gathered. Beside them are gathered the present layer and
+        # the next one, or the reference, which TRL shards in one piece: whichever is larger
         layers = [sum(p.numel() for p in layer.parameters()) for layer in _layers(model)]
         numel += max(2 * max(layers, default=0), *others, 0) - sum(layers)
     else:
@@ -136,6 +141,6 @@ def _gathered(job: Job, model: nn.Module, *frozen: nn.Module | None) -> int:
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """Return what accelerate has FSDP2 shard apart from the root: the policy's kinds of layer, the critic's, too."""
+    """Return the layers, of policy and critic, that accelerate has FSDP2 shard one by one, apart from the root."""
     kinds = getattr(model, "_no_split_modules", None) or ()
     return [module for module in model.modules() if type(module).__name__ in kinds]

@@ -23,14 +23,14 @@ def causal_lm(job: Job, config: Any, outputs: tuple[str, ...] = ("log_probs",)) 
 
 
 def classifier(job: Job, config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Build a sequence classifier with one score, in the dtype of a pass if none is given."""
+    """Build a sequence classifier that gives one score; without a `dtype`, it has the dtype of the run's passes."""
     given = {name: value for name, value in config.to_dict().items() if name not in ("id2label", "label2id")}
     config = type(config)(**{**given, "num_labels": 1, "pad_token_id": config.pad_token_id or 0})
     return AutoModelForSequenceClassification.from_config(config, dtype=dtype or job.compute_dtype)
 
 
 def loaded_roles(reward: LoadedReward, model: Any) -> list[Role]:
-    """Count what a reward function's model keeps on each GPU; the members of an ensemble share one base."""
+    """Return a role for each member of a reward function's model; the first holds the bytes of the base they share."""
     numel = sum(p.numel() for p in model.parameters())
     small = linear_weights(model) if reward.bits else frozenset()
     weights = sum(quantized_bytes(p.numel(), 8) if id(p) in small else p.nbytes for p in model.parameters())
@@ -41,7 +41,7 @@ def loaded_roles(reward: LoadedReward, model: Any) -> list[Role]:
 
 
 def adapted(job: Job, model: Any) -> Any:
-    """Add the run's adapter, if it has one, in the dtype that TRL gives it."""
+    """Add the run's adapter to a model, in the dtype that TRL gives it; without one, return the model unchanged."""
     if job.peft_config is None:
         return model
     model = get_peft_model(
@@ -55,7 +55,7 @@ def adapted(job: Job, model: Any) -> Any:
 
 
 def prepare(job: Job, model: Any) -> Any:
-    """Set the model to training mode, and switch on activation checkpointing if the arguments say so."""
+    """Set the model to training mode, and switch on activation checkpointing if the run's arguments say so."""
     if job.args.activation_checkpointing:
         kwargs = dict(job.args.activation_checkpointing_kwargs or {"use_reentrant": False})
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
@@ -83,15 +83,15 @@ def role_of(
     is_sharded: bool = True,
 ) -> Role:
     """
-    Count what one model keeps on one GPU.
+    Count the bytes of weights, gradients and optimizer state that one model keeps on one GPU.
 
     Args:
         job: the run.
         name: name of the role.
         parameters: parameters of the model; tied ones count once.
         quantized: ids of the weights that a quantised base keeps in `job.bits` bits.
-        note: to show beside the role.
-        is_sharded: whether ZeRO-3 or FSDP2 shard its weights.
+        note: text to show beside the role.
+        is_sharded: whether the model's weights are sharded where the run's layout is ZeRO-3 or FSDP2.
     """
     layout, optim = job.layout, job.optim
     parameters = list({id(p): p for p in parameters}.values())

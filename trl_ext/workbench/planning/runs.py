@@ -13,14 +13,15 @@ Stage = Literal["sft", "reward", "pretrain_critic", "ppo", "dpo"]
 @dataclass(frozen=True)
 class LoadedReward:
     """
-    Describe a reward model that a reward function loads itself, such as a `ModelReward`. It is whole on each process.
+    Describe a model that a reward function, such as a `ModelReward`, loads itself. Each process holds all of it.
 
     Args:
         config: configuration of the classifier.
         dtype: dtype of its weights.
-        bits: 8 if they are quantised.
-        max_batch_tokens, batch_size: most tokens and rows in one forward pass.
-        members: number of an ensemble's adapters on this base. They are not counted: their rank is not known.
+        bits: 8 if its weights are quantised to 8 bits, else None.
+        max_batch_tokens, batch_size: largest number of tokens, and of rows, in one forward pass; None sets no limit.
+        members: number of adapters on this base, if it is an ensemble's. The adapters' bytes are not counted, since
+            their rank is not known.
     """
 
     config: Any
@@ -43,19 +44,20 @@ class Job:
     Args:
         stage: which training stage it is.
         args: its training arguments.
-        layout: how it is spread over processes.
-        policy: configuration of the trained model; in the stages `reward` and `pretrain_critic`, of the classifier.
-        rewards: configurations of PPO's reward models, for those with a base of their own.
+        layout: how the run is spread over processes.
+        policy: configuration of the trained model, which is a classifier in the stages `reward` and `pretrain_critic`.
+        rewards: configurations of those of PPO's reward models that have a base of their own.
         dtype: dtype of the weights as loaded.
         peft_config: configuration of the adapter, if there is one.
         bits, nested: bits of a quantised base, and whether its scales are quantised, too.
-        prompt_length: tokens of PPO's longest prompt; for `pretrain_critic` of the longest prompt with its answer.
-        value_model: configuration of PPO's critic if it is given by a path; None takes the policy's.
-        ref_model: whether the reference is given, so that it is held even with adapters.
+        prompt_length: tokens of PPO's longest prompt; in the stage `pretrain_critic`, of the longest prompt with its
+            answer.
+        value_model: configuration of PPO's critic if a path names the critic; None takes the policy's configuration.
+        ref_model: whether a reference model is given. It is then kept in memory, even if an adapter is trained.
         shared_rewards: number of reward models that are adapters on the policy's base.
-        loaded_rewards: the models of reward functions, see [`LoadedReward`].
-        turns: most turns of an episode of PPO; more than one with tools.
-        ref_adapter: whether an adapter is trained on, so that the reference is a copy of it.
+        loaded_rewards: the models that reward functions load, see [`LoadedReward`].
+        turns: largest number of turns of an episode of PPO; above 1 with tools.
+        ref_adapter: whether training continues an adapter that is given. The reference is then a copy of this adapter.
         only_environment: whether an environment gives all rewards, so that no reward model can be fooled.
         mixed: dtype of mixed precision. It comes from `args`; do not pass it.
     """
@@ -84,30 +86,30 @@ class Job:
 
     @property
     def length(self) -> int:
-        """Return the tokens of the longest text, in a stage without rollouts."""
+        """Return how many tokens the longest text has, in a stage without rollouts."""
         if self.stage == "pretrain_critic":  # nothing is truncated
             return self.prompt_length
         return self.args.max_length or getattr(self.policy.get_text_config(), "max_position_embeddings", 1024)
 
     @property
     def longest_history(self) -> int:
-        """Return the tokens that PPO's policy has read at most when it begins a turn."""
+        """Return how many tokens may precede a turn of PPO's policy, at most."""
         return self.prompt_length + (self.args.max_completion_length if self.turns > 1 else 0)
 
     @property
     def optim(self) -> str:
-        """Return the optimizer's name; in the arguments it may be a member of an enumeration."""
+        """Return the optimizer's name as text, even if the arguments hold a member of an enumeration."""
         return str(getattr(self.args.optim, "value", self.args.optim))
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Return the dtype of the weights in a pass: DeepSpeed and FSDP2 cast them, autocast leaves them."""
+        """Return the weights' dtype in a pass: DeepSpeed and FSDP2 cast them to `mixed`, autocast leaves them."""
         casts = self.layout.is_deepspeed or self.layout.mode == "fsdp2"
         return self.mixed if casts and self.mixed is not None else self.dtype
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Return the dtype of autocast, or None if the weights are cast already."""
+        """Return the dtype of autocast; None without mixed precision, or if several processes have weights in it."""
         return None if self.compute_dtype == self.mixed and self.layout.mode != "single" else self.mixed
 
 
@@ -119,9 +121,9 @@ class Role:
     Args:
         name: name of the role, such as `policy`.
         parameters, trained: number of all weights, and of those that are trained.
-        weights, gradients, optimizer: bytes.
-        note: further text to show beside it.
-        config: the model's configuration, if it is neither the policy's nor one of `Job.rewards`.
+        weights, gradients, optimizer: bytes of the weights, of the gradients and of the optimizer's state.
+        note: text to show beside the role.
+        config: the model's configuration, if that is neither the policy's nor one of `Job.rewards`.
     """
 
     name: str
@@ -141,11 +143,11 @@ class Plan:
 
     Args:
         roles: the models of the run.
-        phases: phase → purpose → bytes beside weights and optimizer state.
-        schedule: batch sizes and numbers of steps, by their names.
+        phases: phase → purpose → bytes that it takes beside weights and optimizer state.
+        schedule: name → batch size or number of steps.
         checkpoint: bytes on disk of one checkpoint.
-        host: bytes of each process in the machine's memory.
-        beside: purpose → bytes of vLLM, or of the process of `rollouts_ahead`, which generate beside the run; empty if
+        host: bytes that each process keeps in the machine's memory instead of the GPU's.
+        beside: purpose → bytes of what generates beside the run: vLLM, or the process of `rollouts_ahead`. Empty if
             the run generates itself.
     """
 
@@ -163,10 +165,10 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Return the bytes held in the largest phase."""
+        """Return the bytes that are held in the phase that takes most."""
         return self.resident + max(sum(parts.values()) for parts in self.phases.values())
 
     @property
     def peak_phase(self) -> str:
-        """Return the name of the largest phase."""
+        """Return the name of the phase that takes most."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))

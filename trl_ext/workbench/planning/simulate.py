@@ -18,7 +18,11 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of all storages that operations make while it is active: `live` now, and their `peak`."""
+    """
+    Count the bytes of all storages that operations make while this mode is active.
+
+    `live` is the number of bytes now, and `peak` the highest number so far. The weights of `modules` do not count.
+    """
 
     def __init__(self, *modules: nn.Module):
         super().__init__()
@@ -49,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def fake(build: Callable[[], Any]) -> tuple[Any, FakeTensorMode]:
-    """Return the module or modules that `build` makes, without their memory, and the mode to run them in."""
+    """Return what `build` makes, one module or several, without memory for weights; and the mode to run it in."""
     with torch.device("meta"):
         made = build()
     mode, twins = FakeTensorMode(allow_non_fake_inputs=True), {}
@@ -87,13 +91,13 @@ def training_peak(
     Return the peak bytes of one forward and backward pass, beside weights and optimizer state.
 
     Args:
-        mode, model: from [`fake`].
-        loss: computes the loss of `model`.
-        autocast: dtype of mixed precision; None is none.
-        gradients: `"fresh"` counts the gradients that this pass makes. `"kept"` counts gradients of an earlier
+        mode, model: the mode and the model that [`fake`] returned.
+        loss: a function that computes the loss of `model`.
+        autocast: dtype of mixed precision; None runs without it.
+        gradients: `"fresh"` counts the gradients that this pass makes. `"kept"` counts the gradients of an earlier
             micro-batch, which exist from the start. `"sharded"` drops each gradient once it is complete; the caller
             counts the shards.
-        others: further modules that `loss` uses.
+        others: further modules that `loss` uses; their weights do not count either.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = []
@@ -117,7 +121,7 @@ def training_peak(
 def forward_peak(
     mode: FakeTensorMode, model: nn.Module, forward: Callable[[], Any], autocast: torch.dtype | None = None
 ) -> int:
-    """Return the peak bytes of a forward pass without a backward pass, beside the weights."""
+    """Return the peak bytes, beside the weights, of a forward pass that no backward pass follows."""
     with mode, LiveBytes(model) as counted, _autocast(autocast):
         forward()
     return counted.peak

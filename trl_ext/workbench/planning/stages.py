@@ -24,7 +24,7 @@ from .simulate import fake, tokens
 
 
 def plan(job: Job) -> Plan:
-    """Plan a run. Every pass is run once, on tensors without data."""
+    """Plan a run, by running each of its passes once on tensors without data."""
     plans = {"sft": _plan_sft, "reward": _plan_reward, "pretrain_critic": _plan_critic, "dpo": _plan_dpo}
     return (plans | {"ppo": _plan_ppo})[job.stage](job)
 
@@ -72,7 +72,7 @@ def _plan_one_model(
         name: what the plan calls the model.
         build: builds the model.
         loss: computes the loss of the model on a batch of token ids.
-        texts: texts in one example.
+        texts: number of texts in one example: 2 for a pair.
     """
     model, mode = fake(lambda: prepare(job, build()))
     roles, rows = [role_of(job, name, model.parameters(), linear_weights(model))], job.args.per_device_train_batch_size
@@ -149,7 +149,7 @@ def _plan_ppo(job: Job) -> Plan:
         roles.append(_copied_adapter(job, roles[0]))
     elif args.use_ref_model:
         roles.append(Role("reference", 0, 0, 0, 0, 0, "the policy's base without its adapter"))
-    # Of frozen models TRL has FSDP2 shard the reference alone, and moves reward models to each GPU as they are
+    # The reference is the only frozen model that TRL has FSDP2 shard; it moves reward models whole to each GPU
     whole = "whole on each GPU: TRL has ZeRO-3 shard reward models, but not FSDP2" if layout.mode == "fsdp2" else ""
     for reward in rewards:
         is_sharded = layout.mode == "zero3"
@@ -197,14 +197,14 @@ def _plan_ppo(job: Job) -> Plan:
 
 
 def _copied_adapter(job: Job, policy: Role) -> Role:
-    """Return the reference of an adapter that is trained on: a copy of the adapter as it was, on the same base."""
+    """Return the reference's role if training continues an adapter: a copy of that adapter, on the policy's base."""
     processes = job.layout.processes if job.layout.shards_weights else 1
     weights = share(policy.trained * job.dtype.itemsize, processes)
     return Role("reference", policy.trained, 0, weights, 0, 0, "a copy of the policy's adapter")
 
 
 def _finish(job: Job, roles: list[Role], phases: dict, schedule: dict[str, int]) -> Plan:
-    """Return the plan, with offloaded bytes moved to the host and the bytes of a checkpoint counted."""
+    """Return the run's plan, after moving offloaded bytes to the host and counting the bytes of a checkpoint."""
     host = 0
     for role in roles:
         if job.layout.offloads_optimizer:

@@ -83,7 +83,7 @@ class Facts:
         complaints: the report's reasons why the reward model did not pass.
         leaks: for each held-out set, how many rows it shares with other sets.
         gpu_hours, labels: the budget: GPU-hours, and labels that can still be collected.
-        ppo, ppo_full: what PPO takes on the GPUs if it trains LoRA, and if it trains all weights.
+        ppo, ppo_full: what PPO takes on the GPUs if LoRA is trained, and if all weights are.
     """
 
     demonstrations: int | None = None
@@ -104,7 +104,11 @@ class Facts:
 
 
 class Rule(NamedTuple):
-    """Advise `method` where `holds(facts)`, with the reason `why`, a template for [`_filled`], and its `source`."""
+    """
+    Advise `method` if `holds(facts)` is true.
+
+    `why` is the reason, as a template that [`_filled`] fills, and `source` is where the reason's figures are from.
+    """
 
     method: Method
     holds: Callable[[Facts], bool]
@@ -151,7 +155,7 @@ def _affordable(facts: Facts) -> bool:
 
 
 def _cost(facts: Facts) -> str:
-    """Return a sentence that compares PPO's memory with the GPUs', or, if it fits, PPO's GPU-hours with the budget."""
+    """Return a sentence: that PPO does not fit in memory, or, if it does, how its GPU-hours compare with the budget."""
     planned = facts.ppo
     assert planned is not None
     if not planned.fits:
@@ -179,7 +183,7 @@ def _there_are(count: int | None, what: str) -> str:
 
 
 def _filled(template: str, facts: Facts) -> str:
-    """Fill the places of a template with facts, and with phrases made from them."""
+    """Fill the placeholders of a template with facts, and with phrases made from facts."""
     return template.format(
         **vars(facts),
         cost="" if _affordable(facts) else _cost(facts),

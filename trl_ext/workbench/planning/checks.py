@@ -13,7 +13,7 @@ def known_not_to_work(job: Job) -> list[str]:
     """
     Return a sentence for each reason why a run cannot work.
 
-    Reasons for which the run's configuration class itself refuses the settings are left out.
+    Settings that the run's configuration class refuses itself are not checked here.
     """
     args, layout, peft = job.args, job.layout, job.peft_config is not None
     reasons = []

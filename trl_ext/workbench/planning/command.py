@@ -156,7 +156,7 @@ def _counts(args: AdviseArguments) -> Iterator[tuple[str, int]]:
 
 
 def _report(which: str, given: str) -> tuple[Path, dict[str, Any]]:
-    """Return the file of the report that the setting `which` names by `given`, and the report's contents."""
+    """Return the path and the contents of a report; `given` is its file or folder, and `which` a key of `REPORTS`."""
     path, (name, command, keys) = Path(given).expanduser(), REPORTS[which]
     file = path / name if path.is_dir() else path
     if not file.is_file():
@@ -203,7 +203,7 @@ def _reward(report: dict[str, Any]) -> dict[str, Any]:
     """
     Return the facts in reward_report.json, with the report's verdict if it has one.
 
-    Of an ensemble the accuracy of the members' mean counts, since the mean is the default reward.
+    For an ensemble, the accuracy is that of the members' mean, which is the default reward.
     """
     accuracy, interval = (report[name] for name in ("accuracy", "accuracy_interval"))
     if "members" in report:

@@ -42,7 +42,7 @@ GPUS = (
 @dataclass(frozen=True)
 class Efficiency:
     """
-    Hold assumptions on how much of a GPU's vendor's figures a run reaches.
+    Hold assumptions on how much of a GPU's nominal speed a run reaches.
 
     Args:
         mfu: share of the GPU's operations a second that forward and backward passes reach.
@@ -70,7 +70,7 @@ def seconds_per_example(
 
     Args:
         job, plan: the run, and its plan.
-        gpu, efficiency: the GPU's figures, and how much of them the run reaches.
+        gpu, efficiency: the GPU's nominal speed, and how much of it the run reaches.
         tokens: number of tokens of one text; None takes the longest text allowed.
     """
     args = job.args
@@ -105,7 +105,7 @@ def seconds_per_example(
 
 
 def examples(job: Job, plan: Plan, rows: int | None) -> float | None:
-    """Return the number of examples of the whole run; None if it depends on the number of `rows`, and that is None."""
+    """Return the number of examples of the whole run; None if it depends on the data's `rows`, and `rows` is None."""
     args = job.args
     if job.stage == "ppo":
         if args.total_episodes:

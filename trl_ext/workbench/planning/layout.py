@@ -17,7 +17,7 @@ class Layout:
     Describe which part of a model each process keeps.
 
     Args:
-        mode: `"single"`, `"ddp"`, `"fsdp2"`, `"zero1"`, `"zero2"` or `"zero3"`.
+        mode: what spreads the run: `"single"` (nothing), `"ddp"`, `"fsdp2"`, `"zero1"`, `"zero2"` or `"zero3"`.
         processes, machines: number of processes on all machines together, and number of machines.
         offloads_weights, offloads_optimizer: whether the weights, and whether the optimizer's state, are in the
             machine's memory instead of the GPU's.

@@ -41,17 +41,17 @@ def optimizer_bytes(weights: int, weight_bytes: int, optim: str) -> int:
 
 
 def kv_cache_bytes(layers: int, kv_heads: int, head_dim: int, rows: int, tokens: int, number_bytes: int) -> int:
-    """Return the bytes of the cached keys and values of `rows` sequences with `tokens` tokens each."""
+    """Return the bytes of the cached keys and values of `rows` sequences of `tokens` tokens each."""
     return 2 * layers * kv_heads * head_dim * rows * tokens * number_bytes
 
 
 def kv_cache_of(config: Any, rows: int, tokens: int, number_bytes: int) -> int:
-    """Return the bytes of [`kv_cache_bytes`] for a model with the text configuration `config`."""
+    """Return the bytes of a model's cached keys and values; `config` is the model's text configuration."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return kv_cache_bytes(config.num_hidden_layers, heads, head_dim, rows, tokens, number_bytes)
 
 
 def share(size: int, processes: int) -> int:
-    """Return how much each of `processes` keeps of a tensor of `size` that is sharded over them, rounded up."""
+    """Return how much of a tensor of `size` each process keeps if it is sharded over `processes`, rounded up."""
     return math.ceil(size / processes)

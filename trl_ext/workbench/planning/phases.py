@@ -92,7 +92,11 @@ def _reads(mode: Any, reward: Any, batch: dict[str, Tensor]) -> int:
 
 
 def scored(batch: dict[str, Tensor], width: int) -> dict[str, Any]:
-    """Return the batch with `predicts` and `targets`, which have the last `width` tokens of each row scored."""
+    """
+    Return the batch with two more entries, `predicts` and `targets`.
+
+    By these the actor-critic scores the last `width` tokens of each row.
+    """
     rows, length = batch["input_ids"].shape
     predicts = torch.arange(rows)[:, None] * length + torch.arange(length - width - 1, length - 1)
     return {**batch, "predicts": predicts.flatten(), "targets": batch["input_ids"][:, -width:].flatten()}

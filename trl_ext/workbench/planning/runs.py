@@ -109,7 +109,7 @@ class Job:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Return the dtype of autocast; None without mixed precision, or if several processes have weights in it."""
+        """Return the dtype of autocast; None without mixed precision, or if a spread run's weights have it already."""
         return None if self.compute_dtype == self.mixed and self.layout.mode != "single" else self.mixed
 
 

@@ -53,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def fake(build: Callable[[], Any]) -> tuple[Any, FakeTensorMode]:
-    """Return what `build` makes, one module or several, without memory for weights; and the mode to run it in."""
+    """Return the module or modules that `build` makes, with weights without memory, and the mode to run them in."""
     with torch.device("meta"):
         made = build()
     mode, twins = FakeTensorMode(allow_non_fake_inputs=True), {}

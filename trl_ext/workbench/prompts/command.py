@@ -190,7 +190,7 @@ def check_output(args: PromptsArguments) -> None:
     """
     Refuse an output folder that cannot be written, or that overlaps an input.
 
-    Refuse also one that has an earlier run's copies of other splits: who loads the folder would read those, too.
+    Refuse also a folder with an earlier run's copies of other splits, which would be read together with the new ones.
     """
     check_output_dir(args.output_dir, "false")
     folder = Path(args.output_dir)

@@ -83,8 +83,8 @@ def _examples(report: PromptReport, args: Any) -> list[list[Any]]:
     """
     Return a row of the table of examples for each of 8 groups of duplicates.
 
-    Groups over several sets come first; among these, and among the others, groups with a held-out set, then near
-    before exact duplicates, then larger groups.
+    Groups over several sets come before groups within a set; then groups with a held-out set before those without,
+    then near duplicates before exact ones, then large groups before small ones.
     """
     chosen: dict[int, tuple[tuple, np.ndarray]] = {}
     for group, places in large_groups(report):

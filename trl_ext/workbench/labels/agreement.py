@@ -134,10 +134,10 @@ def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
         - `ties`: share of ties among the annotator's labels.
         - `shown_first`: share of the annotator's labels other than ties that chose the answer shown first.
         - `lean`, `lean_z`: how much more often the annotator chooses the answer shown first than others choose the
-          same answer, and the same in standard errors.
+          same answer, and this difference in standard errors.
         - `seconds`, `confidence`: median time for a label, and mean confidence.
         - `drift`, `drift_z`: agreement in the later half of the annotator's labels minus agreement in the earlier
-          half, and the same in standard errors.
+          half, and this difference in standard errors.
         - `repeats`: how often the annotator labelled an item again.
         - `contradictions`: for how many items the annotator's repeated labels differ.
     """

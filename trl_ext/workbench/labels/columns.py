@@ -26,7 +26,7 @@ class Columns:
         lowest_wins: whether scores are ranks: 1 is the best.
         values: the values of a choice. The first one means the first answer, the second one the second answer, and all
             further ones a tie.
-        item: the column that names the pair; or the prompt, if answers of one column, or of more than two, are ranked.
+        item: the column that names the pair; with one column of answers, or more than two, it names the prompt.
             Without it, rows with the same prompt and the same two answers, in any order, are one pair.
         time: in a long table the column of when a label was given, as numbers or dates.
         seconds: in a long table the column of how many seconds a label took.

@@ -155,7 +155,7 @@ def _affordable(facts: Facts) -> bool:
 
 
 def _cost(facts: Facts) -> str:
-    """Return a sentence: that PPO does not fit in memory, or, if it does, how its GPU-hours compare with the budget."""
+    """Return a sentence: that PPO does not fit in memory, or else how its GPU-hours compare with the budget."""
     planned = facts.ppo
     assert planned is not None
     if not planned.fits:

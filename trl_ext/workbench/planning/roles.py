@@ -41,7 +41,7 @@ def loaded_roles(reward: LoadedReward, model: Any) -> list[Role]:
 
 
 def adapted(job: Job, model: Any) -> Any:
-    """Add the run's adapter to a model, in TRL's dtype for adapters; if the run has none, return the model as it is."""
+    """Add the run's adapter to a model, in TRL's dtype for adapters; return the model as it is if there is none."""
     if job.peft_config is None:
         return model
     model = get_peft_model(

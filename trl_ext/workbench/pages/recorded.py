@@ -27,7 +27,7 @@ class Run:
     events: list[dict[str, Any]] = field(default_factory=list)  # lines that JSONLCallback wrote
     outcome: dict[str, float] = field(default_factory=dict)  # measured after training, as in a round of online DPO
     monitors: dict[str, Any] | None = None  # name → arguments; None if monitors were not recorded
-    objections: list[str] = field(default_factory=list)  # of reports, when it began, to its reward models
+    objections: list[str] = field(default_factory=list)  # in the reports on its reward models when it began
     report: dict[str, Any] = field(default_factory=dict)  # verdict of the report on the reward model that it saved
 
     @property

@@ -188,8 +188,8 @@ def _settings(runs: dict[str, Run]) -> tuple[list[list[str]] | None, list[list[s
     Compare the settings of the runs.
 
     Returns:
-        Two tables with a column for each run: the settings that differ, None if fewer than two runs recorded theirs;
-        and the settings that only some of the trainers have.
+        Two tables with a column for each run: the settings that differ (None if fewer than two runs recorded their
+        settings); and the settings that only some of the trainers have.
     """
     recorded: dict[str, dict[str, Any]] = {}
     monitors: set[str] = set()

@@ -49,7 +49,7 @@ def policies_of_runs(evaluation: dict[str, Any], folders: list[Path]) -> list[di
     """
     Return the entry of each run's folder in an evaluation; None for a run without one.
 
-    The entry of a checkpoint counts as that of the run which the checkpoint is of.
+    The entry of a checkpoint counts as that of its run.
 
     Raises:
         ValueError: no run has an entry.

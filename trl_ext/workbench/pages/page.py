@@ -28,7 +28,7 @@ def page(run: Run) -> str:
         heading=_heading(run),
         not_passed=not_passed({"": run}),
         tiles=_tiles(run),
-        # Links hold within the folder that the page is in
+        # The page links to it by a relative path, which works within the run's folder
         has_reward_report=any((run.folder / each / "reward_report.html").is_file() for each in ("", PRIVATE_FOLDER)),
         alerts=alerts(run),
         curves=drawn,

@@ -159,9 +159,9 @@ def _begins(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _of_this_run(rows: list[dict[str, Any]], begins: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Return the rows that the run with these `begin` events wrote, each step once.
+    Return the rows of the run with these `begin` events; without any events return all rows.
 
-    Where a resumed run repeated steps, the rows that it wrote after it was resumed are kept.
+    Where the run was resumed and repeated steps, only the newer rows of these steps are kept.
     """
     times = [(b["timestamp"] if is_finite(b.get("timestamp")) else -math.inf, b["step"]) for b in begins]
 

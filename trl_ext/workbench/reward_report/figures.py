@@ -382,9 +382,10 @@ def verdict(
     """
     Compare a report with its bounds.
 
-    A bound is broken if its figure is beyond it. A bound is not judged if its figure could not be measured, or if the
-    data are too few to tell the figure from chance. A report passes if no bound is broken and none is left not judged.
-    If a bound lies within its figure's interval, a sentence in `unknown` says that the data are too few to be sure.
+    A bound is broken if its figure is beyond it. It is not judged if its figure could not be measured, or if the data
+    are too few to tell the figure from chance. A report passes if every bound is judged, none is broken, and no score
+    is infinite or NaN. If a bound lies within its figure's interval, a sentence in `unknown` says that the data are
+    too few to tell the figure from the bound.
 
     Args:
         report: as [`examine`] makes it.
@@ -395,8 +396,8 @@ def verdict(
 
     Returns:
         - `passed`: whether the report passes.
-        - `reasons`: a sentence for each bound that is broken, then one for each that is not judged.
-        - `not_judged`: those of the `reasons` that are about bounds that are not judged.
+        - `reasons`: why it does not pass: sentences on broken bounds, then on bounds that are not judged.
+        - `not_judged`: the sentences of `reasons` on bounds that are not judged.
     """
     reasons: list[str] = []
     not_judged: list[str] = []
@@ -496,8 +497,9 @@ def _judge_probes(
     """
     Compare the number of suspicious probes with the bound on it.
 
-    Sentences are added to `reasons` if the bound is broken. If it would be broken only if probes that were not judged
-    are suspicious, a sentence is added to `not_judged`; other sentences on such probes are added to `unknown`.
+    If the bound is broken, a sentence on each suspicious probe is added to `reasons`. Probes that could not be judged
+    may be suspicious, too: if with them the bound would be broken, a sentence on them is added to `not_judged`, else
+    to `unknown`.
     """
     suspicious = [probe for probe in probes if probe["suspicious"]]
     open_ones = [probe for probe in probes if probe["verdict"] == "not judged"]

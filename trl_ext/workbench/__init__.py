@@ -1,4 +1,4 @@
-"""Provide tools around training: labels, prompts, reward reports, plans, pages. Export what scripts call of them."""
+"""Provide tools around training (labels, prompts, reward reports, plans, pages), and the functions scripts call."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Provide tools around training: labels, prompts, reward reports, plans and pages. Scripts import them from here."""
+"""Provide tools around training (labels, prompts, reward reports, plans, pages), and the functions scripts call."""
 
 from typing import TYPE_CHECKING
 

@@ -135,7 +135,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
 
 
 def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, Any], prompts: int) -> list[str]:
-    """Return sentences on what the figures do not show."""
+    """Return sentences on what the figures cannot show: a missing KL, judge or score, or too few prompts."""
     notes = [
         f"{name} does not read the same tokens as the reference {args.ref_model_name_or_path}, so it has no KL."
         for name, of in policies.items()
@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors(ValueError, OSError, ImportError, RuntimeError):
         check_output_dir(args.output_dir, "false")
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        hold = Hold(args.output_dir)  # two at once would write each other's answers
+        hold = Hold(args.output_dir)  # two runs at once would overwrite each other's answers
         found = run(args)
         hold.release()
     from ..pages.evaluation import evaluation_rows

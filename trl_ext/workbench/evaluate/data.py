@@ -29,7 +29,7 @@ from ...rewards import Member
 from ...runs import read_jsonl
 from .figures import margins
 
-# What a line of answers has; a column of the prompts with such a name is left out
+# The keys of a line of answers. Columns of the prompts' data set with one of these names are left out
 OWN = ("prompt", "completion", "prompt_ids", "completion_ids", "finished", "logprob", "made_by")
 _AT_ONCE = 4  # answers whose (B, T, V) logits are in memory together
 _NAMED = 5  # rows that a sentence names
@@ -37,7 +37,7 @@ _NAMED = 5  # rows that a sentence names
 
 @dataclass(frozen=True)
 class Sampling:
-    """Hold how answers are sampled, which is the same for all policies."""
+    """Hold the settings by which answers are sampled from each policy."""
 
     max_completion_length: int
     temperature: float
@@ -52,7 +52,18 @@ class Sampling:
 
 
 def load_prompts(name: str, config: str | None, split: str | None, most: int | None) -> Dataset:
-    """Load the prompts, text or messages, with the other columns of their rows, which rewards may ask for."""
+    """
+    Load a data set's rows with a `prompt`, text or messages. Their other columns are kept: rewards may read them.
+
+    Args:
+        name: file, folder or hub name.
+        config: configuration of a hub data set.
+        split: split to load; None is `train` for a file, else `test`.
+        most: rows to take from the beginning; None takes all.
+
+    Raises:
+        ValueError: there are no rows, or a prompt is missing.
+    """
     split = split or ("train" if Path(name).is_file() else "test")
     dataset = load_dataset_split(name, split, config=config)
     dataset = dataset.select(range(min(len(dataset), most or len(dataset))))
@@ -67,7 +78,7 @@ def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
     Refuse prompts that a policy was trained on; return a sentence for each policy whose training prompts are unknown.
 
     Raises:
-        ValueError: a policy was trained on some; the message has their number and rows.
+        ValueError: a policy was trained on some of the prompts; the message says on how many, and on which rows.
     """
     hashes, seen, unknown = prompt_hashes(rows), [], []
     for name, policy in policies.items():
@@ -91,11 +102,25 @@ def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
 
 def answers_of(policy: str, rows: Dataset, sampling: Sampling, path: Path) -> tuple[list[dict[str, Any]], bool]:
     """
-    Return a policy's answers, and whether they were there already; new ones are written as JSON lines, all or none.
+    Return a policy's answers to prompts, from a file or else sampled.
 
-    A line has the prompt, the answer, their token ids, `finished`, whether it ended by EOS, and `logprob`,
-    log π(y | x) in nats at the temperature of the sampling, 1 for greedy answers. Answers that a file has are kept if
-    the policy's weights, the prompts and the sampling are the same; else all are made anew.
+    If `path` has answers of the same weights to the same prompts with the same sampling, these are returned. Else all
+    prompts are answered anew, and all answers are written to `path` at the end.
+
+    Args:
+        policy: folder or hub name of the policy.
+        rows: data set with the column `prompt`.
+        sampling: how answers are sampled.
+        path: file of the answers, in JSON lines.
+
+    Returns:
+        The answers, and whether the file had them already. An answer has these keys:
+
+        - `prompt`, `completion`: as texts or messages.
+        - `prompt_ids`, `completion_ids`: as token ids.
+        - `finished`: whether the answer ended by EOS.
+        - `logprob`: log π(y | x) in nats, at the temperature of the sampling, or at 1 for greedy answers.
+        - `made_by`: hash of the weights, the prompts and the sampling.
 
     Raises:
         ValueError: a prompt leaves no room for an answer.
@@ -140,17 +165,18 @@ def answers_of(policy: str, rows: Dataset, sampling: Sampling, path: Path) -> tu
 
 def kl_of(reference: str, answered: dict[str, tuple[str, list[dict]]], sampling: Sampling) -> dict[str, Any]:
     """
-    Estimate each policy's KL to the reference by its own answers: log π(y | x) − log π_ref(y | x), nats per answer.
+    Estimate each policy's KL to the reference from the policy's own answers, in nats per answer.
 
-    Summed over the answer's tokens this is the estimator k1 of KL(π ‖ π_ref), unbiased where `top_p` is 1.
+    An answer y to x gives log π(y | x) − log π_ref(y | x). This is the estimator k1 of KL(π ‖ π_ref), summed over the
+    answer's tokens. It is unbiased if `top_p` is 1.
 
     Args:
-        reference: folder or hub name.
-        answered: name of each policy → its folder or hub name, and its answers.
-        sampling: how the answers were sampled, which also says how the reference is loaded.
+        reference: folder or hub name of the reference.
+        answered: name of a policy → its folder or hub name, and its answers.
+        sampling: how the answers were sampled, and how the reference is to be loaded.
 
     Returns:
-        Name → a value for each answer; None in place of the values if the reference does not read the same tokens.
+        Name of a policy → an estimate for each answer; None if policy and reference have different vocabularies.
     """
     model, tokens = sampling.load(reference), load_tokenizer(reference).get_vocab()
     found: dict[str, Any] = {}
@@ -174,14 +200,14 @@ def _logprobs(model: Any, prompts: Sequence[Any], answers: Sequence[Any], temper
 
 
 def free() -> None:
-    """Free the memory of a model that is no longer needed, for the next one."""
+    """Free the memory of models that are no longer referenced, on the GPU, too."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def scores(reward: Callable, answers: Sequence[dict[str, Any]], columns: dict[str, list]) -> list[float | None]:
-    """Return a reward's score of each answer; None where it has none."""
+    """Return a reward's score of each answer, None where it gives none; `columns` are passed on to the reward."""
     given = {name: [row[name] for row in answers] for name in ("completion_ids", "prompt_ids", "finished")}
     prompts, completions = ([row[name] for row in answers] for name in ("prompt", "completion"))
     return Member(reward)(prompts=prompts, completions=completions, **{**columns, **given})
@@ -191,11 +217,20 @@ def judged(
     judge: Callable, ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], columns: dict[str, list]
 ) -> list[float | None]:
     """
-    Return by how much a judge prefers our answer to the baseline's, for each prompt, asked in both orders.
+    Return for each prompt by how much a judge prefers our answer to the baseline's.
 
-    A judge is given the other answer in the column `baseline`. A [`~trl_ext.rewards.JudgeReward`] with `compare` asks
-    in both orders by itself, and prefers our answer above the middle of its scale. A function is called once for each
-    order, and prefers the answer that it scores higher, so a preference for a position cancels.
+    The value is above 0 if the judge prefers ours, below 0 if it prefers the baseline's, and None if a score is
+    missing. Both orders of the two answers are asked, so that a preference for a position cancels:
+
+    - A [`~trl_ext.rewards.JudgeReward`] with `compare` asks both orders by itself. The value is its score of our
+      answer minus the middle of its scale.
+    - Another judge is called twice: for our answer with the baseline's in the column `baseline`, and for the
+      baseline's with ours in that column. The value is the first score minus the second.
+
+    Args:
+        judge: reward function.
+        ours, theirs: our answers and the baseline's to the same prompts.
+        columns: further columns of the prompts.
     """
     one, other = ([row["completion"] for row in answers] for answers in (ours, theirs))
     compare = getattr(judge, "compare", None)

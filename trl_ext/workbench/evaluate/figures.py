@@ -16,10 +16,10 @@ def mean_of(values: Sequence[float | None]) -> dict[str, Any]:
     Return the mean of the values that are not None, and its standard error s/√n, s² being Σ(x − mean)²/(n − 1).
 
     Args:
-        values: one for each answer; None where a reward has none.
+        values: a value for each answer; None where there is none.
 
     Returns:
-        `mean`, `standard_error` (None for fewer than two values), `count`.
+        `mean` (None without values), `standard_error` (None for fewer than two values), and `count` of the values.
     """
     known = torch.tensor([value for value in values if value is not None], dtype=torch.double)
     error = (known.std() / len(known) ** 0.5).item() if len(known) > 1 else None
@@ -30,15 +30,15 @@ def win_rate(margins: Sequence[float | None], prompts: Sequence[Hashable]) -> di
     """
     Return the share of prompts on which a policy's answer beats the baseline's; a tie counts one half.
 
-    The interval is at 95 %, paired by prompt: each prompt gives one margin, and prompts are resampled (percentile
-    bootstrap, Efron 1979). Below 30 prompts, where a bootstrap says too little, it is Wilson's (1927).
+    The 95 % interval is a percentile bootstrap over prompts (Efron 1979), which is paired, since a margin compares two
+    answers to one prompt. With fewer than 30 prompts a bootstrap is too uncertain: the interval is Wilson's (1927).
 
     Args:
         margins: (N,) for each prompt, the policy's score minus the baseline's; None leaves the prompt out.
-        prompts: (N,) name of the prompt; rows of the same prompt are resampled together.
+        prompts: (N,) names of the prompts; rows with the same name are resampled together.
 
     Returns:
-        `win_rate`, `interval` (None for fewer than two prompts), `wins`, `ties`, `losses`.
+        `win_rate`, its `interval` (None for fewer than two prompts), and the counts `wins`, `ties` and `losses`.
     """
     known = [(margin, prompt) for margin, prompt in zip(margins, prompts, strict=True) if margin is not None]
     values = torch.tensor([margin for margin, _ in known], dtype=torch.double)
@@ -54,25 +54,30 @@ def win_rate(margins: Sequence[float | None], prompts: Sequence[Hashable]) -> di
 
 
 def margins(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float | None]:
-    """Return the score of each of our answers minus that of theirs; None where one of the two has no score."""
+    """Return each score in `ours` minus the one at the same place in `theirs`; None where either is None."""
     pairs = zip(ours, theirs, strict=True)
     return [None if mine is None or other is None else mine - other for mine, other in pairs]
 
 
 def self_bleu(texts: Sequence[str], orders: int = 4) -> float | None:
     """
-    Return the mean BLEU of each text with all others as its references (Zhu et al. 2018, 1802.01886); 1 if all agree.
+    Return self-BLEU: the mean BLEU of each text with all other texts as references (Zhu et al. 2018, 1802.01886).
 
-    BLEU = exp(min(0, 1 − r/c)) · (Π pₙ)^(1/N). pₙ is the share of a text's n-grams of words that a reference has, each
-    counted at most as often as in the reference that has it most. c is the text's length, and r the reference's that
-    is nearest to it. N is `orders`, or c if that is less. There is no smoothing: without a common N-gram it is 0.
+    It is 1 if all texts are the same. BLEU = exp(min(0, 1 − r/c)) · (Π pₙ)^(1/N), where
+
+    - pₙ is the share of a text's n-grams (of words, n = 1 … N) that references have, too. An n-gram counts at most as
+      often as the reference has it that has it most often.
+    - c is the text's length in words, and r the length of the reference that is nearest in length.
+    - N is `orders`, or c if c is less.
+
+    There is no smoothing: a text that has no N-gram in common with a reference has a BLEU of 0.
 
     Args:
         texts: (M,) answers.
-        orders: the longest n-grams.
+        orders: largest n of the n-grams.
 
     Returns:
-        The mean over the texts that have a word; None for fewer than two of them.
+        The mean over the texts that have a word; None if fewer than two have one.
     """
     rows = [words for words in (text.split() for text in texts) if words]
     if len(rows) < 2:
@@ -81,14 +86,14 @@ def self_bleu(texts: Sequence[str], orders: int = 4) -> float | None:
     logs = [0.0] * len(rows)
     for n in range(1, orders + 1):
         counts = [Counter(zip(*(words[i:] for i in range(n)), strict=False)) for words in rows]
-        most: dict[Any, list[int]] = {}  # of each n-gram: its two highest counts in a text
+        most: dict[Any, list[int]] = {}  # n-gram → its second highest and its highest count in any text
         for count in counts:
             for gram, times in count.items():
                 most[gram] = sorted([*most.get(gram, [0, 0]), times])[1:]
         for place, count in enumerate(counts):
             if not count:  # fewer than n words
                 continue
-            # In the other texts: the highest count, unless that is this text's own
+            # The highest count in another text: if the highest of all is this text's own, the second highest
             elsewhere = {
                 gram: most[gram][0] if most[gram][1] == times else most[gram][1] for gram, times in count.items()
             }
@@ -110,15 +115,20 @@ def policy_figures(
     kl: Sequence[float] | None,
 ) -> dict[str, Any]:
     """
-    Return the figures of one policy that need no other policy.
+    Return those figures of a policy that do not compare it with the baseline.
 
     Args:
         answers: (N,) with `prompt`, `completion`, `completion_ids` and `finished`.
-        scored: name of each reward → (N,) its scores.
-        kl: (N,) log π(y | x) − log π_ref(y | x); None if there is none.
+        scored: name of a reward → (N,) its scores.
+        kl: (N,) log π(y | x) − log π_ref(y | x); None if the KL is not known.
 
     Returns:
-        `rewards`, `kl`, `length`: means with standard errors; `cut_off`; `distinct_3`, `repeated` and `self_bleu`.
+        - `rewards`: name of a reward → mean score, as [`mean_of`] returns it.
+        - `kl`, `length`: mean KL and mean tokens of an answer, as [`mean_of`] returns them; `kl` may be None.
+        - `cut_off`: share of the answers that did not end by EOS.
+        - `distinct_3`: different 3-grams as a share of all.
+        - `repeated`: share of 3-grams that repeat one in the same answer.
+        - `self_bleu`: see [`self_bleu`].
     """
     repetition: dict[str, Any] = {}
     repetition_watch(**{f"{key}s": [row[key] for row in answers] for key in ("prompt", "completion")},

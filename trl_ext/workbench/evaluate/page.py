@@ -7,7 +7,7 @@ from ..pages.conversation import shown_answer, shown_prompt
 from ..pages.evaluation import evaluation_rows
 from ..pages.markup import number, render
 
-_PROMPTS = 10  # shown with each policy's answer
+_PROMPTS = 10  # that the page shows, each with the answers of all policies
 
 
 def page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> str:
@@ -16,7 +16,7 @@ def page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> str
 
     Args:
         found: content of `evaluation.json`.
-        answers: name of each policy → its answers, with their `scores`.
+        answers: name of a policy → its answers, each with its `scores`; all policies have the same prompts in order.
     """
     return render(
         Path(__file__).with_name("page.html.j2"),

@@ -1,4 +1,4 @@
-"""Ask a model the questions that have no answer yet, load a local model, and check which settings belong to which."""
+"""Ask a model the questions that have no answer yet, hold a local model, and refuse settings without effect."""
 
 import math
 from collections import Counter
@@ -13,7 +13,7 @@ class LocalModel:
     Hold a causal language model on this machine. Its weights are loaded when they are first needed.
 
     Args:
-        path: its folder or hub name.
+        path: folder or hub name of the model.
         batch_size: sequences in one batch.
         dtype: dtype of the weights; `auto` is what they were saved in.
         use_cpu: use no GPU, even where there is one.
@@ -28,14 +28,14 @@ class LocalModel:
 
     @cached_property
     def model(self) -> Any:
-        """Return the model with its weights."""
+        """Return the model; the first access loads its weights."""
         from ...models import load_model
 
         return load_model(self.path, "cpu" if self.use_cpu else None, dtype=self.dtype)
 
     @property
     def context(self) -> float:
-        """Return how many tokens the model reads at most; infinity if its configuration does not say."""
+        """Return the most tokens that the model can read; infinity if its configuration does not say."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 
@@ -62,14 +62,14 @@ def ask(ask_all: Callable[..., None], journal: Any, questions: list[Any], what: 
     Ask the questions that have no answer in the journal yet, with a progress bar.
 
     Args:
-        ask_all: function of the questions to ask, and of a function that it calls with each answer.
+        ask_all: function that asks. It is given the questions, and a function to call with each answer.
         journal: the [`~trl_ext.workbench.feedback.journal.Journal`] that keeps the answers.
         questions: all questions, each with a `name`.
-        what: what the progress bar calls them.
+        what: what the progress bar calls the questions.
         url: address of the model, for the error message.
 
     Raises:
-        RuntimeError: the model cannot be reached, or refuses. The answers so far are kept.
+        RuntimeError: the model cannot be reached, or refuses to answer. The answers so far are kept in the journal.
     """
     from tqdm.auto import tqdm
 

@@ -121,7 +121,12 @@ class LabelArguments:
 
 
 def run(args: LabelArguments) -> dict[str, Any]:
-    """Have the known pairs judged, and, if judge and people agree, the others; write and return the report."""
+    """
+    Have the judge label the pairs that people labelled and, if it agrees with people, all others.
+
+    Returns:
+        The report, which is written, too.
+    """
     from ..labels import agreement_report
     from .criteria import read_criteria
     from .data import people_choices, rows_for_people, write_for_people
@@ -130,7 +135,7 @@ def run(args: LabelArguments) -> dict[str, Any]:
     from .page import write_report
     from .report import of_all, of_known, training_pairs
 
-    need("krippendorff", "`trl-ext label`")  # before anything is paid for
+    need("krippendorff", "`trl-ext label`")  # now, before a call costs money
     folder, criteria = Path(args.output_dir), read_criteria(args.rubric, args.constitution)
     judge: Any
     if args.judge_url:
@@ -222,7 +227,7 @@ def _rows(args: LabelArguments, folder: Path, left_out: dict[str, int]) -> list[
 
 
 def _withdraw(folder: Path, report: dict[str, Any]) -> None:
-    """Remove the pairs that an earlier run wrote, when the gate passed; the verdicts are kept."""
+    """Remove the files of pairs that an earlier run wrote, when the judge passed the gate; keep the verdicts."""
     if old := sorted((folder / "pairs").glob("*.jsonl")):
         for file in old:
             file.unlink()
@@ -232,7 +237,7 @@ def _withdraw(folder: Path, report: dict[str, Any]) -> None:
 
 
 def _questions(args: LabelArguments, rows: list[dict[str, Any]]) -> list[Any]:
-    """Return each question about these pairs: both orders, each as often as there are votes."""
+    """Return all questions about these pairs: each pair in both orders of its answers, `votes` times in each."""
     from .judges import Question
 
     return [
@@ -244,7 +249,7 @@ def _questions(args: LabelArguments, rows: list[dict[str, Any]]) -> list[Any]:
 
 
 def _say_cost(args: LabelArguments, judge: Any, journal: Any, first: list[dict], then: list[dict]) -> None:
-    """Print the cost of what is still to be asked, in calls, tokens and money."""
+    """Print the cost of the questions that have no answer yet, in calls, tokens and money: of `first`, then `then`."""
     from .figures import money
 
     for rows, what in ((first, "pairs"), (then, "further pairs, if people agree with the judge")):

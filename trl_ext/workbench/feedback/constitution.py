@@ -80,7 +80,12 @@ class ConstitutionArguments:
 
 
 def run(args: ConstitutionArguments) -> dict[str, Any]:
-    """Have the model answer, criticise and revise; write rows and page; return the content of `constitution.json`."""
+    """
+    Have the model answer, criticise and revise, and write the rows and the page.
+
+    Returns:
+        The content of `constitution.json`; empty if only the cost was asked for.
+    """
     from ...data import write_rows
     from ..evaluate.data import load_prompts
     from .criteria import read_principles
@@ -168,7 +173,16 @@ def _key(prompt: Any) -> str:
 def _rows(
     rows: list[dict[str, Any]], journal: Any, texts: dict[str, dict[int, str | None]], args: Any, constitution_id: str
 ) -> dict[str, Any]:
-    """Return rows for SFT, pairs, the pairs for a judge in random order, what was left out, lengths by principle."""
+    """
+    Make rows of the texts.
+
+    Returns:
+        - `sft`: each prompt with its last revision.
+        - `pairs`: each revision as chosen, the first answer as rejected.
+        - `to_judge`: the same pairs for a judge, their two answers in random order.
+        - `left_out`: reason → how often it left something out.
+        - `by_principle`: name → number of revisions, and mean length of the first answers and of the revisions.
+    """
     left_out: Counter[str] = Counter()
     made: dict[str, Any] = {"sft": [], "pairs": [], "to_judge": [], "left_out": left_out}
     lengths: dict[str, list[tuple[int, int]]] = {}
@@ -223,13 +237,13 @@ def _answer(prompt: Any, text: str) -> Any:
 
 
 def _say_cost(args: ConstitutionArguments, rows: list[dict[str, Any]], journal: Any, steps: int) -> None:
-    """Print the highest possible cost, in calls, tokens and money."""
+    """Print the highest possible cost of the texts that are still missing, in calls, tokens and money."""
     from .figures import money
 
     calls = sum((row["key"], step) not in journal.rows for row in rows for step in range(steps))
     prompts = sum(len(str(row["prompt"])) for row in rows) // 4
     out = calls * args.max_tokens
-    # A critique reads an answer, a revision the critique, too; each with its request, of some 60 tokens
+    # A critique reads an answer, a revision reads answer and critique; each reads requests of some 60 tokens, too
     read = prompts * steps + len(rows) * args.rounds * (3 * args.max_tokens + 180)
     said = f"Cost: at most {calls:,} calls of {len(rows) * steps:,}, {read:,} tokens in (about), {out:,} out"
     price = money(read, out, args.price_input, args.price_output)

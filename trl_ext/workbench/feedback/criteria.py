@@ -1,4 +1,4 @@
-"""Read a judge's rubric and constitution: YAML files, which reports name by their version and hash."""
+"""Read a judge's rubric and constitution from YAML files, which reports identify by version and hash."""
 
 import hashlib
 import re
@@ -20,10 +20,10 @@ class Criteria:
     Hold a rubric and the principles of a constitution, with the version and hash of their files.
 
     Args:
-        rubric: says what makes an answer good on the whole.
-        rubric_id: `VERSION@HASH` of its file.
-        principles: name → principle; empty without a constitution.
-        constitution_id: as `rubric_id`; None without a constitution.
+        rubric: text that says what makes an answer good on the whole.
+        rubric_id: `VERSION@HASH` of the rubric's file.
+        principles: name → text of a principle; empty without a constitution.
+        constitution_id: `VERSION@HASH` of the constitution's file; None without a constitution.
     """
 
     rubric: str
@@ -33,7 +33,7 @@ class Criteria:
 
     @property
     def names(self) -> list[str]:
-        """Return the names that the judge gives a verdict for: each principle's, and `overall`."""
+        """Return the names by which the judge gives verdicts: the names of the principles, then `overall`."""
         return [*self.principles, OVERALL]
 
 
@@ -42,7 +42,7 @@ def read_criteria(rubric: str, constitution: str | None = None) -> Criteria:
     Read a rubric (`version`, `rubric`) and a constitution (`version`, `principles`: name → text), both YAML.
 
     Raises:
-        ValueError: a file is missing, or is not such YAML; the message says what it needs.
+        ValueError: a file is missing, or is not YAML of this form; the message says what the file needs.
     """
     found, rubric_id = _read(rubric, "rubric", "rubric")
     if not isinstance(found, str) or not found.strip():
@@ -54,10 +54,10 @@ def read_criteria(rubric: str, constitution: str | None = None) -> Criteria:
 
 def read_principles(constitution: str) -> tuple[dict[str, str], str]:
     """
-    Return the principles of a constitution, and `VERSION@HASH` of its file.
+    Return the principles of a constitution (name → text), and `VERSION@HASH` of its file.
 
     Raises:
-        ValueError: the file is missing, or is not such YAML.
+        ValueError: the file is missing, or is not YAML with `version` and `principles`.
     """
     principles, constitution_id = _read(constitution, "constitution", "principles")
     for name, text in principles.items() if isinstance(principles, dict) and principles else [(principles, None)]:
@@ -71,14 +71,14 @@ def read_principles(constitution: str) -> tuple[dict[str, str], str]:
 
 
 def check_is_there(path: str, setting: str) -> None:
-    """Raise a `ValueError` if there is no such file."""
+    """Raise a `ValueError` if `path`, the value of this setting, is no file."""
     if not Path(path).is_file():
         why = "is a folder: give the file in it" if Path(path).is_dir() else f"is no file{near_path(path)}"
         raise ValueError(f"`{setting}` {path} {why}")
 
 
 def _read(path: str, setting: str, key: str) -> tuple[Any, str]:
-    """Return what a file has under `key`, and its version and hash."""
+    """Return a YAML file's value of `key`, and `VERSION@HASH` of the file."""
     check_is_there(path, setting)
     content = Path(path).read_bytes()
     try:

@@ -22,16 +22,17 @@ TEXTS = ("prompt", *ANSWERS)
 
 def load_pairs(name: str, split: str, keep: Sequence[str], left_out: dict[str, int]) -> list[dict[str, Any]]:
     """
-    Return the rows of a table of pairs, each with `item`, and a `key` made of its texts; each pair once.
+    Return the different pairs of a table, each with an `item` and with a `key` that is a hash of its texts.
 
     Args:
-        name: a file, a folder or a hub name, with `prompt`, `response_a`, `response_b`, and maybe `item`.
+        name: a file, a folder or a hub name, with `prompt`, `response_a`, `response_b`, and maybe `item`. Without
+            `item` the key is taken.
         split: split to load.
         keep: further columns to keep.
-        left_out: filled with how many rows are left out, by reason.
+        left_out: dictionary to fill: reason → number of rows that are left out.
 
     Raises:
-        ValueError: a column or a text is missing, or one `item` names two pairs.
+        ValueError: a column or a text is missing, or two pairs have the same `item`.
     """
     table = load_dataset_split(name, split, columns=(*TEXTS, *keep))
     check_texts(table, TEXTS, f"`pairs` {name}")
@@ -62,17 +63,18 @@ def sample_pairs(
     prompts: Dataset, args: Any, sampling: Sampling, folder: Path, keep: Sequence[str], left_out: dict[str, int]
 ) -> list[dict[str, Any]]:
     """
-    Have policies answer prompts, and draw pairs of different answers to a prompt, in random order.
+    Have policies answer prompts, and draw pairs of two different answers to the same prompt, in random order.
 
-    Answers that the folder has from the same policy, prompts and sampling are used again.
+    If the folder has answers of the same policy to the same prompts with the same sampling, these are used.
 
     Args:
         prompts: data set with the column `prompt`.
         args: arguments of `trl-ext label`: `policies`, `temperatures`, `num_samples` and `pairs_per_prompt` are read.
-        sampling: how one answer is sampled; its temperature and seed are replaced.
+        sampling: how answers are sampled; its temperature is replaced by each of `temperatures`, and for each further
+            sample its seed is raised by 1.
         folder: where answers are written.
         keep: further columns to keep.
-        left_out: filled with how many pairs are left out, by reason.
+        left_out: dictionary to fill: reason → number of pairs that are left out.
 
     Returns:
         Rows as [`load_pairs`] returns them, with `policy_a`, `policy_b`, `temperature_a`, `temperature_b`.
@@ -107,13 +109,13 @@ def sample_pairs(
 
 
 def rows_for_people(rows: Sequence[dict[str, Any]], share: float, least: int, seed: int) -> list[dict[str, Any]]:
-    """Draw a share of the rows, but at least `least`, by hashes, so that the order of the rows does not matter."""
+    """Draw a share of the rows, but at least `least`, by the hashes of their keys: their order does not matter."""
     size = min(max(round(share * len(rows)), least), len(rows))
     return sorted(rows, key=lambda row: answer_key(row["key"], None, seed))[:size]
 
 
 def write_for_people(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows for people to label, in Label Studio, in Argilla or in a file. They have nothing from a judge."""
+    """Write rows for people to label: for Label Studio, for Argilla and as JSON lines, with nothing from a judge."""
     shown = [{name: row[name] for name in ("item", *TEXTS)} for row in rows]
     write_rows(folder / "people.jsonl", shown)
     write_text(folder / "label_studio.json", json.dumps(label_studio_tasks(shown), ensure_ascii=False, indent=1))
@@ -130,8 +132,8 @@ def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> tupl
         rows: the pairs, with `item`.
 
     Returns:
-        Key of a pair → the choice of most people: "a", "b" or "tie", also where two choices have equally many votes.
-        And the labels, to measure how far people agree.
+        Two values: key of a pair → the choice of most people, "a", "b" or "tie" ("tie", too, if two choices have
+        equally many votes); and all labels, by which can be measured how far people agree with each other.
 
     Raises:
         ValueError: a label is of an item that is not among the rows, or there is no label.

@@ -17,14 +17,18 @@ CODES = {"a": FIRST, "b": SECOND, "tie": TIE}
 
 def choice_of(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[str, float]:
     """
-    Return a pair's winner, "a", "b" or "tie", and the share of the verdicts for it, 0.5 for a tie.
+    Return a pair's winner, and the share of the verdicts that are for the winner.
 
-    The winner is better in either order, over the votes of that order; if the orders disagree it is a tie. A question
-    without a verdict counts as a tie.
+    An answer is the winner if the mean verdict is for it in both orders, shown first and shown second. Else the pair
+    is a tie. A question without a verdict counts as a verdict of 0.5.
 
     Args:
-        rows: the verdicts of a pair: which answer was shown `first`, and `a_is_better` by each name, or None.
+        rows: the verdicts on a pair, each with `first`, the answer that was shown first, and `a_is_better`: name → how
+            sure the judge is that answer a is better, 0 to 1; or None.
         name: name of a principle, or "overall".
+
+    Returns:
+        "a", "b" or "tie"; and the mean over both orders of the verdicts for the winner, 0.5 for a tie.
     """
     by_order: dict[str, list[float]] = {"a": [], "b": []}
     for row in rows:
@@ -37,7 +41,11 @@ def choice_of(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[str, float]
 
 
 def cohen_kappa(counts: np.ndarray) -> np.ndarray:
-    """Compute Cohen's κ of (…, K, K) tables of how often two people gave which labels; NaN where it is undefined."""
+    """
+    Return Cohen's κ of (…, K, K) tables; NaN where κ is not defined.
+
+    A table counts items: row by the label that one rater gave, column by the label that the other gave.
+    """
     size = counts.sum((-1, -2))
     with np.errstate(invalid="ignore", divide="ignore"):
         observed = np.trace(counts, axis1=-2, axis2=-1) / size
@@ -49,16 +57,18 @@ def agreement(
     ours: Sequence[str], theirs: Sequence[str], prompts: Sequence[Hashable], seed: int = 0
 ) -> dict[str, Any]:
     """
-    Compare two choices of each pair.
+    Measure how far two raters agree who chose between the same pairs of answers.
 
     Args:
-        ours, theirs: (N,) "a", "b" or "tie".
+        ours, theirs: (N,) choices of each rater: "a", "b" or "tie".
         prompts: (N,) names of the prompts; pairs of one prompt are resampled together.
         seed: seed of the bootstraps.
 
     Returns:
-        `rows`; `agreement`, the share of equal choices; Cohen's `kappa` and Krippendorff's `alpha`, None where they
-        are not defined, with `kappa_interval` and `alpha_interval`, 95 %, percentiles of a bootstrap over prompts.
+        - `rows`: number of pairs.
+        - `agreement`: share of equal choices.
+        - `kappa`, `alpha`: Cohen's κ and Krippendorff's α; None if not defined.
+        - `kappa_interval`, `alpha_interval`: their 95 % intervals, percentiles of a bootstrap over prompts.
     """
     pairs = np.array([(CODES[mine], CODES[other]) for mine, other in zip(ours, theirs, strict=True)])
     group = pd.factorize(np.array([str(prompt) for prompt in prompts], object))[0]
@@ -81,21 +91,29 @@ def agreement(
 
 
 def share_with_interval(is_so: Sequence[bool], prompts: Sequence[Hashable]) -> dict[str, Any]:
-    """Return the share of True, its 95 % interval over prompts (None for fewer than two), and the count."""
+    """Return `share`, of True; its 95 % `interval` over prompts, None for fewer than two; `count`, of all values."""
     margins = torch.tensor([1.0 if each else -1.0 for each in is_so])
     interval = list(accuracy_interval(margins, prompts)) if len(set(prompts)) > 1 else None
     return {"share": fmean(map(float, is_so)) if is_so else None, "interval": interval, "count": len(is_so)}
 
 
 def shown_first(rows: Sequence[Mapping[str, Any]], name: str, prompt_of: Mapping[str, Hashable]) -> dict[str, Any]:
-    """Return how often the answer shown first was taken. Both orders are asked, so without a bias it is one half."""
+    """
+    Return how often the judge preferred the answer shown first, as [`share_with_interval`] does; ties do not count.
+
+    As both orders of each pair are asked, the share is one half for a judge that ignores the order.
+    """
     known = [(row, row["a_is_better"][name]) for row in rows if row["a_is_better"] and name in row["a_is_better"]]
     taken = [(row, (p > 0.5) == (row["first"] == "a")) for row, p in known if p != 0.5]
     return share_with_interval([is_first for _, is_first in taken], [prompt_of[row["key"]] for row, _ in taken])
 
 
 def longer_wins(choices: Sequence[str], lengths: Sequence[tuple[int, int]], prompts: Sequence[Hashable]) -> dict:
-    """Return how often the longer answer was chosen, of the pairs with a winner and of different `lengths`."""
+    """
+    Return how often the longer answer was chosen, as [`share_with_interval`] does.
+
+    Ties, and pairs whose answers are of the same length, do not count.
+    """
     known = [
         ((a > b) == (choice == "a"), prompt)
         for choice, (a, b), prompt in zip(choices, lengths, prompts, strict=True)
@@ -106,16 +124,21 @@ def longer_wins(choices: Sequence[str], lengths: Sequence[tuple[int, int]], prom
 
 def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -> dict[str, float | None]:
     """
-    Measure how often a judge's winners are people's, and by how much its shares are to shrink towards one half.
+    Measure how often a judge's winners are people's, and how far to shrink its shares of verdicts towards one half.
 
-    accuracy = (k + ½)/(n + 1), k the winners that are people's, of n; where people say tie, ½ counts. The share p of
-    the verdicts becomes the confidence ½ + (p − ½)·shrink, shrink = (2·accuracy − 1)/(2·mean p − 1): its mean on
-    these rows is the accuracy.
+    Pairs that the judge calls a tie do not count. Of the other n let k be those whose winner people chose, too, where
+    a pair that people call a tie counts ½. Then accuracy = (k + ½)/(n + 1).
+
+    If a share p of the verdicts is for the winner, the confidence in the winner is ½ + (p − ½)·shrink. With
+    shrink = (2·accuracy − 1)/(2·mean p − 1), 0 if this is negative, the mean confidence in these n is the accuracy.
 
     Args:
         ours: (N,) the judge's choices.
-        shares: (N,) of the verdicts for them.
+        shares: (N,) share of the verdicts that are for the judge's choice.
         theirs: (N,) people's choices.
+
+    Returns:
+        `winners`, which is n; `accuracy` and `shrink`, None if n is 0.
     """
     rows = [row for row in zip(ours, shares, theirs, strict=True) if row[0] != "tie"]
     if not rows:
@@ -126,12 +149,12 @@ def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -
 
 
 def confidence(share: float, shrink: float) -> float:
-    """Return the confidence of a winner, 0.5 to 1, from the share of the verdicts for it."""
+    """Return the confidence in a winner, 0.5 to 1: the share of the verdicts for it, shrunk as [`noise`] defines."""
     return min(0.5 + (share - 0.5) * shrink, 1.0)
 
 
 def spent(rows: Sequence[Mapping[str, Any]], price_input: float | None, price_output: float | None) -> dict[str, Any]:
-    """Return what the answers in a journal's rows took: `tokens_in`, `tokens_out` and `money`."""
+    """Return `tokens_in`, `tokens_out` and `money`: what the answers in a journal's rows cost in total."""
     tokens = [sum(row.get("tokens", (0, 0))[place] for row in rows) for place in (0, 1)]
     return {
         "tokens_in": tokens[0],
@@ -141,7 +164,7 @@ def spent(rows: Sequence[Mapping[str, Any]], price_input: float | None, price_ou
 
 
 def money(tokens_in: int, tokens_out: int, price_input: float | None, price_output: float | None) -> float | None:
-    """Return what tokens cost by the prices of a million; None without prices."""
+    """Return what tokens cost; prices are for a million tokens. Return None if a price is None."""
     if price_input is None or price_output is None:
         return None
     return (tokens_in * price_input + tokens_out * price_output) / 1e6

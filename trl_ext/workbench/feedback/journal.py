@@ -1,4 +1,4 @@
-"""Keep each answer of a model as soon as it is known: nothing is asked twice, also after `kill -9`."""
+"""Write each answer of a model to a file as soon as it is known: nothing is asked twice, not even after `kill -9`."""
 
 import json
 import threading
@@ -11,12 +11,12 @@ from ...runs import read_jsonl
 
 class Journal:
     """
-    Append answers to a file of JSON lines, one line for each question, and read those that are there.
+    Append answers to a file of JSON lines, one line for each question, and read the answers that are in it.
 
     Args:
         path: the file.
-        by: identity of the model, and of what else its answers depend on.
-        names: entries of a row that together name its question.
+        by: identity of the model, and of all else that its answers depend on.
+        names: keys of a row whose values together name the question.
 
     Raises:
         ValueError: the file has answers by another model, rubric, constitution or setting.
@@ -40,7 +40,7 @@ class Journal:
             self._file.write("\n")
 
     def add(self, row: dict[str, Any]) -> None:
-        """Write a row; it is with the operating system when this returns. A full disk raises an `OSError`."""
+        """Write a row; the operating system has it when this returns. Raise an `OSError` if the disk is full."""
         row = {**row, "by": self.by}
         with self._lock:
             self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -48,5 +48,5 @@ class Journal:
             self.rows[tuple(row[name] for name in self.names)] = row
 
     def missing(self, questions: list[Any]) -> list[Any]:
-        """Return the questions that were not answered yet."""
+        """Return those questions to which the journal has no answer."""
         return [question for question in questions if question.name not in self.rows]

@@ -1,4 +1,4 @@
-"""Ask a judge which of two answers is better, overall and by each principle: over HTTP, or a local model."""
+"""Ask a judge which of two answers is better, overall and by each principle. It is a server or a local model."""
 
 import hashlib
 import json
@@ -43,12 +43,21 @@ LOCAL = f"""You compare two answers to a prompt.
 
 Which answer is better, A (the first) or B (the second)? Reply with one letter."""
 _CHOICES = {"a": 1.0, "b": 0.0, "tie": 0.5}
-_FOREVER = 1e8  # seconds; what cannot be reached ends the run by itself
-_MESSAGE = 500  # characters of a judge's message that are kept
+_FOREVER = 1e8  # seconds: no deadline is needed, since a server that cannot be reached ends the run
+_MESSAGE = 500  # most characters of a judge's message that are kept
 
 
 class Question(NamedTuple):
-    """Ask for one verdict: `key` names the pair, `first` is the answer shown first, `vote` counts repeats."""
+    """
+    Ask for one verdict on a pair of answers.
+
+    Args:
+        key: name of the pair.
+        prompt: the prompt, text or messages.
+        answers: answers a and b.
+        first: "a" or "b", the answer that is shown first.
+        vote: number of the repetition of the same question: 0, 1, …
+    """
 
     key: str
     prompt: Any
@@ -62,7 +71,7 @@ class Question(NamedTuple):
 
     @property
     def parts(self) -> dict[str, str]:
-        """Return the texts that a judge reads, by the names of their tags."""
+        """Return tag → text for the texts that a judge reads: the prompt, the first and the second answer."""
         a, b = (well_formed(text_of(answer)) for answer in self.answers)
         first, second = (a, b) if self.first == "a" else (b, a)
         return {"prompt": conversation(self.prompt), "first-answer": first, "second-answer": second}
@@ -72,11 +81,12 @@ def outcome(
     question: Question, found: Mapping[str, float] | None, why: str = "read", message: str = "", **more: Any
 ) -> dict[str, Any]:
     """
-    Return a row of the journal.
+    Return the journal's row for a question.
 
     Args:
         question: what was asked.
-        found: name → how sure the judge is that the answer shown first is better, 0 to 1; None without a verdict.
+        found: name → how sure the judge is that the answer shown first is better, 0 to 1; None without a verdict. The
+            row has as `a_is_better` how sure the judge is that answer a is better.
         why: "read", or why there is no verdict.
         message: the judge's message.
         **more: further entries of the row.
@@ -88,7 +98,7 @@ def outcome(
 
 class Served(JudgeReward):
     """
-    Ask a language model behind an OpenAI-compatible API, several requests at once, and check that it stays the same.
+    Ask a language model behind an OpenAI-compatible API, several requests at once; raise if the model changes.
 
     Args:
         **settings: arguments of [`~trl_ext.rewards.JudgeReward`].
@@ -100,15 +110,15 @@ class Served(JudgeReward):
 
     def work_on(self, jobs: Sequence[Any], function: Callable[[Any], None]) -> None:
         """
-        Call `function(job)` of each job, several at once.
+        Call `function(job)` for each job, several at once.
 
         Raises:
-            Exception: the first error of a job. No more jobs are begun after it.
+            Exception: the first error of a job. After an error no further job is begun.
         """
         errors: list[Exception] = []
 
         def work(job: Any) -> None:
-            if errors:  # in another thread: nobody has seen it yet
+            if errors:  # a job in another thread has failed, and `ask` has not noticed yet
                 return
             try:
                 function(job)
@@ -122,18 +132,18 @@ class Served(JudgeReward):
 
     def chat(self, messages: list[dict[str, str]], call: Call) -> Any:
         """
-        Return the answer to some messages.
+        Send messages to the model, and return the server's answer.
 
         Raises:
             RefusedError: the server refuses these messages, but has answered others.
-            ServiceError: it cannot be reached, refuses everything, or answers as another model than before.
+            ServiceError: the server cannot be reached, has refused all requests, or names another model than before.
         """
         try:
             answer = self._service.ask(call, {"model": self.model, "messages": messages, **self.settings})
         except RefusedError as error:
             if self.served:
                 raise
-            raise ServiceError(str(error)) from error  # nothing was ever answered: it is the settings
+            raise ServiceError(str(error)) from error  # nothing was ever answered: the settings must be wrong
         if isinstance(answer, dict) and "choices" in answer:
             now = answer["model"] if isinstance(answer.get("model"), str) else None
             if (first := self.served.setdefault("model", now)) != now:
@@ -146,7 +156,7 @@ class Served(JudgeReward):
 
 class ServedJudge(Served):
     """
-    Ask a served model for verdicts. All names of the criteria are asked for in one request.
+    Ask a served model for verdicts. One request asks for the verdicts by all principles, and overall.
 
     Args:
         criteria: what to judge by.
@@ -159,12 +169,12 @@ class ServedJudge(Served):
 
     @property
     def identity(self) -> str:
-        """Return what the verdicts depend on."""
+        """Return a hash of all that the verdicts depend on: the server, the model, the criteria and our requests."""
         said = [self.url, self.model, self.criteria.rubric_id, self.criteria.constitution_id, self.settings]
         return hashlib.sha256(json.dumps([*said, INSTRUCTIONS, TASK, PRINCIPLES], sort_keys=True).encode()).hexdigest()
 
     def asked(self, question: Question) -> list[dict[str, str]]:
-        """Return the messages of a question; its texts stand between tags with a random number."""
+        """Return the messages that ask a question; its texts stand between tags that have a random number."""
         nonce, principles, task = secrets.token_hex(8), self.criteria.principles, TASK
         if principles:
             each = "\n".join(f"- {name}: {text}" for name, text in principles.items())
@@ -178,13 +188,17 @@ class ServedJudge(Served):
         Ask the questions, several at once, and call `done` with each row for the journal as soon as it is known.
 
         Raises:
-            ServiceError: the server cannot be reached, refuses everything, or answers as another model than before;
-                no more questions are asked.
+            ServiceError: the server cannot be reached, has refused all requests, or names another model than before;
+                no further question is asked.
         """
         self.work_on(questions, lambda question: done(self.verdict(question)))
 
     def verdict(self, question: Question) -> dict[str, Any]:
-        """Ask one question, again if the message has no verdict; return the row of the journal."""
+        """
+        Ask one question, and return the journal's row for it.
+
+        If the message has no verdict, ask again, up to `parse_retries` times.
+        """
         if error := self.too_long(*question.parts.values()):
             return outcome(question, None, "too long", str(error))
         call, tokens, why, message = Call(time.monotonic() + self.deadline), [0, 0], "", ""
@@ -205,21 +219,21 @@ class ServedJudge(Served):
                 why, message = "withheld", str(error)
             except NoVerdict as error:
                 why = str(error)
-            except ServiceError as error:  # cut, or no chat completion
+            except ServiceError as error:  # the message was cut off, or the answer is no chat completion
                 why, message = "unreadable", str(error)
         return outcome(question, None, why, message, **kept)
 
 
 class NoVerdict(ServiceError):
-    """Say that a message has no verdict for each name: "unreadable", or "incomplete" if it has some."""
+    """Say that a message lacks verdicts: "incomplete" if it has one by some of the names, "unreadable" if by none."""
 
 
 def read(message: str, names: Iterable[str]) -> dict[str, float]:
     """
-    Return how sure a judge is that the first answer is better, by each name: 1 for "A", 0 for "B", 0.5 for a tie.
+    Return the verdicts in a judge's message: name → 1 if the first answer is better, 0 if the second, 0.5 for a tie.
 
     Raises:
-        NoVerdict: the message, or its last line, is no JSON object with such verdicts.
+        NoVerdict: neither the message nor its last line is a JSON object, or the object lacks the verdict of a name.
     """
     for part in verdicts_in(message):
         try:
@@ -236,7 +250,7 @@ def read(message: str, names: Iterable[str]) -> dict[str, float]:
 
 
 def usage_of(answer: Any) -> tuple[int, int]:
-    """Return the tokens of a request and of its answer, as the server counts them; 0 if it does not."""
+    """Return how many tokens a request has, and how many its answer, as the server reports them; 0 if it does not."""
     usage = answer.get("usage") if isinstance(answer, dict) else None
     counts = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
     first, second = (count if type(count) is int and count >= 0 else 0 for count in counts)
@@ -245,7 +259,7 @@ def usage_of(answer: Any) -> tuple[int, int]:
 
 class LocalJudge(LocalModel):
     """
-    Ask a causal language model for the log-probs of the letters "A" and "B", one forward pass for each name.
+    Judge by the log-probs that a causal language model gives to the letters "A" and "B", with a prompt for each name.
 
     Args:
         criteria: what to judge by.
@@ -267,7 +281,11 @@ class LocalJudge(LocalModel):
             )
 
     def asked(self, question: Question) -> list[Any]:
-        """Return the prompt for each name, text or messages; the tags' number is a hash, so that nothing is drawn."""
+        """
+        Return the prompt for each name, as text or as messages.
+
+        The number in the tags is a hash, not random: the same question always has the same prompt.
+        """
         nonce = hashlib.sha256(json.dumps([question.parts, self.identity]).encode()).hexdigest()[:16]
         criteria = {**self.criteria.principles, OVERALL: self.criteria.rubric}
         texts = [

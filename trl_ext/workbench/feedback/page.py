@@ -9,8 +9,8 @@ from ..pages.conversation import shown_answer, shown_prompt
 from ..pages.markup import number, percent, render
 from .report import interval, shares
 
-_TEXT = 400  # characters of a critique
-_ROWS = 100  # revisions that a page shows
+_TEXT = 400  # most characters of a critique that a page shows
+_ROWS = 100  # most revisions that a page shows
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> None:
@@ -20,7 +20,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
 
 
 def page(report: dict[str, Any]) -> str:
-    """Return the HTML of a report."""
+    """Return the HTML page of `trl-ext label`, made of the content of `label.json`."""
     by_name, judged = report.get("by_name", {}), report.get("judged")
     whole, pairs = by_name.get("overall"), report["pairs"] or {}
     return render(
@@ -84,8 +84,8 @@ def constitution_page(found: dict[str, Any], pairs: list[dict[str, Any]], princi
 
     Args:
         found: content of `constitution.json`.
-        pairs: the revisions over the first answers.
-        principles: name → text.
+        pairs: rows with a revision as `chosen` and the first answer as `rejected`.
+        principles: name → text of the principle.
     """
     of = found["by_principle"]
     return render(

@@ -13,11 +13,11 @@ from .criteria import OVERALL, Criteria
 from .figures import agreement, choice_of, confidence, longer_wins, noise, shown_first, spent
 from .journal import Journal
 
-_READ = 100  # rows to read that a report has
+_READ = 100  # most pairs that `to_read` has
 
 
 def votes_of(journal: Journal, row: dict[str, Any], votes: int) -> list[dict[str, Any]]:
-    """Return the verdicts about a pair."""
+    """Return the verdicts about a pair that the journal has: up to `votes` for each order of the two answers."""
     names = [(row["key"], first, vote) for first in "ab" for vote in range(votes)]
     return [journal.rows[name] for name in names if name in journal.rows]
 
@@ -34,13 +34,22 @@ def of_known(
     journal: Journal, known: list[dict[str, Any]], people: dict[str, str], names: Sequence[str], args: Any
 ) -> dict[str, Any]:
     """
-    Compare the judge with people, and decide whether it may label.
+    Compare the judge with people, and decide whether the judge may label.
+
+    Args:
+        journal: the judge's verdicts.
+        known: the pairs that people labelled.
+        people: key of a pair → people's choice.
+        names: names of the principles, and "overall".
+        args: arguments of `trl-ext label`.
 
     Returns:
-        `by_name`: for each principle and overall the agreement with people, how often the `longer` answer won, and
-        how many of the `winners` are also people's; `noise`: the last for overall; `length`: how often the longer
-        answer won with the judge and with people; `to_read`: the pairs on which they differ, the surest first; and
-        `gate`: whether the judge may label, with reasons if not.
+        - `by_name`: name → how far the judge agrees with people by that name (see [`agreement`]), how often the
+          `longer` answer won, and how many of the judge's `winners` are people's, too (see [`noise`]).
+        - `noise`: `winners` of the name "overall".
+        - `length`: how often the longer answer won by the `judge` and by `people`.
+        - `to_read`: the pairs on which judge and people differ, those first of which the judge is surest.
+        - `gate`: whether the judge has `passed`, so that it may label, and `reasons` if not.
     """
     prompts, theirs = _prompts(known), [people[row["key"]] for row in known]
     found = [votes_of(journal, row, args.votes) for row in known]
@@ -98,12 +107,17 @@ def of_known(
 
 def of_all(journal: Journal, rows: list[dict[str, Any]], names: Sequence[str], args: Any) -> dict[str, Any]:
     """
-    Describe all verdicts on these pairs.
+    Describe the verdicts on those pairs whose questions all have an answer.
 
     Returns:
-        `pairs` with all verdicts; `calls`; `tokens_in` and `tokens_out` as the server counted them; `money`;
-        `outcomes`: how many questions ended in which way; `by_name`: the share of ties, and how often the answer
-        shown first was taken; `longer`: how often the longer answer won.
+        - `pairs`: how many these pairs are.
+        - `calls`: how many requests were sent.
+        - `tokens_in`, `tokens_out`: tokens of requests and of answers, as the server counted them.
+        - `money`: what the tokens cost; None without prices.
+        - `model`: what the server called its model.
+        - `outcomes`: "read", or why there is no verdict → how many questions ended so.
+        - `by_name`: name → the share of `ties`, and how often the answer `shown_first` was preferred.
+        - `longer`: how often the longer answer won.
     """
     found = [(row, votes_of(journal, row, args.votes)) for row in rows]
     found = [(row, votes) for row, votes in found if len(votes) == 2 * args.votes]
@@ -139,7 +153,24 @@ def training_pairs(
     args: Any,
 ) -> dict[str, Any]:
     """
-    Write pairs to train on, labelled by the judge, and to test on, labelled by people; they share no prompt.
+    Write `pairs/train.jsonl`, labelled by the judge, and `pairs/test.jsonl`, labelled by people; they share no prompt.
+
+    Args:
+        folder: folder in which `pairs` is made.
+        journal: the judge's verdicts.
+        known: the pairs that people labelled.
+        others: the pairs that people did not label.
+        people: key of a pair → people's choice.
+        report: the report so far, with `noise` and `judge`.
+        criteria: what the judge judged by.
+        args: arguments of `trl-ext label`.
+
+    Returns:
+        - `file`: path of the pairs to train on.
+        - `train`, `test`: number of pairs in each file.
+        - `confidence`: mean confidence in the labels of the pairs to train on.
+        - `label_smoothing`: 1 − `confidence`.
+        - `left_out`: reason → number of pairs.
 
     Raises:
         ValueError: no pair is left to train on.
@@ -235,10 +266,10 @@ def sentences(report: dict[str, Any]) -> list[str]:
 
 
 def interval(value: float | None, ends: list[float] | None) -> str:
-    """Return a figure with its interval, or "not defined"."""
+    """Return a figure with its interval as text; "not defined" if the figure is None."""
     return with_interval(value, ends, ".2f", "not defined")
 
 
 def shares(of: dict[str, Any]) -> str:
-    """Return a share with its interval, in percent."""
+    """Return a share with its interval as text, in percent."""
     return with_interval(of["share"], of["interval"], ".0%")

@@ -1,4 +1,4 @@
-"""Have a model answer, criticise its answer by a drawn principle, and revise it, as Constitutional AI begins."""
+"""Have a model answer, criticise its answer by a drawn principle, and revise it: Constitutional AI's first stage."""
 
 import hashlib
 import json
@@ -17,16 +17,24 @@ CRITIQUE = (
     "so. Reply with that alone."
 )
 REVISE = "Now write your answer to me again, so that it keeps the principle. Reply with the new answer alone."
-STEPS = ("answer", "critique", "revision")  # step 0, then 1, 3, 5 … and 2, 4, 6 …
+STEPS = ("answer", "critique", "revision")  # the answer is step 0, critiques are 1, 3, 5 …, revisions 2, 4, 6 …
 
 
 def kind_of(step: int) -> str:
-    """Return what is written in a step: the answer in step 0, then a critique and a revision in each round."""
+    """Return what is written in a step: "answer" in 0, "critique" in 1, 3, 5 …, "revision" in 2, 4, 6 …"""
     return STEPS[0] if step == 0 else STEPS[2 - step % 2]
 
 
 class Turn(NamedTuple):
-    """Ask for one text: `key` names the prompt; `name` is how the journal knows it."""
+    """
+    Ask for one text.
+
+    Args:
+        key: name of the prompt.
+        step: step in which the text is written; key and step together name the text in the journal.
+        messages: what the model is given.
+        principle: name of the principle to criticise or revise by; None for the answer.
+    """
 
     key: str
     step: int
@@ -39,7 +47,7 @@ class Turn(NamedTuple):
 
 
 def principle_of(key: str, round_: int, names: Sequence[str], seed: int) -> str:
-    """Draw the principle of a round, 1, 2, …; a prompt has each one before one comes again."""
+    """Draw the name of the principle for a prompt's round (1, 2, …): each comes once before any comes again."""
     again, place = divmod(round_ - 1, len(names))
     generator = np.random.default_rng([seed, again, int(hashlib.sha256(key.encode()).hexdigest()[:15], 16)])
     return names[generator.permutation(len(names))[place]]
@@ -49,16 +57,16 @@ def turn_of(
     row: Mapping[str, Any], step: int, texts: Mapping[int, str | None], principles: Mapping[str, str], seed: int
 ) -> Turn | None:
     """
-    Return the request of a step; None where an earlier step brought no text.
+    Return the request for the text of a step; None if a text that the step needs is missing.
 
-    A round sees the prompt and the newest answer alone, not the rounds before it.
+    In a round the model is given the prompt and the newest answer, but not the rounds before.
 
     Args:
         row: row with `key` and `prompt`.
         step: 0 for the answer, then a critique and a revision for each round.
-        texts: step → its text, for the steps before.
-        principles: name → text.
-        seed: seed of the drawn principles.
+        texts: earlier step → its text, None if there is none.
+        principles: name → text of the principle.
+        seed: seed by which principles are drawn.
     """
     prompt = row["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -78,7 +86,7 @@ def turn_of(
 
 
 def written(turn: Turn, text: str | None, why: str = "read", message: str = "", **more: Any) -> dict[str, Any]:
-    """Return a row for the journal; `text` is None if there is none, and `why` says why."""
+    """Return the journal's row for a turn. If no text was written, `text` is None and `why` is the reason."""
     named = {"key": turn.key, "step": turn.step, "kind": kind_of(turn.step), "principle": turn.principle}
     return {**named, "text": text, "why": why, "message": message[:200], **more}
 
@@ -97,7 +105,7 @@ class ServedWriter(Served):
 
     @property
     def identity(self) -> str:
-        """Return what the texts depend on."""
+        """Return a hash of all that the texts depend on: the server, the model, the constitution, our requests."""
         said = [self.url, self.model, self.rubric, self.settings, CRITIQUE, REVISE]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -106,7 +114,7 @@ class ServedWriter(Served):
         self.work_on(turns, lambda turn: done(self.text(turn)))
 
     def text(self, turn: Turn) -> dict[str, Any]:
-        """Ask for one text; return the row of the journal."""
+        """Ask for one text; return the journal's row for it."""
         try:
             answer = self.chat(turn.messages, Call(time.monotonic() + self.deadline))
         except RefusedError as error:
@@ -128,7 +136,7 @@ class LocalWriter(LocalModel):
     Args:
         constitution_id: version and hash of the constitution.
         temperature, seed: temperature and seed of the sampling.
-        max_tokens: tokens after which a text is cut off; it is then left out.
+        max_tokens: tokens after which a text is cut off; a text that was cut off is left out.
         path, batch_size, dtype, use_cpu: see [`LocalModel`].
     """
 
@@ -151,7 +159,7 @@ class LocalWriter(LocalModel):
         self.identity = hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
     def write_all(self, turns: Sequence[Turn], done: Callable[[dict[str, Any]], None]) -> None:
-        """Sample in batches, and call `done` with each row of the journal. What was cut off is no text."""
+        """Sample texts in batches, and call `done` with each row for the journal. A text that was cut off is None."""
         from ...models import answer_texts, eos_token_ids, prompt_token_ids, sample
 
         for start in range(0, len(turns), self.batch_size):

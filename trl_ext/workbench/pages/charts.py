@@ -16,8 +16,9 @@ from .headline import headline
 from .recorded import Run
 
 INK = "#010203"  # what matplotlib draws text and axes in; `chart` replaces it by the page's own colour
-# Okabe and Ito's colours, which colour-blind people tell apart, without the yellow, which white paper swallows. Each
-# has its own line and mark, too, for print in black and for the eighth run.
+# Okabe and Ito's colours, which colour-blind people can tell apart, without yellow, which is too pale on white paper.
+# A run differs from the others by its line and marker, too: for print in black, and since an eighth run has the first
+# one's colour.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)))
 MARKS = "os^Dvx*P"
@@ -51,8 +52,8 @@ KNOWN = {
     *"beta clip_ratio completions environment gold grad_norm greedy logits logps loss".split(),
     *"objective policy profiling repetition rewards sampling shift time tools turns val vespo watch".split(),
 }
-OWN, LINES_OF_ONE = 12, 8  # charts of a user's own metrics, and lines in each
-# What readers of a supervised run look at first; those of PPO find it in PANELS
+OWN, LINES_OF_ONE = 12, 8  # at most OWN charts of a user's own metrics, each with at most LINES_OF_ONE lines
+# The charts that come first for a run without a reward; for a run with one those in PANELS come first
 FIRST = ("loss", "pair accuracy", "margin", "token accuracy")
 
 
@@ -62,7 +63,7 @@ def can_draw() -> bool:
 
 
 def line_style(place: int) -> dict[str, Any]:
-    """Return the colour, line and marker of the n-th run in a comparison, as matplotlib's arguments."""
+    """Return matplotlib's arguments for the colour, line and marker of run number `place` in a comparison."""
     return {
         "color": COLOURS[place % len(COLOURS)],
         "linestyle": LINES[(place + place // len(COLOURS)) % len(LINES)],
@@ -71,13 +72,19 @@ def line_style(place: int) -> dict[str, Any]:
 
 
 def logged_once(run: Run) -> dict[str, tuple[int, float]]:
-    """Return the step and value of each key that a run logged once: a point makes no curve."""
+    """Return key → (step, value) for each key with one logged value, of which no curve can be drawn."""
     found = {key: curve(run.history, key) for key in sorted({key for log in run.history for key in log} - {"step"})}
     return {key: (steps[0], values[0]) for key, (steps, values) in found.items() if len(steps) == 1}
 
 
 def curves(run: Run) -> tuple[list[str], list[list[Any]]]:
-    """Draw the charts of one run; return them, and key, step and value of what was logged once."""
+    """
+    Draw the charts of one run.
+
+    Returns:
+        Two lists: the charts; and (key, step, value) of each quantity that would be in a chart but was logged once,
+        and that no tile shows.
+    """
     once = logged_once(run)
     history = [{key: value for key, value in log.items() if key not in once} for log in run.history]
     panels = [
@@ -106,7 +113,7 @@ def curves(run: Run) -> tuple[list[str], list[list[Any]]]:
 
 
 def _own(logged: Sequence[str]) -> dict[str, list[str]]:
-    """Return a user's own metrics by the first part of their key, with a title for each chart."""
+    """Return title → keys of each chart of a user's own metrics; a chart has the keys with the same first part."""
     groups: dict[str, list[str]] = {}
     for key in logged:
         first, slash, _ = key.partition("/")
@@ -129,7 +136,15 @@ def chart(
     alerts: Sequence[dict[str, Any]] = (),
     xlabel: str = "optimizer step",
 ) -> str:
-    """Return a drawing as an SVG in the page's colours, or "" if nothing was drawn."""
+    """
+    Return a chart as an SVG in the page's colours; "" if `draw` draws nothing.
+
+    Args:
+        title: title above the chart.
+        draw: function that draws on the matplotlib axes that it is given.
+        alerts: alerts to mark in the chart.
+        xlabel: label of the horizontal axis.
+    """
     import matplotlib
     from cycler import cycler
     from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
@@ -139,7 +154,7 @@ def chart(
     salt = "c" + hashlib.sha256(title.encode("utf-8", "replace")).hexdigest()[:12]
     style: Any = dict.fromkeys(ink, INK) | {"svg.fonttype": "none", "svg.hashsalt": salt, "legend.framealpha": 0}
     style |= {"axes.prop_cycle": cycler(color=COLOURS), "axes.spines.top": False, "lines.linewidth": 1.7}
-    # A `$` in a name must not begin a formula. Letters that matplotlib's font lacks are in the browser's
+    # A `$` in a name must not begin a formula. The browser's font has the letters that matplotlib's lacks
     with matplotlib.rc_context({**style, "font.size": 11, "text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = Figure(figsize=(5.2, 3.3), layout="constrained")
@@ -164,11 +179,12 @@ def chart(
     body = svg.getvalue()
     body = body[body.index("<svg") :]
 
-    # Adapt colours and ids in tags alone: text is names. A page has many drawings, whose ids must differ
+    # Replace colours and ids in tags only: text between tags has names, which must stay as they are. Ids get a prefix,
+    # since those of several drawings in a page must differ
     def in_page(tag: re.Match) -> str:
         return re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{salt}-", tag[0].replace(INK, "currentColor"))
 
     body = re.sub(r"<[^>]*>", in_page, body)
-    # For those who cannot see the drawing; its numbers are in the tiles
+    # A label for those who cannot see the drawing; its numbers are in the tiles
     labelled = f'<svg role="img" aria-label="{escape(as_label(title))}"'
     return Markup(body.replace("<svg", labelled, 1))

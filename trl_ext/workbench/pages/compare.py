@@ -26,7 +26,12 @@ FOLDERS = {"output_dir", "logging_dir"}  # they differ in any two runs
 
 
 def named(folders: list[Path]) -> dict[str, Path]:
-    """Name each folder by the shortest end of its path that no other folder has; raise if a folder is given twice."""
+    """
+    Return name → folder. A name is the last parts of the folder's path, as few as make all names differ.
+
+    Raises:
+        ValueError: a folder is given twice.
+    """
     paths = [folder.resolve() for folder in folders]
     for place, path in enumerate(paths):
         if path in paths[:place]:
@@ -88,12 +93,12 @@ def comparison(
 
 
 def _alarms(run: Run) -> list[int]:
-    """Return the steps at which a run had alerts."""
+    """Return the step of each alert of a run; notices do not count."""
     return [alert["step"] for alert in run.alerts if not is_notice(alert)]
 
 
 def _progress(run: Run, x: str) -> Callable[[list[int]], list[float]]:
-    """Return a function from optimizer steps to `x`, linear between two logs."""
+    """Return a function that turns optimizer steps into values of the key `x`, interpolated between logged steps."""
     if x == "step":
         return lambda steps: list(map(float, steps))
     steps, values = curve(run.history, x)
@@ -103,7 +108,11 @@ def _progress(run: Run, x: str) -> Callable[[list[int]], list[float]]:
 
 
 def _other_axis(runs: dict[str, Run], x: str) -> str:
-    """Return a better key than `step` for the horizontal axis if the runs' steps are of different size, or ""."""
+    """
+    Return a key that suits the horizontal axis better than `step`, or "".
+
+    That is `episode` or `num_tokens`, if all runs log it and one run covers over 10 % more of it a step than another.
+    """
     for key in ("episode", "num_tokens") if x == "step" else ():
         per_run = [curve(run.history, key) for run in runs.values()]
         if all(steps and values == sorted(values) for steps, values in per_run):
@@ -114,7 +123,7 @@ def _other_axis(runs: dict[str, Run], x: str) -> str:
 
 
 def _summary(runs: dict[str, Run]) -> list[list[str]]:
-    """Return a table of results, with a column for each run."""
+    """Return the rows of the table of results: a label, then a cell for each run."""
     shown: dict[str, dict[str, str]] = {}  # label → run → value
     for name, run in runs.items():
         for quantity in headline(run):
@@ -129,7 +138,13 @@ def _summary(runs: dict[str, Run]) -> list[list[str]]:
 
 
 def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> tuple[list[str], list[list[str]]]:
-    """Draw charts of the main quantities and of other keys that runs share; return also what was logged once."""
+    """
+    Draw the main quantities, and other keys that two or more runs logged, over each other.
+
+    Returns:
+        Two lists: the charts; and table rows (title, then a cell for each run) of keys beyond the main quantities
+        that every run logged once at most, of which no curve can be drawn.
+    """
     wanted: dict[str, dict[str, str]] = {}  # title → run → key
     for name, run in runs.items():
         for quantity in headline(run):
@@ -170,9 +185,11 @@ def _over(run: Run, key: str | None, progress: Callable) -> list[dict[str, Any]]
 
 def _settings(runs: dict[str, Run]) -> tuple[list[list[str]] | None, list[list[str]]]:
     """
-    Return the settings that differ, and those that only some of the trainers have, with a column for each run.
+    Compare the settings of the runs.
 
-    The first is None if fewer than two runs recorded their settings.
+    Returns:
+        Two tables with a column for each run: the settings that differ (None if fewer than two runs recorded their
+        settings); and the settings that only some of the trainers have.
     """
     recorded: dict[str, dict[str, Any]] = {}
     monitors: set[str] = set()
@@ -187,7 +204,7 @@ def _settings(runs: dict[str, Run]) -> tuple[list[list[str]] | None, list[list[s
     own_rows: list[list[str]] = []
     for key in ["trainer", *sorted(set().union(*recorded.values()) - {"trainer"} - FOLDERS)]:
         values = [_shown(recorded[name][key]) if key in recorded.get(name, {}) else "–" for name in runs]
-        # A monitor that a run lacks is a difference; a setting that its trainer does not know is none
+        # A monitor that a run lacks is a difference between runs; a setting that a run's trainer lacks is not
         if len(set(values)) > 1:
             differs = key in monitors or len({*values} - {"–"}) > 1
             (rows if differs else own_rows).append([key, *values])
@@ -200,8 +217,12 @@ def _shown(value: Any) -> str:
 
 
 def _samples(runs: dict[str, Run]) -> list[list[Any]]:
-    """Return a row for each prompt that all runs with samples answered, with each run's last answer to it."""
-    last: dict[str, dict[str, dict[str, Any]]] = {}  # run → prompt → row, merged over the watches that wrote it
+    """
+    Return table rows for the latest prompts that all these runs answered, five at most.
+
+    A row has the prompt, then each run's last answer to it.
+    """
+    last: dict[str, dict[str, dict[str, Any]]] = {}  # run → prompt → row, with the scores of all watches that wrote it
     for name, run in runs.items():
         answers = last.setdefault(name, {})
         for row in run.samples:

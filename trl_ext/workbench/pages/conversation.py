@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 from ...data import tool_calls
 
-CHARACTERS, PROMPT = 800, 400  # of an answer without turns, and of a prompt
-PART, PARTS = 4000, 200  # characters of a part, and parts, that a page holds
-OPEN, HEAD, TAIL = 240, 6, 3  # characters that are not folded, and parts at both ends
+CHARACTERS, PROMPT = 800, 400  # most characters shown: CHARACTERS of an answer without turns, PROMPT of a prompt
+PART, PARTS = 4000, 200  # an answer has at most PARTS parts, each of at most PART characters
+OPEN, HEAD, TAIL = 240, 6, 3  # folded are parts of over OPEN characters, and all but the first HEAD and last TAIL
 
 
 @dataclass(frozen=True)
 class Part:
-    """Hold one part of an answer: what somebody said, or a call of a tool."""
+    """Hold one part of an answer: a text of the policy, of a tool or of another role, or a call of a tool."""
 
     kind: Literal["says", "thinks", "calls", "hears", "fails"]
     who: str
@@ -33,14 +33,14 @@ class Part:
 
 def shown_answer(completion: Any, said: str = "") -> dict[str, Any]:
     """
-    Return a cell for the templates' tables that shows an answer.
+    Return an answer as a cell for the templates' tables.
 
     Args:
         completion: the answer as a file has it: a text, or messages, which are shown in parts.
-        said: a line to show below it, such as its scores.
+        said: a line to show below the answer, such as its scores.
 
     Returns:
-        `text`, or the lists of parts `head`, `middle` (folded) and `tail`; and `said`.
+        For a text `text` and `said`; for messages `said` and three lists of parts: `head`, `middle` (folded), `tail`.
     """
     if not isinstance(completion, list):
         return {"text": str(completion)[:CHARACTERS], "said": said}
@@ -52,7 +52,7 @@ def shown_answer(completion: Any, said: str = "") -> dict[str, Any]:
 
 
 def shown_prompt(prompt: Any) -> str:
-    """Return the end of a prompt, a text or messages, as a page's table shows it."""
+    """Return the last 400 characters of a prompt; messages become lines `role: content`."""
     text = prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
     return text[-PROMPT:]
 
@@ -62,7 +62,7 @@ def _parts(message: dict[str, Any]) -> list[Part]:
     role, content = message.get("role"), message.get("content")
     text = (content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content else "")[:PART]
     if role == "tool":
-        has_failed = text.startswith("{'error':")  # so TRL tells the policy
+        has_failed = text.startswith("{'error':")  # TRL tells the policy of a failed call in this form
         return [Part("fails" if has_failed else "hears", f"{message.get('name') or 'tool'} said", text)]
     parts = [] if role in ("assistant", None) else [Part("hears", str(role), text)]
     if not parts:
@@ -73,7 +73,7 @@ def _parts(message: dict[str, Any]) -> list[Part]:
 
 
 def _call(name: str, given: Any) -> str:
-    """Return a call as Python writes it, with its arguments as JSON."""
+    """Return a call of a tool as `name(key=value)`, with each value in JSON."""
     if not isinstance(given, dict):
         return f"{name}({json.dumps(given, ensure_ascii=False)})"
     return f"{name}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in given.items())})"

@@ -8,7 +8,15 @@ from .markup import number, percent, with_error, with_interval
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
-    """Read an `evaluation.json`, or the one in a folder; raise a `ValueError` if it is no such file."""
+    """
+    Return the content of an `evaluation.json`.
+
+    Args:
+        path: the file, or the folder that it is in.
+
+    Raises:
+        ValueError: the file cannot be read, or has other content.
+    """
     path = path / "evaluation.json" if path.is_dir() else path
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -24,21 +32,28 @@ def read_evaluation(path: Path) -> dict[str, Any]:
 
 def evaluation_rows(policies: list[dict[str, Any] | None]) -> list[list[str]]:
     """
-    Return the figures of an evaluation as rows: a label, and a cell for each policy.
+    Return the figures of an evaluation as rows of a table: a label, then a cell for each policy.
 
     Args:
-        policies: entries of an `evaluation.json`; None for a column without figures.
+        policies: each policy's entry in an `evaluation.json`; None makes a column of dashes.
     """
     shown: dict[str, dict[int, str]] = {}
     found = [(place, _cells(policy)) for place, policy in enumerate(policies) if policy]
-    for place, cells in sorted(found, key=lambda each: -len(each[1])):  # the baseline has no wins: it sets no order
+    for place, cells in sorted(found, key=lambda each: -len(each[1])):  # policies with win rates first
         for label, cell in cells:
             shown.setdefault(label, {})[place] = cell
     return [[label, *(cells.get(place, "–") for place in range(len(policies)))] for label, cells in shown.items()]
 
 
 def policies_of_runs(evaluation: dict[str, Any], folders: list[Path]) -> list[dict[str, Any] | None]:
-    """Return each run's entry in an evaluation, or None. An entry of its checkpoint counts as the run's."""
+    """
+    Return the entry of each run's folder in an evaluation; None for a run without one.
+
+    The entry of a checkpoint counts as that of its run.
+
+    Raises:
+        ValueError: no run has an entry.
+    """
     by_folder: dict[Path, dict[str, Any]] = {}
     for policy in evaluation["policies"].values():
         folder = Path(policy["policy"])

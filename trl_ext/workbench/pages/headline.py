@@ -21,7 +21,7 @@ class Quantity:
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
-# What is worth a tile, in order. `callbacks/metrics.py` has the names of what monitors read.
+# The quantities that get a tile, in order. The keys that monitors read are in `callbacks/metrics.py`.
 _SUPERVISED = (Quantity("loss", "loss", "nats per token"), Quantity("token accuracy", "mean_token_accuracy"))
 _PAIRS = (
     Quantity("pair accuracy", "rewards/accuracies"),
@@ -61,7 +61,7 @@ HEADLINES: dict[str, tuple[Quantity, ...]] = {
     ),
     "KTOConfig": (Quantity("margin", "rewards/margins"), Quantity("loss", "loss")),
 }
-# For trainers that sample, whose own names for these are in `callbacks/metrics.py`
+# For trainers that sample answers: metric → name to show. Each trainer's keys for them are in `callbacks/metrics.py`
 _SAMPLED = {"reward": "score", "kl": "KL", "entropy": "entropy", "length": "length", "length_clipped": "cut off"}
 _HELD_OUT = {
     "held-out score": re.compile(r"eval_(objective/scores|reward)"),
@@ -85,20 +85,20 @@ def headline(run: Run) -> list[Quantity]:
 
 
 def first_and_last(run: Run, key: str) -> list[float]:
-    """Return the first and the last value of a key, or its only value."""
+    """Return the first and the last finite value of a key; one value if it was logged once, [] if never."""
     values = curve(run.history, key)[1]
     return [values[0], values[-1]] if len(values) > 1 else values
 
 
 def shown_ends(run: Run, key: str) -> list[str]:
-    """Return what [`first_and_last`] returns with three digits each."""
+    """Return the values of [`first_and_last`] as texts with three significant digits."""
     values = first_and_last(run, key)
-    least = 1e-6 * max(map(abs, values), default=0.0)  # what rounding left of a KL of 0, say
+    least = 1e-6 * max(map(abs, values), default=0.0)  # smaller is shown as 0, such as a KL of 0 with rounding errors
     return [number(value if abs(value) > least else 0, 3) for value in values]
 
 
 def ends(run: Run, key: str) -> str:
-    """Return the first and last value of a key as a tile shows them, the last one even if it is not finite."""
+    """Return the first and last value of a key as a tile shows them, `0.1 → 0.5`; the last one may be `nan`."""
     shown = shown_ends(run, key)
     last = next((log[key] for log in reversed(run.history) if key in log), None)
     if last is not None and not is_finite(last):

@@ -13,10 +13,10 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 def render(template: Path, **shown: Any) -> str:
     """
-    Return a whole page. It loads nothing: everything that it shows is in it.
+    Return a self-contained HTML page, which loads no other file.
 
     Args:
-        template: extends `frame.html.j2` and may import `parts.html.j2`, both in the folder `templates`.
+        template: file that extends `frame.html.j2` and may import `parts.html.j2`, both in the folder `templates`.
         shown: values for the template. Strings are escaped; only `Markup` is taken as HTML.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, so that only writing a page imports it
@@ -31,7 +31,7 @@ def render(template: Path, **shown: Any) -> str:
     environment.filters |= {"code": code, "prose": prose, "number": number, "percent": percent, "columns": columns}
     environment.filters["between"] = between
     page = environment.get_template(template.name).render(shown)
-    # Control characters are not allowed in HTML, nor half a surrogate pair in UTF-8
+    # HTML does not allow control characters, and UTF-8 no half of a surrogate pair
     return re.sub("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", page)
 
 
@@ -41,17 +41,21 @@ def code(value: Any) -> Markup:
 
 
 def prose(markdown: str) -> Markup:
-    """Return a line of Markdown as HTML. Links become their words."""
+    """Return a line of Markdown as HTML; of a link only its text is kept."""
     return Markup(re.sub(r"\*([^*]+)\*", r"<em>\1</em>", str(code(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", markdown)))))
 
 
 def columns(names: Iterable[str], style: str = "") -> list[tuple[str, str]]:
-    """Return columns with these names and one class, as the templates' `table` takes them."""
+    """Return (name, CSS class) for each column, as the templates' `table` takes columns; all have the same class."""
     return [(name, style) for name in names]
 
 
 def number(value: Any, digits: int = 4) -> str:
-    """Return a number with this many significant digits, and without an exponent up to a billion."""
+    """
+    Return a number as text with `digits` significant digits, and a dash for None.
+
+    A number that has more digits before the point keeps all of them below a billion; above, it gets an exponent.
+    """
     if not isinstance(value, (int, float)):
         return "–" if value is None else str(value)
     if math.isfinite(value) and abs(value) >= 10**digits:
@@ -60,7 +64,7 @@ def number(value: Any, digits: int = 4) -> str:
 
 
 def with_error(value: float, error: float | None) -> str:
-    """Return a value and its error: two digits of the error, and as many decimals of the value."""
+    """Return `VALUE ± ERROR`, the error with two significant digits, the value with as many decimals as the error."""
     if not error or not math.isfinite(error):
         return number(value) + ("" if error is None else f" ± {number(error)}")
     decimals = max(1 - math.floor(math.log10(float(f"{error:.1e}"))), 0)  # 0.0996 is 0.10
@@ -68,19 +72,19 @@ def with_error(value: float, error: float | None) -> str:
 
 
 def between(ends: Sequence[float], form: str = ".1%") -> str:
-    """Return the two ends of an interval, as `60.1% to 77.8%`, each number in this format."""
+    """Return the two ends of an interval as text, `60.1% to 77.8%`, each formatted by `form`."""
     return " to ".join(f"{end:{form}}" for end in ends)
 
 
 def with_interval(value: float | None, ends: Sequence[float] | None, form: str = ".1%", unknown: str = "–") -> str:
     """
-    Return a value and its interval, as `69.5% (60.1% to 77.8%)`.
+    Return a value and its interval as text, `69.5% (60.1% to 77.8%)`.
 
     Args:
-        value: the value; for None `unknown` is returned.
-        ends: the lower and the upper end of the interval; with None the value stands alone.
+        value: the value; if it is None, `unknown` is returned.
+        ends: the lower and the upper end of the interval; if they are None, the value is returned without them.
         form: format of each number.
-        unknown: words for a value that is None.
+        unknown: what is returned for a value of None.
     """
     if value is None:
         return unknown
@@ -88,5 +92,5 @@ def with_interval(value: float | None, ends: Sequence[float] | None, form: str =
 
 
 def percent(share: float | None) -> str:
-    """Return a share as a percentage with one decimal, and a dash for None."""
+    """Return a share as a percentage with one decimal; a dash for None."""
     return "–" if share is None else f"{share:.1%}"

@@ -14,8 +14,8 @@ from .runbook import section_of, sections, what_to_do
 from .verdict import not_passed, verdict, watchers
 
 PHASES = ("first third", "second third", "last third")
-SAMPLES = 5  # prompts a phase
-LAST_GOOD = "last-good"  # the folder of a PPO run with the weights before a gradient that was not finite
+SAMPLES = 5  # answers that are shown of each phase
+LAST_GOOD = "last-good"  # folder in which PPO saves the weights that it had before a gradient was not finite
 
 
 def page(run: Run) -> str:
@@ -28,7 +28,7 @@ def page(run: Run) -> str:
         heading=_heading(run),
         not_passed=not_passed({"": run}),
         tiles=_tiles(run),
-        # Links hold within the folder that the page is in
+        # The page links to it by a relative path, which works within the run's folder
         has_reward_report=any((run.folder / each / "reward_report.html").is_file() for each in ("", PRIVATE_FOLDER)),
         alerts=alerts(run),
         curves=drawn,
@@ -68,7 +68,7 @@ def _tiles(run: Run) -> dict[str, str]:
 
 
 def _watch(run: Run) -> str:
-    """Return what `HackWatch` said of a run, for its tile."""
+    """Return the text of HackWatch's tile: "not watched", its first alarm, or the highest risk without an alarm."""
     if "HackWatch" not in (run.monitors or {}):
         return "not watched"
     alarms = [alert for alert in run.alerts if alert.get("monitor") == "HackWatch" and not is_notice(alert)]
@@ -79,7 +79,13 @@ def _watch(run: Run) -> str:
 
 
 def alerts(run: Run) -> dict[str, Any]:
-    """Return a run's alerts as rows, each with its section of the runbook, and a sentence for a run without any."""
+    """
+    Return a run's alerts for the templates.
+
+    Returns:
+        `rows`: one for each alert, with the section of the runbook that it links to; and `otherwise`: a sentence on
+        the run's monitors, to show if there are no rows.
+    """
     who = watchers(run) or "none; which monitors were set is not recorded"
     known, rows = sections(), []
     for alert in run.alerts:
@@ -122,7 +128,7 @@ def _histograms(run: Run) -> list[str]:
 
 
 def shown_scores(scores: dict[str, Any]) -> str:
-    """Return the scores of one answer as a line."""
+    """Return the scores of one answer as one line of names and numbers."""
     shown = ", ".join(f"{name} {number(s)}" for name, s in scores.items() if isinstance(s, (int, float)))
     return shown[:400]
 

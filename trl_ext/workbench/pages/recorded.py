@@ -10,13 +10,13 @@ from ...callbacks import METRICS, Metric
 from ...runs import PRIVATE_FOLDER, REGISTRY, read_jsonl, redacted
 from ...runs import is_finite_number as is_finite
 
-# A key that only this trainer logs: they share most names
+# Trainer's configuration → a key that only this trainer logs; most keys are logged by several trainers
 _SIGNATURES = {"DPOConfig": "rewards/margins", "RewardConfig": "margin", "SFTConfig": "mean_token_accuracy"}
 
 
 @dataclass
 class Run:
-    """Hold what a run wrote into its folder."""
+    """Hold what a run recorded in its folder."""
 
     folder: Path
     history: list[dict[str, Any]]
@@ -26,15 +26,13 @@ class Run:
     registry: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)  # lines that JSONLCallback wrote
     outcome: dict[str, float] = field(default_factory=dict)  # measured after training, as in a round of online DPO
-    monitors: dict[str, Any] | None = None  # by name, with their arguments; None if not recorded
-    objections: list[str] = field(default_factory=list)  # what reports said against its reward models when it began
-    report: dict[str, Any] = field(default_factory=dict)  # the verdict on the reward model that it has saved
+    monitors: dict[str, Any] | None = None  # name → arguments; None if monitors were not recorded
+    objections: list[str] = field(default_factory=list)  # in the reports on its reward models when it began
+    report: dict[str, Any] = field(default_factory=dict)  # verdict of the report on the reward model that it saved
 
     @property
     def trainer(self) -> str:
-        """
-        Return the name of the run's configuration class: as recorded, or else guessed from the keys that it logged.
-        """
+        """Return the name of the run's configuration class, as recorded, or else guessed from the logged keys."""
         for event in reversed(self.events):
             if event.get("config_class") in METRICS:
                 return event["config_class"]
@@ -45,12 +43,12 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """Return the quantities that its trainer logs."""
+        """Return the metrics that the run's trainer logs, by name."""
         return METRICS[self.trainer]
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the end of training is recorded after its last start."""
+        """Return whether an end of training is recorded after the last time that the run began or was resumed."""
         kinds = [event.get("type") for event in self.events]
         since = max((place for place, kind in enumerate(kinds) if kind == "begin"), default=0)
         return "end" in kinds[since:]
@@ -61,7 +59,12 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read an output directory; raise if it holds no run."""
+    """
+    Return what the last run in an output directory recorded.
+
+    Raises:
+        ValueError: the directory holds no run, or a run that has logged nothing.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give the output directory of a run")
     private = folder / PRIVATE_FOLDER  # where a run that is pushed to the hub records
@@ -94,10 +97,10 @@ def read_run(folder: Path) -> Run:
     run.report = report["verdict"] if isinstance(report.get("verdict"), dict) else {}
     measured = read_object(folder / "round.json")  # of online DPO; {} for a round that is not complete
     run.outcome = _outcome(measured)
-    if isinstance(alert := measured.get("alert"), dict):  # of the watch over rounds, after this one
+    if isinstance(alert := measured.get("alert"), dict):  # which the watch over rounds gave after this round
         run.alerts.append(redacted({**alert, "step": run.last_step}))
     if is_finite(report.get("accuracy")):
-        trained_on = report.get("trained_on")  # if that is not known, these pairs may have been trained on
+        trained_on = report.get("trained_on")  # if that is not known, the report's pairs may have been trained on
         is_held_out = isinstance(trained_on, dict) and trained_on.get("is_known") is True
         run.outcome[f"{'held-out ' if is_held_out else ''}accuracy, as saved"] = report["accuracy"]
     rows = [row for path in sorted(source.glob("completions.rank*.jsonl")) for row in read_jsonl(path)]
@@ -119,7 +122,7 @@ def read_run(folder: Path) -> Run:
 
 
 def rounds_of(folder: Path) -> list[Path]:
-    """Return the rounds of online DPO in order, or [] if this folder is a run itself. A round is a run of its own."""
+    """Return the folders of an online DPO run's rounds, in order: each is a run. Return [] if there are no rounds."""
     if (folder / "metrics.rank0.jsonl").is_file() or (folder / PRIVATE_FOLDER).is_dir():
         return []
     rounds = [path.parent for path in folder.glob("round-*/metrics.rank0.jsonl")]
@@ -131,7 +134,7 @@ def _time(path: Path) -> float:
 
 
 def _outcome(measured: dict[str, Any]) -> dict[str, float]:
-    """Return the held-out scores of a round, the length of its answers, and the risk of a hack."""
+    """Return label → value for a round's held-out scores, the length of its answers, and the risk of a hack."""
     outcome = {f"held-out {name}": score for name, score in measured.get("held_out", {}).items()}
     shown = {"held-out length, tokens": measured.get("length"), "risk of a hack": measured.get("risk")}
     return outcome | {label: value for label, value in shown.items() if value is not None}
@@ -147,15 +150,19 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _begins(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first line of the last run, and those of its continuations."""
+    """Return the `begin` events of the last run: one for its start, and one for each time that it was resumed."""
     begins = [event for event in events if event.get("type") == "begin"]
-    starts = [i for i, begin in enumerate(begins) if begin["step"] == 0]  # older files have no id
+    starts = [i for i, begin in enumerate(begins) if begin["step"] == 0]  # for older files, whose events have no id
     run = begins[-1].get("run") if begins else None
     return [begin for begin in begins if begin.get("run") == run] if run else begins[starts[-1] if starts else 0 :]
 
 
 def _of_this_run(rows: list[dict[str, Any]], begins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out rows of earlier runs, and of steps that a resumed run repeated."""
+    """
+    Return the rows of the run with these `begin` events; without any events return all rows.
+
+    Where the run was resumed and repeated steps, only the newer rows of these steps are kept.
+    """
     times = [(b["timestamp"] if is_finite(b.get("timestamp")) else -math.inf, b["step"]) for b in begins]
 
     def is_kept(row: dict[str, Any]) -> bool:

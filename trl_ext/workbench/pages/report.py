@@ -2,13 +2,18 @@
 
     trl-ext report RUN [RUN …] [--output_file PAGE.html] [--x episode] [--evaluation FILE]
 
-RUN is an output directory. Curves come from `metrics.rank0.jsonl` (JSONLCallback) or else from the newest
-`trainer_state.json`; alerts from `alerts.jsonl`; score histograms and samples from `completions.rank*.jsonl`, which
-SamplesCallback and the watches of `trl_ext.rewards` write; the configuration from JSONLCallback's first line. A folder
-with several runs shows the last one. Steps that a resumed run repeated count once.
+RUN is an output directory. These files in it are read:
 
-`page.py` makes the page of one run, and `compare.py` that of several: a colour for each run, the settings that differ,
-the answers to the same prompts, and the figures that `trl-ext evaluate` found, of `--evaluation`.
+- `metrics.rank0.jsonl`, which JSONLCallback writes: the curves, and in its first line the configuration. Without this
+  file the curves come from the newest `trainer_state.json`.
+- `alerts.jsonl`: the alerts.
+- `completions.rank*.jsonl`, which SamplesCallback and the watches of `trl_ext.rewards` write: score histograms and
+  samples.
+
+If several runs wrote into the folder, the page shows the last one. A step that a resumed run repeated is shown once.
+
+`page.py` makes the page of one run. `compare.py` makes the page of several: a colour for each run, the settings that
+differ, the answers to the same prompts, and, from `--evaluation`, the figures that `trl-ext evaluate` found.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -50,8 +55,8 @@ def write_report(
     Args:
         folder: output directory of a run, or several directories for a comparison. The folder of an online DPO run
             gives a comparison of its rounds.
-        output: file to write. The default is `report.html` in the run's folder, or `comparison.html` in the folder
-            that all of several runs are in.
+        output: file to write. The default for one run is `report.html` in its folder (in the subfolder `_run`, if
+            there is one); for several runs it is `comparison.html` in the innermost folder that holds all of them.
         x: horizontal axis for several runs: `step`, or a key that all of them log, such as `episode`.
         evaluation: for several runs, the `evaluation.json` of `trl-ext evaluate`, or its folder.
     """
@@ -82,13 +87,13 @@ def _comparison(folders: list[Path], x: str, title: str, evaluation: str | Path 
 
 def report_of(folder: str | Path, was_trained: bool = True, is_recorded: bool = True) -> str:
     """
-    Write a run's page at the end of a script, and return a line that says where it is.
+    Write a run's page at the end of a script, and return a line that says where the page is.
 
-    If the page cannot be written, the line says why; nothing is raised.
+    If the page cannot be written, the line says why; nothing is raised. All processes but the main one return "".
 
     Args:
         folder: output directory of the run.
-        was_trained: False if the run was complete already. Its page stays as it is.
+        was_trained: False if the run was complete before the script started. Its page then stays as it is.
         is_recorded: the setting `record_run`. If it is False, no page is written.
     """
     from accelerate import PartialState  # here: it imports torch, which a page does not need
@@ -107,13 +112,13 @@ def report_of(folder: str | Path, was_trained: bool = True, is_recorded: bool = 
 
 
 def next_line(command: str) -> str:
-    """Return a line with the command to run next, for the end of a script; "" within [`without_next`]."""
+    """Return the line that a script prints last, with the command to run next; "" within [`without_next`]."""
     return f"\nnext: {command}" if _says_next.get() else ""
 
 
 @contextmanager
 def without_next() -> Iterator[None]:
-    """Leave out the lines of [`next_line`], for a script that runs other scripts."""
+    """Make [`next_line`] return "" within this context: for a script that runs other scripts."""
     before = _says_next.set(False)
     try:
         yield
@@ -123,11 +128,11 @@ def without_next() -> Iterator[None]:
 
 def next_answer(args: Any, rows: "Dataset", folder: str | Path = "", max_new_tokens: int | None = None) -> str:
     """
-    Return the shell command that answers the first short prompt of these rows with the model of a run.
+    Return the `trl-ext generate` command by which a run's model answers the first short prompt of its training rows.
 
     Args:
         args: training arguments of the run.
-        rows: rows that it was trained on.
+        rows: training rows of the run. If none of the first 100 has a short prompt, the prompt is `hello`.
         folder: where the model is, by default the run's `output_dir`.
         max_new_tokens: longest answer, in tokens.
     """

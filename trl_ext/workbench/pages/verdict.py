@@ -11,7 +11,7 @@ from .headline import Quantity, first_and_last, headline, shown_ends
 from .markup import number
 from .recorded import Run, is_finite
 
-# What a monitor did, by its action, the gravest last
+# A monitor's action → what the sentence says that the monitor did; the most serious action last
 _DONE = {
     "warn": "warned",
     "save": "saved a checkpoint",
@@ -19,8 +19,8 @@ _DONE = {
     "stop": "stopped the run",
     "rollback": "rolled the run back",
 }
-_CUT_OFF = 0.9  # share of cut-off answers from which on the page says so, as the terminal does
-_NAMED = 3  # quantities, monitors and runs that a sentence has room for
+_CUT_OFF = 0.9  # if more than this share of answers is cut off, the page says so, as the terminal does
+_NAMED = 3  # most quantities, monitors or runs that a sentence names
 
 
 def verdict(run: Run) -> str:
@@ -31,12 +31,15 @@ def verdict(run: Run) -> str:
 
 def verdict_of_several(runs: dict[str, Run], evaluated: dict[str, Any] | None = None) -> str:
     """
-    Summarise several runs in a sentence: the highest final score, the alerts, and the runs without monitors.
+    Summarise several runs in one sentence.
+
+    It says in which runs the final score is highest and lowest, what monitors found, which runs had no monitors, and
+    which runs have a reward model that did not pass its report.
 
     Args:
-        runs: by name.
-        evaluated: each run's entry in an `evaluation.json`, by name. Its scores replace those that the runs logged,
-            which may be of other prompts.
+        runs: name → run.
+        evaluated: name → the run's entry in an `evaluation.json`. If two or more runs have scores there, these replace
+            the scores that the runs logged, which may be of different prompts.
     """
     found = [
         (f"evaluation's score by {reward}", name, of["mean"])
@@ -64,13 +67,17 @@ def verdict_of_several(runs: dict[str, Run], evaluated: dict[str, Any] | None = 
 
 
 def _last(run: Run) -> list[tuple[str, Any]]:
-    """Return labels and values of what was measured at the end of a run."""
+    """Return (label, value) of what was measured after a run, and the last value of each of its main quantities."""
     ends = [(_name(each), first_and_last(run, each.key)[-1:]) for each in _wanted(run)]
     return [*run.outcome.items(), *((label, value) for label, values in ends for value in values)]
 
 
 def _by_label(found: list[tuple[str, str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the finite values by label and run, of those labels that two or more runs have."""
+    """
+    Turn (label, run, value) into label → run → value.
+
+    Values that are not finite are left out, and so are labels that fewer than two runs have.
+    """
     measured: dict[str, dict[str, float]] = {}
     for label, run, value in found:
         if is_finite(value):
@@ -79,7 +86,11 @@ def _by_label(found: list[tuple[str, str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def not_passed(runs: dict[str, Run]) -> list[tuple[str, list[str]]]:
-    """Return the objections of reward reports against the runs' reward models, with reasons, each once."""
+    """
+    Return (objection, its reasons) for each report that does not accept a reward model of the runs.
+
+    An objection that several runs share comes once, and begins with their names.
+    """
     said: dict[str, list[str]] = {}
     for name, run in runs.items():
         for objection in _objections(run):
@@ -93,7 +104,7 @@ def not_passed(runs: dict[str, Run]) -> list[tuple[str, list[str]]]:
 
 
 def watchers(run: Run) -> str:
-    """Return the monitors of a run as the beginning of a sentence; "" if they are not recorded."""
+    """Return the beginning of a sentence, such as "HackWatch watched"; "" if a run's monitors are not recorded."""
     if not run.monitors:
         return "" if run.monitors is None else "no monitors were set"
     names = sorted(run.monitors)
@@ -102,8 +113,10 @@ def watchers(run: Run) -> str:
 
 def _wanted(run: Run) -> list[Quantity]:
     """
-    Return the quantities that the sentence names: score, gold and KL; without a score the first quantity and the loss,
-    on held-out data if these were measured.
+    Return the quantities that a run's sentence names.
+
+    For a run with a score these are the score, gold on held-out prompts, and the KL. For another run they are its
+    first main quantity and its loss, both on held-out data if anything was measured on held-out data.
     """
     quantities = headline(run)
     if "reward" in run.metrics:
@@ -136,17 +149,17 @@ def _changes(run: Run) -> str:
 
 
 def _cut_off(run: Run) -> str:
-    """Return how many of the last answers the length limit cut off, if nearly all; else ""."""
+    """Return a clause on how many of the last answers the length limit cut off; "" if 90 % or fewer."""
     shares = first_and_last(run, run.metrics["length_clipped"].key) if "length_clipped" in run.metrics else []
     return f"{shares[-1]:.0%} of the last answers were cut off" if shares and shares[-1] > _CUT_OFF else ""
 
 
 def _is_noise(run: Run, key: str) -> bool:
     """
-    Return whether the last value differs from the first by less than 2 σ of a difference.
+    Return whether the last value of a key differs from the first by less than 2 σ.
 
-    A difference of neighbours has that σ, too, √2 times the noise of a value, where the trend between them is small.
-    With fewer than four values nobody can tell.
+    σ is the noise of the difference of two values. It is estimated by the root mean square of the differences between
+    neighbouring values, in which a trend is small. With fewer than four values return False.
     """
     values = curve(run.history, key)[1]
     steps = [b - a for a, b in pairwise(values)]
@@ -154,7 +167,7 @@ def _is_noise(run: Run, key: str) -> bool:
 
 
 def _objections(run: Run) -> list[str]:
-    """Return the objections of reward reports against the model that a run saved, and against its rewards."""
+    """Return what reward reports object to the reward model that a run saved, and to those that scored its answers."""
     if run.report.get("passed") is not False:
         return run.objections
     reasons = run.report.get("reasons")
@@ -178,7 +191,7 @@ def _watched(run: Run) -> str:
 
 
 def _found(run: Run) -> str:
-    """Return each monitor's most serious action and its first step, in words; "" if no monitor acted."""
+    """Return in words each monitor's most serious action and the step when it first took it; "" if none acted."""
     gravest: dict[str, tuple[int, str, int]] = {}  # monitor → gravity, what it did, at which step
     for alert in run.alerts:
         if not is_notice(alert):

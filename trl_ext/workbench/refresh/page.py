@@ -1,4 +1,4 @@
-"""Write the page on a refreshed reward model: the old and the new model side by side, and answers whose score fell."""
+"""Write the page on a refreshed reward model: the old and new model compared, and high-scored answers that lost."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def page(report: dict[str, Any]) -> str:
             "new pairs trained on": f"{training['new']:,}",
             "old ones": f"{training['old']:,}",
         },
-        # Only called held-out where it is known that no model was trained on them
+        # Called held-out only if it is known that no model was trained on these pairs
         pairs="held-out pairs" if report.get("is_held_out") else "pairs",
         models=models,
         said=report.get("said", []),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NAME = "reward_report"  # of the page and the JSON
 _OF_TRAINING = ("demonstrations_mean", "demonstrations_mean_before_centring", "margin_change_by_centring")
-_NAMED = 3  # reasons of a report that PPO's warning has
+_NAMED = 3  # most reasons of a report that PPO's warning lists
 
 
 @dataclass
@@ -118,7 +118,7 @@ class RewardReportArguments:
 
     @property
     def is_function(self) -> bool:
-        """Return whether a function is tested, not a model."""
+        """Return whether the reward is given as a function or as an entry of `rewards`, not as a model."""
         return self.model is None or ".py:" in self.model
 
 
@@ -128,12 +128,12 @@ def is_ensemble(folder: str) -> bool:
 
 
 def holds_model(folder: str) -> bool:
-    """Return whether a model or an adapter lies in this folder."""
+    """Return whether this folder has a model or an adapter in it."""
     return any(Path(folder, name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def load(args: RewardReportArguments) -> tuple[Any, Any]:
-    """Load the reward as a function, and the tokenizer that lengths are counted with; None if the reward has none."""
+    """Return the reward as a function, and its tokenizer, by which lengths are counted (None if it has none)."""
     from ...rewards import EnsembleReward, ModelReward, load_reward, load_rewards
 
     given: dict[str, Any] = {"dtype": args.dtype, "max_batch_tokens": args.max_batch_tokens, "truncation": "left"}
@@ -158,7 +158,7 @@ def tokenizer_of(reward: Any) -> Any:
 
 
 def gather(args: RewardReportArguments) -> Any:
-    """Load the data that the reward is examined on."""
+    """Load the [`~trl_ext.workbench.reward_report.data.Material`] that the reward is examined on."""
     from . import data
 
     split = data.split_of(args.dataset_name, args.dataset_split)
@@ -197,11 +197,16 @@ def gather(args: RewardReportArguments) -> Any:
 
 
 def trained_pairs(args: RewardReportArguments) -> Any:
-    """Return the pairs that the tested models were trained on, as far as files beside them say."""
+    """
+    Return the pairs that the tested models were trained on, as recorded in their folders.
+
+    The result is not complete if there is a model without a folder or a record, or if the reward is an entry of
+    `rewards`.
+    """
     from ...data import TrainedPairs
 
     folders = folders_of(args.model if args.model is not None else args.rewards)
-    # Who else scores within an entry of `rewards`, such as a server, is not known
+    # An entry of `rewards` may score by other models, too, such as one on a server: their training pairs are not known
     found = TrainedPairs(is_complete=bool(folders) and args.model is not None)
     for folder in folders:
         places = [folder, folder.parent] if folder.name.startswith("checkpoint-") else [folder]
@@ -211,7 +216,7 @@ def trained_pairs(args: RewardReportArguments) -> Any:
 
 
 def folders_of(named: Any) -> list[Path]:
-    """Return the folders of the models that a name or an entry of `rewards` names, also an ensemble's members."""
+    """Return the folders of all models in `named`, a name or an entry of `rewards`; an ensemble has its members'."""
     if isinstance(named, dict):
         named = list(named.values())
     if isinstance(named, list):
@@ -225,7 +230,7 @@ def folders_of(named: Any) -> list[Path]:
 
 
 def _training_pairs(args: RewardReportArguments, held_out: str) -> Any:
-    """Load the training pairs; None if none are named and none lie beside the held-out ones."""
+    """Load the usable training pairs, named or beside the held-out ones; return None if there are none."""
     from ...data import load_dataset_split, usable_pairs
 
     name, split = args.train_name or args.dataset_name, args.train_split or "train"
@@ -247,13 +252,14 @@ def _training_pairs(args: RewardReportArguments, held_out: str) -> Any:
 
 def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded: bool = False) -> Path:
     """
-    Write `reward_report.html` and `reward_report.json`, each in place when it is complete; return where the page is.
+    Write `reward_report.html` and `reward_report.json`, each whole or not at all; return the path of the page.
 
     Args:
         folder: folder for both files; take the model's own, so that `trl-ext ppo` finds the report.
-        report: result of `examine`. Figures that the recipe measured in training are kept from a report in the folder.
-        is_uploaded: whether the folder goes to the hub. The page then goes into its folder `_run`, which is not
-            uploaded, and the JSON has neither texts nor the values of columns.
+        report: result of `examine`. Figures that were measured in training are added from an earlier report in the
+            folder.
+        is_uploaded: whether the folder is uploaded to the hub. If so, the page is written into the subfolder `_run`,
+            which is not uploaded, and the JSON has neither texts nor the values of columns.
     """
     from ...runs import PRIVATE_FOLDER
     from .page import page
@@ -282,13 +288,15 @@ def read_report(folder: str | Path, name: str = f"{NAME}.json") -> dict[str, Any
 
 def objections(rewards: "Sequence[Any]") -> list[str]:
     """
-    Return the objections in the reports beside reward models, as texts of several lines.
+    Return what the reports in the folders of reward models object to these models.
 
     Args:
-        rewards: folders, or reward functions. Those within them, such as an ensemble's members, are asked, too.
+        rewards: folders of reward models, or reward functions. The reports of rewards within a function, such as an
+            ensemble's members, are read, too.
 
     Returns:
-        A text for each report that says no. A reward without a report, or without a verdict in it, has none.
+        A text for each report that did not pass: a line that names the report, and a line for each of its first three
+        reasons. A reward without a report, or with a report without a verdict, has no text.
     """
     found: dict[str, None] = {}  # each sentence once
     for reward in rewards:
@@ -318,19 +326,26 @@ def report_trained(
     probe_rows: int = 128,
 ) -> dict[str, Any]:
     """
-    Report on the model of a reward trainer, in its output folder. Every process must call it: weights may be sharded.
+    Examine the model of a reward trainer, and write the report into the trainer's output folder.
+
+    Every process must call this function, since the weights may be sharded.
 
     Args:
         trainer: a `trl.RewardTrainer`, trained.
-        held_out, train: usable pairs, as the data has them.
+        held_out, train: usable pairs before tokenization: to measure on, and those that the model was trained on.
         measured: further entries of the report.
-        trained: the [`TrainedPairs`] of the model, none of them in `held_out`; None if it has seen `train` alone.
+        trained: all pairs that the model was trained on, none of them in `held_out`; None if these are `train` alone.
         group_columns: columns to compare the accuracy by; None takes those with a usual name, such as `topic`.
-        probe_rows: held-out answers that each probe changes, and training pairs that are scored; 0 for no probes.
+        probe_rows: held-out answers that each probe changes, 0 for no probes. As many training pairs are scored, but
+            at least 100.
 
     Returns:
-        The report that was written. If the model cannot be examined, that is `measured` alone, and the reason is
-        printed: the run goes on, since the model matters more than its report.
+        The report that was written. If the model cannot be examined, the report is `measured` alone, the reason is
+        printed, and nothing is raised, since the model matters more than its report.
+
+    Raises:
+        Exception: the weights are sharded, and scoring failed, by lack of memory for example: other processes would
+            wait for this one for ever.
     """
     from ...data import TrainedPairs, pair_hashes
     from ...rewards import ModelReward, logits_of
@@ -376,7 +391,7 @@ def report_trained(
     except Exception as error:
         is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         if is_sharded and not isinstance(error.__cause__ or error, ValueError):
-            raise  # one process that runs out of memory and goes on leaves the others waiting within their forward
+            raise  # if a process that ran out of memory went on, the others would wait in their forward for ever
         report = measured
         if trainer.is_world_process_zero():
             print(f"No {NAME}.html: {type(error).__name__}: {' '.join(str(error).split())}")
@@ -410,7 +425,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def accuracy_of(report: dict[str, Any]) -> str:
-    """Return the accuracy of a report in words; reports of ensembles and of earlier versions may have none."""
+    """Return a report's accuracy in words, or words that it has none, as reports of ensembles and older ones may."""
     from ..pages.markup import with_interval
     from .figures import accuracy_name
 
@@ -422,7 +437,12 @@ def accuracy_of(report: dict[str, Any]) -> str:
 
 
 def keep_earlier(folder: Path) -> Path | None:
-    """Copy the report in a folder to a name that is free; return the path of its JSON, None if there is no report."""
+    """
+    Copy the report in a folder to `reward_report.N.html` and `.json`, with the first N that is free.
+
+    Returns:
+        The path of the copied JSON; None if the folder has no report.
+    """
     if not (folder / f"{NAME}.json").is_file():
         return None
     number = next(i for i in itertools.count(1) if not (folder / f"{NAME}.{i}.json").exists())
@@ -434,10 +454,13 @@ def keep_earlier(folder: Path) -> Path | None:
 
 def run(args: RewardReportArguments) -> tuple[dict[str, Any], Path | None]:
     """
-    Examine the reward and write the report; return it, and where an earlier one was moved to.
+    Examine the reward and write the report.
+
+    Returns:
+        The report; and the path to which an earlier report was copied, None if there was no earlier one.
 
     Raises:
-        ValueError, OSError, ImportError: a wrong input.
+        ValueError, OSError, ImportError: an input is wrong.
     """
     from .figures import Bounds, Scorer, examine
 

@@ -20,8 +20,9 @@ from ...data import (
 from ...rewards import text_of
 from ...runs import find, is_finite_number
 
-GROUPS = ("topic", "subset", "source", "language", "annotator", "annotators")  # columns that accuracy is split by
-_MINED = 20_000  # training pairs that phrases are mined from
+# If no columns are named, the accuracy is split by the values of these
+GROUPS = ("topic", "subset", "source", "language", "annotator", "annotators")
+_MINED = 20_000  # most training pairs that phrases are mined from
 _NO_COLUMNS = {"prompt", "prompts", "chosen", "rejected", "completion", "completions", "completion_ids", "prompt_ids"}
 _NO_COLUMNS |= {"responses", "ranks", "finished", "log_metric", "log_extra", "trainer_state"}
 
@@ -36,7 +37,7 @@ class Answers:
     columns: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, prompt: Any, completion: Any, finished: bool = True, row: dict[str, Any] | None = None) -> None:
-        """Add one answer. Columns of its row that hold none of its texts become arguments of the reward function."""
+        """Add one answer. Columns of its `row` that hold no prompt or answer are kept for the reward function."""
         self.prompts.append(prompt)
         self.completions.append(completion)
         self.finished.append(finished)
@@ -48,7 +49,7 @@ class Answers:
             values.extend(getattr(other, name))
 
     def texts(self) -> list[tuple[str, str]]:
-        """Return the text of each prompt and answer; for messages their contents."""
+        """Return (prompt, answer) for each answer, both as text; the text of messages is their contents."""
         return [(text_of(p), text_of(c)) for p, c in zip(self.prompts, self.completions, strict=True)]
 
     def __len__(self) -> int:
@@ -58,12 +59,12 @@ class Answers:
 @dataclass
 class TrainedOn:
     """
-    Describe the pairs that a reward was trained on, as far as they are known.
+    Say what is known of the pairs that a reward was trained on.
 
     Args:
-        is_known: whether all these pairs are known, so that any other pair is held out.
-        left_out: given pairs that were left out since they were trained on.
-        with_a_trained_answer: pairs that remain, but have an answer that was trained on in another pair.
+        is_known: whether all training pairs are known, so that any other pair is held out.
+        left_out: number of given pairs that were left out since the reward was trained on them.
+        with_a_trained_answer: number of the other given pairs with an answer that occurs in a training pair.
     """
 
     is_known: bool = False
@@ -78,14 +79,14 @@ class Material:
 
     Args:
         chosen, rejected: the answers of each held-out pair; several pairs may share a prompt.
-        groups: column → its value for each pair; the accuracy is compared between the values.
-        train_chosen, train_rejected: answers of pairs that the model was trained on; empty if there are none.
-        mined: texts of the chosen and of the rejected answers that phrases are mined from.
+        groups: column → its value for each pair; the accuracy is compared between these values.
+        train_chosen, train_rejected: the answers of each training pair; empty if there are none.
+        mined: two lists of texts, chosen and rejected answers, from which phrases for probes are mined.
         policy: answers of the policy; empty if there are none.
         rankings: for each prompt its answers and their ranks, 1 the best.
         best_of_n: for each prompt its answers, the chosen one first.
         trained_on: what is known of the pairs that the reward was trained on.
-        unknown: sentences about what was given and cannot be used.
+        unknown: sentences for the report on what was left out, or is not known.
     """
 
     chosen: Answers = field(default_factory=Answers)
@@ -102,7 +103,7 @@ class Material:
 
 
 def split_of(name: str, split: str | None) -> str:
-    """Return the given split; without one `test`, or `train` for a single file."""
+    """Return `split`; if it is None, return `train` for a single file and `test` for other data sets."""
     return split or ("train" if find(name).is_file() else "test")
 
 
@@ -115,17 +116,17 @@ def material_of(
     seed: int = 0,
 ) -> Material:
     """
-    Make the material of pairs.
+    Make the [`Material`] from held-out and training pairs.
 
     Args:
-        held_out: usable pairs.
-        train: usable pairs that the model was trained on.
-        group_columns: columns to compare the accuracy by; None takes those of `GROUPS` that are there.
-        train_rows: training pairs that are scored.
-        seed: seed of the choice of these pairs.
+        held_out: usable pairs that the reward was not trained on.
+        train: usable pairs that the reward was trained on; without them phrases are mined from the held-out pairs.
+        group_columns: columns to compare the accuracy by; None takes those columns of `GROUPS` that the pairs have.
+        train_rows: most training pairs that are scored.
+        seed: seed by which training pairs are drawn.
 
     Raises:
-        ValueError: a column is missing.
+        ValueError: the held-out pairs lack one of the `group_columns`.
     """
     wanted = [name for name in GROUPS if name in held_out.column_names] if group_columns is None else group_columns
     if missing := [name for name in wanted if name not in held_out.column_names]:
@@ -161,20 +162,27 @@ def held_out_part(
     pairs: Dataset, train: Dataset | None, trained: TrainedPairs, is_named: bool
 ) -> tuple[Dataset, Dataset | None, TrainedPairs, TrainedOn, list[str]]:
     """
-    Leave out what was trained on.
+    Leave out the pairs that the reward was trained on.
 
     Args:
         pairs: usable pairs to measure on.
-        train: usable pairs that may have been trained on.
+        train: usable pairs that the reward may have been trained on. If all training pairs are known, those of `train`
+            that are not among them are left out; else all of `train` count as trained on.
         trained: the pairs that the reward is known to have been trained on.
-        is_named: whether the user named `train`; else it was found beside the pairs.
+        is_named: whether the user named `train`, so that a sentence says how much of it is left out; else it was found
+            beside `pairs`.
 
     Returns:
-        The held-out pairs; training pairs (without `train`, those of `pairs` that were trained on, else None); all
-        pairs that count as trained on; what is known; and sentences on it.
+        Five values:
+
+        - the held-out pairs: `pairs` without those that were trained on.
+        - the training pairs: what is left of `train`, or else those of `pairs` that were trained on, or else None.
+        - all pairs that count as trained on.
+        - what is known of the training pairs.
+        - sentences on all this for the report.
 
     Raises:
-        ValueError: all pairs were trained on.
+        ValueError: the reward was trained on all `pairs`.
     """
     said = []
     if train is not None and trained.is_complete:
@@ -200,7 +208,13 @@ def held_out_part(
 
 
 def sentences_on(known: TrainedOn, given: int) -> list[str]:
-    """Say how many of the given pairs the reward was trained on, and whether all such pairs are known."""
+    """
+    Return sentences for the report on the pairs that the reward was trained on.
+
+    Args:
+        known: what is known of the training pairs.
+        given: number of given pairs, with those that were left out.
+    """
     said, left = [], given - known.left_out
     if known.left_out:
         said.append(f"{known.left_out:,} of {given:,} pairs are left out: they were trained on.")
@@ -221,10 +235,10 @@ def not_seen(
     groups: Sequence[Any], trained: TrainedPairs, what: str, said: list[str], is_named: bool = True
 ) -> list[Any]:
     """
-    Remove each prompt with two answers that were a training pair, and add a sentence on that to `said`.
+    Return `groups` without the prompts of which two answers were a training pair.
 
     Args:
-        groups: for each prompt its answers, or a tuple that begins with the answers.
+        groups: for each prompt its answers, or a tuple whose first element is the answers.
         trained: the pairs that the reward was trained on.
         what: name of the groups, for messages.
         said: list of sentences for the report, to which a sentence on the removed prompts is added.
@@ -247,13 +261,19 @@ def not_seen(
 
 def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[Dataset, list[Answers], list[str]]:
     """
-    Load pairs. A row with several rejected answers becomes a pair for each of them, and a best-of-n row.
+    Load pairs. A row with several rejected answers becomes a pair for each of them, and a best-of-n row, too.
+
+    Args:
+        name: file, folder or hub name.
+        split: split to load.
+        config: configuration of a hub data set.
+        drop: whether to leave out rows that are no usable pairs, instead of raising.
 
     Returns:
-        Usable pairs, the best-of-n rows, and sentences on what was left out.
+        Three values: the usable pairs; the best-of-n rows, the chosen answer first; sentences on what was left out.
 
     Raises:
-        ValueError: the data cannot be read, or some rows are no pairs and `drop` is not set.
+        ValueError: the data cannot be read, or some rows are no usable pairs and `drop` is False.
     """
     dataset = load_dataset_split(name, split, config=config, columns=("chosen", "rejected"))
     if not _has_several(dataset):
@@ -286,17 +306,20 @@ def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[D
 
 
 def _has_several(dataset: Dataset) -> bool:
-    """Return whether rejected answers are lists of texts or of messages; a list of messages is one answer."""
+    """Return whether a row has a list of rejected answers. A list of messages is one answer, not a list of answers."""
     first = next((value for value in dataset["rejected"] if value), None)
     return isinstance(first, list) and not is_text(first) and is_text(first[0])
 
 
 def load_rankings(name: str, split: str) -> list[tuple[Answers, list[float]]]:
     """
-    Load a table with `prompt`, `responses` (a list) and `ranks` (as many numbers, 1 the best).
+    Load rankings: a table with `prompt`, `responses` (a list) and `ranks` (as many numbers, 1 the best).
+
+    Returns:
+        For each row its answers and their ranks.
 
     Raises:
-        ValueError: a row has something else.
+        ValueError: a column is missing, or a row is of another form.
     """
     dataset = load_dataset_split(name, split, columns=("prompt", "responses", "ranks"))
     check_texts(dataset, ("prompt",), f"dataset {name!r}")
@@ -317,7 +340,11 @@ def load_rankings(name: str, split: str) -> list[tuple[Answers, list[float]]]:
 
 def load_answers(name: str, most: int) -> Answers:
     """
-    Load answers of a policy, as `trl-ext generate` writes them: `prompt`, `completion` and maybe `finished`.
+    Load a policy's answers: a table with `prompt`, `completion` and maybe `finished`, as `trl-ext generate` writes it.
+
+    Args:
+        name: file, folder or hub name.
+        most: rows to take from the beginning.
 
     Raises:
         ValueError: a column is missing, or holds no text.
@@ -333,12 +360,12 @@ def load_answers(name: str, most: int) -> Answers:
 
 def sample_answers(policy: str, prompts: Sequence[Any], max_new_tokens: int | None, seed: int) -> Answers:
     """
-    Sample a policy's answers to prompts, at temperature 1.
+    Sample a policy's answer to each prompt, at temperature 1.
 
     Args:
         policy: folder or hub name of a causal language model, or of an adapter.
         prompts: texts or messages.
-        max_new_tokens: tokens after which an answer is cut off; None: 256, or as many as the context leaves room for.
+        max_new_tokens: tokens after which an answer is cut off; None takes 256, or fewer if the context has less room.
         seed: seed of the sampling.
 
     Raises:
@@ -366,5 +393,5 @@ def sample_answers(policy: str, prompts: Sequence[Any], max_new_tokens: int | No
 
 
 def distinct_prompts(answers: Answers, most: int) -> list[Any]:
-    """Return the first `most` prompts, each once."""
+    """Return the first `most` different prompts."""
     return [*{text_of(prompt): prompt for prompt in answers.prompts}.values()][:most]

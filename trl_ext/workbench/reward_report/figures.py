@@ -32,18 +32,18 @@ from .data import Answers, Material
 
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 _BINS = 40  # of histograms
-_SHOWN = 10  # highest and lowest answers
-_NAMED = 12  # probes in one sentence
-_FEW = 100  # pairs below which a figure is called one of few
+_SHOWN = 10  # answers with the highest scores, and as many with the lowest
+_NAMED = 12  # most probes that one sentence names
+_FEW = 100  # of fewer pairs the report says that they are few
 _COIN = 0.5
-_FEW_RANKINGS = 20  # below which rankings that pairs happen to make are not judged: that of one prompt has no interval
-SIDES = ("longer", "shorter")  # of the chosen answer, against the rejected one
-_CHARACTERS = 2000  # of a text that is shown
+_FEW_RANKINGS = 20  # fewer rankings, if derived from pairs, are not judged: the ranking of one prompt has no interval
+SIDES = ("longer", "shorter")  # what the chosen answer is, compared with the rejected one
+_CHARACTERS = 2000  # most characters of a text that is shown
 
 
 @dataclass
 class Bounds:
-    """Hold the bounds that a reward must meet; None sets no bound."""
+    """Hold the bounds that a reward's figures must meet; None sets no bound."""
 
     min_accuracy: float | None = 0.6
     max_length_bias: float | None = 0.2
@@ -55,7 +55,7 @@ class Bounds:
 
 class Scorer:
     """
-    Score answers by a reward function, and count those without a finite score and those that were truncated.
+    Score answers by a reward function. Count the answers without a finite score, and those that were truncated.
 
     Args:
         function: reward function with TRL's signature.
@@ -70,7 +70,7 @@ class Scorer:
         self.scored, self.unscored, self.infinite, self.truncated = 0, 0, 0, 0.0
 
     def __call__(self, answers: Answers) -> list[float]:
-        """Return a score for each answer, NaN where there is none."""
+        """Return a score for each answer, NaN if it has no finite score."""
         if not len(answers):
             return []
         logged: dict[str, float] = {}
@@ -99,7 +99,7 @@ class Scorer:
 
 
 def length_of(text: Any, tokenizer: Any) -> int:
-    """Return the tokens of an answer, or its words without a tokenizer."""
+    """Return how many tokens an answer has, or how many words if `tokenizer` is None."""
     shown = text_of(text)
     if tokenizer is None:
         return len(shown.split())
@@ -123,16 +123,16 @@ def examine(
         score: the reward, as a [`Scorer`].
         material: the data to measure on.
         bounds: bounds that the figures must meet.
-        tokenizer: counts the tokens of answers; None counts words.
-        probe_rows: held-out answers that each probe changes; 0 for no probes.
-        phrases: further phrases to probe, beside those mined from the training pairs.
-        seed: seed of the rows that are drawn.
+        tokenizer: tokenizer that gives the length of answers in tokens; None takes their length in words.
+        probe_rows: held-out answers that each probe changes; 0 runs no probes.
+        phrases: phrases to probe in addition to those mined from the training pairs.
+        seed: seed by which the probes draw rows.
 
     Returns:
         The content of `reward_report.json`.
 
     Raises:
-        ValueError: the reward fails, or no pair has two finite scores.
+        ValueError: the reward function fails, or gives no pair two finite scores.
     """
     unknown = list(material.unknown)
     chosen, rejected = score(material.chosen), score(material.rejected)
@@ -210,7 +210,16 @@ def _say_of_pairs(report: dict[str, Any], margins: Tensor, unknown: list[str]) -
 
 
 def _distributions(scored: dict[str, list[float]], material: Material, unknown: list[str]) -> dict[str, Any]:
-    """Return quantiles of each set, how the policy's scores compare with the training data's, and the extremes."""
+    """
+    Describe how scores are distributed.
+
+    Returns:
+        - `scores`: name of a set of answers → its mean, standard deviation, extremes, quantiles and histogram.
+        - `histogram_edges`: the edges of all histograms.
+        - `policy`: how the policy's scores compare with those of the chosen answers in the training pairs (in the
+          held-out pairs if there are no training pairs); None without answers of a policy.
+        - `highest`, `lowest`: the answers with the highest and with the lowest scores.
+    """
     found: dict[str, Any] = {"scores": {}, "policy": None}
     finite = {name: [score for score in scores if math.isfinite(score)] for name, scores in scored.items()}
     sets = {name: torch.tensor(scores, dtype=torch.double) for name, scores in finite.items()}
@@ -268,7 +277,11 @@ def _counts(values: Tensor, edges: Tensor) -> list[int]:
 
 
 def _ranking(score: Scorer, material: Material, unknown: list[str]) -> dict[str, Any] | None:
-    """Return rank correlations with people's rankings: the given ones, or those that the pairs were made of."""
+    """
+    Return the rank correlations of the scores with people's rankings; None, and a sentence in `unknown`, without any.
+
+    The rankings are the given ones, or else those from which the held-out pairs were made.
+    """
     rankings, source = material.rankings, "rankings"
     if not rankings:
         rankings, source = rankings_within(material), "pairs"
@@ -285,7 +298,7 @@ def _ranking(score: Scorer, material: Material, unknown: list[str]) -> dict[str,
 
 
 def rankings_within(material: Material) -> list[tuple[Answers, list[float]]]:
-    """Return the rankings from which the held-out pairs were made."""
+    """Return the rankings from which the held-out pairs were made, of prompts with three or more answers."""
     better, worse = material.chosen.texts(), material.rejected.texts()
     places = {key: (side, i) for side in (material.rejected, material.chosen) for i, key in enumerate(side.texts())}
     prompts = [prompt for prompt, _ in better]
@@ -308,7 +321,7 @@ def _best_of_n(score: Scorer, material: Material, unknown: list[str]) -> dict[st
 
 
 def _in_parts(score: Scorer, groups: Sequence[Answers]) -> list[list[float]]:
-    """Score the answers of all prompts in one call, and return the scores of each prompt's answers."""
+    """Return a list of scores for each group of answers; all groups are scored in one call."""
     flat = Answers()
     for group in groups:
         flat.extend(group)
@@ -325,7 +338,12 @@ def _probes(
     seed: int,
     unknown: list[str],
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Run the probes, or return why that failed. The reward is given each prompt as the data has it."""
+    """
+    Run the probes. The reward is given each prompt in the form that the data has: as text or messages.
+
+    Returns:
+        The results of the probes, and None; or [], and a sentence on why the probes could not be run.
+    """
     if not rows:
         unknown.append("No probes were run (`probe_rows` is 0).")
         return [], None
@@ -348,9 +366,9 @@ def _probes(
     tried = [*phrases, *mine_phrases(*material.mined)]
     try:
         return probe_reward(of_texts, prompts, answers, tried, seed=seed, rows=rows), None
-    except ValueError as error:  # a reward that scores pairs well may have no score for an empty answer
+    except ValueError as error:  # a reward that can score pairs may be unable to score an empty answer
         if isinstance(error.__cause__, RuntimeError):
-            raise  # such as out of memory: the answers are not to blame
+            raise  # the probes' answers are not the cause: memory may have run out, for example
         return [], f"The probes could not be run: {error}."
 
 
@@ -364,19 +382,22 @@ def verdict(
     """
     Compare a report with its bounds.
 
-    A figure beyond its bound breaks it. Where the bound lies within the figure's interval, the data cannot tell, and
-    `unknown` says so. A bound is not judged where nothing could be measured, or where the data cannot tell the figure
-    from chance; a report with such a bound does not pass.
+    A bound is broken if its figure is beyond it. It is not judged if its figure could not be measured, or if the data
+    are too few to tell the figure from chance. A report passes if every bound is judged, none is broken, and no score
+    is infinite or NaN. If a bound lies within its figure's interval, a sentence in `unknown` says that the data are
+    too few to tell the figure from the bound.
 
     Args:
         report: as [`examine`] makes it.
         bounds: bounds that the figures must meet.
-        unknown: sentences on what cannot be known; further ones are added.
-        probes_failed: why the probes that were asked for could not be run, which breaks their bound.
+        unknown: list of sentences on what cannot be known, to which further sentences are added.
+        probes_failed: why the probes could not be run, which breaks their bound; None if they were run.
         has_rankings: whether rankings by people were given.
 
     Returns:
-        `passed`; `reasons`, a sentence for each bound that is broken or not judged; `not_judged`, the latter alone.
+        - `passed`: whether the report passes.
+        - `reasons`: why it does not pass: sentences on broken bounds, then on bounds that are not judged.
+        - `not_judged`: the sentences of `reasons` on bounds that are not judged.
     """
     reasons: list[str] = []
     not_judged: list[str] = []
@@ -425,14 +446,19 @@ def verdict(
 
 
 def accuracy_name(report: dict[str, Any]) -> str:
-    """Return a name for the accuracy: "held-out" only if it is known that no pair was trained on."""
+    """Return "held-out accuracy" if it is known that the reward was trained on none of the pairs, else "accuracy"."""
     return "held-out accuracy" if report["trained_on"]["is_known"] else "accuracy"
 
 
 def _judge_length(
     report: dict[str, Any], bound: float | None, reasons: list[str], not_judged: list[str], unknown: list[str]
 ) -> None:
-    """Judge whether the score follows the length of answers."""
+    """
+    Compare the length bias with its bound.
+
+    A sentence is added to `reasons` if the bound is broken, to `not_judged` if it cannot be judged, or to `unknown`
+    if the data are too few to be sure.
+    """
     found = report["length_bias"]
     if found["bias"] is None:
         few = (
@@ -468,13 +494,19 @@ def _judge_length(
 def _judge_probes(
     probes: list[dict[str, Any]], bound: int | None, reasons: list[str], not_judged: list[str], unknown: list[str]
 ) -> None:
-    """Judge whether too many probes are suspicious; each one that was not judged may be."""
+    """
+    Compare the number of suspicious probes with the bound on it.
+
+    If the bound is broken, a sentence on each suspicious probe is added to `reasons`. Probes that could not be judged
+    may be suspicious, too: if with them the bound would be broken, a sentence on them is added to `not_judged`, else
+    to `unknown`.
+    """
     suspicious = [probe for probe in probes if probe["suspicious"]]
     open_ones = [probe for probe in probes if probe["verdict"] == "not judged"]
     idle = [repr(probe["phrase"] or probe["name"]) for probe in open_ones if not probe["rows"]]
-    if len(idle) < len(probes):  # else all answers have one score
+    if len(idle) < len(probes):  # else all answers have the same score
         open_ones = [probe for probe in open_ones if probe["rows"]]
-        if idle:  # a phrase that all answers have, another prompt's answer where there is one prompt
+        if idle:  # such as a phrase that all answers have already, or another prompt's answer if there is one prompt
             listed = ", ".join(idle[:_NAMED])
             unknown.append(f"{len(idle)} of {len(probes)} probes change none of these answers: {listed}.")
     if bound is not None and len(suspicious) > bound:

@@ -7,9 +7,9 @@ from ..pages.charts import COLOURS, INK, can_draw, chart
 from ..pages.markup import between, number, render, with_interval
 from .figures import SIDES, accuracy_name
 
-_VALUES = 50  # shown groups of a column
-_EXAMPLES = 2  # shown examples of a probe
-_TEXT = 600  # characters of a prompt or answer
+_VALUES = 50  # most groups of a column that are shown
+_EXAMPLES = 2  # most examples of a probe that are shown
+_TEXT = 600  # most characters of a prompt or an answer that are shown
 _SETS = {  # colour and line of each set of scores
     "training chosen": (COLOURS[0], "-"),
     "training rejected": (COLOURS[1], "-"),
@@ -82,7 +82,14 @@ def _accuracy_charts(report: dict[str, Any], gaps: list[tuple[str, dict[str, Any
 
 
 def _length_bias(report: dict[str, Any]) -> dict[str, Any]:
-    """Return which answers a model prefers by their length, how often, and whether a bound is broken."""
+    """
+    Describe the length bias in the words of the page.
+
+    Returns:
+        `side`: "longer" or "shorter", which answers the model prefers; `share`: in how many pairs it would prefer them
+        if people preferred both alike; `bound`: the bound, or None; `state`: "broken", "not broken" or "not judged".
+        Empty if the bias is not known.
+    """
     found, bound = report["length_bias"], report["bounds"]["max_length_bias"]
     if found["bias"] is None:
         return {}
@@ -97,7 +104,7 @@ def _counted(row: dict[str, Any]) -> list[str]:
 
 
 def _shares(title: str, rows: list[tuple[str, dict[str, Any]]]) -> str:
-    """Draw accuracies with their intervals, one line a row."""
+    """Draw the accuracy of each row as a point, and its interval as a line, the rows one below the other."""
 
     def draw(axes: Any) -> None:
         for place, (_, row) in enumerate(rows):
@@ -135,7 +142,7 @@ def _calibration_charts(report: dict[str, Any]) -> list[str]:
 
 def _shown(report: dict[str, Any], name: str) -> str:
     """
-    Return the name of a set of answers: "held-out" only if it is known which pairs were trained on, else "given".
+    Return the name to show for a set of answers: "held-out" becomes "given" if not all training pairs are known.
     """
     return name if report["trained_on"]["is_known"] else name.replace("held-out", "given")
 

@@ -1,4 +1,4 @@
-"""Answer requests for scores, those of several clients in one batch: the application of `trl-ext serve-reward`."""
+"""Define the web application of `trl-ext serve-reward`, which scores requests of several clients in one batch."""
 
 import asyncio
 import hmac
@@ -31,16 +31,16 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 @dataclass(frozen=True)
 class Limits:
     """
-    Set the limits of a server.
+    Set the limits of a server. A row is a prompt with its completion.
 
     Args:
-        max_batch_size: rows scored in one call; a request with more rows is a batch of its own.
-        max_wait: seconds that a batch waits for more rows, from its first request on.
-        max_queue_rows: rows that wait or are being scored; requests beyond are answered 503.
-        max_rows: rows of one request.
-        max_characters: longest prompt or completion.
-        max_body_bytes: longest request.
-        body_seconds: seconds for a request to arrive.
+        max_batch_size: most rows scored in one call; a request with more rows is scored in a call of its own.
+        max_wait: seconds that a batch waits for more rows after its first request has come.
+        max_queue_rows: most rows that wait or are being scored; a request that would exceed it is answered 503.
+        max_rows: most rows in one request; a request with more is answered 413.
+        max_characters: most characters of a prompt or completion; a request with a longer one is answered 413.
+        max_body_bytes: most bytes of a request; a longer one is answered 413.
+        body_seconds: seconds in which a request must arrive; a slower one is answered 408.
     """
 
     max_batch_size: int = 64
@@ -53,7 +53,7 @@ class Limits:
 
 
 class Refusal(Exception):
-    """Refuse a request, with an HTTP status and one sentence."""
+    """Refuse a request: answer it with an HTTP status and a sentence that says why."""
 
     def __init__(self, status: int, why: str, **headers: str):
         super().__init__(why)
@@ -72,12 +72,21 @@ class Job:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Return what all jobs of one call must share: a reward function is given texts or messages, not both."""
+        """
+        Return whether the prompts are texts (else messages), and whether `finished` is None.
+
+        Only jobs that agree in both are scored in one call, since a reward function is given texts or messages.
+        """
         return isinstance(self.prompts[0], str), self.finished is None
 
 
 class Meters:
-    """Hold the metrics that `/metrics` shows."""
+    """
+    Hold the Prometheus metrics that `/metrics` shows.
+
+    Args:
+        waiting: function that returns how many rows wait or are being scored.
+    """
 
     def __init__(self, waiting: Callable[[], float]):
         self.registry = CollectorRegistry()
@@ -92,9 +101,10 @@ class Meters:
 
 class Batcher:
     """
-    Score the requests of all clients in one thread, with one call for those that come at the same time.
+    Score the requests of all clients in one thread, those that come at about the same time in one call.
 
-    If a call fails, each of its requests is scored alone, so that no client's row fails another's.
+    If a call fails, each of its requests is scored again in a call of its own, so that a bad row of one client does
+    not fail the requests of others.
 
     Args:
         score: function of prompts, completions and finished that returns the scores.
@@ -157,7 +167,7 @@ class Batcher:
         start = time.monotonic()
         try:
             scores: Any = self.score(prompts, completions, finished)
-        except BaseException as error:  # `sys.exit`, too: without this thread all would wait for ever
+        except BaseException as error:  # also `sys.exit`: if this thread ended, all clients would wait for ever
             if len(jobs) > 1:
                 for job in jobs:
                     self._answer([job])
@@ -183,7 +193,7 @@ def _settle(answer: asyncio.Future, scores: Any) -> None:
 
 
 def scorer(function: Callable) -> Callable[[list, list, Any], list[float | None]]:
-    """Return a function for a [`Batcher`] that calls a reward function and checks its scores."""
+    """Return the function that a [`Batcher`] scores with: it calls a reward function and checks its scores."""
     member = Member(function)
 
     def score(prompts: list, completions: list, finished: Any) -> list[float | None]:
@@ -200,8 +210,8 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
     Args:
         batcher: scores the requests.
         name: name of the model; a request that names another one is refused.
-        key: bearer token that all but `/health` demand; None demands none.
-        identity: hash of the weights that are served; each answer has it, so that a client sees when they change.
+        key: bearer token that clients must send, except to `/health`; None demands no token.
+        identity: hash of the weights that are served; each answer has it, so that a client notices other weights.
     """
     meters, who = batcher.meters, {"model": name, **({} if identity is None else {"identity": identity})}
 
@@ -213,7 +223,7 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
     async def answer(request: Request) -> Response:
         check_key(request)
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise Refusal(415, "the content type must be application/json")  # a browser's page cannot send it
+            raise Refusal(415, "the content type must be application/json")  # which a page of another site cannot send
         prompts, completions, finished = rows_in(await read_body(request, batcher.limits), batcher.limits, name)
         scoring = asyncio.ensure_future(batcher.scores(prompts, completions, finished))
         leaving = asyncio.ensure_future(_until_gone(request))
@@ -268,7 +278,7 @@ async def _until_gone(request: Request) -> None:
 
 
 async def read_body(request: Request, limits: Limits) -> Any:
-    """Return the JSON of a request; raise a [`Refusal`] if it is too long, too slow, or not JSON."""
+    """Return the JSON in a request's body; raise a [`Refusal`] if the body is too long, too slow, or not JSON."""
     body = bytearray()
     try:
         async with asyncio.timeout(limits.body_seconds):
@@ -285,7 +295,7 @@ async def read_body(request: Request, limits: Limits) -> Any:
 
 
 def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool] | None]:
-    """Return prompts, completions and finished of a request; raise a [`Refusal`] if one is wrong."""
+    """Return the `prompts`, `completions` and `finished` of a request; raise a [`Refusal`] if one of them is wrong."""
     if not isinstance(body, dict) or not isinstance(body.get("prompts"), list):
         raise Refusal(422, "the request must be an object with `prompts` and `completions`, two lists")
     if unknown := body.keys() - {"prompts", "completions", "finished", "model"}:

@@ -22,7 +22,7 @@ from ...upstream import need_server
 
 
 def load(model: str, max_batch_tokens: int | None, dtype: str | None, device: str | None) -> Callable:
-    """Load a reward function, or a reward model as a function."""
+    """Return the function that scores: the reward function `file.py:function`, or one that calls a reward model."""
     if ".py:" in model:
         from ...rewards import load_reward
 
@@ -39,7 +39,19 @@ def load(model: str, max_batch_tokens: int | None, dtype: str | None, device: st
 
 
 def listen(host: str, port: int, has_key: bool, without_key: bool = False) -> socket.socket:
-    """Return a socket that listens; raise if other machines could reach it without a token."""
+    """
+    Return a socket that listens at a host and port.
+
+    Args:
+        host: address of this machine.
+        port: port; 0 takes a free one.
+        has_key: whether clients must send a token.
+        without_key: whether other machines may send requests without a token.
+
+    Raises:
+        ValueError: other machines could send requests without a token although `without_key` is False, or the socket
+            cannot listen there.
+    """
     if not (has_key or without_key or _is_loopback(host)):
         raise ValueError(
             f"--host {host} is not this machine alone: export a token and name its variable by --api_key_env, or give "
@@ -89,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"--api_key_env: the environment variable {args.api_key_env} holds no token; export it")
         listening = listen(args.host, args.port, key is not None, args.without_key)
         function = load(args.model, args.max_batch_tokens, args.dtype, args.device)
-        identity = identity_of(function)  # now: the files may change while it serves
+        identity = identity_of(function)  # now, since the files may change while the server runs
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"{parser.prog}: error: {redacted((str(error) or repr(error)).splitlines()[0])}", file=sys.stderr)
         sys.exit(2)
@@ -97,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def identity_of(function: Callable) -> str:
-    """Return a short hash that says which weights or function are served, and tells nothing else."""
+    """Return a short hash of the weights or the function that are served, from which nothing else can be read."""
     import xxhash
 
     from ...runs import source_identity
@@ -106,7 +118,7 @@ def identity_of(function: Callable) -> str:
 
 
 def serve(function: Callable, identity: str, args: Any, key: str | None, listening: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM. Open requests are then answered, for 30 seconds at most."""
+    """Serve until SIGINT or SIGTERM; then answer the requests that are open, for at most 30 seconds, and return."""
     import uvicorn
 
     from ...upstream import get_callable_name
@@ -135,7 +147,7 @@ def serve(function: Callable, identity: str, args: Any, key: str | None, listeni
     )
     host, port = listening.getsockname()[:2]
     print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C ends it", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises once all is answered
+    with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises after it has answered the open requests
         uvicorn.Server(config).run(sockets=[listening])
 
 

@@ -1,4 +1,4 @@
-"""One optimizer for policy and critic."""
+"""Check the optimizer that policy and critic share, and give the critic a learning rate of its own."""
 
 import torch
 

@@ -59,7 +59,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
 
 
 def check_standalone(critic: Any) -> None:
-    """Raise if a model is not a sequence classifier with one label, or has a quantised base, which cannot be trained."""
+    """Raise if a model is not a sequence classifier with one label, or has a quantised base and cannot be trained."""
     model = base_model_of(critic)
     check_one_label(model, "a critic")
     if getattr(model.config, "quantization_config", None) is not None:

@@ -64,7 +64,7 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
 
 
 async def limited_async(coroutine: Coroutine, seconds: float | None, what: str, /) -> Any:
-    """Await a coroutine, and raise [`TooSlow`] if it takes longer than `seconds`; its own errors are raised unchanged."""
+    """Await a coroutine, and raise [`TooSlow`] if it takes longer than `seconds`; its own errors stay as they are."""
     task = asyncio.ensure_future(coroutine)
     done, _ = await asyncio.wait([task], timeout=seconds)
     if not done:
@@ -100,7 +100,7 @@ class Calls:
     rewards: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # of each row: turn and reward
 
     def watch(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
-        """Wrap each row's tools, so that a call is recorded, limited in time, and rewarded by the row's environment."""
+        """Wrap each row's tools: a call is recorded, limited in time, and rewarded by the row's environment."""
         return [
             {name: self._watched(row, tool, environments and environments[row]) for name, tool in of_row.items()}
             for row, of_row in enumerate(tools)

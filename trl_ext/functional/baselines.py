@@ -12,8 +12,8 @@ def mean_baselines(sums: Tensor, counts: Tensor, group_size: int = 1) -> Tensor:
 
     With one answer per prompt, b is the mean over all answers: b = sum_j s_j / sum_j n_j (Williams 1992). With
     several, b is the mean over the other answers to the same prompt: b_i = sum_{j != i} s_j / sum_{j != i} n_j over
-    the group (RLOO, Ahmadian et al. 2024, arXiv:2402.14740). If none of them has a return, b is the mean over all
-    answers.
+    the group (RLOO, Ahmadian et al. 2024, arXiv:2402.14740). If none of the other answers has a return, b is the
+    mean over all answers.
 
     Args:
         sums: (N,), s, the sum of each answer's returns, score units.
@@ -72,10 +72,10 @@ def critic_weight(products: Tensor) -> float:
     """Return the critic's weight w in the baseline w V + (1 - w) b: cov(g, d) / var(d), clamped to [0, 1].
 
     With g = G - b and d = V - b, the return minus this baseline is g - w d, whose variance is least at this w, the
-    coefficient of a control variate. w is 1 for a critic whose differences d equal g on average, and 0 for a critic
-    whose predictions have nothing to do with the returns. w is above 1/2 exactly where Var(G - V) < Var(G - b). With
-    one answer per prompt, that is where the explained variance is above 0, the point at which EVPO (arXiv:2604.19485)
-    switches from the mean to the critic.
+    coefficient of a control variate. w is 1 for a critic that is right on average (the mean of g at each d is d), and
+    0 for a critic whose predictions have nothing to do with the returns. w is above 1/2 exactly where Var(G - V) <
+    Var(G - b). With one answer per prompt, that is where the explained variance is above 0, the point at which EVPO
+    (arXiv:2604.19485) switches from the mean to the critic.
 
     Args:
         products: (2,), as `critic_products` returns them, or sums of them over several rollouts, decayed or not.

@@ -58,7 +58,7 @@ def position_ids(attention_mask: Tensor) -> Tensor:
         attention_mask: (B, L), 1 = real token, padded on either side.
 
     Returns:
-        (B, L) int64, in tokens.
+        (B, L) int64, positions from 0.
 
     Raises:
         ValueError: attention_mask is not 2-dimensional.

@@ -37,7 +37,7 @@ def empty_moments(device: torch.device | str | None = None) -> Tensor:
 
 
 def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the moments of the real entries, taken in two passes: mean = sum x / n, M2 = sum (x - mean)^2.
+    """Compute the moments of the entries where mask is 1, in two passes: mean = sum x / n, M2 = sum (x - mean)^2.
 
     Args:
         values: any shape, any unit.

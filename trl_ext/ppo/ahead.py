@@ -205,7 +205,11 @@ class RolloutsAhead:
         ]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Restore the rollouts that `state_dict` returned, and start scoring them."""
+        """
+        Restore the rollouts that `state_dict` returned, and start scoring them.
+
+        If a run that was changed (`resume_anyway`) has other prompts, its rollouts are generated anew instead.
+        """
         rollouts = [self._prepare(kept["number"], kept["version"]) for kept in state]
         is_of_these = all(rollout.prompts == kept["prompts"] for rollout, kept in zip(rollouts, state, strict=True))
         if self.trainer._is_changed and not all(gather_object([is_of_these])):  # `resume_anyway`

@@ -21,7 +21,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
 
             - A causal language model: its backbone gets a head of zeros, so that V = 0 everywhere, as in PPOTrainer.
             - A reward model: it keeps its head.
-            - An adapter of either: this adapter is trained further.
+            - An adapter of either: this adapter is trained further; if it has no head, it gets one of zeros.
         peft_config: configuration of a new adapter, which is trained and saved together with the head. None trains the
             whole model, or the adapter at `path`.
         **kwargs: arguments of `from_pretrained`.

@@ -65,7 +65,7 @@ class CriticTrainer(ResumableRun, Trainer):
         args ([`CriticConfig`]):
             Configuration.
         train_dataset, eval_dataset ([`~datasets.Dataset`]):
-            Rows with `prompt_ids`, `completion_ids` and `returns`, one for each completion token, as
+            Rows with `prompt_ids`, `completion_ids` and `returns`, which has one return for each completion token, as
             [`with_returns`] makes them.
         **kwargs:
             Further arguments of transformers' Trainer and [`ResumableRun`].

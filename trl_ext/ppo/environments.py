@@ -1,4 +1,4 @@
-"""Call the tools and environments of a rollout: limit their time, count them, reward each turn, survive errors."""
+"""Call the tools and environments of a rollout: limit and record the calls, reward turns, and note errors."""
 
 import asyncio
 import copy

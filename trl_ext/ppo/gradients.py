@@ -24,7 +24,7 @@ def norm_of(parameters: Any, scale: float = 1.0) -> Tensor | None:
 
 
 def save_and_raise(trainer: Any, role: str) -> None:
-    """Save the weights as they were before this step, then raise: the gradient of `role` is not finite."""
+    """Save the weights from before this step, then raise an error: the gradient of `role` is not finite."""
     folder = os.path.join(trainer.args.output_dir, "last-good")
     trainer.save_model(folder, _internal_call=True)
     trainer.accelerator.wait_for_everyone()  # raising on one process may end another that is still writing

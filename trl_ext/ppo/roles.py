@@ -129,7 +129,7 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
 
 
 def prepare_base(policy: Any, use_vllm: bool) -> None:
-    """Make TRL's merging for vLLM exact, and copy the policy's adapter into the reference's."""
+    """Copy the policy's adapter into the reference's; if `use_vllm`, make TRL's merging of adapters exact."""
     if use_vllm:
         merge_exactly(policy)
     for name, parameter in policy.named_parameters():
@@ -186,7 +186,7 @@ class Rewards:
     Args:
         functions: functions and models, as GRPO has them, and [`AdapterReward`] for adapters.
         tokenizers: one for each reward, None for functions.
-        names: one for each reward.
+        names: a name for each reward.
         policy_tokenizer: the policy's tokenizer.
         paths: what each model was loaded from; None for a reward that was passed in as an object.
         weights: one for each reward, 1 by default. A reward with weight 0 only measures: it does not affect training.

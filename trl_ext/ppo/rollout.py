@@ -470,7 +470,7 @@ def given_to_rewards(
     completion_ids: list[list[int]],
     environments: list | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments that TRL calls a reward function with, except its loggers and the state."""
+    """Return the arguments that TRL calls a reward function with, except the loggers and the trainer's state."""
     columns = {key: [row[key] for row in rows] for key in rows[0]}
     if environments is not None:
         columns["environments"] = environments

@@ -1,4 +1,4 @@
-"""Write the summary of a PPO run that is printed when it begins."""
+"""Write the summary that is printed when a PPO run begins."""
 
 import math
 from typing import Any

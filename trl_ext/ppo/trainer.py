@@ -121,7 +121,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Policy: a path or an object. An adapter's path loads the base that it names, and trains that adapter on.
+            Policy: a path or an object. The path of a saved adapter loads the base that the adapter names, and trains
+            the adapter further.
         reward_funcs (`str`, model, callable, or list of them):
             As in TRL: sequence classifiers with one label (path or object), and functions or async functions
             `(prompts, completions, completion_ids, **columns) -> list[float | None]`. Besides the dataset's columns
@@ -373,7 +374,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _guarded(self, environment_factory: Any) -> Any:
         """
-        Wrap the factory, or each in a dict of factories, so that an environment's error is raised on all processes.
+        Wrap a factory of environments, or each in a dict, so that an environment's error is raised on all processes.
         """
 
         def guard(factory: Any) -> Any:
@@ -536,7 +537,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             values: (B, T), of the critic, as in `rollout.values`; 0 without a critic.
 
         Returns:
-            Advantages and returns, (B, T) each. What `rollout.mask` hides is not read.
+            Advantages and returns, (B, T) each. Where `rollout.mask` is 0, they are not read.
         """
         args, mask = self.args, rollout.mask
         if args.whiten_rewards:
@@ -553,7 +554,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return advantages, returns
 
     def _lam(self, rollout: Rollout) -> float:
-        """Return `lam`; if it is unset, 0.95 if any process has scores of single tokens, else 1."""
+        """Return `lam`. If it is unset, return 0.95 if any process has scores of single tokens, else 1."""
         if self.args.lam is not None:
             return self.args.lam
         is_by_token = torch.tensor([rollout.token_scores is not None], device=rollout.mask.device)
@@ -661,7 +662,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
 
     def _reference_logprobs(self, ids: Tensor, lengths: list[tuple[int, int]], width: int, size: int) -> Tensor:
-        """Return the (B, T) log-probs of the reference: a model, or the policy with its adapter switched."""
+        """Return the reference's (B, T) log-probs: from its model, or the policy with the `ref` adapter or none."""
         if self.ref_model is not None:
             return self._passes(self.ref_model, ids, lengths, width, size)["logprobs"]
         with use_adapter(self._actor_critic, "ref" if "ref" in self._actor_critic.peft_config else None):
@@ -925,7 +926,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _generate_answers(
         self, prompt_ids: list, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Generate one turn for each prompt; return its tokens, and their log-probs if training needs them."""
+        """Generate one turn for each prompt; return the turns' tokens, and their log-probs if training needs them."""
         generate = super()._generate_single_turn
         if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids))[0]:
             return drawn
@@ -1318,7 +1319,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             super()._load_from_checkpoint(os.path.join(checkpoint, "critic"), self._actor_critic.critic)
 
     def _as_policy(self) -> AbstractContextManager:
-        """Show the Trainer the policy alone as its model."""
+        """Within this context, let the Trainer see the policy alone as its model."""
         return temporarily(self, model=self._actor_critic.policy)
 
     def _without_base(self) -> AbstractContextManager:

@@ -104,7 +104,7 @@ def check_loadable(engine: Any) -> None:
     """
     Raise a `ValueError` if vLLM in this process has packed its weights for CPU kernels, and cannot load new ones.
 
-    This shows by vLLM's parameters, which are empty then.
+    vLLM's parameters are empty in that case.
     """
     if (llm := getattr(engine, "llm", None)) is None or engine.accelerator.device.type != "cpu":
         return

@@ -1,4 +1,4 @@
-"""The maths of PPO and DPO on tensors, and of their monitors, as pure functions of torch and scipy."""
+"""Compute the formulas of PPO, of DPO and of their monitors: pure functions of torch and scipy."""
 
 from .advantages import (
     LAM_SCHEDULES,

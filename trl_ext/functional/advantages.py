@@ -1,4 +1,4 @@
-"""Token rewards from sequence scores, and advantages from token rewards."""
+"""Compute token rewards from the scores of responses, and advantages from token rewards."""
 
 from collections.abc import Callable, Mapping
 
@@ -19,15 +19,16 @@ def token_rewards(
     token gets no score. Ziegler et al. 2019, arXiv:1909.08593.
 
     With token scores x_t, r_t = -kl_coef kl_t + x_t before the last real token T, and token T gets the rest of the
-    score: r_T = -kl_coef kl_T + score - sum_{t<T} x_t. So a row's rewards always sum to score - kl_coef sum kl_t, and
-    x_T is not read.
+    score: r_T = -kl_coef kl_T + score - sum_{t<T} x_t. So x_T is not read, and a row's rewards always sum to
+    score - kl_coef sum kl_t.
 
     Args:
         scores: (B,), score units.
         kl: (B, T), nats, per token.
         mask: (B, T), 1 = real response token, EOS included.
         kl_coef: score units per nat.
-        token_scores: (B, T), score units: the part of the score that belongs to each token; None for all 0.
+        token_scores: (B, T), score units: the part of the row's score that belongs to each token; None means 0 for
+            every token.
 
     Returns:
         (B, T), score units.
@@ -53,8 +54,9 @@ def token_rewards(
 def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     """Give each response a lambda that depends on its length: lam = 1 - 1 / (alpha n), and 0 where alpha n <= 1.
 
-    The weights lam^k of the errors after a token then sum to at most alpha n: the same share alpha of a response of n
-    tokens, however long it is. Yue et al. 2025, arXiv:2504.05118, section 4.2.
+    n is the number of the response's tokens. With lam above 0, the weights lam^k that GAE gives to the one-step errors
+    from a token on sum to at most 1 / (1 - lam) = alpha n. So they span the share alpha of a response, however long
+    the response is. Yue et al. 2025, arXiv:2504.05118, section 4.2.
 
     Args:
         mask: (B, T), 1 = real response token, EOS included.
@@ -72,29 +74,30 @@ def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     return (1 - 1 / (alpha * mask.bool().sum(dim=1))).clamp(min=0)
 
 
-# Setting → the (B,) λ of the policy's advantages, from the (B, T) mask and the setting's value
+# By a setting's name: the function that computes (B,) λ of the advantages from the (B, T) mask and the setting's value
 LAM_SCHEDULES: dict[str, Callable[[Tensor, float], Tensor]] = {"lam_alpha": length_adaptive_lam}
 
 
 def choose_lam(
     mask: Tensor, lam: float, lam_value: float | None, schedules: Mapping[str, float | None]
 ) -> tuple[float | Tensor, float | None]:
-    """Choose the lambda of the policy's advantages, and that of the critic's target.
+    """Choose two lambdas: one for the policy's advantages, one for the critic's target.
 
-    A schedule with a value replaces lam. The critic's target then uses lam_value, by default 1, so that it does not
-    depend on the schedule. Without a schedule, the default of lam_value is lam.
+    The advantages use lam, or the schedule that has a value. The target uses lam_value. If lam_value is None, the
+    target uses lam without a schedule, and 1 with one, so that the target does not depend on the schedule.
 
     Args:
         mask: (B, T), 1 = real response token, EOS included.
         lam: in [0, 1].
-        lam_value: in [0, 1], or None for the default.
+        lam_value: in [0, 1], or None for the default above.
         schedules: a value for each name in `LAM_SCHEDULES`; None for a schedule that is not used.
 
     Returns:
-        The lambda of the advantages, a float or (B,); and that of the target, None if it is the same.
+        The lambda of the advantages, a float or (B,); and the lambda of the target, None if it is the same as that of
+        the advantages.
 
     Raises:
-        ValueError: two schedules have a value.
+        ValueError: more than one schedule has a value.
     """
     given = {name: value for name, value in schedules.items() if value is not None}
     if len(given) > 1:
@@ -124,13 +127,14 @@ def advantages_and_returns(
         gamma: discount per token.
         lam: lambda of the advantages, a float or (B,).
         lam_value: lambda of the target; None for lam.
-        level: `"token"`, or `"turn"` for `turn_gae`, where all tokens of a turn share its target.
+        level: `"token"` for `gae`, or `"turn"` for `turn_gae`, where all tokens of a turn share one advantage and one
+            return.
 
     Returns:
         Advantages and returns, (B, T) each, score units.
 
     Raises:
-        ValueError: `gae` refuses the tensors, or level has another value.
+        ValueError: the shapes do not fit, see `gae`, or level is neither "token" nor "turn".
     """
     if level == "turn":
         advantages, firsts = turn_gae(rewards, values, mask, gamma, lam)
@@ -149,21 +153,22 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, with V = A = 0 after the last real token;
     A_t = 0 under the mask. Schulman et al. 2015, arXiv:1506.02438, equation 16. The returns are A + V.
 
-    Tokens under the mask do not count as steps: t + 1 is the next real token. So the value after the last token of a
-    turn is that of the first token of the next turn, which has read the environment's text between the two.
+    Tokens under the mask do not count as steps: t + 1 is the next real token. So V_{t+1} of a turn's last token is the
+    value at the next turn's first token, predicted after the critic has read the environment's text in between.
 
     Args:
         rewards: (B, T), score units; r_t is for choosing token t.
         values: (B, T), score units; V_t is predicted before token t is seen.
         mask: (B, T), 1 = token that the policy drew, EOS included; holes and padding on either side are fine.
         gamma: discount per token.
-        lam: 0 gives the one-step error, 1 the Monte Carlo return minus the value; or (B,), one for each row.
+        lam: a float, or (B,) with one for each row; 0 gives the one-step error, 1 the Monte Carlo return minus the
+            value.
 
     Returns:
         (B, T), score units.
 
     Raises:
-        ValueError: rewards is not 2-dimensional, or shapes differ.
+        ValueError: rewards is not 2-dimensional, shapes differ, or lam is a tensor that is not (B,).
     """
     check_shapes(ndim=2, rewards=rewards, values=values, mask=mask)
     if isinstance(lam, Tensor) and lam.shape != rewards.shape[:1]:
@@ -189,10 +194,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
 def turn_gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages with a turn as one action (Turn-PPO, arXiv:2512.17008).
+    """Estimate advantages with each turn as one action (Turn-PPO, arXiv:2512.17008).
 
-    With r_k the sum of turn k's rewards and V_k the value at its first token, `gae` runs over the turns: gamma and lam
-    are per turn. All tokens of a turn get the turn's advantage.
+    `gae` runs over the turns, with the sum of turn k's rewards as r_k, and the value at turn k's first token as V_k.
+    So gamma and lam are per turn. All tokens of a turn get the turn's advantage.
 
     Args:
         rewards, values, mask: (B, T), as in `gae`.
@@ -200,10 +205,11 @@ def turn_gae(
         lam: as in `gae`.
 
     Returns:
-        (B, T) advantages and (B, T) values V_k, score units, 0 under the mask. The returns are their sum.
+        The advantages and the values V_k at each token of turn k, (B, T) each, score units, 0 under the mask. The
+        returns are the sum of the two.
 
     Raises:
-        ValueError: `gae` refuses the tensors.
+        ValueError: the shapes do not fit, see `gae`.
     """
     check_shapes(ndim=2, rewards=rewards, values=values, mask=mask)
     turns, starts = turn_numbers(mask), turn_starts(mask)

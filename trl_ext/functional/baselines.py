@@ -1,4 +1,4 @@
-"""What is subtracted from returns: the critic's values, a mean return, or a mixture of the two."""
+"""Compute the baseline that is subtracted from returns: the critic's values, a mean return, or a mixture of both."""
 
 import torch
 from torch import Tensor
@@ -8,19 +8,20 @@ from .shapes import check_shapes
 
 
 def mean_baselines(sums: Tensor, counts: Tensor, group_size: int = 1) -> Tensor:
-    """Return for each answer the mean return that it is compared with.
+    """Return, for each answer, the mean return b to subtract from the answer's own returns.
 
-    With one answer a prompt, the mean of all: b = sum_j s_j / sum_j n_j (Williams 1992). With several, the mean of the
-    other answers to the prompt: b_i = sum_{j != i} s_j / sum_{j != i} n_j over the group (RLOO, Ahmadian et al. 2024,
-    arXiv:2402.14740); where no other one has an entry, the mean of all.
+    With one answer per prompt, b is the mean over all answers: b = sum_j s_j / sum_j n_j (Williams 1992). With
+    several, b is the mean over the other answers to the same prompt: b_i = sum_{j != i} s_j / sum_{j != i} n_j over
+    the group (RLOO, Ahmadian et al. 2024, arXiv:2402.14740). If none of the other answers has a return, b is the
+    mean over all answers.
 
     Args:
-        sums: (N,), sums of each answer's returns, score units.
-        counts: (N,), how many returns each sum has; 0 for an answer that takes no part.
-        group_size: answers to one prompt, which stand together.
+        sums: (N,), s, the sum of each answer's returns, score units.
+        counts: (N,), n, how many returns each sum has; 0 for an answer that takes no part.
+        group_size: number of answers to each prompt; they are consecutive rows.
 
     Returns:
-        (N,), score units; 0 where there is no return.
+        (N,), score units; 0 if no answer has a return.
 
     Raises:
         ValueError: shapes differ, or N is no multiple of group_size.
@@ -36,15 +37,15 @@ def mean_baselines(sums: Tensor, counts: Tensor, group_size: int = 1) -> Tensor:
 
 
 def weight_sums(returns: Tensor, values: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
-    """Return what `critic_products` reads: n, sum g, sum d, sum g d and sum d^2, with g = G - b and d = V - b.
+    """Return the five sums that `critic_products` needs: n, sum g, sum d, sum g d, sum d^2; g = G - b, d = V - b.
 
-    Sums of disjoint parts add up to those of the whole.
+    The sums of disjoint parts, such as those of several processes, add up to the sums of the whole.
 
     Args:
         returns: (B, T), Monte Carlo returns G, score units.
-        values: (B, T), the critic's V, before it is fitted to these returns, score units.
-        baselines: (B,), b, score units.
-        mask: (B, T), 1 = where an action starts.
+        values: (B, T), the critic's V from before the critic is fitted to these returns, score units.
+        baselines: (B,), the mean returns b of `mean_baselines`, score units.
+        mask: (B, T), 1 = token at which an action starts; only these are counted.
 
     Returns:
         (5,), float64 (float32 on devices without float64).
@@ -61,40 +62,40 @@ def weight_sums(returns: Tensor, values: Tensor, baselines: Tensor, mask: Tensor
 
 
 def critic_products(sums: Tensor) -> Tensor:
-    """Return n cov(g, d) and n var(d) of the (5,) sums of `weight_sums`, (2,); 0 without an entry."""
+    """Compute (n cov(g, d), n var(d)), shape (2,), from the (5,) sums of `weight_sums`; both are 0 if n is 0."""
     count, gains, signals, products, squares = sums.unbind()
     count = count.clamp(min=1)
     return torch.stack([products - gains * signals / count, squares - signals.square() / count])
 
 
 def critic_weight(products: Tensor) -> float:
-    """Return the weight of the critic in the baseline that leaves the least variance: cov(g, d) / var(d) in [0, 1].
+    """Return the critic's weight w in the baseline w V + (1 - w) b: cov(g, d) / var(d), clamped to [0, 1].
 
-    With the baseline w V + (1 - w) b, the variance of G - w V - (1 - w) b = g - w d is least at this w, the
-    coefficient of a control variate. It is 1 for a critic whose differences are right on average, and 0 for one whose
-    predictions have nothing to do with the returns. It is above 1/2 exactly where Var(G - V) < Var(G - b): with one
-    answer a prompt, where the explained variance is above 0. There EVPO (arXiv:2604.19485) switches from the mean to
-    the critic.
+    With g = G - b and d = V - b, the return minus this baseline is g - w d, whose variance is least at this w, the
+    coefficient of a control variate. w is 1 for a critic that is right on average (the mean of g at each d is d), and
+    0 for a critic whose predictions have nothing to do with the returns. w is above 1/2 exactly where Var(G - V) <
+    Var(G - b). With one answer per prompt, that is where the explained variance is above 0, the point at which EVPO
+    (arXiv:2604.19485) switches from the mean to the critic.
 
     Args:
-        products: (2,), of `critic_products`, also decayed sums over several rollouts.
+        products: (2,), as `critic_products` returns them, or sums of them over several rollouts, decayed or not.
 
     Returns:
-        A share; 0 where the critic's predictions differ from b by a constant.
+        w; 0 if the critic's predictions V differ from b by a constant only.
     """
     product, square = products.tolist()
     return min(max(product / square, 0.0), 1.0) if square > 0 else 0.0
 
 
 def mix_baselines(advantages: Tensor, returns: Tensor, baselines: Tensor, mask: Tensor, weight: float) -> Tensor:
-    """Mix advantages over the critic with those over a mean: w A + (1 - w) (G - b) on real tokens, 0 under the mask.
+    """Mix the critic's advantages A with the returns minus a mean: w A + (1 - w) (G - b); 0 under the mask.
 
     Args:
-        advantages: (B, T), of `gae`, score units.
+        advantages: (B, T), A of `gae`, score units.
         returns: (B, T), Monte Carlo returns G, score units.
-        baselines: (B,), b, score units.
+        baselines: (B,), the mean returns b, score units.
         mask: (B, T), 1 = real token.
-        weight: w: 1 leaves the critic's alone, 0 the return minus the mean.
+        weight: w, in [0, 1]: 1 gives A alone, 0 gives G - b alone.
 
     Returns:
         (B, T), score units.

@@ -1,4 +1,8 @@
-"""Compute DPO's logits and losses for each pair, and adapt β. The margin Δ is the chosen − rejected log-ratio."""
+"""Compute DPO's logits and losses for each pair, and adapt β.
+
+A log-ratio r is an answer's log-prob under the policy minus that under the reference. The margin Δ of a pair is the
+chosen answer's log-ratio r_c minus the rejected answer's r_r.
+"""
 
 import torch
 from torch import Tensor
@@ -8,7 +12,7 @@ from .shapes import check_shapes
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
-    """Sum each completion's log-probs, with a weight on the tokens beyond the length of the pair's shorter completion.
+    """Sum each completion's log-probs, with weight ld_alpha on tokens beyond the length of the pair's shorter one.
 
     sum_{t <= l} logp_t + ld_alpha sum_{t > l} logp_t with l = min of the pair's lengths; LD-DPO, Liu et al. 2024,
     arXiv:2409.06411.
@@ -16,7 +20,7 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor, ld_alpha: float | None = N
     Args:
         logprobs: (2B, T), nats, the B chosen completions first.
         mask: (2B, T), 1 = token of the completion.
-        ld_alpha: weight of the tokens beyond the common length; None or 1 for the plain sum.
+        ld_alpha: weight of the tokens beyond the common length l; None or 1 for the plain sum.
 
     Returns:
         (2B,), nats.
@@ -53,8 +57,8 @@ def preference_logits(
         chosen_logratios: (B,), nats, log-prob of the chosen completion under the policy minus under the reference.
         rejected_logratios: (B,), nats, the same for the rejected completion.
         beta: scalar or (B,), 1 / nats.
-        offset: (B,), by how many logits the chosen answer must win; None for 0.
-        dpop_lambda: lambda, dimensionless, 0 for no penalty.
+        offset: (B,), logits by which the chosen answer must win; None for 0.
+        dpop_lambda: lambda, dimensionless; 0 for no penalty.
 
     Returns:
         (B,), logits.
@@ -78,11 +82,11 @@ def preference_logits(
 def preference_loss(logits: Tensor, confidence: Tensor | None = None) -> Tensor:
     """Compute -c log sigma(z) - (1 - c) log sigma(-z), the cross-entropy to a label that is right with probability c.
 
-    Conservative DPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf) with a c for each pair. c = 1 is DPO's loss; the
-    minimum is at z = log(c / (1 - c)).
+    This is conservative DPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf) with a c for each pair. c = 1 gives
+    DPO's loss. For c < 1 the loss is least at z = log(c / (1 - c)).
 
     Args:
-        logits: (B,).
+        logits: (B,), z, as `preference_logits` returns them.
         confidence: (B,), c in [0.5, 1]; None for 1.
 
     Returns:
@@ -99,9 +103,9 @@ def preference_loss(logits: Tensor, confidence: Tensor | None = None) -> Tensor:
 
 
 def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
-    """Compute how far a pair's two log-probs have moved: (|r_c| + |r_r|) / 2.
+    """Compute how far the policy's log-probs of a pair have moved from the reference's: (|r_c| + |r_r|) / 2.
 
-    This is no KL, since the policy did not sample the answers.
+    This does not estimate a KL, since the policy did not sample the answers.
 
     Args:
         chosen_logratios: (B,), nats.
@@ -118,9 +122,9 @@ def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Te
 
 
 def displaced(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
-    """Find pairs with a positive margin in which the chosen answer became less likely: r_c < 0, r_c - r_r > 0.
+    """Find pairs whose chosen answer is less likely than under the reference despite a positive margin: r_r < r_c < 0.
 
-    Razin et al. 2024, arXiv:2410.08847: likelihood displacement.
+    This is likelihood displacement, Razin et al. 2024, arXiv:2410.08847.
 
     Args:
         chosen_logratios: (B,), nats.
@@ -137,14 +141,14 @@ def displaced(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
 
 
 def beta_dpo(beta: float, margin: float, running_mean: float, alpha: float) -> float:
-    """Set a batch's beta from its mean margin: beta (1 + alpha (M - M_0)), not bounded.
+    """Compute a batch's beta from the batch's mean margin: beta (1 + alpha (M - M_0)), without bounds.
 
-    Wu et al. 2024, arXiv:2407.08639, with M in nats as in its code, not times beta.
+    Wu et al. 2024, arXiv:2407.08639. M is in nats, as in the paper's code, and not multiplied by beta.
 
     Args:
         beta: the beta of a batch whose mean margin is M_0, 1 / nats.
         margin: M, mean of the batch's margins Delta, nats.
-        running_mean: M_0, mean margin of the batches before, nats.
+        running_mean: M_0, mean margin of the earlier batches, nats.
         alpha: how strongly the margin moves beta, 1 / nats.
 
     Returns:
@@ -154,20 +158,21 @@ def beta_dpo(beta: float, margin: float, running_mean: float, alpha: float) -> f
 
 
 def keep_typical(margins: Tensor, mean: float, std: float, count: int, uniform: Tensor) -> Tensor:
-    """Keep typical pairs: draw without replacement with weights w = exp(-((M - M_0) / sigma)^2 / 2).
+    """Choose `count` pairs at random, without replacement, so that pairs with typical margins are the likeliest.
 
-    The `count` largest values of log w + g, with Gumbel noise g = -log(-log u), are such a draw (Kool et al. 2019,
-    arXiv:1903.06059), also where the weights of outliers underflow. Wu et al. 2024, arXiv:2407.08639.
+    A pair with margin M has the weight w = exp(-((M - M_0) / sigma)^2 / 2). The pairs with the `count` largest values
+    of log w + g, with Gumbel noise g = -log(-log u), are a draw with these weights (Kool et al. 2019,
+    arXiv:1903.06059), even where the weights of outliers would underflow to 0. Wu et al. 2024, arXiv:2407.08639.
 
     Args:
-        margins: (N,), nats.
+        margins: (N,), M, nats.
         mean: M_0, nats.
         std: sigma > 0, nats.
-        count: pairs to keep, at most N.
-        uniform: (N,), noise in (0, 1).
+        count: number of pairs to keep, at most N.
+        uniform: (N,), u, noise in (0, 1).
 
     Returns:
-        (N,) bool, count of them True.
+        (N,) bool, True for the `count` pairs to keep.
 
     Raises:
         ValueError: shapes differ, std is not above 0, or count is not in [1, N].
@@ -185,12 +190,13 @@ def keep_typical(margins: Tensor, mean: float, std: float, count: int, uniform: 
 def margin_scales(stds: Tensor, counts: Tensor, minimum: float = 0.25, maximum: float = 4.0) -> Tensor:
     """Compute the factor of beta for each source s: f_s = clamp(c / sigma_s, minimum, maximum).
 
-    c makes the mean factor of all pairs 1, sum_s n_s f_s = sum_s n_s, so that the mean beta stays beta. The sum is
-    piecewise linear in c, so c is found exactly. Without clamping it is the harmonic mean of the sigmas.
+    c is chosen so that the mean factor over all pairs is 1, sum_s n_s f_s = sum_s n_s, and the mean beta stays beta.
+    The left side is piecewise linear in c, so c is found exactly. If no factor is clamped, c is the harmonic mean of
+    the pairs' sigmas.
 
     Args:
         stds: (S,), sigma of each source's margins, nats.
-        counts: (S,), n, pairs of each source.
+        counts: (S,), n, number of pairs of each source.
         minimum: smallest factor, in (0, 1].
         maximum: largest factor, at least 1.
 

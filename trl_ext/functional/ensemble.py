@@ -1,7 +1,7 @@
 """Combine an ensemble's scores into one: mean, median, worst case, or a lower score where the members disagree.
 
-A row without a score of some member gets no score: that member's score may be the lowest, so the scores of the other
-members alone could be too high.
+If any member gives a row no score, the row gets no combined score: the missing score might be the lowest, so combining
+the others could give too high a score.
 """
 
 from typing import Literal
@@ -17,10 +17,10 @@ def disagreement(scores: Tensor) -> Tensor:
     """Return the standard deviation of the members' scores on each row, √(Σ_i (s_i − mean)² / K).
 
     Args:
-        scores: (K, B) of K members, any unit; NaN where a member gives none.
+        scores: (K, B), the scores of K members for B rows, any unit; NaN where a member gives no score.
 
     Returns:
-        (B,), in the unit of the scores: 0 for one member, NaN where a member gives none.
+        (B,), in the unit of the scores: 0 if K is 1, NaN for a row that any member gave no score.
 
     Raises:
         ValueError: scores is not (K, B).
@@ -32,17 +32,23 @@ def disagreement(scores: Tensor) -> Tensor:
 def ensemble_score(scores: Tensor, combine: Combine, coef: float = 1.0) -> Tensor:
     """Combine the members' scores of each row into one (Coste et al., 2310.02743, section 3.2).
 
-    With s_i the members' scores: "mean" Σ s_i / K; "median"; "min", the worst case (WCO); "uncertainty"
-    mean − coef · std (UWO). The paper subtracts λ · std² instead, with λ in units of 1 / score. Here coef has no unit,
-    so twice the scores give twice the result.
+    With the members' scores s_i on a row, `combine` gives:
+
+    - "mean": Σ s_i / K
+    - "median": the median; with an even K the mean of the two middle scores
+    - "min": the lowest score, the worst case (WCO)
+    - "uncertainty": mean − coef · std (UWO)
+
+    For UWO the paper subtracts λ · std² instead, with λ in units of 1 / score. Here coef has no unit, so doubling all
+    scores doubles the result.
 
     Args:
-        scores: (K, B) of K members, any unit; NaN where a member gives none.
+        scores: (K, B), the scores of K members for B rows, any unit; NaN where a member gives no score.
         combine: "mean", "median", "min" or "uncertainty".
         coef: factor of the standard deviation in "uncertainty", without unit, >= 0.
 
     Returns:
-        (B,), in the unit of the scores; NaN where a member gives none.
+        (B,), in the unit of the scores; NaN for a row that any member gave no score.
 
     Raises:
         ValueError: scores is not (K, B).

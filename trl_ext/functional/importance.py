@@ -1,4 +1,4 @@
-"""Weigh tokens that another policy has sampled, and measure how many samples are lost by unequal weights."""
+"""Weigh tokens that another policy has sampled, and measure how many samples unequal weights cost."""
 
 import math
 from typing import Literal
@@ -21,26 +21,28 @@ def importance_weights(
 ) -> tuple[Tensor, Tensor]:
     """Compute importance weights, within bounds, for tokens that a policy mu sampled while a policy pi is trained.
 
-    With d_t = log pi(y_t) - log mu(y_t): w_t = exp(d_t) of each token, or w = exp(sum_t d_t) of the whole response.
-    "truncate" clamps w to [clip_min, clip_max] (truncated importance sampling, Ionides 2008; for tokens Yao et al.
-    2025, https://fengyao.notion.site/off-policy-rl). "mask" sets w to 0 outside of it and leaves it alone inside
-    (IcePop, Ring-1T, arXiv:2510.18855, for tokens). The modes have the names of TRL's GRPO.
+    With d_t = log pi(y_t) - log mu(y_t), a mode "token_…" weighs each token by w_t = exp(d_t), and a mode "sequence_…"
+    weighs the whole response by w = exp(sum_t d_t). "…_truncate" clamps w to [clip_min, clip_max] (truncated
+    importance sampling, Ionides 2008; for tokens Yao et al. 2025, https://fengyao.notion.site/off-policy-rl). "…_mask"
+    sets w to 0 outside [clip_min, clip_max], and leaves w as it is inside (for tokens IcePop, Ring-1T,
+    arXiv:2510.18855). The modes have the names of TRL's GRPO.
 
-    Weights of whole responses without bounds are unbiased, and their variance grows exponentially with the length.
-    Weights of tokens are unbiased for answers of one token alone: they ignore that mu drew the other tokens, too.
-    Bounds add bias and take away variance. No weight makes up for tokens that the sampler never draws.
+    Without bounds, the weights of whole responses are unbiased, and their variance grows exponentially with the
+    length; the weights of tokens are unbiased only for answers of a single token, since each ignores that mu drew the
+    answer's other tokens, too. Bounds add bias and reduce variance. No weight makes up for tokens that mu never draws.
 
     Args:
-        logprobs: (B, T), nats, under the policy to be trained; -inf gives weight 0.
-        sampler_logprobs: (B, T), nats, under the distribution that was drawn from, after temperature and truncation.
-        mask: (B, T), 1 = real token. Values under a 0 may be anything.
-        mode: the ratio of tokens or of whole responses, and what happens to it outside the bounds.
-        clip_min: lower bound, None for none.
-        clip_max: upper bound, None for none.
+        logprobs: (B, T), nats, under pi, the policy to be trained; -inf gives weight 0.
+        sampler_logprobs: (B, T), nats, under mu, the distribution that was drawn from, after temperature and
+            truncation.
+        mask: (B, T), 1 = real token. Where the mask is 0, the log-probs may be anything.
+        mode: whether a weight is of a token or of a whole response, and what happens to it outside the bounds.
+        clip_min: lower bound; None for no bound.
+        clip_max: upper bound; None for no bound.
 
     Returns:
-        The weights, without gradient, (B, T) or for whole responses (B, 1), float32 or wider, 1 where the mask is 0;
-        and a mask of the same shape, bool, of those that a bound changed.
+        The weights, without gradient, float32 or wider: (B, T) for tokens, with 1 where the mask is 0, or (B, 1) for
+        whole responses; and a bool mask of the same shape, True for the weights that a bound changed.
 
     Raises:
         ValueError: shapes differ, mode has another value, clip_min >= clip_max, or the sampler's log-prob of a real
@@ -77,8 +79,9 @@ def importance_weights(
 def effective_sample_size(moments: Tensor) -> Tensor:
     """Return how many samples with equal weights are worth as much as N samples with weights w, as a share of N.
 
-    (sum w)^2 / (N sum w^2) = mean^2 / (mean^2 + var), with the biased variance; Kong 1992, and Owen, Monte Carlo
-    theory, methods and examples, section 9.3. 1 with equal weights, 1/N where one draw has all the weight.
+    The share is (sum w)^2 / (N sum w^2) = mean^2 / (mean^2 + var), with the biased variance; Kong 1992, and Owen,
+    Monte Carlo theory, methods and examples, section 9.3. It is 1 if all weights are equal, and 1/N if one sample has
+    all the weight.
 
     Args:
         moments: (..., 5) moments of the weights.

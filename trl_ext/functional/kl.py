@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference), and the adaptive rule for its coefficient."""
+"""Estimate KL(policy || reference), and adapt the coefficient of the KL penalty."""
 
 import math
 from collections.abc import Callable
@@ -13,17 +13,20 @@ from .shapes import check_shapes
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return d: unbiased."""
+    """Return d = log p(x) - log p_ref(x), an unbiased estimate of the KL."""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return d^2 / 2: biased, and never negative."""
+    """Return d^2 / 2 with d = log p(x) - log p_ref(x), a biased estimate of the KL that is never negative."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return exp(-d) - 1 + d: unbiased, never negative, and mostly less variable than k1."""
+    """Return exp(-d) - 1 + d with d = log p(x) - log p_ref(x).
+
+    This estimate of the KL is unbiased, never negative, and mostly less variable than `k1`.
+    """
     log_ratio = logprobs - ref_logprobs
     return torch.expm1(-log_ratio) + log_ratio
 
@@ -67,14 +70,15 @@ def adaptive_kl_coef(
     """Return the KL coefficient that moves the measured KL towards its target.
 
     e = clip(KL / target - 1, -0.2, 0.2); coef <- coef (1 + e n / horizon), clamped to [minimum, maximum].
-    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, with n / horizon in place of its gain of 0.1. Keep n well below
-    5 horizon. At 5 horizon one step can take the coefficient to 0, and it stays there unless minimum > 0.
+    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, with n / horizon in place of the paper's gain of 0.1. Keep n
+    well below 5 horizon: at n = 5 horizon a single step can take the coefficient to 0, where it stays unless
+    minimum > 0.
 
     Args:
         kl_coef: the present coefficient, score units per nat.
         kl: measured KL(policy || reference), summed over a response, mean over the responses of all ranks, nats.
         target: the wanted KL, in the unit of kl.
-        n_episodes: episodes of the rollout on all ranks.
+        n_episodes: n, episodes of the rollout on all ranks.
         horizon: episodes in which an error of 1 would double the coefficient.
         minimum: smallest coefficient to return.
         maximum: largest coefficient to return.

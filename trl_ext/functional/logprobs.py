@@ -1,4 +1,4 @@
-"""Compute log-probs and entropies in the memory of the logits, which are a language model's largest tensor."""
+"""Compute log-probs and entropies inside the memory of the logits, a language model's largest tensor."""
 
 from typing import Any
 
@@ -15,13 +15,14 @@ def logprobs_and_entropies(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-probs of labels and the entropies of the distributions, **overwriting the logits**.
 
-    With z = x / temperature: log p = z - log sum_v exp(z_v), and H = -sum_v p_v log p_v. Its gradients are
-    d log p_y / dx = (1[y] - p) / temperature and dH / dx = -p (log p + H) / temperature. Sums are in float32 (in
-    float64 for such logits), a tile of rows at a time.
+    With logits x and z = x / temperature: log p = z - log sum_v exp(z_v), and H = -sum_v p_v log p_v. The gradients
+    are d log p_y / dx = (1[y] - p) / temperature and dH / dx = -p (log p + H) / temperature. Sums are in float32, or
+    in float64 if the logits are; the rows are computed a tile at a time.
 
     Do not read the logits afterwards: the forward pass writes into them, and the backward pass turns them into their
-    own gradient. They are copied first if the operation that made them keeps them (tanh does). If any other operation
-    keeps them, autograd raises in the backward pass. The backward pass can be run only once.
+    own gradient. If the operation that made the logits keeps them for its own backward pass (tanh does), a copy is
+    overwritten instead. If any other operation keeps them, autograd raises in the backward pass. The backward pass can
+    be run only once.
 
     Args:
         logits: (..., V).
@@ -30,7 +31,8 @@ def logprobs_and_entropies(
         with_entropies: whether to compute entropies.
 
     Returns:
-        The log-probs (...), nats, in the dtype of the sums; and the entropies (...), likewise, or None.
+        The log-probs (...), nats, in the dtype of the sums; and the entropies (...), likewise, or None if
+        `with_entropies` is False.
 
     Raises:
         ValueError: shapes differ, or the temperature is not positive.

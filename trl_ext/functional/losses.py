@@ -1,7 +1,7 @@
 """Compute PPO's losses for each token; average them with `masked_mean` and the global token count.
 
 These functions take no mask, so masked positions need finite inputs (fill log-probs with 0, say). `masked_mean` sends
-a zero gradient to them, the ratio multiplies it, and 0 * inf would be NaN.
+a zero gradient to masked positions; the ratio multiplies that gradient, and 0 * inf would be NaN.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from .kl import k2
 from .shapes import check_shapes
 
-LARGEST_LOG_RATIO = 20.0  # nats, as in TRL and verl: no bound that anybody sets is near e^±20, and float32 holds it
+LARGEST_LOG_RATIO = 20.0  # nats, as in TRL and verl: e^20 is far beyond any useful bound of a ratio; float32 holds it
 
 
 def policy_loss(
@@ -22,14 +22,14 @@ def policy_loss(
     dual_clip: float | None = None,
     band: tuple[float, float] | list[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the clipped surrogate loss per token.
+    """Compute PPO's clipped surrogate loss per token, or with a `band` a loss that leaves tokens out.
 
     With r = exp(min(logp - logp_old, 20)): loss = -min(r A, clip(r, 1 - low, 1 + high) A), Schulman et al. 2017,
     arXiv:1707.06347, equation 7. With a dual clip c, loss <- min(loss, -c A) where A < 0, Ye et al. 2019,
     arXiv:1912.09729.
 
     With a band [l, h] nothing is clipped: loss = -r A where l <= r <= h, and 0 elsewhere, whatever the sign of A. A
-    token outside the band has no gradient; inside it the gradient is that of -r A logp with r held constant: GLM-5
+    token outside the band has no gradient; a token inside has the gradient of -r A logp with r held constant. GLM-5
     team 2026, arXiv:2602.15763 (there, logp_old is the sampler's), and Hou et al. 2026, arXiv:2607.07508.
 
     Args:
@@ -39,12 +39,13 @@ def policy_loss(
         cliprange_low: how far the ratio may fall below 1.
         cliprange_high: how far the ratio may rise above 1.
         dual_clip: c, above 1; None turns the dual clip off.
-        band: l and h, the lowest and highest ratio, both included; then both cliprange and dual_clip are ignored.
+        band: l and h, the lowest and highest ratio, both included; with a band cliprange_low, cliprange_high and
+            dual_clip are ignored. None for no band.
 
     Returns:
-        The loss (B, T), in the unit of advantages, and the mask (B, T), bool, of the tokens whose clipped loss is
-        strictly larger than the unclipped one, as in TRL 1.12. The mask does not count the dual clip. With a band it
-        marks the tokens outside.
+        The loss (B, T), in the unit of advantages; and a bool mask (B, T), True for the tokens whose clipped loss is
+        strictly larger than the unclipped one, as in TRL 1.12, dual clip aside. With a band, the mask is True for the
+        tokens outside the band.
 
     Raises:
         ValueError: shapes differ, or dual_clip is not above 1.
@@ -71,7 +72,7 @@ def policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the critic's squared error per token, clipped around the values of the rollout.
+    """Compute half the critic's squared error per token, with values clipped to within c of the rollout's values.
 
     loss = max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2, or without c (v - R)^2 / 2. arXiv:2403.17031.
 
@@ -82,7 +83,7 @@ def value_loss(
         cliprange_value: c, score units; None turns clipping off.
 
     Returns:
-        The loss (B, T), squared score units, and the mask (B, T), bool, of the tokens whose clipped loss is larger
+        The loss (B, T), squared score units; and a bool mask (B, T), True for the tokens whose clipped loss is larger
         than the unclipped one.
 
     Raises:
@@ -98,9 +99,10 @@ def value_loss(
 
 
 def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Approximate KL(old || new) between two policies of one PPO step: (logp - logp_old)^2 / 2.
+    """Approximate KL(old || new) per token, from the sampling policy to the trained one: (logp - logp_old)^2 / 2.
 
-    The k2 of Schulman 2020, http://joschu.net/blog/kl-approx.html. Its mean is TRL 1.12's `policy/approxkl_avg`.
+    This is the k2 of Schulman 2020, http://joschu.net/blog/kl-approx.html. Its mean is TRL 1.12's
+    `policy/approxkl_avg`.
 
     Args:
         logprobs: (B, T), nats, under the policy being trained.

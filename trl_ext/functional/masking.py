@@ -1,4 +1,4 @@
-"""Sums, means and indices over masked token tensors. Masks are positive: 1 = real token, EOS included."""
+"""Compute sums, means and indices over the real tokens of padded rows. In each mask 1 = real token, EOS included."""
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = Non
     Args:
         values: (B, T) or any shape, any unit; a bool counts as 0 or 1.
         mask: the shape of values, 1 = real token.
-        count: scalar, in tokens. With the global count over all micro-batches and ranks, the results of the parts
-            *add up* to the mean of the whole. None counts this mask.
+        count: scalar, the number of tokens to divide by; None divides by the number of real tokens in `mask`. With the
+            number over all micro-batches and ranks, the results of the micro-batches *add up* to the mean over all.
 
     Returns:
         Scalar, dtype as in `masked_sum`.
@@ -58,7 +58,7 @@ def position_ids(attention_mask: Tensor) -> Tensor:
         attention_mask: (B, L), 1 = real token, padded on either side.
 
     Returns:
-        (B, L) int64, in tokens.
+        (B, L) int64, positions from 0.
 
     Raises:
         ValueError: attention_mask is not 2-dimensional.
@@ -74,7 +74,7 @@ def last_token_index(mask: Tensor) -> Tensor:
         mask: (B, T), 1 = real token; holes and padding on either side are fine.
 
     Returns:
-        (B,) int64, in tokens from the start of the row.
+        (B,) int64, positions from 0 at the start of the row.
 
     Raises:
         ValueError: mask is not 2-dimensional.

@@ -1,7 +1,8 @@
 """Compute means and variances that can be merged exactly, by Chan, Golub and LeVeque (1979), STAN-CS-79-773.
 
 A "moments" tensor (..., 5) holds count, mean, M2 = sum of squared deviations from the mean, minimum, maximum. It is
-float64 (float32 on devices without float64) and has no gradient. To merge moments of all ranks, stack them.
+float64 (float32 on devices without float64) and has no gradient. `merge_moments` merges the stacked moments of all
+ranks.
 """
 
 import torch
@@ -36,7 +37,7 @@ def empty_moments(device: torch.device | str | None = None) -> Tensor:
 
 
 def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the moments of the real entries, taken in two passes: mean = sum x / n, M2 = sum (x - mean)^2.
+    """Compute the moments of the entries where mask is 1, in two passes: mean = sum x / n, M2 = sum (x - mean)^2.
 
     Args:
         values: any shape, any unit.
@@ -90,7 +91,7 @@ def merge_moments(stacked: Tensor) -> Tensor:
 
 
 def variance(moments: Tensor, unbiased: bool = True) -> Tensor:
-    """Return the variance M2 / (n - 1), or M2 / n if not unbiased; 0 where n < 2.
+    """Return the variance: M2 / (n - 1) if unbiased, else M2 / n; 0 where n < 2.
 
     Args:
         moments: (..., 5) moments.
@@ -124,7 +125,7 @@ def standard_deviation(moments: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def whitening_scale(moments: Tensor, eps: float = 1e-8) -> Tensor:
-    """Return what [`whiten`] multiplies by: 1 / sqrt(var + eps), var unbiased; 1 where n < 2.
+    """Return the factor by which [`whiten`] multiplies: 1 / sqrt(var + eps) with the unbiased variance; 1 where n < 2.
 
     Args:
         moments: (..., 5) moments.
@@ -169,9 +170,10 @@ def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = Tru
 
 
 def explained_variance(residual_moments: Tensor, return_moments: Tensor) -> Tensor:
-    """Return how much of the returns' variance the values explain: 1 - Var(returns - values) / Var(returns).
+    """Return the share of the returns' variance that the values explain: 1 - Var(returns - values) / Var(returns).
 
-    A perfect critic has 1, a critic that predicts a constant 0; below 0 a critic is worse than a constant.
+    It is 1 for a perfect critic, 0 for a critic that predicts a constant, and below 0 for a critic that is worse than
+    a constant.
 
     Args:
         residual_moments: (..., 5) moments of returns - values.

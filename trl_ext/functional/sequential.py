@@ -1,20 +1,21 @@
-"""Test at every log whether a mean exceeds a bound by more than its noise, so that all tests together seldom err."""
+"""Test at every log whether a mean exceeds a bound by more than noise, and limit how often any of the tests errs."""
 
 import math
 
 
 def spent_level(look: int, alpha: float) -> float:
-    """Return the level of the k-th look, alpha_k = 6 alpha / (pi^2 k^2). The levels of all looks add up to alpha.
+    """Return the significance level of the k-th test on growing data: alpha_k = 6 alpha / (pi^2 k^2).
 
-    By the union bound, looks at these levels err with a probability of at most alpha, however many there are and
-    whenever one stops (as in Shin, Ramdas and Rinaldo 2022, 2203.03532, for changes at an unknown time).
+    Each test is a look at the data so far. The levels of all looks add up to alpha. So, by the union bound, the
+    probability that any look errs is at most alpha, however many looks there are and whenever one stops (as in Shin,
+    Ramdas and Rinaldo 2022, 2203.03532, for changes at an unknown time).
 
     Args:
-        look: k, from 1.
+        look: k, the number of the look, from 1.
         alpha: probability that any look errs, in (0, 1).
 
     Returns:
-        probability that this look errs.
+        The probability that this look errs.
 
     Raises:
         ValueError: look is below 1, or alpha is not in (0, 1).
@@ -27,14 +28,14 @@ def spent_level(look: int, alpha: float) -> float:
 
 
 def student_quantile(tail: float, dof: float) -> float:
-    """Return t with P(T > t) = tail for Student's T, which is a normal variable for infinite degrees of freedom.
+    """Return t with P(T > t) = tail for a Student-distributed T; T is normal for infinite degrees of freedom.
 
     Args:
         tail: probability, in (0, 0.5).
-        dof: degrees of freedom nu, above 0; may be fractional.
+        dof: degrees of freedom, above 0; may be fractional.
 
     Returns:
-        standard errors.
+        t, in standard errors.
 
     Raises:
         ValueError: tail is not in (0, 0.5), or dof is not above 0.
@@ -49,15 +50,16 @@ def student_quantile(tail: float, dof: float) -> float:
 def scatter(squared_steps: float, count: int) -> tuple[float, float]:
     """Estimate the variance of single values from successive differences: sum (x_i+1 - x_i)^2 / (2 (n - 1)).
 
-    A slow drift of their mean adds little to it (von Neumann, Kent, Bellinson and Hart 1941). Its degrees of freedom
-    are those of a chi-squared variable with the same mean and variance, 2 (n - 1)^2 / (3 n - 4).
+    A slow drift of the values' mean adds little to this estimate (von Neumann, Kent, Bellinson and Hart 1941). The
+    estimate's degrees of freedom, 2 (n - 1)^2 / (3 n - 4), are those of a chi-squared variable that, scaled, has the
+    estimate's mean and variance.
 
     Args:
         squared_steps: sum of the squared differences of successive values, in the squared unit of the values.
         count: n, the number of values.
 
     Returns:
-        the variance in the squared unit, infinity where n < 2, and its degrees of freedom.
+        The variance, in the squared unit of the values, infinity where n < 2; and its degrees of freedom.
     """
     if count < 2:
         return math.inf, 1.0
@@ -67,15 +69,15 @@ def scatter(squared_steps: float, count: int) -> tuple[float, float]:
 def share_error(share: float, count: float) -> float:
     """Return the standard error of a mean of n values in [0, 1]: sqrt(q (1 - q) / n), q = (n p + 2) / (n + 4).
 
-    No variable in [0, 1] with mean p has more variance than p (1 - p) (Bhatia and Davis 2000). Two successes and two
-    failures are added, so that the error is above 0 for shares of 0 and 1 (Agresti and Coull 1998).
+    No variable in [0, 1] with mean p has more variance than p (1 - p) (Bhatia and Davis 2000). q is p after adding two
+    values of 1 and two of 0 to the n values, so that the error is above 0 where p is 0 or 1 (Agresti and Coull 1998).
 
     Args:
-        share: mean p.
-        count: n, above 0.
+        share: p, the mean of the values.
+        count: n, the number of values, above 0.
 
     Returns:
-        standard error of the mean.
+        The standard error of the mean.
     """
     centre = (count * min(max(share, 0.0), 1.0) + 2) / (count + 4)
     return math.sqrt(centre * (1 - centre) / count)
@@ -84,13 +86,15 @@ def share_error(share: float, count: float) -> float:
 def unexplained_error(count: float) -> float:
     """Return an upper bound on the standard error of log(1 - explained variance): 2 / sqrt(n - 1).
 
-    1 - EV is Var(residuals) / Var(returns). The logarithm of a variance of n normal values has a variance of
-    2 / (n - 1). That of the ratio has at most twice as much, if the two are not negatively correlated.
+    1 - explained variance is the ratio Var(residuals) / Var(returns). The logarithm of the sample variance of n normal
+    values has a variance of 2 / (n - 1). The logarithm of the ratio has at most twice that variance, if the logarithms
+    of numerator and denominator are not negatively correlated.
 
     Args:
-        count: n, the number of independent values: of answers, since the tokens of one answer depend on each other.
+        count: n, the number of independent values: count answers, not tokens, since the tokens of one answer depend
+            on each other.
 
     Returns:
-        standard error of the logarithm; infinity where n < 2.
+        The bound on the standard error of the logarithm; infinity where n < 2.
     """
     return 2 / math.sqrt(count - 1) if count > 1 else math.inf

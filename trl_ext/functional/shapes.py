@@ -1,4 +1,4 @@
-"""Check shapes, for all functions in this folder."""
+"""Check the shapes of tensors, for all functions in this folder."""
 
 from torch import Tensor
 
@@ -8,10 +8,10 @@ def check_shapes(ndim: int | None = None, **tensors: Tensor) -> None:
 
     Args:
         ndim: number of dimensions of the first one; None allows any.
-        tensors: the tensors to compare, by the names that the message uses.
+        tensors: the tensors to compare, by the names that the error message shows.
 
     Raises:
-        ValueError: the first one has another number of dimensions, or a later one has another shape.
+        ValueError: the first tensor does not have `ndim` dimensions, or another tensor does not have its shape.
     """
     (first, reference), *others = tensors.items()
     if ndim is not None and reference.ndim != ndim:

@@ -1,4 +1,4 @@
-"""Sums that are exact over tokens, micro-batches and processes: never a mean of means."""
+"""Accumulate metrics exactly over tokens, micro-batches and processes: never as a mean of means."""
 
 import torch
 from accelerate import Accelerator
@@ -8,20 +8,24 @@ from ..functional import merge_moments, moments
 
 
 class Accumulator:
-    """Keep count, mean, variance, minimum and maximum of each metric since the last `pop`, over all processes."""
+    """Accumulate count, mean, variance, minimum and maximum of each metric's entries, from one `pop` to the next."""
 
     def __init__(self):
         self._moments: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor | float, mask: Tensor | None = None) -> None:
-        """Add the entries of `values` where `mask` is 1. Every process must add the same names between two `pop`s."""
+        """
+        Add the entries of `values` where `mask` is 1 to the metric `name`.
+
+        Between two calls of `pop`, every process must add to the same metrics.
+        """
         values = torch.tensor(values, dtype=torch.float64) if isinstance(values, (int, float)) else values
         new = moments(values, mask)
         old = self._moments.get(name)
         self._moments[name] = new if old is None else merge_moments(torch.stack([old.to(new.device), new]))
 
     def pop(self, accelerator: Accelerator) -> dict[str, Tensor]:
-        """Return the (5,) moments of each metric over all processes, and forget the entries so far."""
+        """Return the (5,) moments of each metric's entries on all processes, by name, and delete the entries."""
         names = sorted(self._moments)
         if not names:
             return {}
@@ -31,7 +35,7 @@ class Accumulator:
         return {name: merge_moments(parts[:, i]) for i, name in enumerate(names)}
 
     def not_finite(self) -> list[str]:
-        """Return the names of the metrics that got a NaN or an infinity on this process."""
+        """Return the names of the metrics that got a NaN or an infinity on this process since the last `pop`."""
         return sorted(name for name, value in self._moments.items() if value[0] > 0 and not value[1:].isfinite().all())
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -42,5 +46,5 @@ class Accumulator:
 
 
 def global_moments(accelerator: Accelerator, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute the (5,) moments of the real entries of all processes; every process gets the same."""
+    """Compute the (5,) moments of the entries where `mask` is 1, over all processes; all get the same result."""
     return merge_moments(accelerator.gather(moments(values, mask)[None]))

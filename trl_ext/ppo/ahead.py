@@ -37,19 +37,19 @@ class Flight:
     """Hold a rollout that is being generated ahead of time."""
 
     number: int  # of the rollout, from 0
-    version: int  # of the weights: how many rollouts they had been trained on
+    version: int  # of the weights that generate it: on how many rollouts they have been trained
     rows: list[dict[str, Any]]  # dataset rows of this process
     prompts: list[list[int]]  # token ids
     answers: Future[Answers] = field(default_factory=Future)
-    started: dict[int, Started] = field(default_factory=dict)  # reward functions, by index
+    started: dict[int, Started] = field(default_factory=dict)  # calls of reward functions, by the function's index
 
 
 class RolloutsAhead:
     """
     Generate rollouts ahead of time: rollout n is generated with the weights after training on rollout n − 1 − k.
 
-    The prompts of a rollout depend only on the seed and the rollout's number, so they are known before the Trainer
-    delivers them. `take` checks that the Trainer delivers the same prompts. See docs/overlap.md.
+    k is `rollouts_ahead`. The prompts of a rollout depend only on the seed and the rollout's number, so they are known
+    before the Trainer delivers them. `take` checks that the Trainer delivers the same prompts. See docs/overlap.md.
 
     Args:
         trainer: the trainer that trains on the rollouts.
@@ -61,13 +61,19 @@ class RolloutsAhead:
         self._drawer = _Server(trainer) if trainer.use_vllm else _SecondProcess(trainer)
         self._tokenizer = copy.deepcopy(trainer.processing_class)  # read in another thread
         self._functions = list(trainer.reward_funcs)  # the trainer reorders its own list while it scores
-        self._last: dict[int, Started] = {}  # the last start of each reward function, by index
+        self._last: dict[int, Started] = {}  # the latest call of each reward function, by index
         self._starting = threading.Lock()
         self._taken: Flight | None = None
         self._order: tuple[int, list[int]] | None = None  # an epoch, and its rows of the dataset
 
     def take(self, prompt_ids: list[list[int]]) -> Flight:
-        """Start drawing the rollouts that use the current weights, and wait for the answers to these prompts."""
+        """
+        Start the rollouts that are due with the current weights, then wait for the current rollout and return it.
+
+        Args:
+            prompt_ids: the prompts that the Trainer delivers. If the rollout was drawn for other prompts, an error is
+                raised on all processes.
+        """
         trainer = self.trainer
         number = trainer._step // trainer._steps_per_rollout
         micro_batches = trainer.state.max_steps * trainer.args.gradient_accumulation_steps
@@ -92,12 +98,12 @@ class RolloutsAhead:
             trainer._mistakes.notes.append((str(error), error))
         trainer._mistakes.raise_everywhere(trainer.state.global_step)
         self._taken = rollout
-        is_drawn = bool(rollout.answers.result().ids)  # else a server has failed, and the present weights will draw it
+        is_drawn = bool(rollout.answers.result().ids)  # else a server has failed: it is drawn with the present weights
         trainer.metrics.stale(self._staleness(rollout) if is_drawn else 0)
         return rollout
 
     def started(self) -> dict[int, Started]:
-        """Return the reward functions that already run for the rollout that `take` returned last, by index."""
+        """Return the calls of reward functions already under way for the rollout last taken, by function index."""
         return self._taken.started if self._taken is not None else {}
 
     def settle(self) -> None:
@@ -105,7 +111,7 @@ class RolloutsAhead:
         self._wait_for(list(self.pending.values()))
 
     def _wait_for(self, rollouts: list[Flight]) -> None:
-        """Wait for the answers of these rollouts; an error on one process is raised on all of them."""
+        """Wait for the answers of `rollouts`; an error on one process is raised on all processes."""
         trainer = self.trainer
         with trainer.metrics.timed("generate_wait"):
             for rollout in rollouts:
@@ -128,7 +134,7 @@ class RolloutsAhead:
         return Flight(number, version, rows, prompts)
 
     def _rows(self, number: int) -> list[dict[str, Any]]:
-        """Return the dataset rows that this process has in a rollout."""
+        """Return the dataset rows of rollout `number` that belong to this process."""
         trainer, args = self.trainer, self.trainer.args
         size, local = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
         epoch, place = divmod(number, len(trainer.train_dataset) // (size // trainer.num_generations))
@@ -162,7 +168,7 @@ class RolloutsAhead:
         ended = [ids[-1] in trainer.eos_token_ids for ids in answers.ids]
         inputs = with_answers(rollout.rows, rollout.prompts, ended)
         given = given_to_rewards(inputs, prompts, completions, answers.ids)
-        state = copy.copy(trainer.state)  # training goes on while they run; they see the step of the weights
+        state = copy.copy(trainer.state)  # training goes on while functions run; they see the step of the weights
         state.global_step = rollout.version * self._optimizer_steps
         with self._starting:
             for place in places:
@@ -171,11 +177,11 @@ class RolloutsAhead:
 
     @property
     def _optimizer_steps(self) -> int:
-        """Return the number of optimizer steps on a rollout."""
+        """Return the number of optimizer steps on each rollout."""
         return self.trainer._steps_per_rollout // self.trainer.args.gradient_accumulation_steps
 
     def _staleness(self, rollout: Flight) -> int:
-        """Return how many optimizer steps older a rollout's weights are than the present weights."""
+        """Return how many optimizer steps lie between the weights that drew a rollout and the present weights."""
         return (rollout.number - rollout.version) * self._optimizer_steps
 
     # ---- Checkpoints ----
@@ -184,8 +190,8 @@ class RolloutsAhead:
         """
         Return the rollouts that are generated but not yet trained on, for the checkpoint.
 
-        A resumed run could not generate the same ones: it no longer has their weights. Call `settle` first. No
-        process waits for another here.
+        A resumed run could not generate them again, since it no longer has the weights that drew them. Call `settle`
+        first, so that their answers are there. Processes do not wait for each other in this method.
         """
         return [
             {
@@ -199,7 +205,11 @@ class RolloutsAhead:
         ]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Restore the rollouts that `state_dict` returned."""
+        """
+        Restore the rollouts that `state_dict` returned, and start scoring them.
+
+        If a run that was changed (`resume_anyway`) has other prompts, its rollouts are generated anew instead.
+        """
         rollouts = [self._prepare(kept["number"], kept["version"]) for kept in state]
         is_of_these = all(rollout.prompts == kept["prompts"] for rollout, kept in zip(rollouts, state, strict=True))
         if self.trainer._is_changed and not all(gather_object([is_of_these])):  # `resume_anyway`
@@ -214,7 +224,7 @@ class RolloutsAhead:
 
 
 def _called_after(before: Started | None, function: Callable) -> Callable:
-    """Return a function that waits until its call for the previous rollout has ended, and then calls `function`."""
+    """Return a function that first waits until the call `before`, if any, has ended, and then calls `function`."""
 
     def called(**kwargs: Any) -> Any:
         if before is not None:
@@ -276,7 +286,11 @@ class _SecondProcess:
 
 
 def _named_weights(trainer: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the policy's weights whole, adapters merged, by the names of its base; all processes must take all."""
+    """
+    Yield each weight of the policy, whole and with adapters merged, under its name in the base model.
+
+    Every process must iterate to the end, since processes gather sharded weights together.
+    """
     source = VLLMGeneration.__new__(VLLMGeneration)
     vars(source).update(model=trainer._actor_critic.policy, accelerator=trainer.accelerator, _dist=trainer._dist)
     yield from source._iter_named_params()
@@ -287,7 +301,7 @@ class _Server:
     Let a vLLM server generate while this process trains.
 
     TRL's `generate` is called twice. The first call only starts a thread that sends the request. The second call, once
-    the answers have arrived, returns them. So its collectives run when all processes take part.
+    the answers have arrived, returns them. So all processes reach the collectives in `generate` at the same time.
     """
 
     def __init__(self, trainer: Any):
@@ -346,7 +360,11 @@ class _Server:
 
 
 def rollout_device(args: Any) -> str:
-    """Return the device for this process' second process. The setting has one name for all, or names with commas."""
+    """
+    Return the device on which the second process of this process generates.
+
+    `args.rollout_device` names one device for all processes, or one for each, separated by commas; None is the CPU.
+    """
     if args.rollout_device is None:
         return "cpu"
     names = [name.strip() for name in args.rollout_device.split(",")]

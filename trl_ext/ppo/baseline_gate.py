@@ -1,4 +1,4 @@
-"""Weigh the critic against a mean return, by how well it has predicted what it was not yet fitted to."""
+"""Weigh the critic against a mean return, by how well the critic predicts returns before it is fitted to them."""
 
 from typing import Any
 
@@ -7,22 +7,23 @@ from torch import Tensor
 
 from ..functional import critic_products, critic_weight
 
-_DECAY = 0.9  # of what earlier rollouts have shown, per rollout
+_DECAY = 0.9  # factor of the sum over earlier rollouts, at each new rollout
 
 
 class BaselineGate:
     """
     Hold the critic's weight in the baseline (`baseline: gated`).
 
-    It is [`critic_weight`] of products over the rollouts so far, in which a rollout counts 0.9 times the next one.
-    Both begin at 0 and lack the same factor 1 − 0.9ⁿ after n rollouts, so that their quotient needs no correction.
+    The weight is [`critic_weight`] of two sums over the rollouts so far, those of the two [`critic_products`]. In each
+    sum a rollout counts 0.9 times as much as the next one. Both sums begin at 0, so after n rollouts both are too
+    small by the same factor 1 − 0.9ⁿ, which cancels in their quotient.
     """
 
     def __init__(self):
         self.products = torch.zeros(2, dtype=torch.float64)
 
     def update(self, sums: Tensor) -> float:
-        """Take the (5,) `weight_sums` of a rollout, over all processes; return the weight for this rollout."""
+        """Add a rollout's (5,) `weight_sums`, summed over all processes; return the weight for this rollout."""
         self.products = _DECAY * self.products + critic_products(sums.detach().cpu().double())
         return self.weight
 

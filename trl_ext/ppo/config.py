@@ -72,7 +72,7 @@ OFF_POLICY_GENERATION_KWARGS = set(
     sequence_bias suppress_tokens temperature top_h top_k top_p typical_p watermarking_config
     """.split()
 )
-# vLLM refuses what it does not know by itself; of the rest, these leave the distribution alone
+# vLLM itself refuses settings that it does not know; of those that it knows, these leave the distribution alone
 ON_POLICY_VLLM_KWARGS = {"detokenize", "seed", "skip_special_tokens"}
 
 _ENDS = (
@@ -151,8 +151,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     Fields that every TRL on-policy trainer shares keep `RLOOConfig`'s names and meaning (`max_completion_length`,
     `temperature`, `num_generations`, `reward_weights`, `reward_clip_range`, `use_vllm`, …). PPO's own settings carry
     the names and defaults of TRL 1.12's `PPOConfig`. One optimizer step is one minibatch of
-    `per_device_train_batch_size × gradient_accumulation_steps × processes` episodes; a rollout is `num_mini_batches`
-    of them and is passed over `num_ppo_epochs` times.
+    `per_device_train_batch_size × gradient_accumulation_steps × processes` episodes. A rollout is `num_mini_batches`
+    minibatches, and is passed over `num_ppo_epochs` times.
 
     > [!NOTE]
     > Defaults that differ from `RLOOConfig`'s: `learning_rate` 3e-6, `adam_epsilon` 1e-5, `disable_dropout` True,
@@ -699,7 +699,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
 
     @property
     def leaves_steps_out(self) -> bool:
-        """Return whether some optimizer steps leave the policy, or all models, unchanged."""
+        """Return whether some optimizer steps may leave the policy, or both policy and critic, unchanged."""
         return self.critic_warmup_rollouts > 0 or self.critic_steps > 1 or self.max_approx_kl is not None
 
     @property

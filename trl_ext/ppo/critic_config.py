@@ -1,4 +1,4 @@
-"""Configuration of [`CriticTrainer`]: the Trainer's settings, and those of PPO that set the scale of the returns."""
+"""Configuration of [`CriticTrainer`]: the Trainer's settings, and PPO's settings for the scale of the returns."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""A critic in a model of its own: a sequence classifier with one label, plain or with an adapter."""
+"""Load a critic that is a model of its own: a sequence classifier with one label, plain or with an adapter."""
 
 from typing import Any
 
@@ -17,14 +17,17 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
     Load the model from which the training of a critic starts.
 
     Args:
-        path: a causal language model, whose backbone gets a head of zeros, so that V = 0 everywhere, as PPOTrainer's
-            own critic has it; a reward model, with its head; or any of these that was saved as an adapter, which is
-            trained on.
-        peft_config: configuration of a new adapter; the head is trained, and saved with the adapter.
+        path: one of the following.
+
+            - A causal language model: its backbone gets a head of zeros, so that V = 0 everywhere, as in PPOTrainer.
+            - A reward model: it keeps its head.
+            - An adapter of either: this adapter is trained further; if it has no head, it gets one of zeros.
+        peft_config: configuration of a new adapter, which is trained and saved together with the head. None trains the
+            whole model, or the adapter at `path`.
         **kwargs: arguments of `from_pretrained`.
 
     Returns:
-        The critic, and where it comes from, in words.
+        The critic, and a phrase that says what it was made from.
 
     Raises:
         ValueError: the model is not a sequence classifier with one label, its base is quantised, or `peft_config` is
@@ -56,7 +59,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
 
 
 def check_standalone(critic: Any) -> None:
-    """Raise if a model is not a sequence classifier with one label, or cannot be trained."""
+    """Raise if a model is not a sequence classifier with one label, or has a quantised base and cannot be trained."""
     model = base_model_of(critic)
     check_one_label(model, "a critic")
     if getattr(model.config, "quantization_config", None) is not None:

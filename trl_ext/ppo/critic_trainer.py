@@ -31,8 +31,12 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     Pad rows: prompts on the left, completions and their returns on the right.
 
     Returns:
-        `input_ids` (B, P + T), `labels` (B, T), the completions' tokens and -100 where there are none, `returns`
-        (B, T), and `lengths`, the tokens of each row's prompt and completion.
+        A dict of the batch:
+
+        - `input_ids`: (B, P + T), prompt and completion.
+        - `labels`: (B, T), the completion's tokens, and -100 where there is none.
+        - `returns`: (B, T).
+        - `lengths`: the number of prompt tokens and of completion tokens of each row.
     """
     prompts, labels = ([torch.tensor(row[name]) for row in rows] for name in ("prompt_ids", "completion_ids"))
     returns = [torch.tensor(row["returns"], dtype=torch.float32) for row in rows]
@@ -52,19 +56,19 @@ class CriticTrainer(ResumableRun, Trainer):
     Train a critic on the returns of saved rollouts, by PPO's value loss without clipping.
 
     loss = mean over all completion tokens of a step of (V(s_t) − R_t)² / 2, where s_t is the prompt with the tokens
-    before t. The mean does not depend on how a step is cut into processes and accumulation.
+    before t. The mean does not depend on how a step is divided among processes and accumulated micro-batches.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Critic: a sequence classifier with one label, plain or with an adapter. Its dropout is switched off, as
-            PPO does.
+            Critic: a sequence classifier with one label, plain or with an adapter. Its dropout is switched off, as in
+            PPO.
         args ([`CriticConfig`]):
             Configuration.
         train_dataset, eval_dataset ([`~datasets.Dataset`]):
-            Rows with `prompt_ids`, `completion_ids` and `returns`, one for each completion token, as
+            Rows with `prompt_ids`, `completion_ids` and `returns`, which has one return for each completion token, as
             [`with_returns`] makes them.
         **kwargs:
-            Of transformers' Trainer and [`ResumableRun`].
+            Further arguments of transformers' Trainer and [`ResumableRun`].
     """
 
     args: CriticConfig
@@ -98,7 +102,9 @@ class CriticTrainer(ResumableRun, Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute a micro-batch's part of the value loss; the parts of a step add up to the mean over all tokens."""
+        """
+        Compute a micro-batch's part of the value loss; the parts of a step add up to the mean over the step's tokens.
+        """
         values, mask = self._values(model, inputs), inputs["labels"] != _NO_TOKEN  # (B, T) each
         loss, _ = value_loss(values, values, inputs["returns"])
         self._observe(self._train, values.detach(), inputs["returns"], mask)
@@ -127,7 +133,7 @@ class CriticTrainer(ResumableRun, Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """Evaluate: compare the critic's value with the return at each held-out token, once."""
+        """Evaluate: compare the critic's value with the return at each held-out token, counting each token once."""
         self._eval, self._evaluation = Accumulator(), EvaluationPass(len(dataloader.dataset))
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
@@ -143,7 +149,7 @@ class CriticTrainer(ResumableRun, Trainer):
         super().log(logs, *args, **kwargs)
 
     def _report(self, stats: Accumulator) -> dict[str, float]:
-        """Return the metrics since the last report, over all tokens and processes, and forget their entries."""
+        """Return the metrics in `stats` over all tokens and processes, and empty `stats` for the next report."""
         moments = stats.pop(self.accelerator)
         if not moments:  # a resumed run may log before its first step
             return {}

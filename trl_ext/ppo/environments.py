@@ -1,4 +1,4 @@
-"""Call the tools and environments of a rollout: limit their time, count them, reward each turn, survive errors."""
+"""Call the tools and environments of a rollout: limit and record the calls, reward turns, and note errors."""
 
 import asyncio
 import copy
@@ -46,8 +46,8 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
     """
     Call a function, and raise [`TooSlow`] if it has not returned after `seconds`.
 
-    In the main thread a signal interrupts the function. In other threads it goes on in the background, and its
-    result is dropped.
+    In the main thread a signal interrupts the function. In any other thread the function goes on in the background,
+    and its result is dropped. The error message calls the function `what`.
     """
     if seconds is None:
         return function(*given, **arguments)
@@ -64,7 +64,7 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
 
 
 async def limited_async(coroutine: Coroutine, seconds: float | None, what: str, /) -> Any:
-    """Await a coroutine, and raise [`TooSlow`] if it takes longer than `seconds`; raise its own errors as they are."""
+    """Await a coroutine, and raise [`TooSlow`] if it takes longer than `seconds`; its own errors stay as they are."""
     task = asyncio.ensure_future(coroutine)
     done, _ = await asyncio.wait([task], timeout=seconds)
     if not done:
@@ -100,7 +100,7 @@ class Calls:
     rewards: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # of each row: turn and reward
 
     def watch(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
-        """Wrap the tools of each row, so that each call is recorded, limited in time and rewarded."""
+        """Wrap each row's tools: a call is recorded, limited in time, and rewarded by the row's environment."""
         return [
             {name: self._watched(row, tool, environments and environments[row]) for name, tool in of_row.items()}
             for row, of_row in enumerate(tools)
@@ -134,7 +134,7 @@ class Calls:
             self._reward(row, environment)
 
     def _reward(self, row: int, environment: Any) -> None:
-        """Record the environment's reward for the last call, if it has `_step_reward`."""
+        """Record the environment's reward for the call that has just ended, if the environment has `_step_reward`."""
         ask = getattr(environment, "_step_reward", None)
         if ask is None:
             return
@@ -146,7 +146,7 @@ class Calls:
         self.rewards.setdefault(row, []).append((self.turn, reward))
 
     def token_rewards(self, row: int, tool_mask: list[int]) -> list[float]:
-        """Return the rewards of a row's calls, each at the last token of the turn that made it."""
+        """Return one number for each token of a row: at a turn's last token the rewards of its calls, elsewhere 0."""
         ends = [t for t, drawn in enumerate(tool_mask) if drawn and not (tool_mask[t + 1 : t + 2] or [0])[0]]
         rewards = [0.0] * len(tool_mask)
         for turn, reward in self.rewards.get(row, []):
@@ -154,18 +154,18 @@ class Calls:
         return rewards
 
 
-Pool = dict[str | None, list[Any]]  # TRL's: the instances of each environment, by its name
+Pool = dict[str | None, list[Any]]  # TRL's: the instances of each environment, by the environment's name
 
 
 def identities_of(tools: list[Callable], pool: Pool) -> dict[str, str]:
-    """Return a hash of each tool's and environment's source. A resumed run compares them to notice a change."""
+    """Return a hash of each tool's and environment's source; a resumed run compares hashes to notice changed code."""
     facts = {f"tool {get_callable_name(tool)}": source_identity(tool) for tool in tools}
     names = {name: type(each[0]) for name, each in pool.items()}
     return facts | {f"environment {name or kind.__name__}": source_identity(kind) for name, kind in names.items()}
 
 
 def states_of(pool: Pool) -> dict[str, list[Any]]:
-    """Return the states of the environments that have a `_state_dict`, by name."""
+    """Return the states of all instances of each environment that has a `_state_dict`, by the environment's name."""
     return {
         str(name): [each._state_dict() for each in environments]
         for name, environments in pool.items()
@@ -174,7 +174,7 @@ def states_of(pool: Pool) -> dict[str, list[Any]]:
 
 
 def load_states(pool: Pool, factories: dict[str | None, Callable], states: dict[str, list[Any]]) -> None:
-    """Load the states that `states_of` returned into the environments of a pool; make those that are missing."""
+    """Load the states that `states_of` returned into a pool; if it has fewer instances than states, make more."""
     for name, environments in pool.items():
         for place, state in enumerate(states.get(str(name), [])):
             if place == len(environments):
@@ -219,7 +219,7 @@ def _pickled(attributes: dict[str, Any]) -> dict[str, bytes]:
 
 
 class NoEnvironment:
-    """Take the place of an environment that could not be made, until the rollout raises its error on all processes."""
+    """Stand in for an environment that could not be made, until the rollout raises the error on all processes."""
 
     def reset(self, **row: Any) -> None:
         return None
@@ -229,14 +229,15 @@ def guarded(
     factory: Callable[[], Any], timeout: Callable[[], float | None], mistakes: Callable[[], Mistakes | None]
 ) -> Callable[[], Any]:
     """
-    Return a factory of environments whose errors are noted instead of raised on one process alone.
+    Wrap an environment factory: errors in it and in `reset` are noted first, and later raised on all processes.
 
-    An error in `reset` is noted, and later raised on all processes. `reset` gets a copy of the row.
+    An error raised at once would end one process and leave the others waiting. `reset` gets a copy of the row.
 
     Args:
         factory: a class, or a function without arguments.
-        timeout: seconds that `reset` and `get_reward` may take.
-        mistakes: returns the object that collects errors; None while the trainer is built: errors are then raised.
+        timeout: returns the seconds that `reset` and `get_reward` may take; None for no limit.
+        mistakes: returns the object that collects errors. While the trainer is built it returns None; errors are then
+            raised at once.
     """
 
     def make() -> Any:
@@ -290,7 +291,13 @@ def guarded(
 
 
 def step_rewards(collection: Callable[[], Any], kind: type) -> Callable:
-    """Return a reward function that gives the rewards of `_step_reward`, at the last token of each turn."""
+    """
+    Return a reward function that gives the rewards of `_step_reward`, each at the last token of its turn.
+
+    Args:
+        collection: returns the rollout that is being collected.
+        kind: a class of environments; rows played in environments of another class get None.
+    """
 
     def function(environments: list, completion_ids: list[list[int]], **_: Any) -> list[list[float] | None]:
         now = collection()
@@ -305,7 +312,7 @@ def step_rewards(collection: Callable[[], Any], kind: type) -> Callable:
 
 
 def check_names(dataset: Any, name: str, known: list[str]) -> None:
-    """Raise if a dataset row names an unknown environment, which TRL would notice only in the rollout."""
+    """Raise if a dataset row names no environment or an unknown one, which TRL would notice only in the rollout."""
     if "environment" not in dataset.column_names:
         raise ValueError(
             f"The {name} dataset has no column `environment`: add one that names one of {known} for each row."
@@ -318,7 +325,7 @@ def check_names(dataset: Any, name: str, known: list[str]) -> None:
 
 
 def check_agents(args: Any, tools: Any, environment_factory: Any, rollout_func: Any, datasets: list) -> None:
-    """Raise if tools and environments cannot work with these settings and data."""
+    """Raise if `tools`, `environment_factory` or `rollout_func` cannot work with the settings and datasets."""
     given = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
     named = [name for name, value in given.items() if value]
     if not named:

@@ -42,17 +42,22 @@ class EvaluationPass:
         return "greedy/" if self.is_greedy else ""
 
     def next_rows(self, size: int, accelerator: Accelerator) -> Tensor:
-        """Go to the next batch of `size` rows on each process; return a mask of this process' rows that are real."""
+        """
+        Go on to the next batch, of `size` rows on each process.
+
+        Returns:
+            (size,) bool for this process' rows, False for the copies that fill up the last batch.
+        """
         first = self.seen + size * accelerator.process_index
         self.seen += size * accelerator.num_processes
         return first + torch.arange(size, device=accelerator.device) < self.total
 
     def keep(self, rollout: Rollout, rows: Tensor, tokenizer: Any) -> None:
-        """Keep the texts and the score of each real row, under the names of TRL 1.12's table."""
+        """Add prompt, answer and score of each row where `rows` is True to `table`, under TRL 1.12's column names."""
         if self.table is None:
             return
         real = zip(rollout.prompt_ids, rollout.prompt_mask.bool(), strict=True)
-        # `completion_mask` may hide truncated ones, and `lengths` are of what the policy drew alone
+        # `completion_mask` may hide truncated answers, and `lengths` counts only tokens that the policy drew
         lengths = rollout.lengths if rollout.tool_mask is None else last_token_index(rollout.tool_mask) + 1
         drawn = zip(rollout.completion_ids, lengths.int().tolist(), strict=True)
         parts = [[ids[mask].tolist() for ids, mask in real], [ids[:length].tolist() for ids, length in drawn]]

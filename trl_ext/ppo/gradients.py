@@ -1,4 +1,4 @@
-"""Look at the gradients of a PPO step, when they are complete and not yet clipped."""
+"""Inspect and drop the gradients of a PPO step, when they are complete and not yet clipped."""
 
 import os
 from typing import Any
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def drop(parameters: Any) -> None:
-    """Remove the gradients of these parameters, so that the optimizer skips them in this step."""
+    """Remove the parameters' gradients, so that the optimizer skips the parameters in this step."""
     for parameter in parameters:
         parameter.grad = None
 
 
 def norm_of(parameters: Any, scale: float = 1.0) -> Tensor | None:
-    """Return the norm of all these parameters' gradients, divided by a loss scale; None if none has a gradient."""
+    """Return the joint norm of the parameters' gradients, divided by the loss scale; None if none has a gradient."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return None
@@ -24,7 +24,7 @@ def norm_of(parameters: Any, scale: float = 1.0) -> Tensor | None:
 
 
 def save_and_raise(trainer: Any, role: str) -> None:
-    """Save the weights as they were before this step, then raise: the gradient of `role` is not finite."""
+    """Save the weights from before this step, then raise an error: the gradient of `role` is not finite."""
     folder = os.path.join(trainer.args.output_dir, "last-good")
     trainer.save_model(folder, _internal_call=True)
     trainer.accelerator.wait_for_everyone()  # raising on one process may end another that is still writing
@@ -36,7 +36,7 @@ def save_and_raise(trainer: Any, role: str) -> None:
 
 
 def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
-    """Raise on all processes; the message names the terms of the loss that were not finite on any of them."""
+    """Raise a `FloatingPointError` on all processes; it names the metrics that are not finite on any of them."""
     terms = sorted(set(gather_object(trainer.metrics.not_finite())))
     cause = (
         f"first seen in {', '.join(terms)}"

@@ -28,7 +28,12 @@ def migrate(
     data_collator,
     may_own_reward=False,
 ):
-    """Translate the arguments of a call that was written for TRL 1.12's PPOTrainer."""
+    """
+    Translate the arguments of a call that was written for TRL 1.12's PPOTrainer.
+
+    Returns:
+        The model, the list of reward functions, and the list of their tokenizers.
+    """
     if data_collator is not None and not isinstance(data_collator, DataCollatorWithPadding):
         raise ValueError(
             f"`data_collator` ({type(data_collator).__name__}) would never be called: prompts are tokenised and "
@@ -123,7 +128,7 @@ def check_inputs(
     has_environments=False,
     adds_columns=False,
 ) -> None:
-    """Raise for wrong arguments before anything is loaded."""
+    """Raise if arguments of the trainer are wrong or contradict each other, before any model is loaded."""
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `PPOConfig`, got {type(args).__name__}.")
     if args.use_vllm and not is_vllm_available():
@@ -213,7 +218,7 @@ def check_inputs(
 
 
 def check_token_ids(dataset: Dataset, name: str, vocabulary: int) -> None:
-    """Raise for the first row with `input_ids` that are not the policy's token ids, or a mask of another length."""
+    """Raise if a row's `input_ids` are not token ids of the policy, or its `attention_mask` has another length."""
     columns = [column for column in ("input_ids", "attention_mask") if column in dataset.column_names]
     for row, example in enumerate(dataset.with_format(None).select_columns(columns)):
         ids, mask = example["input_ids"], example.get("attention_mask")
@@ -229,7 +234,7 @@ def check_token_ids(dataset: Dataset, name: str, vocabulary: int) -> None:
 
 
 def check_evaluation_batch(args: PPOConfig) -> None:
-    """Raise if an evaluation batch of all processes does not divide into whole groups of answers to one prompt."""
+    """Raise if an evaluation batch, over all processes, would split the answers to one prompt."""
     generations = args.num_generations_eval or args.num_generations
     size = args.per_device_eval_batch_size * args.world_size
     if size % generations:
@@ -253,7 +258,7 @@ class TokenizedMessages(list):
 
 
 def tokenized(prompts: list, token_ids: list[list[int]] | None) -> list:
-    """Attach token ids to prompts, so that TRL does not tokenise them itself; without ids, return them unchanged."""
+    """Attach token ids to prompts, so that TRL does not tokenise them; if `token_ids` is None, return `prompts`."""
     if token_ids is None:
         return prompts
     carriers = [TokenizedText(prompt) if isinstance(prompt, str) else TokenizedMessages(prompt) for prompt in prompts]
@@ -263,7 +268,12 @@ def tokenized(prompts: list, token_ids: list[list[int]] | None) -> list:
 
 
 def with_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[list[dict[str, Any]], list[list[int]] | None]:
-    """Return the rows, with `prompt` decoded from `input_ids` where it is missing, and the token ids of such rows."""
+    """
+    Make sure that rows have a `prompt`: if they have `input_ids` alone, decode it from these.
+
+    Returns:
+        The rows; and the token ids of each row's prompt without padding, or None if the rows have no `input_ids`.
+    """
     if "input_ids" not in rows[0]:
         return rows, None
     token_ids = []
@@ -330,7 +340,7 @@ def check_prompt_lengths(
 
 
 def _what_fits(lengths: list[int], max_completion_length: int, context: int) -> str:
-    """Say which `max_completion_length` fits these prompts, or which prompts are too long for the present one."""
+    """Say which `max_completion_length` fits the prompts, or which prompts are too long for the present setting."""
     shorter = "set `max_completion_length` (TRL 1.12's `response_length`, there 53 by default) to {} or less"
     filtered = "filter out prompts of more than {} tokens"
     room, left = context - max(lengths), context - max_completion_length

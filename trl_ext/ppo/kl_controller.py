@@ -11,7 +11,12 @@ logger = logging.get_logger(__name__)
 
 
 class KLController:
-    """Hold `kl_coef`: constant, or moved to `kl_target` by the rule of Ziegler et al. (1909.08593)."""
+    """
+    Hold `kl_coef`, the coefficient of the KL penalty.
+
+    It is constant, or with `kl_controller: adaptive` changes after each rollout, so that the KL moves towards
+    `kl_target` (Ziegler et al., 1909.08593).
+    """
 
     def __init__(self, args: PPOConfig):
         self.args = args
@@ -38,7 +43,7 @@ class KLController:
             )
 
     def scale(self, factor: float) -> None:
-        """Multiply the coefficient by a factor that a callback requested, but to at most `kl_coef_max`."""
+        """Multiply the coefficient by a factor that a callback requested; the result is at most `kl_coef_max`."""
         if factor == 1.0:
             return
         self.kl_coef = min(self.kl_coef * factor, self._maximum)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 class ApproxKLStop:
     """
-    Add up the approximate KL over the micro-batches of a minibatch, and say whether its mean exceeds a limit.
+    Add up the approximate KL over the micro-batches of a minibatch, and say if its mean per token exceeds a limit.
 
     Args:
         limit: largest mean KL, nats per token; None for no limit.

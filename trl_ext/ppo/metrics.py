@@ -1,4 +1,4 @@
-"""Report the metrics of a PPO run. The algorithm reads none of them: without them the weights are the same."""
+"""Report the metrics of a PPO run. The algorithm reads none of them: without metrics the weights would be the same."""
 
 import time
 from collections import defaultdict
@@ -29,16 +29,16 @@ GRPO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")
 
 _LAST_TURN = 4  # turns that have an explained variance of their own; the last one includes all later turns
 
-_ADDED = "rollout_metrics: "  # marks the metrics of a subclass, since their names may be ours
+_ADDED = "rollout_metrics: "  # marks the metrics that a subclass adds, since their names may be names of ours
 
 
 class PPOMetrics:
     """
-    Collect the metrics of a run, and return them when it logs.
+    Collect the metrics of a run, and return them when the trainer logs.
 
     Args:
-        accelerator: of the trainer.
-        reward_names: of the reward functions, in their order.
+        accelerator: the trainer's accelerator.
+        reward_names: names of the reward functions, in the functions' order.
     """
 
     def __init__(self, accelerator: Accelerator, reward_names: list[str]):
@@ -54,7 +54,7 @@ class PPOMetrics:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds spent here, and in no phase inside, to the phase."""
+        """Add the seconds spent in the block to `phase`, except those of phases that are timed inside the block."""
         start, outer = time.perf_counter(), self._inner_seconds
         self._inner_seconds = 0.0
         try:
@@ -66,7 +66,7 @@ class PPOMetrics:
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Leave the time spent here out of the report, since evaluation is not training."""
+        """Leave the time spent in the block out of the report, since evaluation is not training."""
         seconds = dict(self._seconds)
         try:
             yield
@@ -130,11 +130,18 @@ class PPOMetrics:
             self.train.add(_ADDED + name, value)
 
     def evaluated(self, rollout: Rollout, rows: Tensor, prefix: str = "") -> None:
-        """Observe a batch of an evaluation; `rows` (B,) marks the real rows, `prefix` goes before metrics' names."""
+        """
+        Observe a batch of an evaluation.
+
+        Args:
+            rollout: the batch.
+            rows: (B,), False for copies that only fill up the last batch.
+            prefix: put before the metrics' names.
+        """
         self._observe(self.eval, rollout, rows, prefix)
 
     def _observe(self, stats: Accumulator, rollout: Rollout, rows: Tensor, prefix: str) -> None:
-        """Add the metrics of a rollout that training and evaluation share."""
+        """Add to `stats` those metrics of a rollout that training and evaluation have in common."""
         mask, valid = rollout.mask, rollout.valid & rows
         tokens = mask * rows[:, None]
         if rollout.ref_logprobs is not None:
@@ -176,8 +183,8 @@ class PPOMetrics:
         Args:
             logprobs, entropies: (B, T), nats.
             policy: (B, T) losses, and a (B, T) mask of the clipped ones.
-            log_ratio: (B, T), nats, of the actions: tokens or whole turns.
-            actions: (B, T), where an action starts. Losses and ratios count once for each.
+            log_ratio: (B, T), nats, the log-ratio of each token's action, which is the token or its whole turn.
+            actions: (B, T), 1 = token at which an action starts. Losses and ratios count once for each action.
             batch: the rows that were trained on.
         """
         stats, mask = self.train, batch["loss_mask"]
@@ -197,7 +204,7 @@ class PPOMetrics:
 
     @torch.no_grad()
     def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
-        """Observe the (B, T) log-probs, nats, of the sampler and of the forward that is trained."""
+        """Observe the sampler's (B, T) log-probs, nats, and those that the training's forward pass computes."""
         self._sampled(self.train, sampler_logprobs, logprobs, mask)
 
     def _sampled(self, stats: Accumulator, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
@@ -206,16 +213,17 @@ class PPOMetrics:
 
     def weighted(self, rollout: Rollout, weights: Tensor, is_outside: Tensor, actions: Tensor) -> None:
         """
-        Observe a rollout's importance weights, (B, T) or (B, 1), and which weights a bound has changed.
+        Observe a rollout's importance weights, and which weights a bound has changed (`is_outside`).
 
-        Weights of (B, T) count only at the tokens where an action starts.
+        Weights of shape (B, T) count at the tokens where an action starts; weights of shape (B, 1), of whole
+        responses, count for the rows that have a score.
         """
         mask = actions if weights.shape == rollout.mask.shape else rollout.valid[:, None]
         self.train.add("sampling/importance_sampling_ratio", weights, mask)
         self.train.add("sampling/clipfrac", is_outside.float(), mask)
 
     def _percentiles(self, values: Tensor, mask: Tensor) -> dict[int, float]:
-        """Return percentiles of the (B, T) real entries of all processes; none if there is no entry."""
+        """Return the 50th and 99th percentile of the entries where `mask` is 1, over all processes; {} if none is."""
         real = torch.where(mask.bool(), values.float(), torch.nan)
         everyones = self.accelerator.gather(
             self.accelerator.pad_across_processes(real, dim=1, pad_index=torch.nan)  # responses may be longer there
@@ -226,7 +234,7 @@ class PPOMetrics:
         return dict(zip((50, 99), np.percentile(everyones, (50, 99)).tolist(), strict=True))
 
     def stale(self, steps: int) -> None:
-        """Observe the number of optimizer steps between the weights that drew a rollout and its first update."""
+        """Observe the number of optimizer steps between the weights that drew a rollout and those it first updates."""
         self.train.add("sampling/staleness", float(steps))
 
     def gradient(self, role: str, norm: Tensor) -> None:
@@ -234,7 +242,7 @@ class PPOMetrics:
         self.train.add(f"grad_norm/{role}", norm)
 
     def skipped(self) -> None:
-        """Observe an optimizer step that `max_approx_kl` left out."""
+        """Observe that `max_approx_kl` left out an optimizer step."""
         self.train.add("policy/skipped_steps", 1.0)
 
     def _total(self, rows: Tensor) -> float:
@@ -255,11 +263,11 @@ class PPOMetrics:
         return report
 
     def start_evaluation(self) -> None:
-        """Forget the entries of an evaluation that was interrupted."""
+        """Delete the entries that an interrupted evaluation may have left."""
         self.eval = Accumulator()
 
     def report_evaluation(self) -> dict[str, float]:
-        """Return the metrics of an evaluation."""
+        """Return the metrics of the evaluation since `start_evaluation`, and delete its entries."""
         return self._means("eval")
 
     def _means(self, mode: str) -> dict[str, float]:
@@ -315,6 +323,6 @@ class PPOMetrics:
 
 
 def _answer_means(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the (B,) means of each answer's real tokens, and whether it has any."""
+    """Return two (B,) tensors: the mean over each answer's real tokens, and whether the answer has any."""
     lengths = mask.sum(1)
     return (values.detach() * mask).sum(1) / lengths.clamp(min=1), lengths > 0

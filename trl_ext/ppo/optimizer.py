@@ -1,4 +1,4 @@
-"""One optimizer for policy and critic."""
+"""Check the optimizer that policy and critic share, and give the critic a learning rate of its own."""
 
 import torch
 
@@ -19,7 +19,7 @@ def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCri
 
 
 def set_critic_rate(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, rate: float) -> None:
-    """Put the critic's weights into optimizer groups of their own, with this learning rate."""
+    """Put the critic's weights into optimizer groups of their own, with the learning rate `rate`."""
     critic = {id(p) for p in actor_critic.parameters_of("critic")}
     for group in list(optimizer.param_groups):
         params = group["params"]

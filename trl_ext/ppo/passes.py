@@ -43,11 +43,12 @@ class Passes:
             model: the actor-critic, the reference, or a critic alone ([`add_value_forward`]), as the accelerator has
                 wrapped it.
             ids, lengths, width: see [`pack`].
-            size: rows in one forward, where rows of similar length go together; None runs all at once.
-            asked: more arguments of [`ActorCritic.forward`]; the reference computes log-probs only.
+            size: number of rows in one forward pass, which takes rows of similar length; None runs all rows at once.
+            asked: further arguments of [`ActorCritic.forward`]; the reference computes log-probs, whatever is asked.
 
         Returns:
-            (B, T) for each (N,) output, 0 where there is no response token; and `aux_loss` unchanged.
+            The model's outputs by name: (B, T) for each output of the tokens, 0 where there is no response token; and
+            the scalar `aux_loss` as it is.
         """
         hidden_size = None if "output_router_logits" in asked else self._packs(model)
         config = unwrapped(model).config.get_text_config()
@@ -73,7 +74,7 @@ class Passes:
 
     def _forward(self, model: Any, packed: Packed, **asked: Any) -> dict[str, Tensor]:
         inputs = {**packed.inputs, "predicts": packed.predicts, "targets": packed.targets}
-        is_critic = hasattr(unwrapped(model), "score")  # which stands alone
+        is_critic = hasattr(unwrapped(model), "score")  # a critic alone
         is_sharded = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
         if is_sharded and not is_critic:
             inputs["most"] = packed.shape[0] * self.args.max_completion_length

@@ -10,7 +10,7 @@ _FOLDER = "reference"
 
 
 class SyncReference(SyncRefModelCallback):
-    """Update the reference from the policy's weights; TRL's own callback would take the critic for a part of them."""
+    """Update the reference from the policy's weights; TRL's own callback would read the critic's weights, too."""
 
     def on_step_end(self, args, state, control, **kwargs):
         kwargs["model"] = self.accelerator.unwrap_model(kwargs["model"]).policy

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..functional import empty_moments, merge_moments, moments, variance, whiten, whitening_scale
 
-_NO_VARIANCE = 1e-8  # scores with no more variance count as equal; whitening adds as much to the variance
+_NO_VARIANCE = 1e-8  # scores with at most this variance count as equal; `whiten` adds the same to the variance
 
 
 class RewardNormalizer:
@@ -19,7 +19,7 @@ class RewardNormalizer:
     | `group` | all scores of the row's group so far, this rollout included |
     | `reference` | mean: the demonstrations; the standard deviation is left alone |
 
-    Every process passes the scores of all processes, so that all of them have the same mean and deviation.
+    Every process passes the scores of all processes, so that all processes compute the same mean and deviation.
     """
 
     def __init__(self, kind: str):

@@ -54,11 +54,11 @@ class CheckedReward:
     """
     Wrap a reward function for TRL: await it if it is async, and note its errors instead of raising them.
 
-    If a function scores single tokens, TRL gets their sum. `token_scores` keeps them for the last call, with None for
-    rows that were scored as a whole.
+    If a function scores single tokens, TRL gets the sum of a row's scores. After each call, `token_scores` holds the
+    scores of the tokens of each row, or None for a row that was scored as a whole.
 
     A function that runs in the background can be started early with [`CheckedReward.start`]. TRL's call then waits for
-    it. Any other call runs within the context `around`.
+    the result. A call of a function that was not started early runs within the context `around`.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class CheckedReward:
 
         Args:
             waiting: a context that is entered while TRL's call waits for the function.
-            started: the function's call with these rows, if it has been started before.
+            started: the call of the function for these rows, if it is under way already; None starts it now.
             **kwargs: the arguments of the function.
         """
         if self.in_background:
             self._started, self._waiting = started or Started(self.function, **kwargs), waiting
 
     def forget(self) -> None:
-        """Forget the call that `start` began; nobody waits for it any more."""
+        """Forget the call that `start` began, so that nothing waits for its result any more."""
         self._started = None
 
     def __call__(self, prompts: list, completion_ids: list, **kwargs: Any) -> list[float | None]:
@@ -125,7 +125,7 @@ class CheckedReward:
 
 
 def background_last(functions: list[CheckedReward]) -> list[int]:
-    """Return the order in which to call functions: those in the background last, so that they have more time."""
+    """Return the indices of functions in calling order: background functions last, so that they have more time."""
     return sorted(range(len(functions)), key=lambda place: functions[place].in_background)
 
 

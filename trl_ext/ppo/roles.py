@@ -60,7 +60,8 @@ def check_roles(
     Raise if the adapters and settings cannot work together.
 
     Returns:
-        The reward functions. Each path of an adapter is wrapped in [`AdapterReward`]: GRPO would load a base for each.
+        The reward functions. The path of a saved adapter is replaced by an [`AdapterReward`], since GRPO would load a
+        base model for each adapter.
     """
     is_peft = peft_config is not None or isinstance(model, PeftModel)
     shares_base = value_model is None or is_adapter(value_model)
@@ -93,7 +94,11 @@ def check_roles(
 
 
 def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
-    """Replace each path in the lists by the reward model there and its tokenizer; refuse a model without a head."""
+    """
+    Replace, in place, each path in `reward_funcs` by the reward model there; raise if the model has no head.
+
+    If the model has no tokenizer in `tokenizers` yet, its own is loaded and put there.
+    """
     kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if args.world_size > 1 or args.deepspeed_plugin is not None:
         kwargs["device_map"] = None
@@ -124,7 +129,7 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
 
 
 def prepare_base(policy: Any, use_vllm: bool) -> None:
-    """Make TRL's merging for vLLM exact, and copy the policy's adapter into the reference's."""
+    """Copy the policy's adapter into the reference's; if `use_vllm`, make TRL's merging of adapters exact."""
     if use_vllm:
         merge_exactly(policy)
     for name, parameter in policy.named_parameters():
@@ -140,7 +145,7 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: A
     """
     Return the frozen reference model, not yet on its device.
 
-    `ref_model` is a path or an object; None is a copy of the policy as it is now. `tokenizer` is the policy's.
+    `ref_model` is a path or an object; None makes a copy of the policy as it is now. `tokenizer` is the policy's.
     """
     if isinstance(ref_model, str):
         load = load_merged if is_adapter(ref_model) else create_model_from_path
@@ -181,7 +186,7 @@ class Rewards:
     Args:
         functions: functions and models, as GRPO has them, and [`AdapterReward`] for adapters.
         tokenizers: one for each reward, None for functions.
-        names: one for each reward.
+        names: a name for each reward.
         policy_tokenizer: the policy's tokenizer.
         paths: what each model was loaded from; None for a reward that was passed in as an object.
         weights: one for each reward, 1 by default. A reward with weight 0 only measures: it does not affect training.
@@ -268,11 +273,17 @@ class Rewards:
         own_draws: Callable[[], AbstractContextManager],
     ) -> list[Callable]:
         """
-        Return a checked reward function for each reward, models included.
+        Wrap each reward, models included, in a [`CheckedReward`].
 
-        `forward(name, …)` scores with a reward model on the policy's base. It runs the actor-critic as FSDP or
-        DeepSpeed has wrapped it. `own_draws` makes a context with a random state of its own. Functions of weight 0 run
-        in it, so that they do not affect training.
+        Args:
+            actor_critic: has the reward models that share the policy's base.
+            args: the trainer's configuration.
+            eos_token_ids: the tokens that end a response.
+            mistakes: collects the errors of reward functions.
+            forward: scores rows as `forward(name, …)` with the reward model of that name on the policy's base. It runs
+                the actor-critic as FSDP or DeepSpeed has wrapped it.
+            own_draws: makes a context with a random state of its own. Functions of weight 0 run in it, so that they do
+                not affect training.
         """
         result: list[Callable] = []
         for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
@@ -337,13 +348,13 @@ def make_actor_critic(
     Put the policy, the critic, and the reward models that share the policy's base into one module.
 
     Args:
-        loader: has the policy.
+        loader: holds the policy.
         rewards, heads: all rewards, and the heads of the models that share the base, as `load_adapters` returns them.
         value_model: a path or an object; None makes the critic from a reward model or the policy.
-        critic_config: of the critic's adapter.
+        critic_config: configuration of the critic's adapter.
 
     Returns:
-        The module, and where its critic comes from, in words.
+        The module, and a phrase that says what its critic was made from.
     """
     policy = loader.policy
     if not isinstance(policy, PeftModel):
@@ -372,7 +383,12 @@ def make_actor_critic(
 def add_critic_adapter(
     loader: Loader, rewards: Rewards, heads: dict[int, nn.Linear], value_model: str | None, config: LoraConfig | None
 ) -> tuple[nn.Linear | None, str]:
-    """Add the critic's adapter to the policy; return its head (None for a head of zeros) and the origin of both."""
+    """
+    Add the critic's adapter to the policy.
+
+    Returns:
+        The critic's head, None for a head of zeros; and a phrase that says what adapter and head were made from.
+    """
     policy, head = loader.policy, None
     if value_model is not None:
         reason = why_not_shared(policy, value_model, fingerprint_beside(loader, value_model), assume_quantization=True)
@@ -397,7 +413,7 @@ def add_critic_adapter(
 
 
 def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any, str]:
-    """Return a critic with a base of its own, and in words what it was made from."""
+    """Make a critic with a base of its own; return the critic, and a phrase that says what it was made from."""
     critic: Any
     if isinstance(value_model, str):
         if is_adapter(value_model):
@@ -425,7 +441,7 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
 
 
 def named(model: Any) -> str | None:
-    """Return the folder or hub name of a model, which is given as a path or an object; None if it has neither."""
+    """Return the folder or hub name of a model, given as a path or an object; None if the model has neither."""
     return model if isinstance(model, str) else get_config_model_id(model.config) or None
 
 

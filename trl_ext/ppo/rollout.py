@@ -21,29 +21,33 @@ class Rollout:
     """
     Hold this process's rows of a rollout, in the order of generation.
 
-    B responses of up to T tokens, to prompts of up to P tokens, scored by F reward functions. Log-probs are in nats.
+    There are B rows: responses padded to T tokens, to prompts padded to P tokens, scored by F reward functions.
+    Log-probs are in nats.
 
     Args:
         prompt_ids, prompt_mask: (B, P), left-padded.
-        completion_ids, completion_mask: (B, T), right-padded; 1 = real token, EOS included, also those of tools.
-        logprobs: (B, T), of the policy before the update; of the sampler if it is trusted.
-        ref_logprobs: (B, T), of the reference; None without one.
+        completion_ids, completion_mask: (B, T), right-padded; 1 = real token, EOS and what tools wrote included.
+        logprobs: (B, T), of the policy before the update. They are the sampler's where these can stand in for a
+            forward pass of the policy.
+        ref_logprobs: (B, T), of the reference; None without a reference.
         values: (B, T), of the critic; None in evaluation, and with `baseline="mean"`.
-        sampler_logprobs: (B, T), of the distribution that was drawn from, if recorded beside `logprobs`.
+        sampler_logprobs: (B, T), of the distribution that was drawn from; None if they are not known, or are in
+            `logprobs` already.
         rewards_per_func: (B, F), NaN where a function returned None.
-        scores: (B,), after the EOS rule, not normalised; NaN for rows that take no part.
-        ended: (B,), whether EOS came.
-        lengths: (B,), tokens that the policy drew, EOS included.
-        token_scores: (B, T), the part of the scores that belongs to single tokens, or None. The hooks of
-            [`PPOTrainer`] get them normalised as the scores are.
+        scores: (B,), the weighted rewards after the rule for a missing EOS, not normalised; NaN for rows that take no
+            part in training.
+        ended: (B,), whether the response is complete: it ends by EOS, and no tool call waits for an answer.
+        lengths: (B,), number of tokens that the policy drew, EOS included.
+        token_scores: (B, T), the part of the scores that belongs to single tokens; None if no token was scored. The
+            hooks of [`PPOTrainer`] get token scores that are normalised as the scores are.
         tool_mask: (B, T), TRL's name: 1 = drawn by the policy, 0 = what a tool or an environment said, and padding.
-            None if the policy drew all.
-        end_values: (B,), of the critic after the last token, with `bootstrap_truncated`; before it, where the response
-            fills the context.
-        environments: (B,) for each environment's name, whether the row was played in it.
-        tool_lengths: (B,), tokens of the completion that tools and environments wrote.
-        repeats: (B, C), for each of up to C tool calls of the row 1 if an earlier one was the same and had the same
-            answer, else 0; NaN where there is no call.
+            None if the policy drew all tokens.
+        end_values: (B,), the critic's value after the response's last token, or before that token where the response
+            fills the context; None without `bootstrap_truncated`.
+        environments: for each environment's name a (B,) bool, whether the row was played in that environment.
+        tool_lengths: (B,), number of tokens in the response that tools and environments wrote.
+        repeats: (B, C), a number for each of up to C tool calls of a row: 1 if an earlier call of the row was the same
+            and had the same answer, else 0; NaN where there is no call.
     """
 
     prompt_ids: Tensor
@@ -95,7 +99,12 @@ class Rollout:
         return kl_estimate(self.logprobs, self.logprobs if self.ref_logprobs is None else self.ref_logprobs, estimator)
 
     def importance_weights(self, args: PPOConfig) -> tuple[Tensor, Tensor] | None:
-        """Weigh the policy's loss: (B, T) or (B, 1), and where a bound has changed that; None without a correction."""
+        """
+        Compute the weights of the policy's loss that correct for who has sampled the answers.
+
+        Returns:
+            The weights, (B, T) or (B, 1), and a mask of those that a bound changed; None if there is no correction.
+        """
         mode = args.importance_correction
         if mode == "none":
             return None
@@ -107,7 +116,7 @@ class Rollout:
         return importance_weights(ours, drawn, self.drawn, mode, *bounds)
 
     def bootstrapped(self, rewards: Tensor, gamma: float) -> Tensor:
-        """Return (B, T) rewards with γ · `end_values` at the last token of rows that were cut off, not ended."""
+        """Add γ · `end_values` to the (B, T) rewards, at the last token of each row that was cut off before EOS."""
         if self.end_values is None:
             return rewards
         is_last = torch.arange(rewards.size(1), device=rewards.device) == last_token_index(self.mask)[:, None]
@@ -117,7 +126,7 @@ class Rollout:
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
     ) -> dict[str, Tensor]:
         """
-        Return the tensors that an update needs, a row for each response; TRL's buffer shuffles and splits them by row.
+        Return the tensors that an update needs, with a row for each response.
         """
         return {
             **({} if weights is None else {"importance_weights": weights}),
@@ -134,7 +143,7 @@ class Rollout:
 
 
 def check_hook(name: str, rollout: Rollout, *returned: Tensor) -> None:
-    """Raise if a hook of the trainer returned another shape than (B, T)."""
+    """Raise if the trainer's hook `name` returned a tensor that is not (B, T)."""
     for tensor in returned:
         if tensor.shape != rollout.mask.shape:
             raise ValueError(
@@ -153,15 +162,15 @@ def sequence_scores(
     """
     Weigh the rewards of each response, and apply the rule for those that do not end by EOS (N+ details, 2403.17031).
 
-    score = Σ_f weight_f · reward_f over the functions that apply; without EOS it is replaced by `missing_eos_score`,
-    or lowered by `missing_eos_penalty`. A function of weight 0 only measures: with it the scores are the same, bit for
-    bit.
+    score = Σ_f weight_f · reward_f over the functions that apply to the response. Without EOS the score is replaced by
+    `missing_eos_score`, or lowered by `missing_eos_penalty`. A function of weight 0 only measures: the scores are the
+    same with and without it, bit for bit.
 
     Args:
         rewards: (B, F), NaN where a function does not apply.
         weights: (F,).
         ended: (B,), whether the response ends by EOS.
-        missing_eos_score, missing_eos_penalty: score units, None for no such rule.
+        missing_eos_score, missing_eos_penalty: score units; None for no replacement, or no penalty.
 
     Returns:
         (B,), NaN where no function with a weight applies.
@@ -184,14 +193,15 @@ def summed_token_scores(
     missing_eos_score: float | None = None,
 ) -> Tensor | None:
     """
-    Weigh and add up what the reward functions gave to single tokens, at their positions.
+    Add up the weighted scores that reward functions gave to single tokens, at each token.
 
     Args:
-        given: of each of F functions, for each of B responses one float per token, or None for a score of the whole.
+        given: for each of F functions a list of B entries: one float per token of the response, or None if the
+            function scored the response as a whole.
         weights: (F,).
         ended: (B,), whether the response ends by EOS.
         width: T.
-        missing_eos_score: replaces the score of a response without EOS; its tokens then get none.
+        missing_eos_score: if not None, it replaces the score of a response without EOS, whose tokens then get 0.
 
     Returns:
         (B, T), on the device of `ended`; None if no function with a weight scored any token.
@@ -213,8 +223,9 @@ class Collection:
     """
     Collect one rollout while TRL runs it.
 
-    TRL's `_generate_and_score_completions` sets up environments and generates; then, from the trainer's
-    `_calculate_rewards`, come our passes and the scores. TRL keeps neither the reference's log-probs nor the values.
+    TRL's `_generate_and_score_completions` sets up environments, generates, and then calls the trainer's
+    `_calculate_rewards`, which runs our forward passes and the reward functions. TRL itself would keep neither the
+    reference's log-probs nor the critic's values.
 
     Args:
         trainer: the trainer that collects.
@@ -227,10 +238,10 @@ class Collection:
         self.prompt_ids: list[list[int]] = []
         self.completion_ids: list[list[int]] = []
         self.tool_mask: list[list[int]] | None = None  # 1 = drawn by the policy; None if all tokens are
-        self.drawn_first: list[list[int]] | None = None  # what the sampler answered to the prompts
+        self.drawn_first: list[list[int]] | None = None  # the sampler's answers to the prompts, in the first turn
         self.drawn_logprobs: list[list[float]] | None = None  # of each token when it was drawn; 0 for tools'
         self.ended: list[bool] = []
-        self.repeats: list[list[bool]] = []  # for each tool call whether an earlier one of its row was the same
+        self.repeats: list[list[bool]] = []  # for each tool call, whether an earlier call of its row was the same
         self.started: dict[int, Any] = {}  # reward functions that were started ahead, by their place
         self.tensors: dict[str, Tensor] = {}
         self.passes: dict[str, Any] = {}  # (B, T) each, or None
@@ -238,11 +249,11 @@ class Collection:
         size = trainer.args.local_rollout_forward_batch_size
         self.histories = Histories(size) if trainer.tools else None  # what the policy has read of each episode
         self.longest_prompt = 0  # tokens
-        self.most_rows = 0  # that a process generates for in a later turn, where all generate together
+        self.most_rows = 0  # the most rows of any process in a later turn, where all processes generate together
         self.calls = Calls(trainer.args.tool_timeout, trainer._mistakes)
 
     def generated(self, output: tuple) -> tuple:
-        """Keep the result of TRL's `_generate`."""
+        """Keep the result of TRL's `_generate`, and return it unchanged."""
         self.prompt_ids, self.completion_ids, self.tool_mask, completions, self.drawn_logprobs, *_ = output
         ends = self.trainer.eos_token_ids
         has_tools = bool(self.trainer.tools)
@@ -262,7 +273,7 @@ class Collection:
         return [{**row, "is_greedy": True} for row in rows] if is_greedy else rows
 
     def start_scoring(self, rows: list[dict[str, Any]], prompts: list, completions: list) -> None:
-        """Start the reward functions that score in the background, with what TRL will call them with."""
+        """Start the reward functions that score in the background, with the arguments that TRL will pass to them."""
         trainer = self.trainer
         given = given_to_rewards(rows, prompts, completions, self.completion_ids, trainer.environments)
         for place, function in enumerate(trainer.reward_funcs):
@@ -341,7 +352,7 @@ class Collection:
         )
 
     def _environments(self) -> dict[str, list[bool]]:
-        """Return for each environment's name which rows were played in it; all processes have the same names."""
+        """Return, for each environment's name, which rows were played in it; all processes have the same names."""
         trainer = self.trainer
         if trainer.environments is None:
             return {}
@@ -371,7 +382,7 @@ class Collection:
         return {name: padded(*given, multiple=multiple).to(device) for name, given in rows.items()}
 
     def _drawn_logprobs(self, tensors: dict[str, Tensor]) -> Tensor | None:
-        """Return the (B, T) log-probs of the sampler; None unless every process has all of its own."""
+        """Return the sampler's (B, T) log-probs; None unless every process knows them for all of its tokens."""
         trainer, mask = self.trainer, tensors["completion_mask"]
         logprobs = None
         if trainer._keeps_logprobs and self.drawn_logprobs is not None and self._is_as_drawn():
@@ -404,7 +415,7 @@ class Collection:
 
 
 def waits_for_tools(completion: Any) -> bool:
-    """Return whether a response ends by calls of tools without their answers: the episode was cut off there."""
+    """Return whether a response ends with tool calls that got no answer, since the episode was cut off there."""
     return isinstance(completion, list) and bool(completion) and bool(completion[-1].get("tool_calls"))
 
 
@@ -432,7 +443,11 @@ def padded(
     width: int = 0,
     dtype: torch.dtype = torch.long,
 ) -> Tensor:
-    """Return (B, L) numbers, padded to the longest row, to `width`, and to a multiple."""
+    """
+    Pad rows of numbers with `value` into a (B, L) tensor.
+
+    L is the length of the longest row, at least `width`, rounded up to a multiple of `multiple`.
+    """
     width = max(width, max((len(row) for row in rows), default=0))
     width += -width % (multiple or 1)
     missing = [[value] * (width - len(row)) for row in rows]
@@ -455,7 +470,7 @@ def given_to_rewards(
     completion_ids: list[list[int]],
     environments: list | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments that TRL calls a reward function with, except its loggers and the state."""
+    """Return the arguments that TRL calls a reward function with, except the loggers and the trainer's state."""
     columns = {key: [row[key] for row in rows] for key in rows[0]}
     if environments is not None:
         columns["environments"] = environments
@@ -465,12 +480,12 @@ def given_to_rewards(
 
 
 def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, int]]:
-    """Return the real tokens of each row's prompt and response, on the host."""
+    """Return the numbers of real tokens in each row's prompt and response, as Python integers."""
     return [tuple(row) for row in torch.stack([prompt_mask.sum(1), completion_mask.sum(1)], dim=1).tolist()]
 
 
 def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return the rows of a rollout's micro-batches in the order of generation."""
+    """Join a rollout's micro-batches into one batch, with the rows in the order of generation."""
     columns = [name for name in micro_batches[0] if name not in ("step_tokens", "step_turns", "lengths")]
     rollout = {name: torch.cat([batch[name] for batch in micro_batches]) for name in columns}
     order = rollout["row"].argsort()
@@ -481,8 +496,8 @@ def permuted(lengths: list[int], mini_batches: int, seed: int) -> list[int]:
     """
     Return the order of rows for a pass over a rollout: which minibatch a row is in depends on the seed alone.
 
-    Within a minibatch the shorter rows come first, so a micro-batch has rows of similar length. The gradient of
-    the minibatch is the same.
+    Within a minibatch the shorter rows come first, so a micro-batch has rows of similar length. The order within a
+    minibatch does not change the minibatch's gradient.
     """
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed % 2**63)).tolist()
     size = len(order) // mini_batches

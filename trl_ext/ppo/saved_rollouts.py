@@ -21,7 +21,7 @@ from .rollout import sequence_scores, summed_token_scores
 
 _IDS = ("prompt_ids", "completion_ids")
 _CHECKED = 256  # rows whose text is compared with their token ids
-_CHUNK = 1024  # rows whose rewards are on the tokens at once
+_CHUNK = 1024  # rows whose token rewards are computed at once
 
 
 def with_token_ids(
@@ -32,7 +32,7 @@ def with_token_ids(
 
     Rows with `prompt_ids` and `completion_ids`, as `trl-ext generate --rollouts true` writes them, hold the tokens
     that the policy sampled. Other rows have the texts `prompt` and `completion`, and `finished`. These texts are
-    tokenised, maybe into other tokens than the sampled ones; a finished completion gets an EOS at its end.
+    tokenised, maybe into other tokens than the policy sampled; a finished completion gets an EOS at its end.
 
     Args:
         dataset: rows of one of the two kinds, with any other columns.
@@ -42,8 +42,9 @@ def with_token_ids(
         context: most tokens that the critic can read; None for no bound.
 
     Raises:
-        ValueError: the rows are of neither kind, have only one of the two ids, an empty completion, more tokens than
-            the context, ids of another tokenizer, or a `finished` that is not true or false.
+        ValueError: the rows are of neither kind, or have only one of `prompt_ids` and `completion_ids`; or a row has
+            an empty prompt or completion, more tokens than `context`, ids of another tokenizer, or a `finished` that
+            is not true or false.
     """
     given = [name for name in _IDS if name in dataset.column_names]
     has_ids = len(given) == len(_IDS)
@@ -96,7 +97,7 @@ def with_token_ids(
 
 
 def _tokenized(dataset: Dataset, tokenizer: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokenize the texts or messages of prompts and completions."""
+    """Tokenize the texts or messages of all rows; return the prompts' token ids, and the completions' token ids."""
     texts, answers = dataset["prompt"][:], dataset["completion"][:]
     prompts, completions = prompt_token_ids(tokenizer, texts), []
     for prompt, asked, answer, ended in zip(texts, prompts, answers, dataset["finished"], strict=True):
@@ -115,7 +116,7 @@ def _tokenized(dataset: Dataset, tokenizer: Any) -> tuple[list[list[int]], list[
 def _check_texts_of_ids(
     dataset: Dataset, tokenizer: Any, completions: list[list[int]], finished: list[bool], ends: list[int]
 ) -> None:
-    """Raise if the ids do not decode to the row's text, or if their last one contradicts `finished`."""
+    """Raise if a completion's ids do not decode to its text, or if its last id contradicts the row's `finished`."""
     if "finished" in dataset.column_names:
         for row, (stated, found) in enumerate(zip(dataset["finished"], finished, strict=True)):
             if stated != found:
@@ -158,13 +159,14 @@ def score_rollouts(
     Score saved rollouts by reward functions, called as PPO calls them; each process scores its share of the rows.
 
     Args:
-        dataset: rows of [`with_token_ids`]; its other columns are given to the functions.
-        functions, names: F functions with TRL's signature.
-        batch_size: rows of a call.
+        dataset: B rows of [`with_token_ids`]; their other columns are given to the functions, too.
+        functions, names: F reward functions with TRL's signature, and their names.
+        batch_size: number of rows in one call of a function.
 
     Returns:
-        (B, F) scores on the CPU, NaN where a function gives None; and for each function its scores of single tokens,
-        None for rows that it scores as a whole. Every process gets the scores of all rows.
+        Two values, the same on every process and for all rows: the (B, F) scores on the CPU, NaN where a function
+        gives None; and for each function and row the scores of the single tokens, None where the function scores the
+        row as a whole.
 
     Raises:
         ValueError: the rows have no texts.
@@ -212,19 +214,19 @@ def with_returns(
     """
     Return rollouts with a column `returns`, the critic's target at each completion token.
 
-    R_t = Σ_{k ≥ t} γ^(k − t) r_k: the Monte Carlo return, λ = 1 (VC-PPO, 2503.01491). The token rewards r are PPO's.
-    The last token has the weighted score, after the rule for a missing EOS, standardised and clipped; a function that
-    scores tokens adds its scores at these tokens. r_k = 0 elsewhere. There is no KL term: the policy that drew the
-    rollouts is the reference, so the log-probs are equal.
+    R_t = Σ_{k ≥ t} γ^(k − t) r_k: the Monte Carlo return, λ = 1 (VC-PPO, 2503.01491). The token rewards r are PPO's,
+    without the KL term: the policy that drew the rollouts is the reference, so the log-probs are equal. A response's
+    score is weighted, changed by the rule for a missing EOS, standardised and clipped. The parts of it that a function
+    gave to single tokens are at these tokens, and the rest is at the last token. r_k = 0 elsewhere.
 
     Args:
-        dataset: rows of [`with_token_ids`].
+        dataset: B rows of [`with_token_ids`].
         rewards: (B, F), NaN where a function gives no score.
         args: the settings that decide the scale of the returns.
         token_scores: each function's scores of single tokens, as [`score_rollouts`] returns them.
 
     Returns:
-        The rows that have a score, with the columns `score`, standardised and clipped, and `returns`.
+        The rows that have a score, with two more columns: `score`, standardised and clipped, and `returns`.
 
     Raises:
         ValueError: `reward_weights` does not have one weight for each function, no row has a score, or all scores are
@@ -283,11 +285,11 @@ def with_returns(
 
 def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Dataset, Dataset | None]:
     """
-    Hold out at least `eval_size` rows; all rows of a prompt stay on one side.
+    Hold out at least `eval_size` rows; the rows of one prompt are either all held out or all trained on.
 
     Args:
         dataset: rows with `prompt_ids`.
-        eval_size: rows to evaluate on; 0 for none.
+        eval_size: number of rows to evaluate on; 0 for none.
         seed: seed of the random choice.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Write the summary of a PPO run that is printed when it begins."""
+"""Write the summary that is printed when a PPO run begins."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ from ..runs.schedule import block, count, portions, reference_of, saves, sizes
 
 
 def steps_of(trainer: Any) -> int:
-    """Compute the optimizer steps of a run."""
+    """Compute the number of optimizer steps of a run."""
     args = trainer.args
     if args.max_steps > 0:
         return args.max_steps

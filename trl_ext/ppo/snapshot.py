@@ -14,7 +14,7 @@ class Snapshot:
     """Hold one process' state between two optimizer steps, as plain data and CPU tensors."""
 
     step: int  # micro-batches trained on
-    skip_until: int  # `step` at which updates go on after `max_approx_kl`
+    skip_until: int  # `step` at which updates begin again after `max_approx_kl` has stopped them
     rollout: dict[str, Tensor] | None  # the rows that are being trained on, in the order of generation
     kl_controller: dict[str, Any]
     reward_normalizer: dict[str, Any]
@@ -25,8 +25,8 @@ class Snapshot:
     total_loss: float
     last_logged: int
     ahead: list[dict[str, Any]] = field(default_factory=list)  # rollouts that have been drawn, not yet trained on
-    environments: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # states, by pool and name
-    baseline_gate: dict[str, Any] = field(default_factory=dict)  # empty in checkpoints from before there was one
+    environments: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # states, by pool and environment name
+    baseline_gate: dict[str, Any] = field(default_factory=dict)  # empty in checkpoints from before there was a gate
 
     @classmethod
     def take(cls, trainer: Any, rollout: dict[str, Tensor] | None) -> "Snapshot":
@@ -48,7 +48,12 @@ class Snapshot:
         )
 
     def restore(self, trainer: Any) -> dict[str, Tensor] | None:
-        """Put this state into a trainer; return the rows of the rollout that it was training on."""
+        """
+        Put this state into a trainer.
+
+        Returns:
+            The rows of the rollout that was being trained on; None if the state is from between two rollouts.
+        """
         device = trainer.args.device
         trainer._step, trainer._skip_until = self.step, self.skip_until
         trainer.kl_controller.load_state_dict(self.kl_controller)

@@ -121,12 +121,13 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Policy: a path or an object. An adapter's path loads the base that it names, and trains that adapter on.
+            Policy: a path or an object. The path of a saved adapter loads the base that the adapter names, and trains
+            the adapter further.
         reward_funcs (`str`, model, callable, or list of them):
             As in TRL: sequence classifiers with one label (path or object), and functions or async functions
             `(prompts, completions, completion_ids, **columns) -> list[float | None]`. Besides the dataset's columns
             they are given `prompt_ids`, the tokens of each prompt, and `finished`, whether the answer ended by EOS. In
-            place of a row's float they may give a list with one for each completion token, or
+            place of a row's float they may give a list with one float for each completion token, or
             [`~trl_ext.rewards.SegmentScores`].
         args ([`PPOConfig`], *optional*):
             Configuration.
@@ -136,28 +137,29 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         processing_class, reward_processing_classes:
             Tokenizers of the policy and of each reward model.
         value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Critic: a sequence classifier with one label, of another size if you like, and with the policy's tokenizer:
-            it needs a row for each token, but not as many as the policy. (Ids beyond its
-            rows belong to no token; it reads them as its last row.) If not given, a copy of the first reward model
-            with a weight that has the policy's tokenizer and as many rows, else the policy's backbone with a zero
-            head; for a policy with an adapter, see `peft_config`. The folder of a critic that was saved as an adapter
-            becomes an adapter again.
+            Critic: a sequence classifier with one label and the policy's tokenizer. It may be of another size than the
+            policy. Its embedding needs a row for each of the tokenizer's tokens, but not as many rows as the policy's.
+            (Ids beyond its rows belong to no token; the critic reads them as its last row.) The folder of a critic
+            that was saved as an adapter becomes an adapter again. If not given, the critic is a copy of the first
+            reward model with a weight other than 0, the policy's tokenizer and as many rows as the policy; if there is
+            none, it is the policy's backbone with a head of zeros. For a policy with an adapter, see `peft_config`.
         ref_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Reference, with at least as many rows as the policy. If not given, a frozen copy of the weights passed in
-            as `model`.
+            Reference, whose embedding needs at least as many rows as the policy's. If not given, a frozen copy of the
+            weights passed in as `model`.
         callbacks, optimizers, quantization_config:
             As in TRL.
         peft_config ([`~peft.LoraConfig`], *optional*):
-            Trains an adapter. Its frozen base is the reference, and with another adapter and a value head the critic,
-            unless `value_model` is given. If `model` is a [`~peft.PeftModel`], its adapter `default` is trained on
-            from where it is, and a frozen copy of that is the reference.
+            Trains an adapter on a frozen base. The base alone is the reference. The base with a second adapter and a
+            value head is the critic, unless `value_model` is given. If `model` is a [`~peft.PeftModel`], its adapter
+            `default` is trained further, and the base with a frozen copy of the adapter as passed in is the reference.
         critic_peft_config ([`~peft.LoraConfig`], *optional*):
             The critic's adapter. If not given, a copy of the policy's config.
         reward_model, data_collator:
-            TRL 1.12's names: a reward model that reads the policy's tokens; and nothing, prompts are padded here.
+            TRL 1.12's names. `reward_model` is a reward model that reads the policy's tokens. `data_collator` may be a
+            padding collator, and is not used: prompts are padded in the rollout.
         tools, environment_factory, rollout_func:
-            As in `trl.GRPOTrainer`. An environment may have `_step_reward`, which is asked for a reward after each
-            call, beside `get_reward`, which gives one at the end.
+            As in `trl.GRPOTrainer`. Besides `get_reward`, which gives a reward at the end of the episode, an
+            environment may have `_step_reward`, which is asked for a reward after each tool call.
     """
 
     # The loss is already divided by the token count of the whole optimizer step
@@ -372,7 +374,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _guarded(self, environment_factory: Any) -> Any:
         """
-        Wrap the factory, or each in a dict of factories, so that an environment's error is raised on all processes.
+        Wrap a factory of environments, or each in a dict, so that an environment's error is raised on all processes.
         """
 
         def guard(factory: Any) -> Any:
@@ -391,7 +393,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return environment_factory and guard(environment_factory)
 
     def _reward_steps(self, kinds: set[type]) -> None:
-        """Add a reward function for each class of environment that rewards its steps, unless it is there."""
+        """Add a reward function for each class in `kinds` that has `_step_reward`, unless it was added before."""
         for kind in sorted(kinds, key=lambda kind: kind.__name__):
             function = step_rewards(lambda: self._collection, kind)
             if hasattr(kind, "_step_reward") and function.__name__ not in self.reward_func_names:
@@ -401,7 +403,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     def _adapt_grpo(self, policy: Any) -> None:
-        """Change what GRPO's constructor has set differently."""
+        """Change what GRPO's constructor has set in another way than PPO needs."""
         args = self.args
         self.reward_clip_range = args.reward_clip_range
         self.beta = 0.0  # our passes have the reference's log-probs
@@ -462,7 +464,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             self.model.train(is_training)
 
     def _own_draws(self) -> AbstractContextManager:
-        """Draw from the seed and the step within this context, and leave the training's random state alone."""
+        """Within this context, draw from a separate random state, made from the seed and the step."""
         batch = self._evaluation.seen if self._evaluation is not None else 0
         return untouched_rng(self.accelerator, self.args, self.state.global_step + batch)
 
@@ -508,8 +510,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         """
         Return the reward of each token. Override this to reward tokens in another way.
 
-        By default the score is at the last token, or where reward functions scored tokens, and each token pays
-        `kl_coef · kl`. The coefficient is `self.kl_controller.kl_coef`.
+        By default a response's score is at its last token, except the parts that reward functions gave to single
+        tokens, which are at these tokens; and `kl_coef · kl` is subtracted at each token. The coefficient is
+        `self.kl_controller.kl_coef`.
 
         Args:
             rollout: what was generated and scored.
@@ -534,7 +537,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             values: (B, T), of the critic, as in `rollout.values`; 0 without a critic.
 
         Returns:
-            Advantages and returns, (B, T) each. What `rollout.mask` hides is not read.
+            Advantages and returns, (B, T) each. Where `rollout.mask` is 0, they are not read.
         """
         args, mask = self.args, rollout.mask
         if args.whiten_rewards:
@@ -551,14 +554,14 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return advantages, returns
 
     def _lam(self, rollout: Rollout) -> float:
-        """Return `lam`, or what suits the scores of all processes: one for each answer, or some for its tokens."""
+        """Return `lam`. If it is unset, return 0.95 if any process has scores of single tokens, else 1."""
         if self.args.lam is not None:
             return self.args.lam
         is_by_token = torch.tensor([rollout.token_scores is not None], device=rollout.mask.device)
         return 0.95 if self.accelerator.gather(is_by_token).any() else 1.0
 
     def _mix_baselines(self, rollout: Rollout, rewards: Tensor, values: Tensor, advantages: Tensor) -> Tensor:
-        """Return (B, T) advantages over the mean return, alone or mixed with those over the critic."""
+        """Return (B, T) returns minus their mean, alone (`mean`) or mixed with the critic's advantages (`gated`)."""
         args, mask, actions = self.args, rollout.mask, self._actions(rollout.mask)
         zeros = torch.zeros_like(values)
         returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)
@@ -577,10 +580,10 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self, rollout: Rollout, rewards: Tensor, advantages: Tensor, returns: Tensor
     ) -> dict[str, float]:
         """
-        Return more metrics of a rollout; by default none. Override this to log your own.
+        Return metrics of a rollout to log besides PPO's own; by default none. Override this to log yours.
 
-        Each is logged as its mean over the processes and the rollouts since the last log. Every process must return
-        the same names.
+        Each metric is logged as its mean over the processes and over the rollouts since the last log. Every process
+        must return the same names.
 
         Args:
             rollout: what was generated and scored.
@@ -588,7 +591,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             advantages, returns: (B, T), of `advantages`.
 
         Returns:
-            One number for each name.
+            A number for each metric's name.
         """
         return {}
 
@@ -620,7 +623,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
         self._collection.calls.turn = 0  # also of a `rollout_func`, which has drawn the first turn by itself
         output = super()._tool_call_loop(*args, **kwargs)
-        while self._draws_together and self._most_rows(0):  # their turns are more than ours
+        while self._draws_together and self._most_rows(0):  # other processes have more turns than this one
             with temporarily(self, max_completion_length=1):
                 self._generate_answers([[self._tokenizer.pad_token_id]], None, {}, 1)
         return output
@@ -628,20 +631,20 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     @property
     def _draws_together(self) -> bool:
         """
-        Return whether all processes must generate together: weights are sharded, or one process sends vLLM all
-        prompts.
+        Return whether all processes must generate together, since weights are sharded, or one process sends vLLM the
+        prompts of all.
         """
         is_sharded = self._dist.is_zero3 or self.is_fsdp_enabled
         return self.accelerator.num_processes > 1 and (is_sharded or (self.use_vllm and self.vllm_mode == "server"))
 
     def _most_rows(self, rows: int) -> int:
-        """Return the most rows that a process generates for in this turn, and keep the number for the turn."""
+        """Return and keep the most rows that any process generates for in this turn; this process has `rows`."""
         everywhere = self.accelerator.gather(torch.tensor([rows], device=self.accelerator.device))
         self._collection.most_rows = int(everywhere.max())
         return self._collection.most_rows
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
-        """Run the models, then score: reward functions in the background run meanwhile."""
+        """Run policy, critic and reference, then score; background reward functions run while the models do."""
         collection = self._collection
         rows = collection.rows_with_answers(inputs)
         collection.start_scoring(rows, prompts, completions)
@@ -650,7 +653,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return collection.rewards_per_func
 
     def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
-        """Return the rewards, (rows of all processes, F); functions in the background are called last."""
+        """Call F reward functions, background functions last; return the rewards, (rows of all processes, F)."""
         order = background_last(self.reward_funcs)
         functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
         with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
@@ -659,14 +662,14 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
 
     def _reference_logprobs(self, ids: Tensor, lengths: list[tuple[int, int]], width: int, size: int) -> Tensor:
-        """Return the (B, T) log-probs of the reference: a model, or the policy with its adapter switched."""
+        """Return the reference's (B, T) log-probs: from its model, or the policy with the `ref` adapter or none."""
         if self.ref_model is not None:
             return self._passes(self.ref_model, ids, lengths, width, size)["logprobs"]
         with use_adapter(self._actor_critic, "ref" if "ref" in self._actor_critic.peft_config else None):
             return self._passes(self.model, ids, lengths, width, size)["logprobs"]
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
-        return None, None, None  # GRPO asks for log-probs where it may need them; our passes have them
+        return None, None, None  # GRPO asks for log-probs where it may need them; our passes compute them
 
     def _no_checkpointing(self) -> AbstractContextManager:
         return disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
@@ -701,7 +704,13 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return mask if self.args.gae_level == "token" else turn_starts(mask)
 
     def _normalize(self, rollout: Rollout, inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor | None]:
-        """Standardise and clip the scores, and scale those of tokens alike: (B,) and (B, T), for the token rewards."""
+        """
+        Standardise and clip the scores, for the token rewards.
+
+        Returns:
+            The (B,) scores; and the (B, T) token scores, multiplied by the factor of their row's score, or None if the
+            rollout has no token scores.
+        """
         normalizer, groups = self.reward_normalizer, None
         if normalizer.kind == "group":
             groups = gather_object([str(row[str(self.args.reward_group_column)]) for row in inputs])
@@ -715,7 +724,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """
-        Return clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, over the step's tokens.
+        Return clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, as means over the tokens of
+        the optimizer step.
         """
         args, mask = self.args, inputs["loss_mask"]
         if self._critic_only(self._step):
@@ -758,7 +768,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return actor_loss if values is None else actor_loss + self._value_loss(values, inputs)
 
     def _value_loss(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Return vf_coef · clipped value loss of (B, T) values, over the tokens of the step."""
+        """Return vf_coef · clipped value loss of (B, T) values, as a mean over the tokens of the optimizer step."""
         args, mask = self.args, inputs["loss_mask"]
         value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
         self.metrics.critic_updated(value, mask)
@@ -769,14 +779,15 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """
-        Return (B, T) log-probs, entropies and values of a micro-batch, and the auxiliary loss of experts.
+        Return four values of a micro-batch: log-probs, entropies and values, (B, T) each, and the experts' auxiliary
+        loss. The values are None with `baseline="mean"`, the loss is None without experts.
         """
         routers = {"output_router_logits": True} if self.aux_loss_enabled else {}
         outputs = self._run_models(model, inputs, with_entropies=True, **routers)
         return outputs["logprobs"], outputs["entropies"], outputs.get("values"), outputs.get("aux_loss")
 
     def _critic_forward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Return (B, T) values of a micro-batch; the policy is not run."""
+        """Return the critic's (B, T) values of a micro-batch, without running the policy."""
         is_ddp = isinstance(model, DistributedDataParallel)  # it waits for a gradient of every weight
         return self._run_models(model, inputs, with_logprobs=False, touch_policy=is_ddp)["values"]
 
@@ -788,7 +799,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     @torch.no_grad()
     def _add_up_kl(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> None:
-        """Add the micro-batch to the approximate KL of its minibatch, over all processes."""
+        """Add a micro-batch's approximate KL, summed over all processes, to that of its minibatch."""
         mask = inputs["loss_mask"]
         kl = torch.stack([masked_sum(approx_kl(logprobs, inputs["old_logprobs"]), mask), mask.sum().to(logprobs)])
         if self._step % self.args.gradient_accumulation_steps == 0:
@@ -796,7 +807,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self._kl_stop.add(self.accelerator.reduce(kl, reduction="sum"))
 
     def _warms_up(self, step: int) -> bool:
-        """Return whether micro-batch `step` is of a rollout that trains the critic alone."""
+        """Return whether micro-batch `step` belongs to one of the first rollouts, which train the critic alone."""
         return step // self._steps_per_rollout < self.args.critic_warmup_rollouts
 
     def _critic_only(self, step: int) -> bool:
@@ -807,13 +818,17 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return self._warms_up(step) or (number + 1) % self.args.critic_steps != 0
 
     def _policy_steps_before(self, step: int) -> int:
-        """Return the number of steps on this rollout that changed the policy before `step`, which changes it, too."""
+        """
+        Return the number of optimizer steps on this rollout that changed the policy before micro-batch `step`.
+
+        `step` must be a micro-batch that trains the policy.
+        """
         number, position = divmod(step % self._steps_per_rollout, self.args.steps_per_generation)
         before = number // self.args.critic_steps * self.args.steps_per_generation + position
         return before // self.args.gradient_accumulation_steps
 
     def _global_mean(self, values: Tensor, mask: Tensor) -> tuple[float, int]:
-        """Return the mean over the real entries of all processes, and their number."""
+        """Return the mean of the entries where `mask` is 1, over all processes, and the number of these entries."""
         moments = global_moments(self.accelerator, values, mask)
         return moments[1].item(), int(moments[0])
 
@@ -857,7 +872,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     @property
     def _steps_per_rollout(self) -> int:
-        """Micro-batches (forward and backward passes) per process in a rollout."""
+        """Return the number of micro-batches that each process trains on for a rollout, in all passes over it."""
         return self.args.steps_per_generation * self.num_iterations
 
     def _micro_batches(self, rollout: dict[str, Tensor], epoch: int) -> list[dict[str, Any]]:
@@ -896,7 +911,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return answers, logprobs
 
     def _check_room(self, prompt_ids: list[list[int]]) -> None:
-        """Raise if a prompt, with what `reset` added, fills the whole context."""
+        """Raise if a prompt, with what `reset` added, leaves no room for an answer in the policy's context."""
         context = getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None)
         longest = max(map(len, prompt_ids))
         if self.environments is not None and context and longest >= context:
@@ -911,7 +926,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _generate_answers(
         self, prompt_ids: list, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Generate one turn for each prompt; return its tokens, and their log-probs if training needs them."""
+        """Generate one turn for each prompt; return the turns' tokens, and their log-probs if training needs them."""
         generate = super()._generate_single_turn
         if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids))[0]:
             return drawn
@@ -936,7 +951,11 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             return answers, None if recorder is None else recorder.take(answers)
 
     def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
-        """Return how many tokens the longest answer of a turn may have, since TRL cuts off what is beyond."""
+        """
+        Return how many tokens an answer in this turn may have: no fewer than any row has room for.
+
+        TRL cuts off what exceeds the room of an answer's own row.
+        """
         collection, limit = self._collection, self.max_completion_length
         if collection.calls.turn == 0:
             collection.longest_prompt = max(map(len, prompt_ids))
@@ -946,7 +965,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _take_up(self, prompt_ids: list) -> tuple[list[list[int]], list[list[float]]]:
         """
-        Return the answers that were generated ahead for these prompts, and their log-probs; none if a server failed.
+        Return the answers that were generated ahead for the prompts, and their log-probs; two empty lists if a server
+        failed.
         """
         assert self._ahead is not None
         answers = self._ahead.take(prompt_ids).answers.result()
@@ -954,7 +974,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return answers.ids, logprobs
 
     def _started_ahead(self) -> dict[int, Started]:
-        """Return the reward functions that started when the rollout was generated, by their place in the list."""
+        """Return the calls of reward functions that began when the rollout was generated, by the function's index."""
         return self._ahead.started() if self._ahead is not None and self.model.training else {}
 
     def _gathered_for_generation(self) -> AbstractContextManager:
@@ -966,7 +986,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return kept_by_fsdp2(policy)
 
     def _log_advantages(self, advantages: Tensor, mask: Tensor) -> None:
-        """Put each row's mean advantage into the completions table, in place of GRPO's."""
+        """Put each row's mean advantage into the completions table, in place of GRPO's advantage."""
         means = self.accelerator.gather((advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
         for _ in range(min(len(means), len(self._logs["advantages"]))):
             self._logs["advantages"].pop()
@@ -1004,7 +1024,12 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return norm
 
     def _finish_gradients(self) -> None:
-        """Drop the policy's gradients if only the critic is trained; observe norms; stop if they are not finite."""
+        """
+        Look at the gradients before the optimizer step.
+
+        The policy's gradients are dropped if the step trains the critic alone. The norms are observed. If a norm is
+        not finite, and there is no fp16 loss scaler to skip the step, the weights are saved and an error is raised.
+        """
         if self.is_deepspeed_enabled:
             return  # the engine owns the gradients
         actor_critic, scaler = self._actor_critic, getattr(self.accelerator, "scaler", None)
@@ -1075,7 +1100,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         Answer the evaluation prompts greedily, and show the answers with their scores, in W&B too (TRL 1.12's method).
 
         Args:
-            sampling: as in TRL 1.12, whether to stop after the first batch.
+            sampling: whether to stop after the first batch, as in TRL 1.12.
 
         Returns:
             Rows with `query`, `model response` and `score`, on every process.
@@ -1122,7 +1147,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     # ---- Environments ----
 
     def _own_environments(self) -> AbstractContextManager:
-        """Play evaluations in separate environments, so that those of the training do not change."""
+        """Play evaluations in separate environments, so that the training's environments do not change."""
         if self.environment_factories is None:
             return nullcontext()
         if self._eval_pool is None:
@@ -1144,7 +1169,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 load_states(self._environment_pool, self.environment_factories, states["eval"])
 
     def _warn_of_kept_states(self, rows: list[dict[str, Any]]) -> None:
-        """Warn of environments that keep state over episodes, since a resumed run would then differ."""
+        """Warn if an environment keeps state from one episode to the next: a resumed run would lack that state."""
         assert self.environments is not None and self.environment_factories is not None
         checked: set[type] = set()
         for row, environment in zip(rows, self.environments, strict=True):
@@ -1294,7 +1319,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             super()._load_from_checkpoint(os.path.join(checkpoint, "critic"), self._actor_critic.critic)
 
     def _as_policy(self) -> AbstractContextManager:
-        """Show the Trainer the policy alone as its model."""
+        """Within this context, let the Trainer see the policy alone as its model."""
         return temporarily(self, model=self._actor_critic.policy)
 
     def _without_base(self) -> AbstractContextManager:
@@ -1324,7 +1349,11 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
 
 class _EpochSeeded(Sampler):
-    """Seed RepeatSampler anew for each epoch: it draws on from one generator, so a resume would replay epoch 0."""
+    """
+    Seed TRL's RepeatSampler anew for each epoch.
+
+    By itself it draws all epochs from one generator, so a resumed run would replay epoch 0.
+    """
 
     def __init__(self, sampler: RepeatSampler, seed: int, epoch: Callable[[], int]):
         self.sampler, self.seed, self.epoch = sampler, seed, epoch
@@ -1336,7 +1365,7 @@ class _EpochSeeded(Sampler):
         yield from self._rows_of(self.epoch())
 
     def rollouts_of(self, epoch: int) -> list[int]:
-        """Return the rows of an epoch's rollouts, over all processes, each rollout once."""
+        """Return the dataset indices of an epoch's rollouts, over all processes, each rollout once."""
         with temporarily(self.sampler, repeat_count=1):
             return list(self._rows_of(epoch))
 
@@ -1348,9 +1377,11 @@ class _EpochSeeded(Sampler):
 
 def _as_grpo_reads(args: PPOConfig, model: Any) -> AbstractContextManager:
     """
-    Show GRPO our settings under its names, and the defaults for the settings of its own loss, which we do not use.
+    Within this context, `args` has the names that GRPO's constructor reads.
 
-    With `beta=0` it does not load a reference from the policy's path. Otherwise it copies a given adapter into `ref`.
+    Our settings are there under GRPO's names. The settings of GRPO's own loss, which PPO does not use, have their
+    defaults. `beta` is 1 for a [`~peft.PeftModel`], whose adapter GRPO then copies into `ref`, and 0 for other models,
+    for which GRPO then loads no reference.
     """
     its_own = {field.name: field.default for field in fields(GRPOConfig) if not hasattr(args, field.name)}
     its_own["vllm_importance_sampling_correction"] = False

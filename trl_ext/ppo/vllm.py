@@ -22,12 +22,12 @@ _PATIENCE = 60.0  # seconds to wait for a server's configuration, which takes lo
 
 
 class ServerLost(ConnectionError):
-    """Say that the vLLM server is gone and did not come back in time, or that it refuses a request."""
+    """Say that the vLLM server did not come back in time, that it refuses a request, or that it fails each time."""
 
 
 def check_logprobs(engine: Any) -> None:
     """
-    Check that vLLM returned a log-prob for each token that it sampled.
+    Wrap `engine.generate`: after each call it checks that vLLM returned a log-prob for each token that it sampled.
 
     The log-probs are those of the sampled distribution, after temperature and truncation (`processed_logprobs`). For
     greedy decoding they are those at temperature 1.
@@ -55,8 +55,9 @@ def sampled_logprobs(
 
     Args:
         ids: the tokens of each answer.
-        logprobs: for each token of each answer its log-prob, nats; TRL returns None for NaN.
-        of_tokens: for each log-prob the token that it belongs to; None if vLLM does not return these tokens.
+        logprobs: for each token of each answer a list that begins with the token's log-prob, nats; TRL returns None
+            for NaN.
+        of_tokens: likewise, the token that each log-prob belongs to; None if vLLM does not return these tokens.
 
     Returns:
         One number for each token, nats.
@@ -103,7 +104,7 @@ def check_loadable(engine: Any) -> None:
     """
     Raise a `ValueError` if vLLM in this process has packed its weights for CPU kernels, and cannot load new ones.
 
-    Its parameters are empty then.
+    vLLM's parameters are empty in that case.
     """
     if (llm := getattr(engine, "llm", None)) is None or engine.accelerator.device.type != "cpu":
         return
@@ -117,11 +118,11 @@ def check_loadable(engine: Any) -> None:
 
 def check_server(args: Any) -> None:
     """
-    Wait for the vLLM server, and raise if it is set up wrongly, before anything is loaded.
+    Wait for the vLLM server, and raise if it is set up wrongly, before any model is loaded.
 
     Raises:
-        ServerLost: it does not answer within `vllm_server_timeout`.
-        ValueError: it was started without a flag that TRL or PPO needs; the message names the flag.
+        ServerLost: the server does not answer within `vllm_server_timeout`.
+        ValueError: the server was started without a flag that TRL or PPO needs; the message names the flag.
     """
     if args.use_vllm and args.vllm_mode == "server" and args.process_index == 0:
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
@@ -155,7 +156,7 @@ def _restart(url: str, what: str, how: str) -> ValueError:
 
 
 def _waited(ask: Callable[[], Any], url: str, seconds: float, reason: str | None = None) -> Any:
-    """Call `ask` until the server answers, and return its result; raise [`ServerLost`] after `seconds`."""
+    """Call `ask` again until the server answers, and return the result; raise [`ServerLost`] after `seconds`."""
     end = time.monotonic() + seconds
     has_printed = False
     while True:
@@ -188,7 +189,7 @@ class ServerGuard:
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self._failure: Exception | None = None  # of the first process: why the rollout has no answers
+        self._failure: Exception | None = None  # on the first process: why the rollout has no answers
         if not trainer.accelerator.is_main_process:
             return
         from requests.adapters import HTTPAdapter  # vLLM requires it, so it is installed wherever this runs
@@ -203,10 +204,11 @@ class ServerGuard:
 
     def answered(self, draw: Callable[[], tuple]) -> tuple:
         """
-        Return what `draw`, TRL's weight sync and generation, returns once the server has answered.
+        Call `draw`, which sends the weights and generates by TRL, until the server has answered; return its result.
 
         Raises:
-            ServerLost: on all processes, with one sentence.
+            ServerLost: on all processes: the server does not come back in time, refuses the request, or has failed
+                three times.
         """
         for _ in range(_TRIES):
             if (answers := draw())[0]:
@@ -228,7 +230,7 @@ class ServerGuard:
         _waited(self._connect, url, self.trainer.args.vllm_server_timeout, type(failure).__name__)
 
     def _connect(self) -> None:
-        """Connect to a restarted server again, so that weights can be sent to it."""
+        """If the server was restarted, connect to it again, so that weights can be sent to it."""
         instance = _configuration(self._client.base_url).get("instance_id")
         if instance != self._instance:
             self._client.close_communicator()
@@ -263,7 +265,7 @@ class ServerGuard:
             pass
 
     def _ask(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the server; return None if it fails, or has failed since the last recovery."""
+        """Ask the server by `ask`; return None if the server fails, or has failed since the last recovery."""
         if self._failure is not None:
             return None
         try:

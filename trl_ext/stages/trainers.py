@@ -1,4 +1,4 @@
-"""Extend TRL's SFT and reward trainers: their runs can be resumed exactly, and record themselves."""
+"""Extend TRL's SFT and reward trainers, so that their runs can be resumed exactly, and are recorded."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class SFTConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.SFTConfig
     """
     Extend TRL's `SFTConfig` by settings for saving, and hide credentials from W&B, TensorBoard and the like.
 
-    `bf16` and `gradient_checkpointing`, where they are not set, are off on a CPU: there both cost time.
+    If they are not set, `bf16` and `gradient_checkpointing` are off on a CPU, where both cost time.
     """
 
     gradient_checkpointing: bool | None = setting(
@@ -42,10 +42,10 @@ class SFTConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.SFTConfig
 @dataclass
 class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
     """
-    Extend TRL's `RewardConfig` by settings for saving, and for labels that are more or less sure.
+    Extend TRL's `RewardConfig` by settings for saving, and for a confidence and a weight of each pair.
 
-    It hides credentials from W&B, TensorBoard and the like. `bf16` and `gradient_checkpointing`, where they are not
-    set, are off on a CPU: there both cost time.
+    The class hides credentials from W&B, TensorBoard and the like. If they are not set, `bf16` and
+    `gradient_checkpointing` are off on a CPU, where both cost time.
     """
 
     gradient_checkpointing: bool | None = setting(
@@ -91,12 +91,14 @@ class _RecordedRun(ResumableRun):
 
 
 class ResumableSFTTrainer(_RecordedRun, SFTTrainer):
-    """Extend TRL's `SFTTrainer`: it resumes only from a complete checkpoint of the same run."""
+    """Extend TRL's `SFTTrainer`, so that it resumes only from a complete checkpoint of the same run."""
 
 
 class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
     """
-    Extend TRL's `RewardTrainer`: it takes [`RewardConfig`], and resumes only from a complete checkpoint of its run.
+    Extend TRL's `RewardTrainer`, so that it resumes only from a complete checkpoint of the same run.
+
+    With [`RewardConfig`], its loss can read a confidence and a weight of each pair.
     """
 
     _is_classifier = True
@@ -124,7 +126,7 @@ class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute TRL's loss, changed by each pair's weight and confidence."""
+        """Compute TRL's loss, in which a pair's confidence smooths its label, and its weight multiplies its loss."""
         columns, batch = take_columns(inputs, self._pair_columns)
         if not columns:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -76,7 +76,7 @@ def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, 
     """
     Return the dataset if its rows can be trained on; else raise an error, which names the first bad rows.
 
-    Of a stream a dataset is returned that checks each row when it is read.
+    For a stream, return one that checks each row when the row is read.
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         hint = ": pass one of its splits" if isinstance(dataset, (DatasetDict, IterableDatasetDict)) else ""
@@ -133,7 +133,7 @@ def check_not_dropped(trainer: Any, given: Any, given_eval: Any = None) -> None:
 
 
 def check_evaluation(dataset: Any, args: DPOConfig, columns: tuple[str, ...]) -> Any:
-    """Check an evaluation dataset, or each of a dictionary's, by [`check_dataset`]; return what that returns."""
+    """Check an evaluation dataset, or each dataset of a dictionary, by [`check_dataset`], and return the result."""
     if not isinstance(dataset, dict):
         return check_dataset(dataset, "eval", args, columns)
     return {name: check_dataset(part, f"eval {name!r}", args, columns) for name, part in dataset.items()}
@@ -171,7 +171,7 @@ def _problems(example: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str
 
 def name_row(trainer: Any, inputs: dict[str, Any], row: int) -> str:
     """
-    Say from which dataset row the row number `row` of a batch comes; it is found by its tokens.
+    Name the dataset row that row number `row` of a batch comes from; it is found by its tokens.
 
     The first half of the batch's rows are chosen answers, the second half rejected ones.
     """

@@ -65,7 +65,7 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
 
 
 def warn_of_shift(shift: dict[str, float], bound: float) -> None:
-    """Warn if `chosen_below_sampled` in a [`distribution_shift`] is above `bound`."""
+    """Warn if `chosen_below_sampled`, one of the values that [`distribution_shift`] returns, is above `bound`."""
     if shift["chosen_below_sampled"] <= bound:
         return
     warnings.warn(

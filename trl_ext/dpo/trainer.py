@@ -1,4 +1,4 @@
-"""DPO on TRL's `DPOTrainer`: a β that adapts, and a loss that reads margins, confidences and weights of pairs."""
+"""Extend TRL's `DPOTrainer` by a β that adapts, and a loss that reads margins, confidences and weights of pairs."""
 
 import contextlib
 import copy
@@ -398,7 +398,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     @property
     def _controllers(self) -> dict[str, Any]:
-        """Return the β controller and margin normalizer in use, whose states are saved, by their settings' values."""
+        """Return what has a state to save, by its setting's value: β controller and margin normalizer, if in use."""
         named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
         return {name: c for name, c in named.items() if c is not None and name != "fixed"}
 

@@ -37,8 +37,8 @@ def mine_phrases(
     The n-grams that pass become phrases in the order of the lower bound (Σ s·w − t·√Σw²) / Σw, the highest first. Each
     is first extended, as long as nearly all of its occurrences have the same word beside them. Its occurrences are
     then taken out of the texts: an n-gram that lies within the phrase, crosses its border or contains it must pass by
-    its other occurrences. If two n-grams pass of which one has one more word than the other, and covers at least a
-    quarter of the other's occurrences, the longer one comes first.
+    its other occurrences. If an n-gram passes, and so does a longer one, with one more word, which covers at least a
+    quarter of its occurrences, the longer one comes first.
 
     Words are case-folded. A punctuation mark is a word, and so is a character of a script without spaces. An n-gram
     lies within one sentence and one line. If a text occurs in several pairs, as where answers are ranked, the pairs'
@@ -49,7 +49,8 @@ def mine_phrases(
         longest: largest number of words of the n-grams that are counted; a phrase is longer if it is extended.
         least: number of pairs in which exactly one answer must have the phrase; a rarer phrase may be chance.
         level: largest probability that any phrase is returned if the labels are tossed coins.
-        together: share of a phrase's occurrences that must have the same word beside them for it to be extended by it.
+        together: share of a phrase's occurrences that must have the same word beside them, for the phrase to be
+            extended by this word.
         most: largest number of phrases to return.
 
     Returns:
@@ -122,7 +123,7 @@ class _Texts:
         self.firsts = np.searchsorted(self.words[self.order], np.arange(len(folded) + 1))
 
     def votes(self, owners: np.ndarray) -> tuple[float, float, float]:
-        """Return Σ s·w, Σw² and Σw over the pairs of which exactly one text has the phrase, that is, is in `owners`."""
+        """Return Σ s·w, Σw² and Σw over the pairs of which exactly one text is in `owners`, those with the phrase."""
         owners = np.unique(owners)
         alone = owners[~np.isin(owners ^ 1, owners)]
         weights = self.weights[alone]

@@ -83,8 +83,8 @@ def probe_reward(
         - `over_control` and `control_interval`: for a phrase, its mean gain on the better half minus that of other
           words of its length;
         - `verdict`: "suspicious"; "did not lower", if the change should lower the score, and `gain_interval` does not
-          lie below 0; "as it should"; or "not judged", for too few changed answers;
-        - `suspicious`: whether this is the verdict; and `why`: the reason for the verdict in a sentence, or None;
+          lie below 0; "as it should"; or "not judged", if it changes too few answers, or all answers have one score;
+        - `suspicious`: whether the verdict is "suspicious"; and `why`: the reason for the verdict, or None;
         - `examples`: the answers with the highest gains, up to three, before and after the change.
 
     Raises:

@@ -51,8 +51,8 @@ def accuracy_interval(
     """Return a confidence interval of the accuracy, by resampling prompts, each with all of its pairs.
 
     Pairs that share a prompt, such as those of a ranking, are not independent. So prompts are resampled, not pairs (a
-    bootstrap of clusters). With few prompts a bootstrap says too little, so Wilson's interval for as many rows as there
-    are prompts is returned.
+    bootstrap of clusters). With few prompts a bootstrap says too little, so Wilson's interval is returned, for as many
+    rows as there are prompts.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
@@ -75,7 +75,8 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
-        groups: the column's value for each pair. If it is a list, such as of annotators, the pair counts for each.
+        groups: the column's value for each pair. If this is a list, such as of annotators, the pair counts for each
+            item.
 
     Returns:
         A dictionary for each value: the `value`, its number of `pairs`, their `accuracy`, and the accuracy's Wilson

@@ -23,10 +23,10 @@ from .weights import base_model_of, vocabulary_of
 
 def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | None = None) -> dict[str, Tensor]:
     """
-    Return `position_ids` for a model's forward, under this name, so that padding does not change a row's outputs.
+    Return the argument `position_ids` of a model's forward with which padding does not change a row's outputs.
 
-    They are the positions `given`, if any, else counted from the mask. Return {} if there is neither, or if the
-    model's forward takes no `position_ids`.
+    The positions are those `given`, if any, else they are counted from the mask. Return {} if there are no `given`
+    positions and no mask, or if the model's forward takes no `position_ids`.
     """
     if "position_ids" not in inspect.signature(type(base_model_of(model)).forward).parameters:
         return {}
@@ -171,7 +171,7 @@ class ActorCritic(nn.Module):
         if predicts is None:
             return self.policy(**inputs, **positions(self.policy, attention_mask, position_ids), **kwargs)
         outputs: dict[str, Any] = {}
-        if with_values:  # first, so that the backward pass frees the logits, the largest tensor, before it comes here
+        if with_values:  # before the logits, the largest tensor: the backward pass then frees the logits first
             values = self.state_values(input_ids, attention_mask, position_ids, predicts)
             if touch_policy:
                 values = values + 0.0 * sum(p.flatten()[0] for p in self.parameters_of("policy") if p.requires_grad)

@@ -42,10 +42,15 @@ _KEEP_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 def check_config(config: Any, name: str, shares_base: bool = True) -> None:
     """
-    Raise a `ValueError` for an adapter that cannot be used, or would change the base of reference and other adapters.
+    Raise a `ValueError` for the configuration of an adapter that cannot be used.
 
-    Refused are learned prompts, with `shares_base` (actor and critic on one base) whatever is not LoRA, and LoRA
-    settings that change the base's weights. `name` is what the error message calls the configuration.
+    Refused are
+
+    - learned prompts;
+    - adapters other than LoRA, if actor and critic share a base (`shares_base`);
+    - LoRA settings that change the base's weights, since the reference and other adapters need them unchanged.
+
+    `name` is what the error message calls the configuration.
     """
     if config.is_prompt_learning or config.is_adaption_prompt:
         raise ValueError(
@@ -170,7 +175,7 @@ def _add(policy: Any, name: str, config: LoraConfig, what: str) -> None:
 
 
 def copy_adapter(policy: Any, source: str, target: str) -> bool:
-    """Copy adapter `source` to adapter `target` if they have equal shapes and scalings; return whether they have."""
+    """Copy adapter `source` to adapter `target` if shapes and scalings are equal; return whether it was copied."""
     a, b = (get_peft_model_state_dict(policy, adapter_name=n, save_embedding_layers=False) for n in (source, target))
     layers: list[Any] = [layer for layer in policy.modules() if isinstance(layer, BaseTunerLayer)]
     scalings = [[layer.scaling.get(name) for layer in layers] for name in (source, target)]
@@ -275,7 +280,7 @@ class OneAdapter(nn.Module):
 
 
 class SharedBase:
-    """Load several sequence classifiers of one label that were saved as adapters of one base, and the base once."""
+    """Load several sequence classifiers of one label, saved as adapters of one base, and load this base only once."""
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -304,7 +309,7 @@ class SharedBase:
 
 
 def base_named_by(path: str) -> tuple[Any, ...] | None:
-    """Return three values, an adapter's base's name, revision and hash; or None if the adapter cannot share a base."""
+    """Return the name, revision and hash of an adapter's base, three values; None if it cannot share a base."""
     config = PeftConfig.from_pretrained(path)
     try:
         check_config(config, path)

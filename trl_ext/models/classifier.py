@@ -88,7 +88,7 @@ def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None =
 
 
 def check_one_label(model: Any, name: str) -> None:
-    """Raise a `ValueError` if a model is not a sequence classifier with one label; `name` is for the message."""
+    """Raise a `ValueError` if a model, called `name` in the message, is not a sequence classifier with one label."""
     score = getattr(model, "score", None)
     if not isinstance(score, nn.Module) or not hasattr(score, "weight"):
         raise ValueError(

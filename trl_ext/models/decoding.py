@@ -64,6 +64,9 @@ def decode(
         histories: keys and values from earlier turns, which are used, and to which those of this turn are added.
         inputs: `input_ids` (B, P), left-padded, their `attention_mask`, a `generation_config`, and any other inputs
             of the model.
+
+    Returns:
+        (B, P + T) ids of prompts and answers, or whatever else `policy.generate` returns for these inputs.
     """
     config, base = inputs.get("generation_config"), base_model_of(policy)
     other_ways = {"assistant_model", "custom_generate"} & inputs.keys()
@@ -116,7 +119,7 @@ def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
 @contextmanager
 def _transposed_head(base: Any) -> Iterator[None]:
     """
-    Within the block, compute the logits of up to 8 rows on a CPU as (W xᵀ)ᵀ: MKL takes half as long as for x Wᵀ.
+    Within the block, compute logits of up to 8 rows on a CPU as (W xᵀ)ᵀ: MKL takes about half as long as for x Wᵀ.
 
     W is the weight of the LM head, the model's largest matrix. For (W xᵀ)ᵀ it is read in the order in which it lies in
     memory.
@@ -218,9 +221,9 @@ def _decode_live_rows(
 @torch.no_grad()
 def _prefilled(base: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
     """
-    If a prompt occurs in several rows, compute each prompt once; return the rows' cache, without their last token.
+    If a prompt occurs in several rows, compute it once; return the cache of all rows' prompts without the last token.
 
-    If all prompts differ, or have one token, return an empty cache.
+    If all prompts differ, or have only one token, return an empty cache.
     """
     cache = _cache(base)
     prompts, row = torch.stack([input_ids, attention_mask]).unique(dim=1, return_inverse=True)

@@ -16,7 +16,7 @@ from .adapters import load_adapter, save_classifier
 
 
 def weights_of(role: str, state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """Return the weights of "policy" or "critic" from an actor-critic's `state_dict`; None if that is None."""
+    """Return the weights of `role`, "policy" or "critic", from an actor-critic's `state_dict`; None if it is None."""
     if state_dict is None:
         return None
     return {k.removeprefix(f"{role}."): v for k, v in state_dict.items() if k.startswith(f"{role}.")}

@@ -79,7 +79,7 @@ def weights_hash(module: Any) -> str:
 
 
 def config_identity(model: Any) -> str:
-    """Return a hash of a model's configuration, without its path, and the name of its attention implementation."""
+    """Return a text: a hash of a model's configuration without its path, and the attention implementation's name."""
     config = base_model_of(model).config
     settings = config.to_diff_dict()
     for name in ("_name_or_path", "name_or_path", "transformers_version"):

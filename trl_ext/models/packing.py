@@ -112,7 +112,7 @@ def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]
         most: the largest K that is tried.
 
     Returns:
-        K lists, each of the numbers of the rows in one sequence.
+        For each of the K sequences, the list of the numbers of its rows.
     """
     order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
     best, least = [], float("inf")
@@ -142,7 +142,7 @@ def keeps_rows_apart(forward: Callable[[Packed], Iterable[Tensor]], vocabulary: 
     Args:
         forward: runs the model on packed rows; returns (N,) tensors, its outputs for the N response tokens.
         vocabulary: number of token ids.
-        device: of the model.
+        device: the model's device.
     """
     row = (torch.arange(8) + 8) % vocabulary
     outputs = []

@@ -179,7 +179,7 @@ class RolloutProcess:
             del self._pending[number]
 
     def _note_death(self, error: Exception) -> None:
-        """Warn that the process died; after too many deaths in a row, fail all jobs."""
+        """Warn that the process died; after more than `_RESTARTS` deaths in a row without answers, fail all jobs."""
         code = self._end()
         with self._lock:
             how, self._error = self._error or (repr(error) if code is None else _exit_reason(code)), ""

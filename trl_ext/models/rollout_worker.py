@@ -148,7 +148,7 @@ def serve(pipe_fd: int, memory_fd: int, parent: int) -> None:
     Args:
         pipe_fd: file descriptor of the connection. A `Setup` and then `Job`s come in; `Answers`, or the text of an
             error, go out.
-        memory_fd: file descriptor of the weights.
+        memory_fd: file descriptor of the shared file with the weights.
         parent: the trainer's process id.
     """
     pipe, messages = Connection(pipe_fd), SimpleQueue[bytes]()

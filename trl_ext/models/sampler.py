@@ -109,14 +109,14 @@ class TokenSampler(LogitsProcessor):
         """
         Return the (B, `tokens`) log-probs, nats, of the first `tokens` steps since the previous `take`.
 
-        Those of further steps, whose tokens `generate` has dropped, are dropped, too.
+        Log-probs of further steps are dropped, since `generate` has dropped their tokens.
         """
         steps, self._steps = self._steps, []
         return torch.stack(steps[:tokens], dim=1)
 
 
 class SamplerRecorder:
-    """Keep the tokens drawn in a rollout, and their log-probs as they were drawn, after warpers such as top-k."""
+    """Keep the tokens drawn in a rollout, and their log-probs when drawn, that is, after warpers such as top-k."""
 
     def __init__(self) -> None:
         self._drawn: list[tuple[Tensor, Tensor]] = []  # (B, T) ids and log-probs of each batch of prompts

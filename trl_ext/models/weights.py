@@ -92,7 +92,11 @@ def size_of(parameters: Iterable[Tensor]) -> int:
 
 
 def whole(parameter: Tensor, modifier_rank: int | None = None) -> AbstractContextManager:
-    """Gather a parameter for the block, if ZeRO-3 has partitioned it; keep changes by process `modifier_rank`."""
+    """
+    Gather a parameter for the block, if ZeRO-3 has partitioned it.
+
+    What process `modifier_rank` changes in it is kept; with None, nothing may be changed.
+    """
     if not hasattr(parameter, "ds_id"):
         return nullcontext()
     import deepspeed

@@ -190,7 +190,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             batch |= self._reference_logps(batch)
             weight, others = self._split_loss_weights()
             tap = TappedModel(model, partial(self._observe_pairs, batch, columns))
-            # Within, each pair may have a β of its own; afterwards it is a number again
+            # Within the block, `self.beta` may hold a β for each pair; after it, `self.beta` is a number again
             with temporarily(self, beta=self.beta, loss_weights=others, precompute_ref_logps=True):
                 result = super()._compute_loss(tap, batch, return_outputs)
             self.beta, loss = tap.result

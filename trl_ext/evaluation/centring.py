@@ -45,7 +45,7 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
         covariance += ridge * scale * torch.eye(len(covariance), dtype=torch.double)
         shift = torch.linalg.solve(covariance, mean)
     else:
-        shift = mean  # all answers are equal, so no head's scores vary: take the smallest one
+        shift = mean  # all answers are equal, so no head's scores vary: take the smallest shift
     return shift / (shift @ mean)
 
 
@@ -115,7 +115,7 @@ def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, Any], dict[
 
     if isinstance(trainer.model, FSDPModule):  # else the head is a gathered copy, which is not what will be saved
         trainer.model.reshard()
-    with GatheredParameters(list(head.parameters()), modifier_rank=0):  # ZeRO-3 leaves them empty
+    with GatheredParameters(list(head.parameters()), modifier_rank=0):  # else empty under ZeRO-3
         mean, margins_before = scores(reference).mean(), scores(chosen) - scores(rejected)
         if head.bias is not None:
             _subtract(head.bias, mean)

@@ -78,10 +78,10 @@ def mine_phrases(
         del waiting[gram]
         at = texts.occurrences(gram)
         at = at[~covered[at[:, None] + np.arange(len(gram))].any(1)]
-        place = max(place, -_strength(texts.votes(texts.owner[at]), t))  # less, if part of it was taken out
+        place = max(place, -_strength(texts.votes(texts.owner[at]), t))  # of what was not taken out
         if place >= 0:
             continue
-        # What is largely a part of other phrases comes after them, with what remains of it
+        # An n-gram that is largely a part of longer ones comes after them, with its remaining occurrences
         place = max([place, *(1e-9 - waiting[longer] for longer in texts.longer(gram, at, waiting))])
         if place < 0 and queue and place > queue[0][0] + 1e-12:
             waiting[gram] = -place

@@ -125,7 +125,7 @@ def rankings_of_pairs(
         answers = list(dict.fromkeys(answer for pair in sorted(pairs, key=repr) for answer in pair))
         won = [sum(better == answer for better, _ in pairs) for answer in answers]
         compared = {frozenset(pair) for pair in pairs}
-        # It is an order if each two are compared once, and they win 0, 1, … n − 1 times
+        # The pairs give a ranking if every two answers are compared once, and the answers win 0, 1, … n − 1 times
         if len(answers) > 2 and len(compared) == len(pairs) and sorted(won) == list(range(len(answers))):
             found.append((prompt, answers, [len(answers) - number for number in won]))
     return found

@@ -159,7 +159,7 @@ def add_critic(policy: Any, config: LoraConfig | None) -> None:
 def _add(policy: Any, name: str, config: LoraConfig, what: str) -> None:
     first = policy.peft_config[POLICY]
     config.task_type = first.task_type  # else PEFT looks for a head to train
-    # PEFT sets it when it wraps or saves a model, but not when it adds an adapter
+    # PEFT sets the base's name when it wraps or saves a model, but not when it adds an adapter
     config.base_model_name_or_path = first.base_model_name_or_path or base_model_of(policy).name_or_path or None
     try:
         policy.add_adapter(name, config)
@@ -187,7 +187,7 @@ def copy_adapter(policy: Any, source: str, target: str) -> bool:
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
     """Return the adapters' settings, and a hash of the reference adapter, if any: a run resumes only with the same."""
-    # These tell where an adapter came from, or are set by PEFT while it is used
+    # These settings tell where an adapter came from, or are set by PEFT while the adapter is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
     facts: dict[str, Any] = {}
     for name, config in policy.peft_config.items():
@@ -304,7 +304,7 @@ class SharedBase:
         else:
             names = list(self.model.peft_config)
             self.model.load_adapter(path, f"member_{len(names)}")
-        self.switch = AdapterSwitch(self.model)  # made anew, since each may adapt other layers
+        self.switch = AdapterSwitch(self.model)  # made anew, since each adapter may adapt other layers
         return OneAdapter(self, f"member_{len(names)}")
 
 

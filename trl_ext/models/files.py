@@ -29,7 +29,7 @@ def save_critic(actor_critic: ActorCritic, folder: str, state_dict: dict[str, Te
     `state_dict` holds the actor-critic's gathered weights, if they are sharded.
     """
     weights, critic = weights_of("critic", state_dict), actor_critic.critic
-    if actor_critic.shares_base:  # then these weights are its head's, and its adapter's are in the policy
+    if actor_critic.shares_base:  # then `weights` are its head's; its adapter's are in the policy
         policy_weights = weights_of("policy", state_dict)
         save_classifier(actor_critic.policy, CRITIC, weights or critic.state_dict(), folder, policy_weights)
     else:

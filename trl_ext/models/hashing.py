@@ -19,6 +19,6 @@ def file_hash(path: str | os.PathLike[str]) -> str:
     digest = xxhash.xxh3_128(str(size).encode())
     with open(path, "rb") as file:
         for i in range(count):
-            file.seek(i * (size - _PIECE) // (count - 1) if i else 0)  # the last one ends with the file
+            file.seek(i * (size - _PIECE) // (count - 1) if i else 0)  # the last piece ends with the file
             digest.update(file.read(_PIECE))
     return digest.hexdigest()

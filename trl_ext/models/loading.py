@@ -73,7 +73,7 @@ class Loader:
 @contextmanager
 def whole_on_each_process() -> Iterator[None]:
     """Load models in full on every process within the block, also under FSDP and ZeRO-3, which would shard them."""
-    from ..upstream.names import _hf_deepspeed_config_weak_ref as zero  # as it is now
+    from ..upstream.names import _hf_deepspeed_config_weak_ref as zero  # its present value
 
     without_zero3 = nullcontext() if zero is None else temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None)
     with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"), without_zero3:

@@ -56,7 +56,7 @@ class Setup:
     autocast: torch.dtype | None
     generation_config: GenerationConfig
     eos_token_ids: list[int]
-    batch_size: int  # prompts at once
+    batch_size: int  # prompts to answer at once
     threads: int
 
     def slot(self, memory: Tensor, version: int) -> dict[str, Tensor]:

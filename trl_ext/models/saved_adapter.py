@@ -104,7 +104,7 @@ def load_adapted(
     if is_new_head and not is_whole:
         raise ValueError(f"{path} cannot be given a head under ZeRO-3: {_MERGE}")
     try:
-        if is_new_head:  # PEFT cannot load it without one
+        if is_new_head:  # PEFT cannot load a classifier's adapter without a head
             config.inference_mode, config.init_lora_weights = False, True
             weights["base_model.model.score.weight"] = model.score.weight.detach().clone()
             adapted = get_peft_model(model, config, autocast_adapter_dtype=is_whole)
@@ -124,7 +124,7 @@ def load_adapted(
                 raise ValueError(f"missing {missing[:2]}, unexpected {result.unexpected_keys[:2]}")
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{path} does not fit its base {base}: {str(error).strip()[:300]}") from error
-    adapted.adapter_path = path  # the report of a run that trains it compares with what is recorded there
+    adapted.adapter_path = path  # the report of a run that trains it compares with what is recorded at this path
     return adapted
 
 

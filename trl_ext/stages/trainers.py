@@ -75,7 +75,7 @@ class _RecordedRun(ResumableRun):
         given = getattr(args, "model_init_kwargs", None) or {}
         if not is_adapter(model, given.get("revision")):
             super().__init__(model, args, **kwargs)
-        else:  # the base that it names is loaded, and the adapter trained on
+        else:  # load the base that the adapter names, and train the adapter further
             options = {name: kwargs.pop(name, None) for name in ("peft_config", "quantization_config")}
             model, kwargs["processing_class"] = load_to_train(
                 model, args, kwargs.get("processing_class"), **options, is_classifier=self._is_classifier
@@ -134,5 +134,5 @@ class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
         chosen, rejected = outputs.logits.squeeze(-1).chunk(2)
         logits = chosen - rejected - batch.get("margin", 0)
         ours = columns.get("weight", 1) * preference_loss(logits, columns.get("confidence"))
-        loss = loss + (ours - preference_loss(logits)).mean()  # exactly TRL's where all are 1
+        loss = loss + (ours - preference_loss(logits)).mean()  # exactly TRL's if weights and confidences are 1
         return (loss, outputs) if return_outputs else loss

@@ -9,12 +9,12 @@ from ..functional import adaptive_kl_coef, beta_dpo, keep_typical, preference_dr
 from .config import DPOConfig
 from .pairs import Pairs
 
-_EMPTY = (0.0, 0)  # the sum and the number of no drifts
+_EMPTY = (0.0, 0)  # the sum of drifts and their number, when there is none yet
 
 
 class BetaController:
     """
-    Keep β fixed, set it from each batch's margins (`beta_dpo`, 2407.08639), or steer it to hold a drift (`drift`).
+    Keep β fixed, set it from each batch's margins (`beta_dpo`, 2407.08639), or steer the drift to a target (`drift`).
 
     Every process passes in the pairs of all processes, so every process computes the same β.
 
@@ -30,7 +30,7 @@ class BetaController:
         self._drift = _EMPTY  # its sum over the pairs of this optimizer step, nats, and their number
 
     def draw(self, pairs: Pairs) -> Tensor | None:
-        """Choose the pairs to train on at random: return an (N,) mask, bool, or None to train on all."""
+        """Draw at random the pairs to train on; return them as an (N,) mask, bool, or None to train on all pairs."""
         if self.args.beta_controller != "beta_dpo" or self.args.beta_dpo_keep == 1:
             return None
         count = max(1, int(self.args.beta_dpo_keep * len(pairs)))
@@ -58,7 +58,7 @@ class BetaController:
         return beta
 
     def step(self, beta: float) -> float:
-        """Return the β for the next optimizer step."""
+        """End an optimizer step whose β was `beta`; return the β for the next one. Only `drift` changes it here."""
         (total, pairs), self._drift = self._drift, _EMPTY
         if self.args.beta_controller != "drift" or not pairs:
             return beta

@@ -30,8 +30,10 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     Configuration of [`DPOTrainer`].
 
     It has every field of [`trl.DPOConfig`], with the same meaning; only `bf16`, if it is not set, is off on a CPU.
-    With the fields below at their defaults, the loss is TRL's to the last bit. A log-ratio is a completion's log-prob
-    under the policy minus under the reference, nats; a pair's margin Δ is the chosen's log-ratio minus the rejected's.
+    With the fields below at their defaults, the loss is TRL's to the last bit.
+
+    In the fields' descriptions, the log-ratio of an answer is its log-prob under the policy minus its log-prob under
+    the reference, nats. A pair's margin Δ is the log-ratio of the chosen answer minus that of the rejected answer.
     """
 
     # How β moves
@@ -151,13 +153,13 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
 
     @property
     def _of_our_loss(self) -> list[str]:
-        """Return the names of the settings in use that TRL's loss cannot serve, since it reads margins alone."""
+        """Return the names of the settings in use that need our loss, since TRL's loss reads nothing but margins."""
         named = {name: getattr(self, name) for name in ("use_margin", "use_confidence", "use_weight", "dpop_lambda")}
         return [name for name, value in (named | {"beta_dpo_keep": self.beta_dpo_keep < 1}).items() if value]
 
     @property
     def replaces_sigmoid(self) -> bool:
-        """Return whether our preference loss replaces TRL's."""
+        """Return whether our preference loss replaces TRL's sigmoid loss."""
         return bool(self._of_our_loss)
 
     @property

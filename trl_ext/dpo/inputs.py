@@ -18,7 +18,7 @@ _SHOWN = 5
 
 
 def check_arguments(model: Any, args: Any, processing_class: Any) -> None:
-    """Raise for arguments that would fail later, within TRL."""
+    """Raise a `TypeError` or `ValueError` for arguments with which TRL would fail later."""
     if not isinstance(args, DPOConfig):
         raise TypeError(f"`args` must be a `trl_ext.DPOConfig`, got {type(args).__module__}.{type(args).__name__}.")
     if not isinstance(model, (str, nn.Module)):
@@ -30,7 +30,7 @@ def check_arguments(model: Any, args: Any, processing_class: Any) -> None:
 
 
 def check_template(model: Any, args: DPOConfig, processing_class: Any, train_dataset: Any, eval_dataset: Any) -> None:
-    """Raise if a data set has messages, but the tokenizer has no chat template."""
+    """Raise a `ValueError` if a data set has messages, but the tokenizer has no chat template."""
     evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     for name, dataset in [("train", train_dataset), *evals.items()]:
         first: dict[str, Any] = next(iter(dataset or ()), {})  # TRL, too, decides by the first row
@@ -46,7 +46,14 @@ def check_template(model: Any, args: DPOConfig, processing_class: Any, train_dat
 
 
 def wanted_columns(args: DPOConfig, train_dataset: Any) -> tuple[str, ...]:
-    """Return the dataset columns that the settings read; for margins `margin`, or the two score columns."""
+    """
+    Return the names of the dataset columns that the settings read.
+
+    With `use_margin` these are the two score columns if the train dataset has one of them, else `margin`.
+
+    Raises:
+        ValueError: with `use_margin`, the train dataset has both `margin` and a score column.
+    """
     wanted: list[str] = []
     if args.use_margin:
         found = _columns_of(train_dataset)
@@ -66,7 +73,11 @@ def _columns_of(dataset: Any) -> list[str]:
 
 
 def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, ...]) -> Any:
-    """Raise an error that names bad rows, or else return the dataset. The rows of a stream are checked when read."""
+    """
+    Return the dataset if its rows can be trained on; else raise an error, which names the first bad rows.
+
+    For a stream, return one that checks each row when the row is read.
+    """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         hint = ": pass one of its splits" if isinstance(dataset, (DatasetDict, IterableDatasetDict)) else ""
         raise TypeError(f"The {name} dataset must be a `datasets.Dataset`, got `{type(dataset).__name__}`{hint}.")
@@ -122,7 +133,7 @@ def check_not_dropped(trainer: Any, given: Any, given_eval: Any = None) -> None:
 
 
 def check_evaluation(dataset: Any, args: DPOConfig, columns: tuple[str, ...]) -> Any:
-    """Check an evaluation dataset, or each dataset of a dictionary."""
+    """Check an evaluation dataset, or each dataset of a dictionary, by [`check_dataset`], and return the result."""
     if not isinstance(dataset, dict):
         return check_dataset(dataset, "eval", args, columns)
     return {name: check_dataset(part, f"eval {name!r}", args, columns) for name, part in dataset.items()}
@@ -159,7 +170,11 @@ def _problems(example: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str
 
 
 def name_row(trainer: Any, inputs: dict[str, Any], row: int) -> str:
-    """Find the dataset row that a row of a batch comes from, by its tokens, and name it; chosen answers come first."""
+    """
+    Name the dataset row that row number `row` of a batch comes from; it is found by its tokens.
+
+    The first half of the batch's rows are chosen answers, the second half rejected ones.
+    """
     ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
     text = textwrap.shorten(trainer._tokenizer.decode(ids), 160)
     completion = "chosen_ids" if row < len(inputs["input_ids"]) // 2 else "rejected_ids"

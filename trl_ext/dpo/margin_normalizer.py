@@ -22,11 +22,11 @@ class MarginNormalizer:
     def __init__(self, sources: list[str], warmup_pairs: int):
         self.sources, self.warmup_pairs = sources, warmup_pairs
         self._moments = [empty_moments("cpu") for _ in sources]
-        self._pending: list[Pairs] = []  # of this optimizer step
+        self._pending: list[Pairs] = []  # pairs of this optimizer step
         self.factors = torch.ones(len(sources) + 1)  # (S + 1,), the last one for unknown sources
 
     def observe(self, pairs: Pairs) -> None:
-        """Observe the (N,) pairs of a micro-batch, of all processes, on the CPU."""
+        """Keep the (N,) pairs of a micro-batch until `step`; they are those of all processes, on the CPU."""
         self._pending.append(pairs)
 
     def factors_of(self, sources: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class MarginNormalizer:
         return self.factors.to(sources.device)[sources]
 
     def step(self) -> None:
-        """After an optimizer step, add its pairs to the moments, and update the factors."""
+        """End an optimizer step: add the pairs observed in it to their sources' moments, and update the factors."""
         for pairs in self._pending:
             for i, past in enumerate(self._moments):
                 self._moments[i] = merge_moments(torch.stack([past, moments(pairs.margins, pairs.sources == i)]))

@@ -24,7 +24,7 @@ class Pairs:
         return self.chosen - self.rejected
 
     def gathered(self, accelerator: Any) -> "Pairs":
-        """Return the (N,) pairs of all processes, in their order, detached and on the CPU, by one collective."""
+        """Gather the (N,) pairs of all processes, in the processes' order; they are detached and on the CPU."""
         stacked = torch.stack(
             [self.chosen.detach().float(), self.rejected.detach().float(), self.sources.float()], dim=1
         )

@@ -1,4 +1,4 @@
-"""Save and load the reference that `sync_ref_model` moves."""
+"""Save and load the reference model, whose weights change in training with `sync_ref_model=True`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tell whether the reference could have written the pairs' answers: compare their log-probs with its samples'."""
+"""Tell whether the reference could have written the pairs' answers: compare their log-probs with those of samples."""
 
 import warnings
 from itertools import islice
@@ -12,7 +12,7 @@ from ..models.generation import completion_logprobs, eos_token_ids, sample, seed
 
 
 def check_shift_is_possible(trainer: Any) -> None:
-    """Raise if the reference cannot sample answers here."""
+    """Raise a `ValueError` if the reference is sharded or the data has images: then it cannot sample answers."""
     reason = None
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         reason = "sampling from a reference that FSDP or DeepSpeed has sharded is not supported"
@@ -36,7 +36,8 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
 
     Returns:
         Mean log-prob per token under the reference, nats, of the `chosen`, the `rejected` and the `sampled` answers;
-        and `chosen_below_sampled`, the share of chosen answers below the 1st percentile of the sampled ones.
+        and `chosen_below_sampled`, the share of chosen answers whose log-prob per token lies below the 1st percentile
+        of that of the sampled ones.
     """
     rows = _draw(trainer.train_dataset, pairs, trainer.args.seed)
     accelerator, size = trainer.accelerator, trainer.args.per_device_eval_batch_size
@@ -64,7 +65,7 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
 
 
 def warn_of_shift(shift: dict[str, float], bound: float) -> None:
-    """Warn if more than a share `bound` of the chosen answers is unlike what the reference writes."""
+    """Warn if `chosen_below_sampled`, one of the values that [`distribution_shift`] returns, is above `bound`."""
     if shift["chosen_below_sampled"] <= bound:
         return
     warnings.warn(
@@ -88,7 +89,12 @@ def _draw(dataset: Any, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _mean_logprobs(model: Any, rows: list[dict[str, Any]], ends: list[int], max_length: int | None) -> Tensor:
-    """Return (B, 3) mean log-probs per token, nats, of chosen, rejected and sampled answers, cut to one length."""
+    """
+    Return (B, 3) mean log-probs per token, nats, of each row's chosen, rejected and sampled answer.
+
+    All answers are cut to one length: that of the longest of the rows' own answers, or what `max_length` leaves beside
+    the longest prompt.
+    """
     prompts = [row["prompt_ids"] for row in rows]
     answers = [[row[name] for row in rows] for name in ("chosen_ids", "rejected_ids")]
     longest = max(len(ids) for column in answers for ids in column)

@@ -12,7 +12,7 @@ class TappedModel:
 
     Args:
         model: the policy; its outputs are passed on unchanged.
-        on_log_probs: called with the policy's log-probs, (2B, T), nats; `result` keeps what it returns.
+        on_log_probs: called with the policy's log-probs, (2B, T), nats. What it returns is kept as `result`.
     """
 
     def __init__(self, model: nn.Module, on_log_probs: Callable[[Tensor], Any]):

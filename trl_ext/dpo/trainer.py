@@ -1,4 +1,4 @@
-"""DPO on TRL's `DPOTrainer`: a β that adapts, and a loss that reads margins, confidences and weights of pairs."""
+"""Extend TRL's `DPOTrainer` by a β that adapts, and a loss that reads margins, confidences and weights of pairs."""
 
 import contextlib
 import copy
@@ -56,12 +56,15 @@ REFERENCE_FILE = "dpo_reference.pt"
 
 class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
     """
-    Train by Direct Preference Optimization (2305.18290) as TRL's trainer does, with the settings of [`DPOConfig`]: β
-    adapts, the margins of all sources are on one scale, and the loss reads margins, confidences and weights of pairs.
+    Train by Direct Preference Optimization (2305.18290) as TRL's trainer does, with more settings, see [`DPOConfig`].
+
+    They can adapt β, bring the margins of all sources to one scale, and make the loss read a margin, a confidence and
+    a weight of each pair.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Policy: a path or an object. An adapter's path loads the base that it names, and trains that adapter on.
+            Policy: a path or an object. For the path of an adapter, the base that it names is loaded, and the adapter
+            is trained further.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
             Reference. By default, as in TRL, the model at the policy's path, or with PEFT the model without its
             adapter. For a policy that was built in memory, a frozen copy of it.
@@ -177,7 +180,8 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         """
         Compute TRL's loss with the β of this micro-batch, and with our preference loss in place of its sigmoid term.
 
-        TRL runs the model, then reads β: `_observe_pairs` comes in between. Without our settings, the loss is TRL's.
+        TRL's loss runs the model, then reads β; in between, `_observe_pairs` sets β. If none of our settings is used,
+        the loss is TRL's.
         """
         if not self.args.reads_log_probs:
             result = super()._compute_loss(model, inputs, return_outputs)
@@ -186,7 +190,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             batch |= self._reference_logps(batch)
             weight, others = self._split_loss_weights()
             tap = TappedModel(model, partial(self._observe_pairs, batch, columns))
-            # Within, each pair may have a β of its own; afterwards it is a number again
+            # Within the block, `self.beta` may hold a β for each pair; after it, `self.beta` is a number again
             with temporarily(self, beta=self.beta, loss_weights=others, precompute_ref_logps=True):
                 result = super()._compute_loss(tap, batch, return_outputs)
             self.beta, loss = tap.result
@@ -199,15 +203,15 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         self, batch: dict[str, Tensor], columns: dict[str, Tensor], log_probs: Tensor
     ) -> tuple[float, Tensor]:
         """
-        Go from log-probs to our loss: log-probs → log-ratios → β → preference loss → metrics.
+        Compute log-ratios from log-probs, β from log-ratios, and our preference loss with this β; log the metrics.
 
         Args:
-            batch: TRL's, with the reference's (B,) log-probs.
-            columns: our columns of the pairs, (B,) each.
+            batch: TRL's batch, with the reference's (B,) log-probs.
+            columns: the pairs' columns that our settings read, (B,) each.
             log_probs: (2B, T), nats, of the tokens under the policy, chosen answers first.
 
         Returns:
-            β of this micro-batch, and our preference loss, which is used if it replaces TRL's.
+            Two values: the β of this micro-batch, and our preference loss, which is used only if it replaces TRL's.
         """
         pairs = self._log_ratios(log_probs, batch, columns)
         everyones = pairs.gathered(self.accelerator)
@@ -247,7 +251,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     def _split_loss_weights(self) -> tuple[float, list[float]]:
-        """Return the weight of our preference loss, and TRL's weights without it."""
+        """Return our preference loss's weight, and the weights of TRL's losses, 0 for a loss that ours replaces."""
         if not self.args.replaces_sigmoid:
             return 0.0, self.loss_weights
         weights = list(zip(self.loss_types, self.loss_weights, strict=True))
@@ -255,7 +259,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         return ours, [0.0 if kind == "sigmoid" else weight for kind, weight in weights]
 
     def _log_ratios(self, log_probs: Tensor, batch: dict[str, Tensor], columns: dict[str, Tensor]) -> Pairs:
-        """Sum (2B, T) log-probs over each completion, and subtract the reference's; return (B,) pairs."""
+        """Sum (2B, T) log-probs over each answer, subtract the reference's, and return the log-ratios of B pairs."""
         mask = batch["completion_mask"][:, 1:]
         log_probs = log_probs[:, -mask.shape[1] :]  # prompt tuning prepends virtual tokens
         chosen, rejected = sequence_logprobs(log_probs, mask, self.ld_alpha).chunk(2)
@@ -267,7 +271,11 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         )
 
     def _pair_weights(self, weight: Tensor | None, kept: Tensor | None, losses: Tensor) -> Tensor:
-        """Return (B,) weights: 0 for pairs that are left out, and scaled so that a mean is over the other pairs."""
+        """
+        Return the (B,) weights of pairs, with 0 for those not in `kept`.
+
+        The others are scaled by all pairs ÷ kept pairs, so that a mean over all pairs is one over the kept pairs.
+        """
         weights = torch.ones_like(losses) if weight is None else weight
         if kept is not None:
             start = self.accelerator.process_index * len(losses)
@@ -306,11 +314,15 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     @property
     def reference(self) -> nn.Module:
-        """Return the model that computes reference log-probs; with PEFT the policy, under another adapter or none."""
+        """Return the model that computes the reference's log-probs: `ref_model`, or with PEFT alone the policy."""
         return self.model if self.ref_model is None else self.ref_model
 
     def reference_adapter(self) -> contextlib.AbstractContextManager:
-        """Switch `model` to the reference's adapter within the block, if there is no `ref_model`."""
+        """
+        Make the policy the reference within the block, if PEFT is used without a `ref_model`.
+
+        The policy then runs with the adapter `ref`, or if there is none, with no adapter.
+        """
         if self.ref_model is not None or not is_peft_model(self.model):
             return contextlib.nullcontext()
         model = self.accelerator.unwrap_model(self.model)
@@ -386,7 +398,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     @property
     def _controllers(self) -> dict[str, Any]:
-        """Return the objects with a state to save, by the names of their settings."""
+        """Return what has a state to save, by its setting's value: β controller and margin normalizer, if in use."""
         named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
         return {name: c for name, c in named.items() if c is not None and name != "fixed"}
 
@@ -398,7 +410,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
     # ---- Mistakes ----
 
     def _check_finite(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Raise on all processes if log-probs are not finite, and name their rows."""
+        """Raise a `FloatingPointError` on all processes if a log-prob is not finite; the message names the rows."""
         # TRL has gathered this metric, so that all processes return here or none does
         if math.isfinite(self._metrics["train" if self.model.training else "eval"]["rewards/margins"][-1]):
             return
@@ -421,7 +433,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         )
 
     def _policy_logps(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """Compute the (2B,) log-probs of the policy once more, as TRL's loss does."""
+        """Compute the policy's (2B,) log-probs of the answers once more, as TRL's loss does."""
         tap = TappedModel(model, lambda log_probs: log_probs.sum(dim=1))
         super()._compute_loss(tap, batch, False)
         return tap.result

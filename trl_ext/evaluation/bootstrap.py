@@ -17,7 +17,8 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Return a statistic's confidence interval: its quantiles (1 − level)/2 and (1 + level)/2 over resampled rows.
 
-    To compare two systems on the same prompts, pass the N differences: pairing removes the prompts' spread.
+    To compare two systems on the same prompts, pass the N differences of their values: in these, what makes one prompt
+    harder than another cancels.
 
     Args:
         values: (N,) one value for each row, or (N, K) for a statistic of K columns.

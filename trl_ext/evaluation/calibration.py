@@ -1,4 +1,4 @@
-"""Measure whether the probabilities of a reward model are right, and fit the temperature that makes them so."""
+"""Measure whether the probabilities of a reward model are right, and fit the temperature that corrects them."""
 
 import math
 from typing import Any
@@ -14,15 +14,16 @@ def fit_temperature(margins: Tensor, largest: float = 1e4) -> float | None:
     """Return the temperature T that makes the labels of the pairs most likely, where P(chosen wins) = σ(margin / T).
 
     The log-likelihood Σ log σ(β · margin) is concave in β = 1/T (Guo et al., 1706.04599), so that its maximum is where
-    its slope Σ margin · σ(−β · margin) is 0. With T above 1 the model is too sure of itself, below 1 not sure enough.
+    its slope Σ margin · σ(−β · margin) is 0. If T is above 1, the model is too sure of itself; if below 1, not sure
+    enough.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
         largest: largest T and 1/T that are tried, in units of the mean |margin|.
 
     Returns:
-        The temperature; None where there is none: the margins' mean is not above 0 (the model is no better than a
-        coin), or no margin is negative (any smaller T makes the labels more likely).
+        The temperature; None if no T is the most likely: if the margins' mean is not above 0 (the model is no better
+        than a coin), or if no margin is negative (any smaller T makes the labels more likely).
     """
     margins = margins.detach().double().cpu()
     unit = margins.abs().mean().item()
@@ -41,11 +42,12 @@ def fit_temperature(margins: Tensor, largest: float = 1e4) -> float | None:
 def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 1000, seed: int = 0) -> float:
     """Return the mean calibration error that a model with correct probabilities would show on pairs of these margins.
 
-    An error is a mean of absolute values, so it is never near 0 for few pairs (Bröcker and Smith, 2007): only an error
-    above this figure is the model's fault.
+    A calibration error is a mean of absolute values, so on few pairs it is not near 0 even for a calibrated model
+    (Bröcker and Smith, 2007). Only what exceeds the returned error is the model's fault.
 
     Args:
-        margins: (N,) score of the chosen answer minus score of the rejected one; random signs replace theirs.
+        margins: (N,) score of the chosen answer minus score of the rejected one; their signs are replaced by random
+            ones.
         bins: number of bins, as for [`calibration_error`].
         draws: how often random signs are drawn.
         seed: seed of the signs.
@@ -60,7 +62,7 @@ def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 10
 
 
 def reliability_bins(margins: Tensor, bins: int = 10) -> list[dict[str, Any]]:
-    """Return the points of a reliability diagram: for bins of confidence, the share of pairs it gets right.
+    """Return the points of a reliability diagram: the model's accuracy on the pairs of each bin of confidence.
 
     The bins are those of [`calibration_error`]: σ(|margin|) in even parts of [½, 1].
 
@@ -69,7 +71,8 @@ def reliability_bins(margins: Tensor, bins: int = 10) -> list[dict[str, Any]]:
         bins: number of bins; those without a pair are left out.
 
     Returns:
-        For each bin `from` and `to`, the number of `pairs`, the mean `confidence`, the `accuracy` and its interval.
+        A dictionary for each bin: its bounds `from` and `to`, the mean `confidence` of its pairs, the number of
+        `pairs`, the `accuracy`, and its Wilson interval `accuracy_interval`.
     """
     margins = margins.detach().double().cpu()
     confidence, bin_of = confidence_bins(margins, bins)

@@ -18,9 +18,10 @@ from .reward_model import plot_margins, reward_model_report
 def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -> Tensor:
     """Return weights v of a head with mean score 1 on reference answers and the least variance over all answers.
 
-    Most sequence classifiers have a head w without a bias, which could take up the mean score m of the reference
-    answers. The head w − m v scores them exactly 0 on average, and of all such heads it changes margins least:
-    min vᵀCv subject to vᵀμ = 1 has the solution v = C⁻¹μ / (μᵀC⁻¹μ).
+    To centre scores at 0, the mean score m of the reference answers could be subtracted from the head's bias; but most
+    sequence classifiers have a head w without a bias. The head w − m v scores the reference answers exactly 0 on
+    average, and of all heads that do so, it changes margins least: min vᵀCv subject to vᵀμ = 1 has the solution
+    v = C⁻¹μ / (μᵀC⁻¹μ).
 
     Args:
         reference: (M, D) inputs of the head for reference answers; μ is their mean.
@@ -44,12 +45,12 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
         covariance += ridge * scale * torch.eye(len(covariance), dtype=torch.double)
         shift = torch.linalg.solve(covariance, mean)
     else:
-        shift = mean  # all answers are equal, so no head's scores vary: take the smallest one
+        shift = mean  # all answers are equal, so no head's scores vary: take the smallest shift
     return shift / (shift @ mean)
 
 
 def head_of(model: nn.Module) -> nn.Linear:
-    """Return the layer of a classifier that computes its score, the head."""
+    """Return a classifier's head, its only trained linear layer with one output; raise if there is not just one."""
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1 and m.weight.requires_grad]
     if len(heads) != 1:
         raise ValueError(
@@ -99,7 +100,8 @@ def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, Any], dict[
     Shift the model's scores so that demonstrations score 0 on average, then evaluate the model; save nothing.
 
     Returns:
-        The report, and the (N,) scores of the held-out pairs' answers, `chosen` and `rejected`.
+        Two values: a report on the shifted model, see [`reward_model_report`]; and its (N,) scores of the answers of
+        held-out pairs, `chosen` and `rejected`.
     """
     head, train, held_out = head_of(trainer.model), trainer.train_dataset[:2000], trainer.eval_dataset
     reference = _features(trainer, demonstrations["chosen_ids"])
@@ -113,7 +115,7 @@ def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, Any], dict[
 
     if isinstance(trainer.model, FSDPModule):  # else the head is a gathered copy, which is not what will be saved
         trainer.model.reshard()
-    with GatheredParameters(list(head.parameters()), modifier_rank=0):  # ZeRO-3 leaves them empty
+    with GatheredParameters(list(head.parameters()), modifier_rank=0):  # else empty under ZeRO-3
         mean, margins_before = scores(reference).mean(), scores(chosen) - scores(rejected)
         if head.bias is not None:
             _subtract(head.bias, mean)
@@ -131,6 +133,6 @@ def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, Any], dict[
 
 
 def write_scores(scores: dict[str, Tensor], output_dir: Path) -> None:
-    """Write `margins.png`, and `held_out_scores.json`, the scores of both answers of each held-out pair."""
+    """Write the scores of both answers of each held-out pair to `held_out_scores.json`, and plot `margins.png`."""
     plot_margins(scores["chosen"] - scores["rejected"], output_dir / "margins.png")
     write_text(output_dir / "held_out_scores.json", json.dumps({name: each.tolist() for name, each in scores.items()}))

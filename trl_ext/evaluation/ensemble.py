@@ -12,15 +12,19 @@ from .reward_model import pairwise_accuracy
 
 
 def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
-    """Return the accuracy of each member and of each way to combine members, and how far the members disagree.
+    """Return the accuracy of each way to combine members, and how far the members disagree.
 
     Args:
         chosen, rejected: (K, N) scores that K members give the two answers of N pairs.
 
     Returns:
-        `accuracy` and `accuracy_interval` of each way to combine, `disagreement` (its mean and quantiles over all
-        answers, and its mean over those of the pairs that the members' mean ranks right and wrong, None if there are
-        none), and `margin_correlation`, the mean over pairs of members.
+        A dictionary with the keys
+
+        - `pairs`: their number;
+        - `accuracy` and `accuracy_interval`: for each way to combine the members' scores;
+        - `disagreement`: its `mean` and quantiles over all answers, and its mean over the answers of those pairs that
+          the members' mean score ranks right (`where_right`) and does not (`where_wrong`); None without such pairs;
+        - `margin_correlation`: the correlation of two members' margins, averaged over all pairs of members.
     """
     both = torch.stack([chosen, rejected]).double()  # (2, K, N)
     spread = torch.stack([disagreement(scores) for scores in both])

@@ -28,7 +28,8 @@ def fit_overoptimization(distance: Tensor, gain: Tensor) -> tuple[float, float]:
         gain: (N,) reward minus the initial policy's reward.
 
     Raises:
-        ValueError: shapes differ, a value is not finite, a distance is negative, or fewer than two distances differ.
+        ValueError: the shapes differ or are not (N,), a value is not finite, a distance is negative, or there are
+            fewer than two different distances above 0.
     """
     if distance.shape != gain.shape or distance.ndim != 1:
         raise ValueError(

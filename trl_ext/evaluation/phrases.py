@@ -27,25 +27,30 @@ def mine_phrases(
 ) -> list[str]:
     """Return phrases that chosen answers contain more often than rejected answers, the most one-sided first.
 
-    For an n-gram take the pairs in which exactly one answer has it. Each votes s = +1 if the chosen answer has it,
-    else −1, with weight w = words of the other answer ÷ words of both: a longer answer has more n-grams anyway.
-    If the choice were a fair coin, or followed length alone, Σ s·w would have mean 0, and by Hoeffding's inequality
-    P(Σ s·w ≥ t·√Σw²) ≤ exp(−t²/2). With t = √(2 ln(m / level)) for m n-grams (Bonferroni), labels that are coins give
-    a list that is not empty with probability `level` at most, however n-grams hang together. What is found is ordered
-    by the lower bound (Σ s·w − t·√Σw²) / Σw, grown while nearly all its occurrences go on alike, and then taken out of
-    the texts: n-grams within it, across its border, or around it must be one-sided where it is not. Of an n-gram and a
-    longer one that both pass, and that is a quarter of its occurrences, the longer comes first.
+    Each n-gram is put to the vote of the pairs in which exactly one answer has it. A pair votes s = +1 if this is the
+    chosen answer, else −1. The vote's weight w is the words of the pair's other answer ÷ the words of both, because a
+    longer answer has more n-grams anyway. If the labels were tossed coins, or followed length alone, Σ s·w would have
+    mean 0, and by Hoeffding's inequality P(Σ s·w ≥ t·√Σw²) ≤ exp(−t²/2). An n-gram passes if Σ s·w is above t·√Σw²,
+    with t = √(2 ln(m / level)) for m n-grams (Bonferroni). So if the labels are tossed coins, the probability that any
+    n-gram passes is at most `level`, however the n-grams depend on each other.
 
-    Words are case-folded; punctuation marks are words, and so are characters of scripts without spaces. An n-gram lies
-    within one sentence and one line. With equal texts in several pairs, as where answers are ranked, pairs are no
-    independent coins, and the list may be longer than it should be.
+    The n-grams that pass become phrases in the order of the lower bound (Σ s·w − t·√Σw²) / Σw, the highest first. Each
+    is first extended, as long as nearly all of its occurrences have the same word beside them. Its occurrences are
+    then taken out of the texts: an n-gram that lies within the phrase, crosses its border or contains it must pass by
+    its other occurrences. If an n-gram passes, and so does a longer one, with one more word, which covers at least a
+    quarter of its occurrences, the longer one comes first.
+
+    Words are case-folded. A punctuation mark is a word, and so is a character of a script without spaces. An n-gram
+    lies within one sentence and one line. If a text occurs in several pairs, as where answers are ranked, the pairs'
+    labels are not independent of each other, and more phrases may be returned than `level` promises.
 
     Args:
         chosen, rejected: (N,) the answers of each pair, as texts. A pair that occurs twice counts once.
-        longest: words of the longest n-gram that is counted; growing may make a phrase longer.
+        longest: largest number of words of the n-grams that are counted; a phrase is longer if it is extended.
         least: number of pairs in which exactly one answer must have the phrase; a rarer phrase may be chance.
-        level: probability that any phrase is returned if the labels are tossed coins.
-        together: share of the occurrences that must have the same next word for the phrase to grow by that word.
+        level: largest probability that any phrase is returned if the labels are tossed coins.
+        together: share of a phrase's occurrences that must have the same word beside them, for the phrase to be
+            extended by this word.
         most: largest number of phrases to return.
 
     Returns:
@@ -73,10 +78,10 @@ def mine_phrases(
         del waiting[gram]
         at = texts.occurrences(gram)
         at = at[~covered[at[:, None] + np.arange(len(gram))].any(1)]
-        place = max(place, -_strength(texts.votes(texts.owner[at]), t))  # less, if part of it was taken out
+        place = max(place, -_strength(texts.votes(texts.owner[at]), t))  # of what was not taken out
         if place >= 0:
             continue
-        # What is largely a part of other phrases comes after them, with what remains of it
+        # An n-gram that is largely a part of longer ones comes after them, with its remaining occurrences
         place = max([place, *(1e-9 - waiting[longer] for longer in texts.longer(gram, at, waiting))])
         if place < 0 and queue and place > queue[0][0] + 1e-12:
             waiting[gram] = -place
@@ -113,12 +118,12 @@ class _Texts:
         self.is_break = self.words == folded.get("\n", -1)
         begins[1:] = (self.owner[1:] != self.owner[:-1]) | (is_end[:-1] & ~is_end[1:])
         begins[1:] |= self.is_break[1:] | self.is_break[:-1]
-        self.sentence = np.append(begins.cumsum(), -1)  # of each word, and an end that is in none
+        self.sentence = np.append(begins.cumsum(), -1)  # of each word; and -1, no sentence, for the end of the words
         self.order = np.argsort(self.words, kind="stable")
         self.firsts = np.searchsorted(self.words[self.order], np.arange(len(folded) + 1))
 
     def votes(self, owners: np.ndarray) -> tuple[float, float, float]:
-        """Return Σ s·w, Σw² and Σw over the pairs in which exactly one text has the phrase."""
+        """Return Σ s·w, Σw² and Σw over the pairs of which exactly one text is in `owners`, those with the phrase."""
         owners = np.unique(owners)
         alone = owners[~np.isin(owners ^ 1, owners)]
         weights = self.weights[alone]
@@ -132,7 +137,7 @@ class _Texts:
         return (both[:, ::-1] / np.maximum(both.sum(1, keepdims=True), 1)).ravel()
 
     def occurrences(self, gram: tuple[int, ...]) -> np.ndarray:
-        """Return the places where these words follow each other within one text."""
+        """Return the places where the words of `gram` follow each other within one sentence."""
         k = min(range(len(gram)), key=lambda k: self.firsts[gram[k] + 1] - self.firsts[gram[k]])
         at = self.order[self.firsts[gram[k]] : self.firsts[gram[k] + 1]] - k
         at = at[(at >= 0) & (at + len(gram) <= len(self.words))]
@@ -144,7 +149,11 @@ class _Texts:
     def longer(
         self, gram: tuple[int, ...], at: np.ndarray, known: Collection[tuple[int, ...]], share: float = 0.25
     ) -> list[tuple[int, ...]]:
-        """Return the n-grams with one more word that cover at least a given share of an n-gram's occurrences."""
+        """
+        Return the n-grams in `known` that are `gram` with one more word, before or after it.
+
+        Only those are returned that cover at least `share` of the occurrences `at` of `gram`.
+        """
         found = []
         for offset in (len(gram), -1):
             beside = at + offset  # before the first word is -1: the end, which is in no sentence
@@ -155,7 +164,12 @@ class _Texts:
         return [longer for longer in found if longer in known]
 
     def grown(self, at: np.ndarray, length: int, together: float, covered: np.ndarray) -> tuple[np.ndarray, int]:
-        """Extend the occurrences by words that nearly all of them share; return them and their length."""
+        """
+        Extend a phrase, as long as nearly all of its occurrences `at` have the same word beside them.
+
+        Words that are `covered` by another phrase are not taken. Return the places where the extended phrase occurs,
+        and its length in words.
+        """
         grew = True
         while grew:
             grew = False
@@ -170,7 +184,7 @@ class _Texts:
         return at, length
 
     def written(self, at: int, length: int) -> str:
-        """Return the words from a place on, written as in the text."""
+        """Return `length` words from place `at` on, written as in their text."""
         text = self.texts[self.owner[at]]
         spans = [match.span() for match in _WORD_OR_BREAK.finditer(text)]
         first = at - self.starts[self.owner[at]]
@@ -178,7 +192,7 @@ class _Texts:
 
 
 def _strength(votes: tuple[float, float, float], t: float) -> float:
-    """Return the lower confidence bound of the mean vote; above 0, chance does not explain the votes."""
+    """Return the lower confidence bound of the mean vote; if it is above 0, chance does not explain the votes."""
     total, squares, weight = votes
     return (total - t * math.sqrt(squares)) / weight if weight else -1.0
 
@@ -186,14 +200,18 @@ def _strength(votes: tuple[float, float, float], t: float) -> float:
 def _levels(
     texts: _Texts, longest: int, least: int
 ) -> Iterator[list[tuple[tuple[int, ...], tuple[float, float, float]]]]:
-    """Yield for n = 1, 2, … the n-grams that exactly one answer has in `least` pairs or more, with their votes."""
+    """
+    For n = 1, 2, …, `longest` yield a list of n-grams, each with its votes Σ s·w, Σw² and Σw.
+
+    Listed are the n-grams for which, in `least` pairs or more, exactly one answer has the n-gram.
+    """
     size, weights = len(texts.texts), texts.weights
     owner = texts.owner
     at = np.flatnonzero(~texts.is_break)
     grams = texts.words[at].astype(np.int64)
     for n in range(1, longest + 1):
         numbers, grams = np.unique(grams, return_inverse=True)
-        seen = np.unique(grams * size + owner[at])  # each n-gram once a text
+        seen = np.unique(grams * size + owner[at])  # each n-gram counts once in each text
         frequent = np.bincount(seen // size, minlength=len(numbers)) >= least
         which, text = seen // size, seen % size
         same_pair = (which[1:] == which[:-1]) & (text[1:] == text[:-1] + 1) & (text[1:] % 2 == 1)

@@ -39,46 +39,57 @@ def probe_reward(
 ) -> list[dict[str, Any]]:
     """Change answers in ways that make them no better, and return how each kind of change moves their scores.
 
-    A gain is score(changed) − score(answer), in standard deviations of the answers' scores. Each gain is also taken
-    over the better half: the answers of at least median score. A phrase that belongs into an answer repairs those that
-    lack it, and good answers lack little; what raises good answers all the same works whatever it is added to. So a
-    probe is suspicious
+    Each kind of change is a probe: a phrase that is put in, or a change such as repeating the last sentence. Its gain
+    on an answer is score(changed answer) − score(answer), in standard deviations of the unchanged answers' scores.
+    Mean gains are computed over all answers that the probe changes, and over the better half: those whose score is at
+    least the median. The better half tells more about a phrase that belongs into an answer: it repairs bad answers,
+    which lack it, but good answers lack little. A phrase that raises good answers all the same raises whatever it is
+    added to.
 
-    - if it should lower the score (`expected` "down") and raises it: the lower end of the interval is above 0, over
-      all answers or over the better half;
-    - if it should change nothing ("none") and raises the better half by more than `least_gain`, by the interval's
-      lower end. A phrase must raise it by so much more than other words in the same places, too, since a model that
-      likes length likes any phrase. At 0.25 an answer of median score passes one answer in ten (Φ(0.25) = 0.60).
+    A probe is suspicious in two cases:
 
-    Phrases are put in at the end of a sentence drawn at random, into answers that lack them. Rows that a probe does
-    not change are left out.
+    - It should lower the score (`expected` is "down"), but raises it: the lower end of the gain's interval is above 0,
+      over all answers or over the better half.
+    - It should not change the score (`expected` is "none"), but raises that of the better half by more than
+      `least_gain`: the lower end of the gain's interval is above `least_gain`. For a phrase, the same must hold for
+      its gain minus the gain of other words in the same places, since a model that likes length likes any phrase. By a
+      gain of 0.25 an answer of median score overtakes one answer in ten (Φ(0.25) = 0.60).
+
+    A phrase is put in at the end of a sentence drawn at random, and only into answers that do not contain it.
 
     Args:
-        score: gives each answer to each prompt a score; called with at most `rows` at a time.
-        prompts, answers: (N,) texts, with good and bad answers, such as both of held-out pairs or the policy's own.
-            A row that is there twice counts once.
+        score: the reward: takes prompts and an answer to each, at most `rows` of them, and returns a score for each.
+        prompts, answers: (N,) texts. There should be good and bad answers, such as both answers of held-out pairs, or
+            the policy's own. A row that occurs twice counts once.
         phrases: phrases to try one by one, such as those of [`mine_phrases`].
         seed: seed of all random choices. The order of prompts and answers has no influence.
-        rows: largest number of answers to change.
-        least_gain: what a phrase may add to good answers, in standard deviations.
-        least_rows: of fewer changed answers nothing is called suspicious. A probe that changes fewer of the better
-            half, and is not suspicious over all answers, is not judged.
+        rows: largest number of answers to change; if there are more, they are sampled.
+        least_gain: gain on good answers up to which a probe that should not change the score is not suspicious.
+        least_rows: number of changed answers that it takes to call a probe suspicious. A probe that changes fewer
+            answers of the better half, and is not suspicious over all answers, is not judged.
         flattery: text to put before an answer; give one in the answers' language.
-        refusal: text to put in place of an answer, in the answers' language.
+        refusal: text to put in place of an answer; give one in the answers' language.
         level: level of the intervals, which are percentile bootstraps.
 
     Returns:
-        For each probe, the most suspicious first: `name`, `phrase` (or None), `rows`, `gain` (the mean), its
-        `gain_interval`, `wins` (share of rows whose score rises), `rows_of_better`, `gain_on_better` with
-        `interval_on_better`, `over_control` with `control_interval` (of a phrase: its gain on the better half over
-        that of other words of its length), `expected`, `verdict` ("suspicious", "did not lower", "as it should" or
-        "not judged"), `suspicious`, `why` (a sentence, or None), and `examples` of the highest gains. What should
-        lower the score, and has a `gain_interval` that does not lie below 0, did not lower it. What could not be
-        measured is None; a probe that cannot be applied has 0 rows, and is not judged.
+        A dictionary for each probe, the most suspicious first. What could not be measured is None. Its keys are
+
+        - `name`, and `phrase`: the phrase that is put in, or None for another change;
+        - `expected`: "down" if the change should lower the score, "none" if it should not change it;
+        - `rows`: number of answers that the probe changes, 0 if it cannot be applied;
+        - `gain` and `gain_interval`: the mean gain on these answers, and its interval;
+        - `wins`: share of these answers whose score rises;
+        - `rows_of_better`, `gain_on_better` and `interval_on_better`: the same figures for the better half;
+        - `over_control` and `control_interval`: for a phrase, its mean gain on the better half minus that of other
+          words of its length;
+        - `verdict`: "suspicious"; "did not lower", if the change should lower the score, and `gain_interval` does not
+          lie below 0; "as it should"; or "not judged", if it changes too few answers, or all answers have one score;
+        - `suspicious`: whether the verdict is "suspicious"; and `why`: the reason for the verdict, or None;
+        - `examples`: the answers with the highest gains, up to three, before and after the change.
 
     Raises:
-        ValueError: there are not as many prompts as answers, or none, or one is no text; `score` gives another number
-            of scores, or one that is not finite.
+        ValueError: the numbers of prompts and answers differ or are 0, or one of them is no text; `score` returns
+            another number of scores than of answers, or a score that is not finite.
     """
     if len(prompts) != len(answers) or not answers or not all(isinstance(x, str) for x in (*prompts, *answers)):
         raise ValueError(
@@ -101,7 +112,10 @@ def _changes(
     prompts: list[str], answers: list[str], phrases: Sequence[str], seed: int, flattery: str, refusal: str
 ) -> Iterator[tuple[str, str | None, str, list[str | None], list[str] | None]]:
     """
-    Yield each probe: its name, phrase, expected effect, changed answers (None if it cannot change one), controls.
+    Yield five values for each probe: its name, its phrase, the effect expected, the changed answers, and the controls.
+
+    A changed answer is None if the probe cannot change this answer. Controls are the answers with other words in the
+    phrase's place; they are None, as the phrase is, for a probe that puts in no phrase.
     """
     picker = random.Random(f"{seed} places")
     places = [picker.choice(_ends(answer)) for answer in answers]
@@ -145,7 +159,7 @@ def _measured(
     control: list[str] | None,
     level: float,
 ) -> dict[str, Any]:
-    """Score the answers that a probe changes, and return its gains, with None for a figure that cannot be known."""
+    """Score the answers that a probe changes; return its figures, see [`probe_reward`], None for what is not known."""
     result: dict[str, Any] = dict.fromkeys(("gain", "gain_interval", "wins", "gain_on_better", "interval_on_better"))
     result |= {"rows": 0, "rows_of_better": 0, "over_control": None, "control_interval": None, "examples": []}
     new = {i: text for i, text in enumerate(changed) if text is not None and text != answers[i]}
@@ -209,7 +223,12 @@ def _judged(result: dict[str, Any], least_gain: float, least_rows: int) -> dict[
 
 
 def _order(result: dict[str, Any]) -> tuple:
-    """Return a sort key: suspicious probes first, then by the gain on the better half; unmeasured probes last."""
+    """
+    Return a sort key: suspicious probes first; within each kind, the highest gain on the better half first.
+
+    What counts is the lower end of the gain's interval, or of its interval over the control if that is lower. A probe
+    without intervals is the last of its kind.
+    """
     ends = [result[name][0] for name in ("interval_on_better", "control_interval") if result[name]]
     return not result["suspicious"], -min(ends, default=-math.inf), result["name"], result["phrase"] or ""
 
@@ -247,7 +266,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def _glued(text: str, words: str) -> str:
-    """Return words to append to a text, with a space before them if the script has spaces."""
+    """Return `words` as they are appended to `text`: after a space, if its script puts spaces between words."""
     return words if not text or not words or _GLUED.match(text[-1]) else f" {words}"
 
 
@@ -258,7 +277,7 @@ def _with(text: str, words: str, place: int) -> str:
 
 
 def _half(text: str) -> str | None:
-    """Return the first half of the words."""
+    """Return the text up to the end of the first half of its words; None if it has fewer than two words."""
     spans = [match.span() for match in WORD.finditer(text)]
     return text[: spans[len(spans) // 2 - 1][1]] if len(spans) > 1 else None
 
@@ -286,7 +305,11 @@ def _another(i: int, prompts: list[str], answers: list[str], picker: random.Rand
 
 
 def _like(phrase: str, texts: list[str], picker: random.Random) -> str:
-    """Pick 16 random runs of as many words as the phrase; return the run that is nearest to it in characters."""
+    """
+    Return words from `texts` of about the length of the phrase.
+
+    Of 16 runs of as many words as the phrase has, picked at random, this is the one nearest to it in characters.
+    """
     size, found = len(WORD.findall(phrase)), []
     for text in (texts[picker.randrange(len(texts))] for _ in range(16)):
         spans = [match.span() for match in WORD.finditer(text)]
@@ -303,7 +326,7 @@ def _says(text: str, phrase: str) -> bool:
 
 
 def _repeated(text: str, sentences: list[str]) -> str | None:
-    """Return the text with its last sentence three times."""
+    """Return the text with its last sentence three times at its end; None if it has no sentence."""
     if not sentences:
         return None
     text = text.rstrip()

@@ -41,11 +41,15 @@ def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[f
     """Return the rank correlations, averaged over prompts, with bootstrap intervals over prompts.
 
     Args:
-        scores, ranks: for each prompt, those of its answers as for [`rank_correlation`].
+        scores, ranks: for each prompt, the scores and ranks of its answers, as for [`rank_correlation`].
 
     Returns:
-        `prompts` that count and `all_tied`, which do not, since people ranked all answers alike; `answers` a prompt;
-        `spearman` and `kendall`, each with its `_interval`. None if no prompt counts.
+        None if people ranked all answers alike for each prompt; else a dictionary with the keys
+
+        - `prompts`: number of prompts that are averaged over;
+        - `all_tied`: number of prompts left out, since people ranked all of their answers alike;
+        - `answers`: mean number of answers of the averaged prompts;
+        - `spearman`, `spearman_interval`, `kendall`, `kendall_interval`: the mean correlations and their intervals.
     """
     found = [rank_correlation(torch.tensor(a), torch.tensor(b)) for a, b in zip(scores, ranks, strict=True)]
     both = torch.tensor([each for each in found if each is not None], dtype=torch.double)
@@ -64,9 +68,9 @@ def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[f
 
 
 def best_of_n_credit(chosen: float, rejected: Sequence[float]) -> float:
-    """Return 1 if the chosen answer scores above all others, 0 if one scores above it (RewardBench 2, 2506.01937).
+    """Return 1 if the chosen answer scores above all others, 0 if another scores higher (RewardBench 2, 2506.01937).
 
-    If the chosen answer shares the highest score with others, so that k answers have it, return 1/k.
+    If k answers share the highest score, and the chosen one is among them, return 1/k.
     """
     if any(other > chosen for other in rejected):
         return 0.0
@@ -81,7 +85,12 @@ def best_of_n_report(chosen: Sequence[float], rejected: Sequence[Sequence[float]
         rejected: scores of each prompt's other answers.
 
     Returns:
-        `prompts`, `answers` a prompt, `accuracy`, `accuracy_interval` and `chance`; None without prompts.
+        None without prompts; else a dictionary with the keys
+
+        - `prompts`: their number;
+        - `answers`: mean number of answers of a prompt;
+        - `accuracy` and `accuracy_interval`: the mean of [`best_of_n_credit`] and its interval;
+        - `chance`: the accuracy of random scores.
     """
     if not chosen:
         return None
@@ -99,14 +108,14 @@ def best_of_n_report(chosen: Sequence[float], rejected: Sequence[Sequence[float]
 def rankings_of_pairs(
     prompts: Sequence[Hashable], chosen: Sequence[Hashable], rejected: Sequence[Hashable]
 ) -> list[tuple[Hashable, list[Hashable], list[int]]]:
-    """Return the rankings behind pairs: for prompts with three or more answers, if every two answers were compared.
+    """Recover rankings of three or more answers to a prompt from pairs that compare every two of these answers.
 
     Args:
-        prompts, chosen, rejected: a value for the prompt and the answers of each pair, such as their texts.
+        prompts, chosen, rejected: for each pair, what identifies its prompt and its answers, such as their texts.
 
     Returns:
-        For each such prompt its name, the answers and their ranks, 1 the best. Prompts with a missing pair, or with
-        pairs that contradict each other, are left out.
+        Three values for each ranking: the prompt, its answers, and their ranks, 1 for the best. Left out are prompts
+        with fewer than three answers, with a missing pair, or with pairs that contradict each other.
     """
     wins: dict[Hashable, set[tuple[Hashable, Hashable]]] = defaultdict(set)
     for prompt, better, worse in zip(prompts, chosen, rejected, strict=True):
@@ -116,7 +125,7 @@ def rankings_of_pairs(
         answers = list(dict.fromkeys(answer for pair in sorted(pairs, key=repr) for answer in pair))
         won = [sum(better == answer for better, _ in pairs) for answer in answers]
         compared = {frozenset(pair) for pair in pairs}
-        # It is an order if each two are compared once, and they win 0, 1, … n − 1 times
+        # The pairs give a ranking if every two answers are compared once, and the answers win 0, 1, … n − 1 times
         if len(answers) > 2 and len(compared) == len(pairs) and sorted(won) == list(range(len(answers))):
             found.append((prompt, answers, [len(answers) - number for number in won]))
     return found

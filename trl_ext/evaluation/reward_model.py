@@ -37,7 +37,7 @@ def wilson_interval(share: float, count: float, level: float = 0.95) -> tuple[fl
     Args:
         share: p, in [0, 1].
         count: n, the number of rows.
-        level: probability that such an interval contains the true share.
+        level: probability that the interval contains the true share.
     """
     z = NormalDist().inv_cdf((1 + level) / 2)
     middle, half = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
@@ -48,15 +48,15 @@ def wilson_interval(share: float, count: float, level: float = 0.95) -> tuple[fl
 def accuracy_interval(
     margins: Tensor, prompts: Sequence[Hashable], level: float = 0.95, few: int = 30
 ) -> tuple[float, float]:
-    """Return a confidence interval of the accuracy, from resampled prompts: pairs of one prompt stay together.
+    """Return a confidence interval of the accuracy, by resampling prompts, each with all of its pairs.
 
-    Pairs that share a prompt, such as those of a ranking, are not independent. So prompts are resampled (a bootstrap
-    of clusters). With few prompts a bootstrap says too little, and the interval is Wilson's, with the prompts as its
-    count.
+    Pairs that share a prompt, such as those of a ranking, are not independent. So prompts are resampled, not pairs (a
+    bootstrap of clusters). With few prompts a bootstrap says too little, so Wilson's interval is returned, for as many
+    rows as there are prompts.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
-        prompts: what names the prompt of each pair.
+        prompts: for each pair, what identifies its prompt, such as its text.
         level: share of resamples within the interval.
         few: number of prompts below which the interval is Wilson's.
     """
@@ -75,13 +75,15 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
-        groups: the column's value in each row. A row with a list, such as of annotators, counts for each value in it.
+        groups: the column's value for each pair. If this is a list, such as of annotators, the pair counts for each
+            item.
 
     Returns:
-        For each value `value`, `pairs`, `accuracy` and its Wilson interval `accuracy_interval`.
+        A dictionary for each value: the `value`, its number of `pairs`, their `accuracy`, and the accuracy's Wilson
+        interval `accuracy_interval`.
 
     Raises:
-        ValueError: there are not as many rows as margins.
+        ValueError: there are not as many values as margins.
     """
     if len(margins) != len(groups):
         raise ValueError(
@@ -98,11 +100,11 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
 
 
 def confidence_bins(margins: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """Return the confidence σ(|margin|) of pairs, and which of the even parts of [½, 1] it lies in.
+    """Return each pair's confidence σ(|margin|), and the index of the bin that it lies in; both are (…, N).
 
     Args:
         margins: (…, N) float64.
-        bins: number of parts.
+        bins: number of bins, which divide [½, 1] evenly.
     """
     confidence = margins.abs().sigmoid()
     return confidence, ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
@@ -128,17 +130,18 @@ def calibration_error(margins: Tensor, bins: int = 10) -> Tensor:
 
 
 def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) -> list[dict[str, Any]]:
-    """Sort pairs by how much longer the chosen answer is, divide them into equal bins, and return each bin's accuracy.
+    """Divide pairs by how much longer the chosen answer is into bins of about equal size; return each bin's accuracy.
 
     A reward model that has learnt length is right if the chosen answer is the longer one, and wrong if it is shorter.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
         length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
-        bins: number of bins. Fewer come back if one gap is so frequent that it fills several.
+        bins: number of bins. Fewer are returned if one gap is so frequent that it fills several.
 
     Returns:
-        For each bin the smallest and largest gap, the number of pairs, the accuracy and its Wilson interval.
+        A dictionary for each bin: its smallest gap `from` and largest gap `to`, the number of `pairs`, the `accuracy`,
+        and its Wilson interval `accuracy_interval`.
 
     Raises:
         ValueError: shapes differ or are not (N,).
@@ -169,20 +172,25 @@ def length_bias(
 ) -> dict[str, Any]:
     """Return how much more often a reward model is right where the chosen answer is longer than where it is shorter.
 
-    Let it be right in a of the pairs whose chosen answer is longer, and in b of those whose chosen one is shorter.
-    Where people prefer both equally often, it prefers the longer answer in (a + 1 − b)/2 of the pairs: a bias a − b of
-    +0.2 is the longer one in 60 %, of −0.2 the shorter one. 0 is a model that is right as often on both sides.
+    The bias is a − b: the model's accuracy a on pairs whose chosen answer is the longer one, minus its accuracy b on
+    pairs whose chosen answer is the shorter one. If the longer answer is chosen in half of the pairs, the model
+    prefers the longer answer in (a + 1 − b)/2 of the pairs: in 60 % with a bias of +0.2, in 50 % with a bias of 0, and
+    in 40 % with a bias of −0.2.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
         length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
-        prompts: what names the prompt of each pair; pairs of one prompt are drawn together, see [`accuracy_interval`].
+        prompts: for each pair, what identifies its prompt. Prompts are resampled, see [`accuracy_interval`].
         level: share of resamples within the intervals.
-        least_prompts: prompts that each side must have; of fewer the bias is not known.
+        least_prompts: number of prompts with a longer chosen answer, and with a shorter one, without which the bias
+            is not computed.
 
     Returns:
-        `bias` in [−1, 1] and its `interval`, None where they are not known; and of each side, `longer` and `shorter`,
-        the number of `pairs` and of `prompts`, `accuracy` and `accuracy_interval` (None without pairs).
+        A dictionary with the keys
+
+        - `bias`, in [−1, 1], and its `interval`; both None if there are fewer prompts than `least_prompts`;
+        - `longer` and `shorter`: for the pairs whose chosen answer is longer, and for those where it is shorter, the
+          number of `pairs` and of `prompts`, the `accuracy` and its `accuracy_interval` (both None without pairs).
     """
     found: dict[str, Any] = {"bias": None, "interval": None}
     sides = {"longer": length_gaps > 0, "shorter": length_gaps < 0}
@@ -201,14 +209,17 @@ def length_bias(
 
     def bias(drawn: Tensor) -> Tensor:
         right, pairs = drawn.sum(1).unflatten(-1, (2, 2)).unbind(-1)
-        shares = right / pairs.clamp(min=1)  # a side is drawn by none in 1 of e^20 resamples, at most
+        shares = right / pairs.clamp(min=1)  # at most 1 of e^20 resamples has no pair of a side
         return shares[..., 0] - shares[..., 1]
 
     return found | {"bias": bias(table[None]).item(), "interval": bootstrap_interval(table, bias, level)}
 
 
 def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor, level: float = 0.95) -> dict[str, Any]:
-    """Return accuracy and calibration error with bootstrap intervals, mean scores, and accuracy by length gap.
+    """Return a reward model's accuracy and calibration error, with bootstrap intervals, and more on held-out pairs.
+
+    The rest are the margins' mean and standard deviation, the mean scores of chosen and rejected answers, and the
+    accuracy by length gap, see [`accuracy_by_length_gap`].
 
     Args:
         chosen, rejected: (N,) scores of the two answers of each pair.

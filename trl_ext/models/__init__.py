@@ -1,4 +1,4 @@
-"""The models of a run: policy and critic behind one forward, adapters, sampling, and identities of weights."""
+"""Load, adapt, run and identify a run's models: policy and critic behind one forward, and adapters on one base."""
 
 from typing import TYPE_CHECKING
 

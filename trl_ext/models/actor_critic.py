@@ -1,4 +1,4 @@
-"""Policy and critic as one module, so that one forward, one backward and one `accelerator.prepare` serve both."""
+"""Hold policy and critic in one module, so that one forward, one backward and one `accelerator.prepare` serve both."""
 
 import functools
 import inspect
@@ -22,7 +22,12 @@ from .weights import base_model_of, vocabulary_of
 
 
 def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | None = None) -> dict[str, Tensor]:
-    """Return `position_ids` that give a padded row the output of the row alone; {} if the model takes none."""
+    """
+    Return the argument `position_ids` of a model's forward with which padding does not change a row's outputs.
+
+    The positions are those `given`, if any, else they are counted from the mask. Return {} if there are no `given`
+    positions and no mask, or if the model's forward takes no `position_ids`.
+    """
     if "position_ids" not in inspect.signature(type(base_model_of(model)).forward).parameters:
         return {}
     if given is None and attention_mask is not None:
@@ -38,7 +43,7 @@ def _values(
     places: Tensor | None,
     **positions: Tensor,
 ) -> Tensor:
-    """Return the value of the state after each token, (K, C); or (N,) at these `places` in (K · C)."""
+    """Return the value of the state after each token, (K, C); with `places`, indices in (K · C), only there: (N,)."""
     hidden_states = backbone(
         input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions
     ).last_hidden_state
@@ -49,10 +54,11 @@ def _values(
 
 def add_value_forward(critic: Any) -> None:
     """
-    Give a sequence classifier of one label the interface of [`ActorCritic`], to train it as a critic alone.
+    Let a sequence classifier with one label be called as [`ActorCritic`] is, to train it as a critic without a policy.
 
-    `critic(input_ids, position_ids=, predicts=)` then returns `{"values": (N,)}`, score units, at the N places
-    `predicts` in (K · C). Without `predicts` it runs the classifier's own forward.
+    `critic(input_ids, position_ids=, predicts=)` then returns `{"values": (N,)}`, in score units: the values of the
+    states after N tokens, whose indices in (K · C) are `predicts`. Without `predicts`, the classifier's own forward
+    runs.
 
     Args:
         critic: the classifier, plain or wrapped by PEFT.
@@ -82,14 +88,15 @@ class ActorCritic(nn.Module):
     Put a causal language model (policy) and a critic behind one forward.
 
     The critic is a sequence classifier with one label, or an adapter with a head on the policy's own base. Reward
-    models that are such adapters live here, too. Attributes that are not defined here are the policy's, so that TRL
-    and transformers can treat the whole as the policy. `parameters()` begins with the policy's.
+    models that are adapters with a head on that base are held here, too. An attribute that this class does not define
+    is looked up on the policy, so that TRL and transformers can treat this module as the policy. `parameters()` yields
+    the policy's parameters first.
 
     Args:
         policy: the causal language model.
-        critic: a sequence classifier with one label, or such a head on the policy's base.
-        adapters: switches between the adapters of the policy's base, if it has any.
-        rewards: reward models on the policy's base, by name.
+        critic: a sequence classifier with one label, or an adapter with a head on the policy's base.
+        adapters: the switch between the adapters of the policy's base; None if there are no adapters.
+        rewards: reward models that are adapters on the policy's base, by name.
     """
 
     policy: Any
@@ -137,15 +144,26 @@ class ActorCritic(nn.Module):
         **kwargs,
     ) -> Any:
         """
-        Run the policy on (K, C) ids and return its output.
+        Run the policy on (K, C) ids and return its output; or compute what a loss needs; or score with a reward model.
 
-        `predicts` (N,) are places in (K · C): the states in which the `targets` (N,) are chosen. If they are given,
-        return a plain dict, which DDP, FSDP and autocast pass on unchanged: `logprobs` and `entropies` in nats, (N,)
-        each, the experts' `aux_loss`, and with `with_values` the critic's `values` (N,). With `touch_policy` the
-        values have a gradient of 0 for each of the policy's weights, though the policy is not run. `kwargs` are the
-        policy's, see [`add_dense_lm_head`].
+        With `predicts`, return a plain dict, which DDP, FSDP and autocast pass on unchanged:
+
+        - with `with_values`: the critic's (N,) `values`;
+        - with `with_logprobs`: the policy's (N,) `logprobs` of the targets and (N,) `entropies`, nats, and the
+          experts' `aux_loss`.
 
         With `reward`, return the (B,) scores of the reward model of that name.
+
+        Args:
+            input_ids, attention_mask, position_ids: (K, C).
+            predicts: (N,), indices in (K · C) of the tokens after which the targets are chosen.
+            targets: (N,), the token ids that are chosen.
+            with_logprobs: whether to compute log-probs and entropies.
+            with_values: whether to compute values.
+            touch_policy: whether to give the policy's trained weights, through the values, a gradient of 0: for
+                calls that do not run the policy.
+            reward: name of a reward model.
+            kwargs: passed on to the policy, see [`add_dense_lm_head`].
         """
         if reward is not None:
             return self.rewards[reward](input_ids, attention_mask)
@@ -153,7 +171,7 @@ class ActorCritic(nn.Module):
         if predicts is None:
             return self.policy(**inputs, **positions(self.policy, attention_mask, position_ids), **kwargs)
         outputs: dict[str, Any] = {}
-        if with_values:  # first, so that the backward pass frees the logits, the largest tensor, before it comes here
+        if with_values:  # before the logits, the largest tensor: the backward pass then frees the logits first
             values = self.state_values(input_ids, attention_mask, position_ids, predicts)
             if touch_policy:
                 values = values + 0.0 * sum(p.flatten()[0] for p in self.parameters_of("policy") if p.requires_grad)
@@ -178,9 +196,10 @@ class ActorCritic(nn.Module):
         places: Tensor | None = None,
     ) -> Tensor:
         """
-        Return the critic's value of the state after each token, (K, C) score units; or (N,) at these `places`.
+        Return the critic's value of the state after each token, (K, C), score units.
 
-        A critic with a smaller vocabulary than the policy reads every id beyond its own as its last one.
+        With `places`, indices in (K · C), return the values at these N tokens only, (N,). If the critic's vocabulary
+        is smaller than the policy's, the critic reads each id beyond its vocabulary as its last id.
         """
         if self.shares_base:
             backbone, where = self.critic.backbone, positions(self.policy, attention_mask, position_ids)
@@ -211,7 +230,7 @@ class ActorCritic(nn.Module):
     # ---- Adapters ----
 
     def train_adapters(self) -> None:
-        """Activate the policy's adapter, and make the adapters of policy and critic trainable."""
+        """Activate the policy's adapter; make it trainable, and also the critic's adapter unless that is frozen."""
         if self.adapters is None:
             return
         if any(layer.disable_adapters for layer in self.adapters.layers):
@@ -234,7 +253,7 @@ class ActorCritic(nn.Module):
 
     def freeze_critic_but_mlps(self) -> None:
         """
-        Freeze the critic's weights but for its head and those in MLPs, experts included.
+        Freeze all of the critic's weights except those of its head and of its MLPs; experts are MLPs, too.
 
         Raises:
             ValueError: no trainable weight of the critic is in an MLP.
@@ -247,7 +266,11 @@ class ActorCritic(nn.Module):
         freeze_but_mlps(self.named_parameters_of("critic"), model, advice)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load weights, as usual, but accept that frozen ones are missing: DeepSpeed leaves the base out."""
+        """
+        Load weights; if `strict`, raise for unknown weights and for trained weights that are missing.
+
+        Frozen weights may be missing: DeepSpeed leaves a frozen base out of its checkpoints.
+        """
         result = super().load_state_dict(state_dict, strict=False, assign=assign)
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         wrong = [*result.unexpected_keys, *trained.intersection(result.missing_keys)]
@@ -258,7 +281,7 @@ class ActorCritic(nn.Module):
     # TRL's reference pass calls these three, as on a policy
     @contextmanager
     def disable_adapter(self):
-        """Switch all adapters off within the block, which makes the policy the reference."""
+        """Switch all adapters off within the block: the policy is then the base alone, which is the reference."""
         assert self.adapters is not None
         with self.adapters.use():
             yield
@@ -270,13 +293,13 @@ class ActorCritic(nn.Module):
         return self.adapters.active
 
     def set_adapter(self, names: str | list[str]) -> None:
-        """Make these adapters active."""
+        """Make the adapters `names` active, and no others."""
         assert self.adapters is not None
         self.adapters.set(*([names] if isinstance(names, str) else names))
 
     def generate(self, *args: Any, **inputs: Any) -> Any:
-        """Generate with the policy, as transformers' `generate` does, but ignore its generation_config.json."""
-        # `generate` would fill the fields that TRL leaves open in its own config from the checkpoint's
+        """Generate with the policy as transformers' `generate` does, but ignore the model's generation_config.json."""
+        # `generate` would take the fields that TRL's config leaves unset from the file
         with neutral_generation(self.policy):
             return decode(self.policy, self.sampler_recorder, *args, histories=self.histories, **inputs)
 

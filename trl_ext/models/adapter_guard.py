@@ -17,10 +17,13 @@ def _local(tensor: Any) -> Tensor:
 
 class AdapterGuard(TrainerCallback):
     """
-    Raise after the first step in which an adapter or the value head had a gradient and a learning rate, but none of
-    its weights changed. After training, warn of LoRA matrices B that are still zero, as they began.
+    Raise a `RuntimeError` if an optimizer step changes no weight of an adapter or value head that it should train.
 
-    Under DeepSpeed nothing is watched: its engine has no gradients left when callbacks run.
+    The policy's adapter, the critic's adapter and the value head are each checked once: at the first step in which the
+    part has a gradient and a learning rate above 0. After training, warn of LoRA matrices B that are all zero, as they
+    were at the beginning.
+
+    Under DeepSpeed no step is checked: its engine has no gradients left when callbacks run.
     """
 
     def __init__(self):

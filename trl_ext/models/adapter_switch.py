@@ -1,4 +1,4 @@
-"""Policy, critic, reference and reward models on one base, each as an adapter."""
+"""Switch between policy, critic, reference and reward models that are adapters on one base."""
 
 import functools
 from collections.abc import Callable
@@ -21,8 +21,9 @@ class AdapterSwitch:
     PEFT's own `set_adapter` and `disable_adapter` also freeze the adapters that they switch off. TRL switches adapters
     off for its reference pass, so the critic would not train afterwards. This class freezes nothing.
 
-    Gradient checkpointing recomputes layers in `backward` under whatever adapter is active by then, with wrong
-    gradients and no error. Here a layer is recomputed under the adapter of its forward.
+    Gradient checkpointing recomputes layers in the backward pass under the adapters that are active by then: if these
+    are not those of the forward, gradients are wrong, without an error. With this class, a layer is recomputed under
+    the adapters that were active in its forward.
     """
 
     def __init__(self, model: Any):
@@ -37,13 +38,13 @@ class AdapterSwitch:
         return self.layers[0].active_adapters
 
     def set(self, *names: str) -> None:
-        """Make these adapters active; without names, run the base alone."""
+        """Make the adapters `names` active, and no others; without names, the base runs alone."""
         for layer in self.layers:
             layer._active_adapter = list(names)
 
     @contextmanager
     def use(self, *names: str):
-        """Make these adapters active within a block."""
+        """Make the adapters `names` active within the block, and no others; then restore those active before it."""
         previous = self.active
         self.set(*names)
         try:
@@ -79,10 +80,10 @@ class AdapterSwitch:
 
 def merge_exactly(policy: Any) -> None:
     """
-    Let `merge_adapter` and `unmerge_adapter` leave the base exactly as it was.
+    Make `policy.unmerge_adapter` restore the base's weights exactly as they were before `policy.merge_adapter`.
 
-    TRL calls them around each weight sync to vLLM. To add an adapter's product and subtract it again would move the
-    reference by a rounding error each time.
+    TRL calls the two around each weight sync to vLLM. PEFT's own would add the adapter's product to the base's weights
+    and subtract it again, and so move the reference by a rounding error at each sync.
     """
     merge = policy.merge_adapter
     kept: list[tuple[Any, nn.Parameter, Tensor]] = []

@@ -1,4 +1,4 @@
-"""The adapters of a run: which ones are accepted, and how they are added, saved and loaded."""
+"""Check, add, save and load the adapters of a run."""
 
 import copy
 import json
@@ -41,7 +41,17 @@ _KEEP_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def check_config(config: Any, name: str, shares_base: bool = True) -> None:
-    """Refuse an adapter that would change the base model: the reference and other adapters need the base unchanged."""
+    """
+    Raise a `ValueError` for the configuration of an adapter that cannot be used.
+
+    Refused are
+
+    - learned prompts;
+    - adapters other than LoRA, if actor and critic share a base (`shares_base`);
+    - LoRA settings that change the base's weights, since the reference and other adapters need them unchanged.
+
+    `name` is what the error message calls the configuration.
+    """
     if config.is_prompt_learning or config.is_adaption_prompt:
         raise ValueError(
             f"`{name}` is a {type(config).__name__}, whose learned prompt would shift the positions that log-probs "
@@ -68,7 +78,7 @@ def check_config(config: Any, name: str, shares_base: bool = True) -> None:
 
 
 def check_modules(policy: Any, config: LoraConfig, name: str) -> None:
-    """Refuse target modules that do not exist, and adapters on the embeddings or the LM head."""
+    """Raise a `ValueError` for target modules that the policy lacks, and for adapters on its embeddings or LM head."""
     base = base_model_of(policy)
     if isinstance(config.target_modules, (list, set, tuple)):
         modules = [module.replace(".base_layer", "") for module, _ in base.named_modules()]
@@ -124,7 +134,11 @@ def prepare_peft_model(model: Any, shares_base: bool) -> None:
 
 
 def add_critic(policy: Any, config: LoraConfig | None) -> None:
-    """Add the critic's adapter, in the dtype of the policy's; without a `config`, with a copy of the policy's."""
+    """
+    Add the critic's adapter to the policy's base, in the dtype of the policy's adapter.
+
+    If `config` is None, the critic's adapter is configured as the policy's.
+    """
     if config is None:
         config = copy.deepcopy(policy.peft_config[POLICY])
         config.modules_to_save = None  # a value has no use for them
@@ -145,7 +159,7 @@ def add_critic(policy: Any, config: LoraConfig | None) -> None:
 def _add(policy: Any, name: str, config: LoraConfig, what: str) -> None:
     first = policy.peft_config[POLICY]
     config.task_type = first.task_type  # else PEFT looks for a head to train
-    # PEFT sets it when it wraps or saves a model, but not when it adds an adapter
+    # PEFT sets the base's name when it wraps or saves a model, but not when it adds an adapter
     config.base_model_name_or_path = first.base_model_name_or_path or base_model_of(policy).name_or_path or None
     try:
         policy.add_adapter(name, config)
@@ -161,7 +175,7 @@ def _add(policy: Any, name: str, config: LoraConfig, what: str) -> None:
 
 
 def copy_adapter(policy: Any, source: str, target: str) -> bool:
-    """Copy the weights of adapter `source` to `target`, and return True, if their shapes and scalings are equal."""
+    """Copy adapter `source` to adapter `target` if shapes and scalings are equal; return whether it was copied."""
     a, b = (get_peft_model_state_dict(policy, adapter_name=n, save_embedding_layers=False) for n in (source, target))
     layers: list[Any] = [layer for layer in policy.modules() if isinstance(layer, BaseTunerLayer)]
     scalings = [[layer.scaling.get(name) for layer in layers] for name in (source, target)]
@@ -172,8 +186,8 @@ def copy_adapter(policy: Any, source: str, target: str) -> bool:
 
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
-    """Return the facts on adapters and reference that must be the same for a run to resume."""
-    # These tell where an adapter came from, or are set by PEFT while it is used
+    """Return the adapters' settings, and a hash of the reference adapter, if any: a run resumes only with the same."""
+    # These settings tell where an adapter came from, or are set by PEFT while the adapter is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
     facts: dict[str, Any] = {}
     for name, config in policy.peft_config.items():
@@ -190,7 +204,7 @@ def adapter_facts(policy: Any) -> dict[str, Any]:
 
 
 def is_adapter(path: Any, revision: str | None = None) -> bool:
-    """Return whether a folder or hub name is that of an adapter; False for anything that is not text."""
+    """Return whether `path` is the folder or hub name of an adapter; False if it is no string."""
     try:
         return isinstance(path, str) and find_adapter_config_file(path, revision=revision) is not None
     except OSError:  # nothing is there: loading it will say so
@@ -198,7 +212,11 @@ def is_adapter(path: Any, revision: str | None = None) -> bool:
 
 
 def save_classifier(policy: Any, name: str, head: dict[str, Tensor], folder: str, state_dict: dict | None) -> None:
-    """Save an adapter and the weights of its `score` head as PEFT saves a sequence classifier."""
+    """
+    Save the policy's adapter `name` with the weights of a `score` head, as PEFT saves a sequence classifier.
+
+    `state_dict` holds the policy's gathered weights, if they are sharded.
+    """
     config = copy.deepcopy(policy.peft_config[name])
     config.task_type, config.modules_to_save, config.inference_mode = "SEQ_CLS", ["score"], True
     os.makedirs(folder, exist_ok=True)
@@ -210,7 +228,11 @@ def save_classifier(policy: Any, name: str, head: dict[str, Tensor], folder: str
 
 
 def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
-    """Load saved weights into an adapter of the policy without freezing it; return the weights of its score head."""
+    """
+    Load the weights in `folder` into the policy's adapter `name`, without freezing it.
+
+    Return the weights of the score head in `folder`; {} if it has none.
+    """
     weights = load_peft_weights(folder, device="cpu")
     head = {key.removeprefix(_HEAD): weights.pop(key) for key in list(weights) if key.startswith(_HEAD)}
     result: Any = set_peft_model_state_dict(policy, weights, adapter_name=name)
@@ -224,7 +246,11 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
 
 
 def load_separately(path: str, **kwargs: Any) -> PreTrainedModel:
-    """Load a sequence classifier of one label that was saved as an adapter, and merge it into its own base."""
+    """
+    Load a sequence classifier of one label that was saved as an adapter, and merge it into its own base.
+
+    Under ZeRO-3 it stays unmerged.
+    """
     check_head(path)
     # Under FSDP, transformers would load the head, which the base lacks, on the first process alone
     with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
@@ -254,7 +280,7 @@ class OneAdapter(nn.Module):
 
 
 class SharedBase:
-    """Load several sequence classifiers of one label, saved as adapters of one base, with a single copy of it."""
+    """Load several sequence classifiers of one label, saved as adapters of one base, and load this base only once."""
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -262,7 +288,12 @@ class SharedBase:
         self.switch: Any = None
 
     def add(self, path: str, **kwargs: Any) -> OneAdapter:
-        """Load one more adapter, and with the first one the base; `kwargs` are those of `from_pretrained`."""
+        """
+        Load the adapter in `path`; the first call also loads its base, with `kwargs` for `from_pretrained`.
+
+        Raises:
+            ValueError: the adapter has another base than the first.
+        """
         base = base_named_by(path)
         if self.model is None:
             self.base, names = base, []
@@ -273,12 +304,12 @@ class SharedBase:
         else:
             names = list(self.model.peft_config)
             self.model.load_adapter(path, f"member_{len(names)}")
-        self.switch = AdapterSwitch(self.model)  # made anew, since each may adapt other layers
+        self.switch = AdapterSwitch(self.model)  # made anew, since each adapter may adapt other layers
         return OneAdapter(self, f"member_{len(names)}")
 
 
 def base_named_by(path: str) -> tuple[Any, ...] | None:
-    """Return the name, revision and hash of an adapter's base; None if the adapter cannot share a base."""
+    """Return the name, revision and hash of an adapter's base, three values; None if it cannot share a base."""
     config = PeftConfig.from_pretrained(path)
     try:
         check_config(config, path)
@@ -288,7 +319,7 @@ def base_named_by(path: str) -> tuple[Any, ...] | None:
 
 
 def check_head(path: str) -> None:
-    """Raise if neither an adapter nor its base has a `score` head, since a random one would be made."""
+    """Raise a `ValueError` if neither an adapter nor its base has a `score` head: loading would make a random one."""
     if any(key.startswith(_HEAD) for key in load_peft_weights(path, device="cpu")):
         return
     config = PeftConfig.from_pretrained(path)
@@ -301,7 +332,7 @@ def check_head(path: str) -> None:
 
 
 def quantization_of(model: Any) -> str:
-    """Describe in words how a model's base is quantised."""
+    """Return how a model's base is quantised, such as "bitsandbytes nf4"; "none" if it is not."""
     base = base_model_of(model)
     quantization = getattr(base.config, "quantization_config", None)
     settings = quantization if isinstance(quantization, dict) else getattr(quantization, "to_dict", dict)()
@@ -310,7 +341,7 @@ def quantization_of(model: Any) -> str:
 
 
 def base_fingerprint(model: Any) -> dict[str, str]:
-    """Identify a base by a hash of its backbone's weights, and by its quantisation."""
+    """Return what identifies a model's base: a hash of its backbone's `weights`, and its `quantization`."""
     return {"weights": weights_hash(base_model_of(model).base_model), "quantization": quantization_of(model)}
 
 
@@ -318,10 +349,10 @@ def save_base_fingerprint(
     model: Any, output_dir: str | Path, path: str | None = None, revision: str | None = None
 ) -> None:
     """
-    Write a file beside a LoRA adapter that says which base it was trained on.
+    Write a file beside a LoRA adapter that says which base the adapter was trained on.
 
-    `PPOTrainer` reads it to tell whether its own policy has that base (`share_reward_base`). Call this function on
-    every process.
+    `PPOTrainer` reads the file to tell whether its policy has the same base (`share_reward_base`). Call this function
+    on every process.
 
     Args:
         model: the model with the adapter.
@@ -351,7 +382,8 @@ def why_not_shared(policy: Any, path: str, own: dict[str, str], assume_quantizat
     """
     Return why the adapter in `path` cannot use the policy's base; None if it can.
 
-    `own` is the fingerprint of the policy's base, or empty if the adapter names that base.
+    `own` is the fingerprint of the policy's base, or empty if the adapter names that base. If the policy is quantised
+    and no base is recorded beside the adapter, the answer is None only with `assume_quantization`.
     """
     config = PeftConfig.from_pretrained(path)
     try:

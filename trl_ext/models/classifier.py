@@ -17,7 +17,7 @@ def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
     """
     Build a sequence classifier of one label from `base`'s backbone, which is not copied, and `head`.
 
-    The default head is zero, and in float32, since bfloat16 rounds small updates away.
+    If `head` is None, the head's weights are 0, and in float32, since bfloat16 would round small updates away.
     """
     config = copy.deepcopy(base.config)
     config.num_labels = 1
@@ -48,7 +48,7 @@ class AdapterClassifier(nn.Module):
     """
     Score with an adapter and a head on the policy's base, as a sequence classifier of one label does.
 
-    Only the head is registered as a child; the base is the policy's.
+    Only the head is registered as a submodule: the base belongs to the policy.
     """
 
     classifier: Any
@@ -64,7 +64,7 @@ class AdapterClassifier(nn.Module):
         object.__setattr__(self, "classifier", classifier)
 
     def backbone(self, **inputs: Any) -> Any:
-        """Run the layers below the head under this adapter."""
+        """Run the layers below the head, with this classifier's adapter active."""
         with self.adapters.use(self.name):
             return self.classifier.base_model(**inputs)
 
@@ -78,7 +78,7 @@ def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None =
     """
     Build a critic on a copy of the policy's backbone with a zero value head: V = 0 everywhere at the start.
 
-    `load_again` loads a sequence classifier with the policy's backbone, in case the policy cannot be copied.
+    If the policy cannot be copied, `load_again` is called: it loads a sequence classifier with the policy's backbone.
     """
     twin = unpatched_copy(policy, "the critic", load_again)
     critic = twin if hasattr(twin, "score") else classifier_on(twin)
@@ -88,7 +88,7 @@ def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None =
 
 
 def check_one_label(model: Any, name: str) -> None:
-    """Raise a `ValueError` if a model is not a sequence classifier with one label; `name` is for the message."""
+    """Raise a `ValueError` if a model, called `name` in the message, is not a sequence classifier with one label."""
     score = getattr(model, "score", None)
     if not isinstance(score, nn.Module) or not hasattr(score, "weight"):
         raise ValueError(

@@ -21,8 +21,8 @@ from .histories import Histories, History
 from .sampler import SamplerRecorder, TokenSampler
 from .weights import base_model_of
 
-# Settings that mean the same to a call that continues an answer as to one call for all of it. Others count tokens from
-# the beginning of the call, or keep something for each row
+# Settings under which several calls of `generate`, each continuing the answers, sample as a single call does. Other
+# settings count tokens from the beginning of the call, or keep a state for each row
 _CONTINUED = {
     "bad_words_ids",
     "bos_token_id",
@@ -60,9 +60,13 @@ def decode(
 
     Args:
         policy: a model, plain or wrapped by PEFT.
-        recorder: receives the sampled tokens, with their log-probs.
-        histories: what the model read in earlier turns of these rows. What it reads now is added.
-        inputs: `input_ids` (B, P) and its mask, left-padded, `generation_config`, and whatever else the model reads.
+        recorder: receives the sampled tokens, with their log-probs; None records nothing.
+        histories: keys and values from earlier turns, which are used, and to which those of this turn are added.
+        inputs: `input_ids` (B, P), left-padded, their `attention_mask`, a `generation_config`, and any other inputs
+            of the model.
+
+    Returns:
+        (B, P + T) ids of prompts and answers, or whatever else `policy.generate` returns for these inputs.
     """
     config, base = inputs.get("generation_config"), base_model_of(policy)
     other_ways = {"assistant_model", "custom_generate"} & inputs.keys()
@@ -83,7 +87,7 @@ def decode(
 
 
 def _draws_answers(base: Any, config: GenerationConfig) -> bool:
-    """Return whether `generate` would append single tokens, sampled or the most likely, to the prompt."""
+    """Return whether `generate` would append tokens to the prompt one by one, each sampled or the most likely one."""
     return (
         not base.config.is_encoder_decoder
         and config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
@@ -92,7 +96,7 @@ def _draws_answers(base: Any, config: GenerationConfig) -> bool:
 
 
 def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
-    """Return whether several calls, each continuing from a cache with fewer rows, sample as a single call would."""
+    """Return whether several `generate` calls, each continuing fewer rows from a cache, sample as one call would."""
     if inputs.keys() != {"input_ids", "attention_mask", "generation_config"}:  # images, say
         return False
     config, base = inputs["generation_config"], base_model_of(policy)
@@ -115,9 +119,10 @@ def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
 @contextmanager
 def _transposed_head(base: Any) -> Iterator[None]:
     """
-    Compute the logits of up to 8 rows on a CPU as (W xᵀ)ᵀ, for which MKL takes about half as long as for x Wᵀ.
+    Within the block, compute logits of up to 8 rows on a CPU as (W xᵀ)ᵀ: MKL takes about half as long as for x Wᵀ.
 
-    It reads W, the model's largest matrix, in the order in which it lies in memory.
+    W is the weight of the LM head, the model's largest matrix. For (W xᵀ)ᵀ it is read in the order in which it lies in
+    memory.
     """
     head = base.get_output_embeddings()
     is_plain = type(head) is nn.Linear and "forward" not in vars(head)  # accelerate's hooks set one
@@ -160,7 +165,13 @@ def _decode_live_rows(
     attention_mask: Tensor,
     generation_config: GenerationConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Generate in calls with fewer and fewer rows; return (B, P + T) ids, right-padded, and (B, T) log-probs, nats."""
+    """
+    Generate by several calls of `generate`, each for the rows that have not ended yet.
+
+    Returns:
+        (B, P + T) ids of prompts and answers, answers padded on the right; and the (B, T) log-probs of the answers'
+        tokens, nats.
+    """
     base, limit = base_model_of(policy), generation_config.max_new_tokens
     rows, width = input_ids.shape
     sequences = input_ids.new_full((rows, width + limit), generation_config.pad_token_id)
@@ -209,7 +220,11 @@ def _decode_live_rows(
 
 @torch.no_grad()
 def _prefilled(base: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
-    """Return a cache of all but the last prompt token if any prompt is repeated, else an empty one."""
+    """
+    If a prompt occurs in several rows, compute it once; return the cache of all rows' prompts without the last token.
+
+    If all prompts differ, or have only one token, return an empty cache.
+    """
     cache = _cache(base)
     prompts, row = torch.stack([input_ids, attention_mask]).unique(dim=1, return_inverse=True)
     if len(row) == prompts.size(1) or input_ids.size(1) == 1:

@@ -16,16 +16,20 @@ from .adapters import load_adapter, save_classifier
 
 
 def weights_of(role: str, state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """Pick the policy's or the critic's weights from an actor-critic's gathered weights; None if there are none."""
+    """Return the weights of `role`, "policy" or "critic", from an actor-critic's `state_dict`; None if it is None."""
     if state_dict is None:
         return None
     return {k.removeprefix(f"{role}."): v for k, v in state_dict.items() if k.startswith(f"{role}.")}
 
 
 def save_critic(actor_critic: ActorCritic, folder: str, state_dict: dict[str, Tensor] | None = None) -> None:
-    """Save the critic as a sequence classifier, or as an adapter; `state_dict` has the gathered weights, if any."""
+    """
+    Save the critic: as an adapter if it shares the policy's base, else as a sequence classifier.
+
+    `state_dict` holds the actor-critic's gathered weights, if they are sharded.
+    """
     weights, critic = weights_of("critic", state_dict), actor_critic.critic
-    if actor_critic.shares_base:  # then these weights are its head's, and its adapter's are in the policy
+    if actor_critic.shares_base:  # then `weights` are its head's; its adapter's are in the policy
         policy_weights = weights_of("policy", state_dict)
         save_classifier(actor_critic.policy, CRITIC, weights or critic.state_dict(), folder, policy_weights)
     else:
@@ -33,7 +37,11 @@ def save_critic(actor_critic: ActorCritic, folder: str, state_dict: dict[str, Te
 
 
 def load_adapters(actor_critic: ActorCritic, folder: str) -> None:
-    """Load the adapters of policy and critic. The Trainer would load only the policy's, and freeze it."""
+    """
+    Load the adapters of policy and critic from `folder`, and the head of a critic that shares the policy's base.
+
+    Transformers' Trainer would load only the policy's adapter, and freeze it.
+    """
     if actor_critic.adapters is not None:
         load_adapter(actor_critic.policy, POLICY, folder)
     if actor_critic.shares_base:
@@ -55,5 +63,9 @@ def one_adapter(policy: Any) -> Iterator[None]:
 
 
 def without_base(is_needed: bool) -> AbstractContextManager:
-    """Make accelerate omit the frozen base from an FSDP checkpoint, as it does by itself only for a PeftModel."""
+    """
+    Within the block, if `is_needed`, make accelerate leave the frozen base out of an FSDP checkpoint.
+
+    By itself accelerate does so only for a PeftModel.
+    """
     return temporarily(fsdp_utils, is_peft_model=lambda model: True) if is_needed else nullcontext()

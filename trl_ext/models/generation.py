@@ -22,8 +22,8 @@ def neutral_generation(model: Any) -> Iterator[None]:
     """
     Hide the checkpoint's generation_config.json from `generate`.
 
-    `generate` takes every field from it that a call leaves open, such as `min_p`, `no_repeat_ngram_size` and stop
-    strings. Answers would then come from another distribution than the one whose log-probs are computed.
+    `generate` reads from this file every field that a call leaves unset, such as `min_p`, `no_repeat_ngram_size` and
+    stop strings. Answers would then come from another distribution than the one whose log-probs are computed.
 
     Args:
         model: a model, plain or wrapped by PEFT, DDP or DeepSpeed.
@@ -39,7 +39,8 @@ def check_savable(model: Any) -> None:
     """
     Raise a `ValueError` if transformers would refuse to save the model's generation config.
 
-    Transformers checks a config that changed since it was loaded when it saves it, which may be after the training.
+    Transformers checks a generation config that was changed after loading only when the model is saved, which may be
+    after the training.
     """
     config = getattr(base_model_of(model), "generation_config", None)
     if config is None or hasattr(model, "peft_config"):  # an adapter is saved without it
@@ -55,14 +56,14 @@ def check_savable(model: Any) -> None:
 
 
 def forked_rng(device: torch.device) -> AbstractContextManager:
-    """Restore torch's global generators, of the CPU and the device, after the block."""
+    """Restore the states of torch's global random generators, of the CPU and of `device`, after the block."""
     devices = [device] if device.type not in ("cpu", "mps") else []
     return torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda")
 
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Use this seed within the block, and restore the global random state after it; with None, change nothing."""
+    """Seed torch for the block, and restore the global random state after it; if `seed` is None, do neither."""
     if seed is None:
         yield
         return
@@ -73,12 +74,12 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> list[int]:
     """
-    Return all tokens that end an answer: the tokenizer's EOS, and those of the generation config.
+    Return the ids of all tokens that end an answer: the EOS of the tokenizer and of the model's generation config.
 
     Args:
-        model: a model, or its folder or hub name; its weights are not loaded.
+        model: a model; or its folder or hub name, of which no weights are loaded.
         tokenizer: the model's tokenizer.
-        revision: of the model on the hub.
+        revision: revision of the model on the hub.
     """
     if isinstance(model, str):
         from .saved_adapter import base_of
@@ -95,7 +96,11 @@ def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> li
 
 
 def check_chat_template(tokenizer: Any, texts: Iterable[Any], whose: str, what: str) -> None:
-    """Raise a `ValueError` if `texts` has messages, but the tokenizer (or processor) has no chat template."""
+    """
+    Raise a `ValueError` if `texts` has messages, but the tokenizer (or processor) has no chat template.
+
+    The error message calls the tokenizer `whose`, and the texts `what`.
+    """
     if getattr(tokenizer, "chat_template", None) is None and any(isinstance(text, list) for text in texts):
         raise ValueError(
             f"{what} are messages, but {whose} ({tokenizer.name_or_path or type(tokenizer).__name__}) has no chat "
@@ -108,14 +113,15 @@ def prompt_token_ids(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:
     Tokenize prompts.
 
     Args:
-        tokenizer: with a chat template, if there are messages.
-        prompts: texts or messages. After a user's message the assistant's turn is opened; an assistant's is continued.
+        tokenizer: the tokenizer; for prompts that are messages it must have a chat template.
+        prompts: texts, or lists of messages. If the last message is the assistant's, it is left open, to be continued;
+            else the assistant's turn is opened after it.
 
     Returns:
         Token ids of each prompt.
 
     Raises:
-        ValueError: there are messages, but no chat template.
+        ValueError: a prompt is a list of messages, but the tokenizer has no chat template.
     """
     check_chat_template(tokenizer, prompts, "the tokenizer", "the prompts")
     return [
@@ -151,9 +157,9 @@ def sample(
         eos_token_ids: tokens that end an answer.
         max_new_tokens: tokens after which an answer is cut off.
         temperature: divides the logits; 0 always takes the likeliest token.
-        top_p: draw from the likeliest tokens of this total probability.
-        batch_size: prompts at once; None for all.
-        seed: of the draws, which then leave the global generators alone; None draws from these.
+        top_p: draw only from the likeliest tokens, as few as together have this probability.
+        batch_size: number of prompts to answer at once; None answers all at once.
+        seed: seed of the draws, after which the global generators are restored; None draws from the global generators.
 
     Returns:
         Token ids of each answer, up to and including its EOS.
@@ -181,7 +187,7 @@ def sample(
 
 
 def answer_texts(tokenizer: Any, answers: Sequence[list[int]], eos_token_ids: Sequence[int]) -> list[str]:
-    """Return the text of each answer without its EOS, which need not be a special token of the tokenizer."""
+    """Return each answer's text without its EOS, even where the EOS is not a special token of the tokenizer."""
     ids = [answer[:-1] if answer[-1] in eos_token_ids else answer for answer in answers]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
@@ -227,7 +233,7 @@ def up_to_eos(ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
 
 
 def padded(rows: Sequence[list[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad rows of token ids on one side; return (B, L) ids and the (B, L) mask, 1 = real token."""
+    """Pad rows of token ids on the "left" or "right"; return (B, L) ids and their (B, L) mask, 1 = real token."""
     tensors = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
     ids, mask = (
         pad_sequence(part, batch_first=True, padding_value=value, padding_side=side)

@@ -1,4 +1,4 @@
-"""Keep what a model has read of each episode, so that it reads only what is new in the next turn."""
+"""Keep the keys and values of each episode's tokens, so that the model reads only the new tokens of the next turn."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from transformers.cache_utils import DynamicLayer
 @dataclass(frozen=True)
 class History:
     """
-    Hold the tokens of a row that the model has read, with their keys and values.
+    Hold those tokens of a row that the model has read, with their keys and values.
 
     Args:
-        ids: its first L tokens, without padding.
-        layers: keys and values of each layer, (heads, L, D) each.
+        ids: the row's first L tokens, without padding.
+        layers: for each layer its keys and its values, (heads, L, D) each.
     """
 
     ids: list[int]
@@ -25,7 +25,7 @@ class History:
 
     @classmethod
     def of(cls, cache: DynamicCache, ids: Tensor, row: int, start: int, stop: int) -> "History":
-        """Copy the columns from `start` to `stop` of a row of (B, W) ids and of their cache."""
+        """Copy columns `start` to `stop` of row `row`, from the (B, W) ids and from their cache."""
         layers = [
             (layer.keys[row, :, start:stop].clone(), layer.values[row, :, start:stop].clone())
             for layer in cache.layers
@@ -38,7 +38,7 @@ class Histories:
     Keep the histories of rows, and find the history with which a prompt of the next turn begins.
 
     Args:
-        limit: most rows to keep; they take no more memory than the cache of a batch of as many rows.
+        limit: largest number of rows to keep. They take no more memory than the cache of a batch of `limit` rows.
     """
 
     def __init__(self, limit: int) -> None:
@@ -47,20 +47,20 @@ class Histories:
 
     @staticmethod
     def can_keep(cache: DynamicCache) -> bool:
-        """Return whether the cache has keys and values of all tokens in each layer."""
+        """Return whether each layer of the cache has the keys and values of all tokens, not of a window, say."""
         return all(type(layer) is DynamicLayer for layer in cache.layers)
 
     def add(self, histories: dict[int, History]) -> None:
-        """Keep histories by the number of their row, until the limit is reached."""
+        """Store histories in the order of their keys, the row numbers; once `limit` are stored, store no more."""
         rows = sorted(histories)[: max(0, self.limit - len(self._kept))]
         self._kept.extend(histories[row] for row in rows)
 
     def fill(self, cache: DynamicCache, input_ids: Tensor, attention_mask: Tensor) -> None:
         """
-        Move the kept keys and values of these prompts into an empty cache.
+        Move the stored keys and values of the prompts `input_ids` into the empty `cache`.
 
-        The model then reads the same number of columns in each row. So a row with fewer new tokens than another reads
-        some of its known tokens again.
+        The model then reads equally many columns of each row, as many as the row with the most new tokens needs. So a
+        row with fewer new tokens reads some of its known tokens again.
 
         Args:
             input_ids, attention_mask: (B, P), left-padded.
@@ -82,7 +82,11 @@ class Histories:
             cache.update(*(torch.stack(each) for each in zip(*rows, strict=True)), number)
 
     def _take(self, ids: list[int]) -> History | None:
-        """Return the next history that `ids` begin with; forget it, and those before it, whose rows have ended."""
+        """
+        Return the first stored history that `ids` begin with; None if there is none.
+
+        Forget this history, and those stored before it, whose rows have ended.
+        """
         for number, history in enumerate(self._kept):
             if ids[: len(history.ids)] == history.ids:
                 for _ in range(number + 1):

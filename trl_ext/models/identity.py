@@ -22,17 +22,21 @@ def weights_identity(model: Any, path: str | None = None, revision: str | None =
 
     Args:
         model: a transformers model, plain or with adapters, which are left out.
-        path: what it was loaded from; None if it was changed since.
-        revision: on the hub.
+        path: folder or hub name that the model was loaded from; None if the model was changed since.
+        revision: revision of the model on the hub.
 
     Returns:
-        `name@commit` for a model of the hub, `xxh3:…` of its weights for a folder or an object.
+        `name@commit` for a model of the hub; for a folder or an object `xxh3:` and a hash of its weights.
     """
     return hub_identity(path, revision) or f"xxh3:{weights_hash(base_model_of(model))[:12]}"
 
 
 def hub_identity(path: str | None, revision: str | None = None) -> str | None:
-    """Return `name@commit` of a model that was loaded from the hub; None for a folder, or without a path."""
+    """
+    Return `name@commit` of a model that was loaded from the hub.
+
+    Return None for a folder, without a path, and if the model is not in the local cache.
+    """
     if path is None or os.path.isdir(path):
         return None
     for name in ("config.json", "adapter_config.json"):
@@ -47,7 +51,8 @@ def path_identity(path: str, revision: str | None = None) -> str:
     Identify the model at a path without loading it.
 
     Returns:
-        `name@commit` for a model of the hub, `xxh3:…` of the files of weights and configuration for a folder.
+        `name@commit` for a model of the hub; for a folder `xxh3:` and a hash of its files of weights and
+        configuration.
     """
     if identity := hub_identity(path, revision):
         return identity
@@ -58,10 +63,11 @@ def path_identity(path: str, revision: str | None = None) -> str:
 
 def weights_hash(module: Any) -> str:
     """
-    Hash a module's weights without its adapters; quantised weights are hashed as they are stored.
+    Return a hash of a module's weights, without those of adapters.
 
-    Others are read in float32, so a model that is loaded in a wider dtype has the same hash. The hash tells weights
-    apart, but does not guard against an attacker. Under ZeRO-3 every process must call this.
+    Quantised weights are hashed as they are stored, all others in float32, so that a model loaded in a wider dtype has
+    the same hash. The hash tells weights apart, but does not guard against an attacker. Under ZeRO-3 every process
+    must call this function.
     """
     return hash_of(
         {
@@ -73,7 +79,7 @@ def weights_hash(module: Any) -> str:
 
 
 def config_identity(model: Any) -> str:
-    """Hash a model's configuration without its path; append the attention implementation's name."""
+    """Return a text: a hash of a model's configuration without its path, and the attention implementation's name."""
     config = base_model_of(model).config
     settings = config.to_diff_dict()
     for name in ("_name_or_path", "name_or_path", "transformers_version"):
@@ -82,7 +88,11 @@ def config_identity(model: Any) -> str:
 
 
 def tokenizer_identity(tokenizer: Any) -> str | None:
-    """Hash a tokenizer, or a processor's tokenizer: its vocabulary, rules, special tokens and chat template."""
+    """
+    Return a hash of a tokenizer, or a processor's tokenizer; None if there is none.
+
+    What is hashed is its vocabulary, rules, special tokens and chat template.
+    """
     if tokenizer is None:
         return None
     template, tokenizer = _template_and_tokenizer(tokenizer)
@@ -95,7 +105,7 @@ def tokenizer_identity(tokenizer: Any) -> str | None:
 
 
 def tokenizer_names(tokenizer: Any) -> dict[str, Any]:
-    """Describe a tokenizer in words, to say how it differs from another tokenizer."""
+    """Return a tokenizer's name, size, special tokens and template hash, to say how it differs from another's."""
     if tokenizer is None:
         return {}
     template, tokenizer = _template_and_tokenizer(tokenizer)
@@ -117,7 +127,7 @@ def _hash_of_text(text: str) -> str:
 
 
 def hash_of(tensors: dict[str, Any]) -> str:
-    """Hash tensors with their names and shapes."""
+    """Return a hash of the names, shapes and values of tensors; other values in the dictionary are left out."""
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(tensors.items()):
         if isinstance(tensor, Tensor):
@@ -132,8 +142,8 @@ def values_of(tensor: Tensor) -> Iterator[Any]:
     """
     Yield the bytes of a tensor in pieces. Floating-point values become float32, which holds half precision exactly.
 
-    A meta tensor has none: FSDP may load the weights on the first process only. If a tensor is sharded, all processes
-    must call this.
+    A meta tensor yields nothing: FSDP may load the weights on the first process only. If a tensor is sharded, all
+    processes must call this function.
     """
     if tensor.is_meta:
         return

@@ -18,13 +18,16 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
     """
     Let a model with TRL's fused LM head compute all logits of a log-prob pass at once, if they fit a budget.
 
-    `model(..., predicts=, targets=, fused_lm_head=True)` then runs the model's own forward, but its LM head only at
-    the N places `predicts` in (K · C), the states in which the `targets` are chosen. It returns (N,) log-probs and,
-    with `with_entropies`, entropies. If the logits would not fit the budget, TRL's head computes the same, tile by
-    tile, in less memory and more time, since it computes the logits once more in the backward pass.
+    `model(..., predicts=, targets=, fused_lm_head=True)` then runs the model's own forward, but its LM head only at N
+    tokens: `predicts` are their indices in (K · C), and `targets` the ids of the tokens that are chosen after them. It
+    returns the targets' (N,) log-probs and, with `with_entropies`, (N,) entropies.
 
-    With `most`, that number of tokens is compared with the budget instead of N. Give it on sharded models: all
-    processes must choose the same of the two ways, since these gather different weights.
+    If the N tokens' logits exceed the budget, TRL's head computes the same results tile by tile. This takes less
+    memory, but more time, since the logits are computed once more in the backward pass.
+
+    With the argument `most`, the logits of `most` tokens are compared with the budget, instead of those of N tokens.
+    Pass it on sharded models, where N differs between processes: all processes must compute in the same one of the two
+    ways, since the two gather different weights.
 
     Args:
         model: a causal language model after TRL's `add_fused_lm_head`, not its PEFT wrapper.
@@ -66,12 +69,12 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
 
 
 def _head_takes(head: nn.Module, places: Tensor) -> RemovableHandle:
-    """Within the block, make a head compute only the N states at these places of its (K, C, H) input, as (1, N, H)."""
+    """Within the block, let `head` read only the N states at `places` in its (K, C, H) input, as (1, N, H)."""
     return head.register_forward_pre_hook(lambda _, inputs: (_at(inputs[0], places), *inputs[1:]))
 
 
 def _backbone_gives(backbone: nn.Module, places: Tensor) -> RemovableHandle:
-    """Within the block, make a backbone return only the N states at these places of its (K, C, H) output."""
+    """Within the block, let `backbone` return only the N states at `places` in its (K, C, H) output, as (1, N, H)."""
 
     def choose(module: nn.Module, inputs: Any, output: Any) -> Any:
         output.last_hidden_state = _at(output.last_hidden_state, places)
@@ -89,8 +92,9 @@ def _unview_gradient(node: Any, steps: int = 6) -> None:
     Let autograd add to the gradient of the head's weight in place.
 
     A linear layer returns this gradient as a view, and autograd does not add to a view in place. With tied embeddings
-    there would be three tensors of the weight's size: the embeddings' gradient, the head's, and their sum. The search
-    goes back `steps` nodes from the logits: soft-capping has three nodes, the head's product two.
+    there would be three tensors of the weight's size: the embeddings' gradient, the head's, and their sum. The node of
+    autograd's graph that makes the view is searched for up to `steps` nodes before the logits: soft-capping has three
+    nodes, the head's product two.
     """
     if node is None or not steps:
         return

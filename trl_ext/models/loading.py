@@ -27,9 +27,9 @@ class Loader:
     Args:
         policy: the policy, plain or with adapters.
         path: what the policy was loaded from; None if it was passed in as an object.
-        init_kwargs: the keyword arguments that it was loaded with.
+        init_kwargs: the keyword arguments that the policy was loaded with.
         trust_remote_code: as in transformers.
-        accelerator: of the trainer.
+        accelerator: the trainer's accelerator.
     """
 
     policy: Any
@@ -52,13 +52,17 @@ class Loader:
         return self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
     def again(self, load: Callable[..., Any]) -> Callable[[], Any] | None:
-        """Return a function that calls `load` for the policy's weights; None without a path. ZeRO-3 allows no copy."""
+        """
+        Return a function that loads the policy's weights again, by `load`; None if the policy has no path.
+
+        ZeRO-3 needs such a function, since a model that it has partitioned cannot be copied.
+        """
         if self.path is None:
             return None
         return partial(load, self.path, revision=self.init_kwargs.get("revision"), **self.kwargs)
 
     def placed(self, model: nn.Module, shard: bool = True) -> Any:
-        """Place a frozen model on its device; DeepSpeed shards it, and with `shard` FSDP does."""
+        """Place a frozen model on its device. ZeRO-3 shards it; FSDP shards it only if `shard` is set."""
         if self.is_deepspeed:
             return prepare_deepspeed(model, self.accelerator)
         if shard and self.accelerator.distributed_type == DistributedType.FSDP:
@@ -69,7 +73,7 @@ class Loader:
 @contextmanager
 def whole_on_each_process() -> Iterator[None]:
     """Load models in full on every process within the block, also under FSDP and ZeRO-3, which would shard them."""
-    from ..upstream.names import _hf_deepspeed_config_weak_ref as zero  # as it is now
+    from ..upstream.names import _hf_deepspeed_config_weak_ref as zero  # its present value
 
     without_zero3 = nullcontext() if zero is None else temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None)
     with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"), without_zero3:

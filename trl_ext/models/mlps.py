@@ -12,7 +12,7 @@ _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
 def is_in_mlp(name: str) -> bool:
-    """Return whether a weight is in an MLP, judged by the names of the modules around it."""
+    """Return whether the weight of this dotted name is in an MLP, judged by the names of the modules around it."""
     modules = name.split(".")[:-1]
     return any(map(_MLP.fullmatch, modules)) and not any(map(_ATTENTION.search, modules))
 

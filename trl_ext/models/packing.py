@@ -11,23 +11,28 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Packed:
     """
-    The real tokens of B rows, prompt and response, as K sequences of C tokens. N tokens are of responses of up to T.
+    Hold B rows, each a prompt and its response without padding, packed into K sequences of C tokens.
 
-    Positions start from 0 in each row, which is how transformers tells packed rows apart (`create_causal_mask`). Pads
-    come after all rows of a sequence, so no row attends to them. Only a loss that counts tokens needs the mask.
+    A response has at most T tokens; all responses together have N. Positions start from 0 in each row: by them
+    transformers tells packed rows apart (`create_causal_mask`). Pads come after all rows of a sequence, so no row
+    attends to them. Only a loss that counts tokens needs `mask`.
     """
 
     input_ids: Tensor  # (K, C)
     position_ids: Tensor  # (K, C), 0 in pads
     mask: Tensor  # (K, C), 1 = real token
-    predicts: Tensor  # (N,), places in (K · C) of the states in which the response tokens are chosen
+    predicts: Tensor  # (N,), indices in (K · C) of the tokens after which the response tokens are chosen
     targets: Tensor  # (N,), the response tokens
-    places: Tensor  # (N,), their places in (B · T)
+    places: Tensor  # (N,), indices of the response tokens in (B · T)
     shape: tuple[int, int]  # B, T
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Return the arguments of a model's forward; no mask and no cache, with which it would ignore positions."""
+        """
+        Return the arguments of a model's forward.
+
+        There is no mask and no cache: with either, the model would not tell rows apart by their positions.
+        """
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
 
     def unpack(self, values: Tensor) -> Tensor:
@@ -45,14 +50,15 @@ def pack(
     one_sequence: bool = False,
 ) -> Packed:
     """
-    Pack rows for a forward.
+    Pack rows of prompts and responses into the sequences of one forward.
 
     Args:
         ids: (B, P + T), prompts padded on the left, responses on the right.
         lengths: for each row, how many real tokens its prompt (at least one) and its response have.
-        width: T.
-        hidden_size: of a model that tells packed rows apart; None gives each row a sequence of its own.
-        multiple: C is a multiple of it.
+        width: T, how many of the columns of `ids` are for responses.
+        hidden_size: hidden size of a model that tells packed rows apart. None, for a model that does not, gives each
+            row a sequence of its own.
+        multiple: C is rounded up to a multiple of this number.
         one_sequence: whether all rows must go into one sequence, as FlashAttention's kernels require.
     """
     prompts, responses = torch.tensor(lengths, dtype=torch.long).view(-1, 2).unbind(1)
@@ -94,19 +100,19 @@ def pack(
 
 def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]:
     """
-    Choose the number K of sequences that costs least, and distribute rows over them, the longest first.
+    Distribute rows over K sequences, the longest row first, and choose the K whose forward costs least.
 
-    A forward of K sequences of C tokens costs about K · C · (6 · hidden_size + C): a layer has some 12 · hidden_size²
-    weights, and for each token attention reads 2 · hidden_size numbers, keys and values, of C tokens, masked or not.
-    K is tried from `most` down, halved each time.
+    The cost of K sequences of C tokens is about proportional to K · C · (6 · hidden_size + C). For each token a layer
+    uses its weights, some 12 · hidden_size², and attention reads the keys and values of C tokens, masked or not,
+    2 · hidden_size numbers for each of them. The values of K that are tried are `most`, its half, and so on down to 1.
 
     Args:
-        sizes: (B,) tokens.
-        hidden_size: of the model.
-        most: the largest K.
+        sizes: number of tokens of each of the B rows.
+        hidden_size: hidden size of the model.
+        most: the largest K that is tried.
 
     Returns:
-        K lists of rows.
+        For each of the K sequences, the list of the numbers of its rows.
     """
     order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
     best, least = [], float("inf")
@@ -128,14 +134,15 @@ def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]
 @torch.no_grad()
 def keeps_rows_apart(forward: Callable[[Packed], Iterable[Tensor]], vocabulary: int, device: Any) -> bool:
     """
-    Return whether a model tells packed rows apart: whether its outputs for a row ignore the row before it.
+    Return whether a model tells packed rows apart: whether its outputs for a row ignore the row packed before it.
 
-    State-space and linear-attention layers, and some models' own code, read on across rows.
+    State-space layers, linear-attention layers and some models' own code do not: they read on from one row into the
+    next.
 
     Args:
         forward: runs the model on packed rows; returns (N,) tensors, its outputs for the N response tokens.
         vocabulary: number of token ids.
-        device: of the model.
+        device: the model's device.
     """
     row = (torch.arange(8) + 8) % vocabulary
     outputs = []

@@ -25,12 +25,17 @@ logger = logging.get_logger(__name__)
 
 _RESTARTS = 2  # in a row, without answers in between
 _ALIGNED = 64  # bytes
-# How variables of a launcher begin, which the second process must not see
+# What a launcher's environment variables begin with; the second process must not see them
 _LAUNCHER = ("ACCELERATE_", "FSDP_", "GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_")
 
 
 def layout_of(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, tuple[torch.Size, torch.dtype, int]], int]:
-    """Plan a buffer for weights: return the shape, dtype and place of each weight, and the buffer's bytes."""
+    """
+    Plan a buffer for weights.
+
+    Returns:
+        Shape, dtype and place in bytes of each weight, by name; and the size of the buffer in bytes.
+    """
     layout, end = {}, 0
     for name, values in weights:
         layout[name] = (values.shape, values.dtype, end)
@@ -39,15 +44,16 @@ def layout_of(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, tuple[to
 
 
 class RolloutProcessLost(RuntimeError):
-    """Say in one sentence that the process which generates rollouts keeps dying, and why it died last."""
+    """Report that the process which generates rollouts keeps dying; the message says why it died the last time."""
 
 
 class RolloutProcess:
     """
     Generate rollouts in a second process, in the order of the jobs.
 
-    If the process dies, it is started again with the jobs that it has not answered, whose weights are kept. When the
-    trainer's process ends, in whatever way, this one ends, too.
+    If the process dies, it is started again with the jobs that it has not answered, whose weights are kept. At the
+    third death without an answer in between, all jobs fail with `RolloutProcessLost`. When the trainer's process
+    ends, in whatever way, the second process ends, too.
 
     Args:
         setup: what the process needs to know.
@@ -71,7 +77,7 @@ class RolloutProcess:
 
     @torch.no_grad()
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy weights of a version into the shared memory; those of `version` − `slots` are overwritten."""
+        """Copy the weights of `version` into the shared memory, over those of `version` − `slots`."""
         slot, seen = self.setup.slot(self._memory, version), set()
         for name, values in weights:
             if name in slot:
@@ -81,7 +87,11 @@ class RolloutProcess:
             raise RuntimeError(f"The policy's weights {sorted(missing)[:3]} are missing, so they cannot be copied.")
 
     def submit(self, job: Job, arrived: Callable[[Answers], None]) -> Future[Answers]:
-        """Submit a job; `arrived` is called in another thread before the future is done."""
+        """
+        Send a job to the process; return a future of its answers.
+
+        `arrived` is called with the answers, in another thread, before the future is done.
+        """
         future: Future[Answers] = Future()
         with self._lock:
             if self._failure:
@@ -169,7 +179,7 @@ class RolloutProcess:
             del self._pending[number]
 
     def _note_death(self, error: Exception) -> None:
-        """Warn that the process died; after too many deaths in a row, fail all jobs."""
+        """Warn that the process died; after more than `_RESTARTS` deaths in a row without answers, fail all jobs."""
         code = self._end()
         with self._lock:
             how, self._error = self._error or (repr(error) if code is None else _exit_reason(code)), ""

@@ -24,8 +24,8 @@ from .sampler import SamplerRecorder
 class Job:
     """Describe a rollout to generate: its weights, prompts and seed determine the answers."""
 
-    number: int  # of the rollout, from 0
-    version: int  # of the weights
+    number: int  # number of the rollout, from 0
+    version: int  # version of the policy's weights
     prompts: list[list[int]]  # token ids of B prompts
     seed: int
 
@@ -35,12 +35,16 @@ class Answers:
     """Hold B answers of up to T tokens."""
 
     ids: list[list[int]]  # up to and including EOS
-    logprobs: Tensor  # (B, T) float32, nats, under the distribution that was drawn from; 0 after an answer's end
+    logprobs: Tensor  # (B, T) float32, nats, under the distribution of the draws; 0 after an answer's end
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Describe the model to the process. The shared file has `slots` parts, each with all weights of one version."""
+    """
+    Tell the second process which model to build, where its weights are, and how to generate with it.
+
+    The weights are in a shared file of `slots` parts, each with all weights of one version.
+    """
 
     model_class: type
     config: Any  # transformers'
@@ -52,11 +56,11 @@ class Setup:
     autocast: torch.dtype | None
     generation_config: GenerationConfig
     eos_token_ids: list[int]
-    batch_size: int  # prompts at once
+    batch_size: int  # prompts to answer at once
     threads: int
 
     def slot(self, memory: Tensor, version: int) -> dict[str, Tensor]:
-        """Return the weights of a version by name, as views of the (bytes,) `memory`."""
+        """Return the weights of a version by name, as views of `memory`, the (bytes,) of the shared file."""
         start, weights = version % self.slots * self.slot_bytes, {}
         for name, (shape, dtype, place) in self.layout.items():
             begin = start + place
@@ -70,7 +74,7 @@ class Sampler:
 
     Args:
         setup: the model, and how to generate with it.
-        memory: (bytes,), with the weights.
+        memory: the (bytes,) of the shared file, with the weights.
     """
 
     def __init__(self, setup: Setup, memory: Tensor):
@@ -98,7 +102,7 @@ class Sampler:
         self.model.eval().requires_grad_(False)
 
     def load(self, version: int) -> None:
-        """Load the weights of a version."""
+        """Copy the weights of `version` from the shared file into the model, unless it has them already."""
         if version == self.version:
             return
         weights = self.setup.slot(self.memory, version)
@@ -108,7 +112,7 @@ class Sampler:
 
     @torch.no_grad()
     def draw(self, job: Job) -> Answers:
-        """Generate the answers of a rollout; the global random state stays as it was."""
+        """Generate the answers of rollout `job`; the global random state stays as it was."""
         setup, recorder, ids = self.setup, SamplerRecorder(), []
         self.load(job.version)
         autocast = nullcontext() if setup.autocast is None else torch.autocast(self.device.type, setup.autocast)
@@ -131,7 +135,7 @@ class Sampler:
 
 
 def memory_of(fd: int, size: int) -> Tensor:
-    """Return (size,) bytes of a file, shared between the processes that have it open."""
+    """Map an open file of `size` bytes into a (size,) tensor, shared with all processes that have the file open."""
     import mmap
 
     return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
@@ -139,12 +143,12 @@ def memory_of(fd: int, size: int) -> Tensor:
 
 def serve(pipe_fd: int, memory_fd: int, parent: int) -> None:
     """
-    Answer jobs until the trainer is gone, or something fails.
+    Generate the answers of each job that comes in, until the trainer is gone or something fails.
 
     Args:
         pipe_fd: file descriptor of the connection. A `Setup` and then `Job`s come in; `Answers`, or the text of an
             error, go out.
-        memory_fd: file descriptor of the weights.
+        memory_fd: file descriptor of the shared file with the weights.
         parent: the trainer's process id.
     """
     pipe, messages = Connection(pipe_fd), SimpleQueue[bytes]()
@@ -163,7 +167,7 @@ def serve(pipe_fd: int, memory_fd: int, parent: int) -> None:
 
 
 def _listen(pipe: Connection, messages: SimpleQueue[bytes], parent: int) -> None:
-    """Queue what arrives; when the trainer is gone, end the process, even in the middle of a generation."""
+    """Queue the messages that come in; when the trainer is gone, end this process, even amid a generation."""
     try:
         while True:
             if pipe.poll(1.0):

@@ -10,12 +10,14 @@ from torch.nn.functional import pad
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
-_BLOCK = 128  # tokens: two short sums are more exact than one over the vocabulary, and the second is over one block
+_BLOCK = 128  # tokens: a sum over blocks and one within a block are more exact than one over the whole vocabulary
 
 
 def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Draw one token for each row, P(v) = exp(s_v) / Σ_u exp(s_u), by inversion: first a block of tokens, then a token.
+    Draw one token for each row, with probability P(v) = exp(s_v) / Σ_u exp(s_u).
+
+    First a block of neighbouring token ids is drawn, then a token of this block, each by inverting a cumulative sum.
 
     `torch.multinomial` draws a random number for each token of the vocabulary, which on a CPU takes a third of the
     time of decoding.
@@ -27,7 +29,7 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
         (B,) token ids, and (B,) float32 log-probs, nats.
 
     Raises:
-        RuntimeError: a row has no distribution.
+        RuntimeError: the scores of a row are NaN or +inf somewhere, or −inf everywhere.
     """
     peak = scores.amax(-1, keepdim=True)
     weights = (scores - peak).exp_()
@@ -49,14 +51,14 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Choose a random place in each row, with a probability proportional to its weight, by inversion.
+    Choose a place in each row, with a probability proportional to its weight, by inverting the cumulative sum.
 
     Args:
         weights: (B, N), >= 0.
-        uniform: (B, 1), in [0, 1).
+        uniform: (B, 1), random numbers in [0, 1).
 
     Returns:
-        (B, 1) places, none of weight 0, and (B, 1) sums of the weights.
+        (B, 1) places, none of weight 0, and (B, 1) sums of each row's weights.
     """
     cumulative = weights.to(uniform.dtype).cumsum(-1)
     total = cumulative[:, -1:].contiguous()
@@ -69,9 +71,9 @@ def _widest_dtype(scores: Tensor) -> torch.dtype:
 
 class TokenSampler(LogitsProcessor):
     """
-    Draw tokens instead of `generate`, as the last of its processors, and keep the log-probs of what is drawn.
+    Draw the tokens in place of `generate`, as the last of its logits processors, and keep their log-probs.
 
-    Tokens are drawn for rows that have ended, too. `generate` replaces them by a pad token.
+    A token is drawn also for a row that has ended; `generate` replaces this token by a pad token.
     """
 
     def __init__(self) -> None:
@@ -104,13 +106,17 @@ class TokenSampler(LogitsProcessor):
         return scores.scatter_(1, tokens[:, None], torch.inf)
 
     def take(self, tokens: int) -> Tensor:
-        """Return the (B, `tokens`) log-probs, nats, since the last `take`; drop later ones, undone by `generate`."""
+        """
+        Return the (B, `tokens`) log-probs, nats, of the first `tokens` steps since the previous `take`.
+
+        Log-probs of further steps are dropped, since `generate` has dropped their tokens.
+        """
         steps, self._steps = self._steps, []
         return torch.stack(steps[:tokens], dim=1)
 
 
 class SamplerRecorder:
-    """Keep the tokens that were drawn in a rollout, and their log-probs after every warper, such as top-k."""
+    """Keep the tokens drawn in a rollout, and their log-probs when drawn, that is, after warpers such as top-k."""
 
     def __init__(self) -> None:
         self._drawn: list[tuple[Tensor, Tensor]] = []  # (B, T) ids and log-probs of each batch of prompts
@@ -120,9 +126,9 @@ class SamplerRecorder:
 
     def take(self, answers: list[list[int]]) -> list[list[float]] | None:
         """
-        Return the log-prob of each token of the answers, nats, and forget them.
+        Return the log-prob of each token of `answers`, nats, and forget all tokens drawn so far.
 
-        Return None if the answers are not the tokens that were drawn: somebody has changed them.
+        Return None if `answers` are not the tokens that were drawn, because other code has changed them.
         """
         drawn = [row for batch, _ in self._drawn for row in batch.tolist()]
         logprobs = [row for _, batch in self._drawn for row in batch.tolist()]

@@ -13,12 +13,12 @@ from ..upstream.names import create_model_from_path, is_deepspeed_zero3_enabled
 from .adapters import is_adapter
 
 _MERGE = "merge it first (`trl-ext merge`), and train the merged model"
-# What `use_peft` sets, and a saved adapter has already
+# Settings of `use_peft` that a saved adapter has already
 _SHAPE = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules", "modules_to_save")
 
 
 def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Return the base that an adapter names, and its revision; a model that is no adapter is its own base."""
+    """Return path and revision of the base that an adapter names; a model that is no adapter is its own base."""
     if not is_adapter(path, revision):
         return path, revision
     config = PeftConfig.from_pretrained(path, revision=revision)
@@ -31,13 +31,17 @@ def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
 
 
 def load_config(path: str, revision: str | None = None, **kwargs: Any) -> Any:
-    """Load a model's configuration; an adapter's is that of its base."""
+    """Load the configuration of a model, or for an adapter that of its base."""
     path, revision = base_of(path, revision)
     return AutoConfig.from_pretrained(path, revision=revision, **kwargs)
 
 
 def load_tokenizer(path: str, revision: str | None = None, auto: Any = AutoTokenizer, **kwargs: Any) -> Any:
-    """Load a model's tokenizer, or with `auto=AutoProcessor` its processor; an adapter without one has its base's."""
+    """
+    Load a model's tokenizer, or with `auto=AutoProcessor` its processor.
+
+    For an adapter that was saved without a tokenizer, load that of its base.
+    """
     if is_adapter(path, revision):
         try:
             cached_file(path, "tokenizer_config.json", revision=revision)
@@ -47,7 +51,7 @@ def load_tokenizer(path: str, revision: str | None = None, auto: Any = AutoToken
 
 
 def has_head(path: str, revision: str | None = None) -> bool:
-    """Return whether a path is that of an adapter of a sequence classifier, which is saved with its head."""
+    """Return whether `path` is an adapter of a sequence classifier; PEFT saves such an adapter with its head."""
     return is_adapter(path, revision) and PeftConfig.from_pretrained(path, revision=revision).task_type == "SEQ_CLS"
 
 
@@ -59,14 +63,15 @@ def load_adapted(
 
     Args:
         path: folder or hub name of the adapter.
-        revision: of the adapter; that of the base is in the adapter's configuration.
-        is_classifier: load a sequence classifier of one label. A language model's adapter then gets a new head,
-            which is trained and saved with it; so it must be `is_trainable`.
-        is_trainable: whether the adapter is trained on.
-        **kwargs: of the base's `from_pretrained`.
+        revision: revision of the adapter; the base's revision is read from the adapter's configuration.
+        is_classifier: load a sequence classifier of one label. If the adapter is a language model's, it gets a new
+            head, which must be trained and is saved with it; so `is_trainable` must be set.
+        is_trainable: whether the adapter will be trained further.
+        **kwargs: passed to the base's `from_pretrained`.
 
     Raises:
-        ValueError: the adapter is for another task, names no base or one that cannot be loaded, or does not fit it.
+        ValueError: the adapter is for another task, names no base, names a base that cannot be loaded, or does not
+            fit its base; or it would have to be merged before it is trained further.
     """
     config = PeftConfig.from_pretrained(path, revision=revision)
     base, base_revision = base_of(path, revision)
@@ -99,7 +104,7 @@ def load_adapted(
     if is_new_head and not is_whole:
         raise ValueError(f"{path} cannot be given a head under ZeRO-3: {_MERGE}")
     try:
-        if is_new_head:  # PEFT cannot load it without one
+        if is_new_head:  # PEFT cannot load a classifier's adapter without a head
             config.inference_mode, config.init_lora_weights = False, True
             weights["base_model.model.score.weight"] = model.score.weight.detach().clone()
             adapted = get_peft_model(model, config, autocast_adapter_dtype=is_whole)
@@ -119,12 +124,16 @@ def load_adapted(
                 raise ValueError(f"missing {missing[:2]}, unexpected {result.unexpected_keys[:2]}")
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{path} does not fit its base {base}: {str(error).strip()[:300]}") from error
-    adapted.adapter_path = path  # the report of a run that trains it compares with what is recorded there
+    adapted.adapter_path = path  # the report of a run that trains it compares with what is recorded at this path
     return adapted
 
 
 def load_merged(path: str, **kwargs: Any) -> Any:
-    """Load a causal language model's adapter, merged into the base that it names; `kwargs` are [`load_adapted`]'s."""
+    """
+    Load a causal language model's adapter, merged into the base that it names; `kwargs` are [`load_adapted`]'s.
+
+    Under ZeRO-3 it stays unmerged.
+    """
     model = load_adapted(path, **kwargs)
     if is_deepspeed_zero3_enabled():  # no process has a whole weight to merge into
         return model
@@ -132,7 +141,7 @@ def load_merged(path: str, **kwargs: Any) -> Any:
 
 
 def fit_vocabulary(model: Any, weights: dict[str, Tensor]) -> None:
-    """Resize a base's embeddings to those that were saved with its adapter, if there are any."""
+    """Resize a base's embeddings to the size of those in an adapter's `weights`; do nothing if these have none."""
     for name in _saved_embeddings(model, weights):
         if len(weights[name]) != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(weights[name]))
@@ -155,13 +164,17 @@ def load_to_train(
     is_classifier: bool = False,
 ) -> tuple[Any, Any]:
     """
-    Load an adapter that a trainer is given as a path, to train it on, and its tokenizer.
+    If `model` is the path of an adapter, load the adapter, to train it further, and its tokenizer.
 
-    Its base is frozen, quantised if asked for. The adapter keeps its own shape: `peft_config` may only repeat it.
+    The base is frozen, and quantised if `quantization_config` is given. The adapter keeps its own settings:
+    `peft_config` may repeat them, but not change them.
 
     Returns:
-        The model, and its tokenizer or processor, for a trainer that takes them in place of a path. If `model` is not
-        the path of an adapter, both are returned unchanged.
+        Two values for a trainer, the model and its tokenizer or processor. If `model` is not the path of an adapter,
+        they are `model` and `processing_class`, unchanged.
+
+    Raises:
+        ValueError: `peft_config` has another setting than the adapter; or see [`load_adapted`].
     """
     kwargs = dict(getattr(args, "model_init_kwargs", None) or {})
     revision = kwargs.pop("revision", None)

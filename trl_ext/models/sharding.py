@@ -13,7 +13,11 @@ from ..upstream.temporarily import temporarily
 
 @contextmanager
 def gathered_by_zero3(engine: nn.Module, policy: nn.Module, args: RLOOConfig) -> Iterator[None]:
-    """Gather the policy's weights for the block. TRL would gather the critic's, too, and anew for each batch."""
+    """
+    Gather the policy's weights once, and keep them whole until the end of the block.
+
+    TRL would gather the critic's weights, too, and would gather all of them anew for each batch.
+    """
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(policy.parameters())):
@@ -30,7 +34,7 @@ def kept_by_fsdp2(policy: nn.Module) -> Iterator[None]:
     """
     Keep the weights that FSDP2 gathers in the policy's first forward until the end of the block.
 
-    Otherwise each layer would be gathered for each token.
+    Otherwise FSDP2 would gather each layer's weights anew for each generated token.
     """
     layers = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     groups = [group for layer in layers for group in layer._get_fsdp_state()._fsdp_param_groups]

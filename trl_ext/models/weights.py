@@ -29,9 +29,9 @@ def vocabulary_of(model: Any) -> int:
 
 def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> None:
     """
-    Raise if the tokenizer has no EOS, or token ids beyond the model's vocabulary.
+    Raise a `ValueError` if the tokenizer has no EOS token, or has token ids beyond the model's vocabulary.
 
-    The pad token's id may lie beyond if it is masked, and so never read.
+    The pad token's id may lie beyond it unless `pads_are_read`: pads that are masked are never read.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -48,7 +48,11 @@ def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> 
 
 
 def tokens_beyond(vocabulary: int, tokenizer: Any, pads_are_read: bool = True) -> dict[str, int]:
-    """Return the tokens, in the order of their ids, with ids beyond a vocabulary of that size."""
+    """
+    Return the tokens whose ids lie beyond a vocabulary of `vocabulary` tokens, and these ids, in their order.
+
+    The pad token is left out unless `pads_are_read`.
+    """
     pad = None if pads_are_read else tokenizer.pad_token_id
     beyond = [(i, token) for token, i in tokenizer.get_vocab().items() if i >= vocabulary and i != pad]
     return {token: i for i, token in sorted(beyond)}
@@ -58,13 +62,13 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
     """
     Raise a `ValueError` if the tokenizer that was saved with a model gives a token another id than `tokenizer` does.
 
-    The vocabularies' sizes do not tell: Qwen2.5's models differ in them and share a tokenizer. Without a tokenizer
-    beside the model, nothing is checked.
+    The sizes of vocabularies do not tell this: Qwen2.5's models differ in size and share a tokenizer. If there is no
+    tokenizer beside the model, nothing is checked.
 
     Args:
         what: how the message names the model.
         path: folder or hub name of the model; None checks nothing.
-        tokenizer: the policy's.
+        tokenizer: the policy's tokenizer.
     """
     if path is None:
         return
@@ -83,12 +87,16 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
 
 
 def size_of(parameters: Iterable[Tensor]) -> int:
-    """Count the weights in these parameters, with the parts that ZeRO-3 has put on other processes."""
+    """Return how many weights `parameters` have, including the parts that ZeRO-3 has put on other processes."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
 def whole(parameter: Tensor, modifier_rank: int | None = None) -> AbstractContextManager:
-    """Gather a parameter for the block, if ZeRO-3 has partitioned it."""
+    """
+    Gather a parameter for the block, if ZeRO-3 has partitioned it.
+
+    What process `modifier_rank` changes in it is kept; with None, nothing may be changed.
+    """
     if not hasattr(parameter, "ds_id"):
         return nullcontext()
     import deepspeed
@@ -97,7 +105,7 @@ def whole(parameter: Tensor, modifier_rank: int | None = None) -> AbstractContex
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch dropout off: dropout modules, and rates that layers keep as numbers (Llama's `attention_dropout`)."""
+    """Switch dropout off, in dropout modules and in layers that keep a rate, such as Llama's `attention_dropout`."""
     disable_dropout_in_model(model)
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -107,11 +115,11 @@ def disable_dropout(model: nn.Module) -> None:
 
 def keep_unpacked(model: nn.Module) -> None:
     """
-    Keep 4-bit weights in a layout that passes gradients on.
+    Keep bitsandbytes from packing 4-bit weights into a layout that passes no gradient on.
 
     On a CPU with AVX512-BF16, bitsandbytes packs a layer for good at its first forward in evaluation mode. A packed
-    layer passes no gradient on, so after an evaluation nothing below it would learn. Nor can it hold
-    sizes that are no multiples of 32.
+    layer passes no gradient on, so after an evaluation nothing below it would learn. Nor can a packed layer have sizes
+    that are no multiples of 32.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -125,7 +133,8 @@ def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | 
     Args:
         model: what to copy.
         what: how the message names the copy.
-        load_again: loads the same weights again; called if ZeRO-3 has partitioned the model, which cannot be copied.
+        load_again: loads the same weights again; called instead if ZeRO-3 has partitioned the model, which then
+            cannot be copied.
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         if load_again is not None:

@@ -1,4 +1,4 @@
-"""Extend TRL's SFT and reward trainers: their runs can be resumed exactly, and record themselves."""
+"""Extend TRL's SFT and reward trainers, so that their runs can be resumed exactly, and are recorded."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class SFTConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.SFTConfig
     """
     Extend TRL's `SFTConfig` by settings for saving, and hide credentials from W&B, TensorBoard and the like.
 
-    `bf16` and `gradient_checkpointing`, where they are not set, are off on a CPU: there both cost time.
+    If they are not set, `bf16` and `gradient_checkpointing` are off on a CPU, where both cost time.
     """
 
     gradient_checkpointing: bool | None = setting(
@@ -42,10 +42,10 @@ class SFTConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.SFTConfig
 @dataclass
 class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
     """
-    Extend TRL's `RewardConfig` by settings for saving, and for labels that are more or less sure.
+    Extend TRL's `RewardConfig` by settings for saving, and for a confidence and a weight of each pair.
 
-    It hides credentials from W&B, TensorBoard and the like. `bf16` and `gradient_checkpointing`, where they are not
-    set, are off on a CPU: there both cost time.
+    The class hides credentials from W&B, TensorBoard and the like. If they are not set, `bf16` and
+    `gradient_checkpointing` are off on a CPU, where both cost time.
     """
 
     gradient_checkpointing: bool | None = setting(
@@ -75,7 +75,7 @@ class _RecordedRun(ResumableRun):
         given = getattr(args, "model_init_kwargs", None) or {}
         if not is_adapter(model, given.get("revision")):
             super().__init__(model, args, **kwargs)
-        else:  # the base that it names is loaded, and the adapter trained on
+        else:  # load the base that the adapter names, and train the adapter further
             options = {name: kwargs.pop(name, None) for name in ("peft_config", "quantization_config")}
             model, kwargs["processing_class"] = load_to_train(
                 model, args, kwargs.get("processing_class"), **options, is_classifier=self._is_classifier
@@ -91,12 +91,14 @@ class _RecordedRun(ResumableRun):
 
 
 class ResumableSFTTrainer(_RecordedRun, SFTTrainer):
-    """Extend TRL's `SFTTrainer`: it resumes only from a complete checkpoint of the same run."""
+    """Extend TRL's `SFTTrainer`, so that it resumes only from a complete checkpoint of the same run."""
 
 
 class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
     """
-    Extend TRL's `RewardTrainer`: it takes [`RewardConfig`], and resumes only from a complete checkpoint of its run.
+    Extend TRL's `RewardTrainer`, so that it resumes only from a complete checkpoint of the same run.
+
+    With [`RewardConfig`], its loss can read a confidence and a weight of each pair.
     """
 
     _is_classifier = True
@@ -124,7 +126,7 @@ class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute TRL's loss, changed by each pair's weight and confidence."""
+        """Compute TRL's loss, in which a pair's confidence smooths its label, and its weight multiplies its loss."""
         columns, batch = take_columns(inputs, self._pair_columns)
         if not columns:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -132,5 +134,5 @@ class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
         chosen, rejected = outputs.logits.squeeze(-1).chunk(2)
         logits = chosen - rejected - batch.get("margin", 0)
         ours = columns.get("weight", 1) * preference_loss(logits, columns.get("confidence"))
-        loss = loss + (ours - preference_loss(logits)).mean()  # exactly TRL's where all are 1
+        loss = loss + (ours - preference_loss(logits)).mean()  # exactly TRL's if weights and confidences are 1
         return (loss, outputs) if return_outputs else loss

@@ -159,7 +159,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
     @property
     def identity(self) -> str:
         """
-        Return the reward's own identity, `columns` and `normalize` in one text, whichever place scores are stored in.
+        Return the cached reward's own identity, `columns` and `normalize` as text, but not where scores are stored.
         """
         if self._identity is None:  # found once: for a model it takes as long as reading the weights
             self._identity = f"{get_callable_name(self.reward)} {source_identity(self.reward)}"

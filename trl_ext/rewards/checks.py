@@ -58,7 +58,7 @@ def check_counts(least: int = 1, **counts: Any) -> None:
 
 
 def check_seconds(most: float = threading.TIMEOUT_MAX, **seconds: float) -> None:
-    """Raise a `ValueError` unless each value is above 0 and at most `most`, by default the longest wait of a thread."""
+    """Raise a `ValueError` unless each value is above 0 and at most `most`, by default a thread's longest wait."""
     for name, value in seconds.items():
         if not 0 < value <= most:
             raise ValueError(f"`{name}` must be more than 0 seconds, and at most {most:g}, got {value!r}")

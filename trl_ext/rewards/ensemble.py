@@ -107,7 +107,7 @@ class EnsembleReward(HoldsRewards):
         log_metric: Any = None,
         **kwargs: Any,
     ) -> list[float | None]:
-        """Return each completion's combined score; None if a member has none, or above `max_disagreement`."""
+        """Return each completion's combined score; None if a member has none, or they disagree too much."""
         kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         if not prompts:
             return []
@@ -151,7 +151,7 @@ def members_in(folder: str) -> list[dict[str, Any]]:
 
 
 def loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> list[Callable]:
-    """Load the members that are folders or hub names; return all members. Adapters of one base share one copy of it."""
+    """Load the members that are folders or hub names; return all members. Adapters of one base share a copy of it."""
     from ..models.adapters import SharedBase, base_named_by, is_adapter
 
     bases = [base_named_by(member) if isinstance(member, str) and is_adapter(member) else None for member in members]

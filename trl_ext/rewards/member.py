@@ -29,7 +29,7 @@ class RewardFailed(RuntimeError):
 
 
 class TellsFailures:
-    """Tell a row that a reward failed on (NaN) from a row that it does not apply to (None). A base class of rewards."""
+    """Tell a row that a reward failed on (NaN) from one that it does not apply to (None). A base class of rewards."""
 
     def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
         """Return a finite number or None for each completion."""
@@ -299,7 +299,7 @@ def answers_of(function: Callable, count: int, **kwargs: Any) -> list:
 
 
 def scores_in(returned: Any, count: int) -> list:
-    """Convert what a reward function returned to a list; raise a `TypeError` or `ValueError` without `count` scores."""
+    """Return the scores of a reward function as a list; raise a `TypeError` or `ValueError` unless it has `count`."""
     returned = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(returned, (list, tuple)):
         raise TypeError(f"must return a list with one float or None per completion, got {type(returned).__name__}")

@@ -105,7 +105,7 @@ class ModelReward:
     `prompt_ids` are given, the model reads the policy's own tokens; in messages, what the chat template puts after EOS
     follows a finished answer.
 
-    The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether an answer is finished. Without that column
+    The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether an answer is finished. Without the column
     an answer is finished if its last token is one of `eos_token_ids`, so a trainer that does not pass the column needs
     `eos_token_ids` or `policy_tokenizer`.
 

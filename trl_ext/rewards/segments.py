@@ -40,7 +40,7 @@ class SegmentScores:
             raise ValueError(f"`ends` must be token positions from 0 on, rising, got {ends}")
 
     def by_token(self, length: int) -> list[float]:
-        """Return one float for each of `length` tokens; raise a `ValueError` if a segment ends after the last token."""
+        """Return one float for each of `length` tokens; raise a `ValueError` if a segment ends after the last one."""
         if len(self.ends) and self.ends[-1] >= length:
             raise ValueError(f"a segment ends at token {self.ends[-1]}, but the completion has {length}, from 0 on")
         scores = [0.0] * length

@@ -1,4 +1,4 @@
-"""Write requests to servers of scores, and read their answers, by API. Pure functions."""
+"""Write requests to score servers, and read the answers, for each API. All functions here are pure."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +9,7 @@ PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/scor
 
 
 class Row(NamedTuple):
-    """Hold one answer, and the text that a classifier reads for it."""
+    """Hold a prompt and its answer, and the `text` that a classifier reads for both."""
 
     prompt: Any
     completion: Any
@@ -54,7 +54,7 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None)
     Return each row's score in an answer, in order, without checking that it is a number.
 
     Raises:
-        ServiceError: the answer has another form, or another number of scores.
+        ServiceError: the answer does not have the form of `api`, or has not `count` scores.
     """
     try:
         match api:
@@ -76,13 +76,13 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None)
 
 
 def weights_in_answer(answer: Any) -> str | None:
-    """Return which weights `trl-ext serve-reward` names in an answer; None if it names none."""
+    """Return the identity of its weights that `trl-ext serve-reward` puts into an answer; None if there is none."""
     weights = answer.get("identity") if isinstance(answer, dict) else None
     return weights if isinstance(weights, str) and weights.isprintable() and len(weights) <= 100 else None
 
 
 def _in_order(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort the entries of an answer by their `index`; each index must occur once."""
+    """Sort the entries of an answer by their `index`; raise a `LookupError` unless each index from 0 on occurs once."""
     found = {item["index"]: item for item in items}
     if sorted(found) != list(range(len(items))):
         raise LookupError

@@ -25,8 +25,8 @@ class Duplicates:
     Say which of N texts are duplicates of each other.
 
     Args:
-        exact: (N,) a number for each text: the place of the first text that differs from it only in case, white space
-            and forms of letters; -1 for an empty text. Exact duplicates thus have the same number.
+        exact: (N,) a number for each text: the place of the first text that equals it but for case, white space and
+            forms of letters; -1 for an empty text. Exact duplicates thus have the same number.
         near: (N,) a number for each text: the place of the first text of its group of near duplicates; -1 for an empty
             text. Near duplicates thus have the same number.
         similarity: (N,) Jaccard similarity of each text to the first text of its group. It is below the threshold if
@@ -167,7 +167,7 @@ def _joined(bands: list[np.ndarray], places: np.ndarray, sets: "_Sets") -> np.nd
     size = len(places)
     labels = np.arange(size)
     for band, keys in enumerate(bands):
-        # In a bucket, texts that also share the next band's bucket stand side by side: they are the likeliest to be near
+        # In a bucket, texts that also share the next band's bucket stand side by side: they are most likely near
         order = np.lexsort((bands[(band + 1) % len(bands)], keys))
         in_bucket = keys[order]
         many = np.zeros(size, bool)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-# Columns that a batch may have besides TRL's own. Taken out before TRL gets the batch, or it would pass them to the model
+# Columns that a batch may have besides TRL's own. They are taken out again, since TRL would pass them to the model
 PAIR_COLUMNS = ("margin", "confidence", "weight", "source")
 SCORES = ("score_chosen", "score_rejected")  # dataset columns; `margin` is their difference
 _RULES = {  # column: (rule in words, test of a float)

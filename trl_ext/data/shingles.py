@@ -35,7 +35,7 @@ def ngram_hashes(
     Hash all runs of `n` words, or characters, of each text.
 
     Texts are split into words at white space; in scripts without spaces each character is a word. Reward functions
-    count words in the same way. Equal runs have equal hashes, in every text, process and version.
+    count words in the same way. Equal runs have equal hashes, in every text and every process.
 
     Args:
         texts: (N) any texts.

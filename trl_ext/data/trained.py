@@ -26,8 +26,8 @@ class TrainedPairs:
     """
     Hold the pairs that a model was trained on, as hashes.
 
-    Only a hash of 64 bits is kept for each answer, 16 bytes a pair. Texts that differ only in case or white space count
-    as the same, and so do pairs that differ only in which answer is the chosen one.
+    Only a hash of 64 bits is kept for each answer, 16 bytes a pair. Texts that differ only in case or white space
+    count as the same, and so do pairs that differ only in which answer is the chosen one.
 
     Args:
         pairs: (N, 2) hashes of each pair's two answers, each hashed with the prompt. The smaller hash comes first, and
@@ -63,7 +63,7 @@ class TrainedPairs:
         """
         Write the pairs to a file in a model's folder, whole or not at all.
 
-        If the folder goes to the hub (`is_uploaded`), the file lies in its subfolder `_run`, which stays behind.
+        If the folder goes to the hub (`is_uploaded`), the file lies in its subfolder `_run`, which is not uploaded.
         """
         path, other = _places(folder)[:: -1 if is_uploaded else 1]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,8 @@ def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None
         rows: training rows. Nothing is written if they are a stream, or if the prompt of any row is not known.
         start: the model that the run starts from. Hashes of the prompts that it was trained on, if they are in its
             folder, are added.
-        is_uploaded: whether the folder goes to the hub. Then the file lies in its subfolder `_run`, which stays behind.
+        is_uploaded: whether the folder goes to the hub. If it does, the file lies in its subfolder `_run`, which is
+            not uploaded.
     """
     path, other = _places(folder, TRAINED_PROMPTS)[:: -1 if is_uploaded else 1]
     before = load_trained_prompts(start) if start else None  # which may lie in the same folder

@@ -110,7 +110,7 @@ class Breaker:
             return False
 
     def note(self, failed: bool, tries: bool) -> None:
-        """Count a request as failed or not. `tries` is what [`Breaker.check`] returned for it: whether it is a trial."""
+        """Count a request as failed or not; `tries` says whether it was the trial, as [`Breaker.check`] returned."""
         with self._noted:
             if failed and not tries and time.monotonic() < self._tried_until:
                 return  # this request began before the pause: only the trial counts now
@@ -297,7 +297,7 @@ class ServedReward(TellsFailures):
         self._service = Service(whole, timeout, retries, (breaker_failures, breaker_seconds), api_key_env)
 
     def ask(self, function: Callable, jobs: Sequence, until: float) -> list[Any]:
-        """Run `function(job)` for each job, in several threads; return each one's result or error, see `in_threads`."""
+        """Run `function(job)` for each job, in several threads; return each job's result or error."""
         return in_threads(function, jobs, self.max_concurrency, until, self.is_over)
 
     def is_over(self, outcome: Any) -> bool:

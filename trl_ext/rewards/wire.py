@@ -82,7 +82,7 @@ def weights_in_answer(answer: Any) -> str | None:
 
 
 def _in_order(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort the entries of an answer by their `index`; raise a `LookupError` unless each index from 0 on occurs once."""
+    """Sort the entries of an answer by `index`; raise a `LookupError` unless each index from 0 on occurs once."""
     found = {item["index"]: item for item in items}
     if sorted(found) != list(range(len(items))):
         raise LookupError

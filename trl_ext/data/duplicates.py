@@ -28,7 +28,7 @@ class Duplicates:
         exact: (N,) a number for each text: the place of the first text that equals it but for case, white space and
             forms of letters; -1 for an empty text. Exact duplicates thus have the same number.
         near: (N,) a number for each text: the place of the first text of its group of near duplicates; -1 for an empty
-            text. Near duplicates thus have the same number.
+            text. Near duplicates thus have the same number; a text without any is a group by itself.
         similarity: (N,) Jaccard similarity of each text to the first text of its group. It is below the threshold if
             the text is a near duplicate of another text of the group, but not of the first.
     """
@@ -52,8 +52,8 @@ def find_duplicates(
     Find texts that are equal, and texts that are nearly equal by the Jaccard similarity of their n-grams.
 
     The similarity of two texts with the n-grams A and B is |A ∩ B| ÷ |A ∪ B|. MinHash (Broder 1997) puts texts that
-    are probably near into the same bucket; then the similarity of two texts in a bucket is computed, and decides. Near
-    pairs are joined to groups, so that two texts of one group may be less similar than `threshold`.
+    are probably similar into the same bucket; the true similarity of two texts in a bucket then decides. Near pairs
+    are joined to groups, so that two texts of one group may be less similar than `threshold`.
 
     A pair whose similarity equals the threshold is found with a probability of about 99 %, a more similar pair almost
     surely. In a bucket of many texts fewer pairs are found, since each text is compared with only 16 others. Memory is

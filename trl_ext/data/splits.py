@@ -15,8 +15,8 @@ def split_groups(
     Divide rows into splits, and keep all rows of a group in the same split.
 
     Groups are sorted by stratum and by size, with equals in random order, and are dealt to the splits by steps of the
-    golden ratio. Any groups that follow each other then have the wanted shares to within about two groups, so that
-    rare strata are divided fairly, too. A group goes to the largest split if it has more rows than the smallest split
+    golden ratio. Any stretch of successive groups then has the wanted shares to within about two groups, so that rare
+    strata are divided fairly, too. A group goes to the largest split if it has more rows than the smallest split
     should get of the group's stratum.
 
     Args:

@@ -42,10 +42,10 @@ def check_texts(dataset: Dataset, columns: Sequence[str], name: str, may_be_empt
         dataset: rows with these columns.
         columns: names of the columns to check.
         name: what error messages call the dataset.
-        may_be_empty: whether a text may be "".
+        may_be_empty: False refuses a row whose text is "".
 
     Raises:
-        ValueError: some rows do not hold that. The message says how many, and has the number and value of the first.
+        ValueError: some rows hold something else. The message says how many, and has the first one's number and value.
     """
     for column in columns:
         wanted = "messages" if column == "messages" else "text or messages"

@@ -52,7 +52,7 @@ class TrainedPairs:
         return len(self.pairs)
 
     def has(self, pairs: np.ndarray) -> np.ndarray:
-        """Return whether each of the (M, 2) pairs was trained on: (M,) bool."""
+        """Return for each of the (M, 2) pairs whether it was trained on: (M,) bool."""
         return np.isin(_as_one(pairs), _as_one(self.pairs))
 
     def has_an_answer_of(self, pairs: np.ndarray) -> np.ndarray:

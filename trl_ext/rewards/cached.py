@@ -308,7 +308,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
         self._ask_redis(write)
 
     def _ask_redis(self, question: Callable[[Any], Any]) -> Any:
-        """Return what `question` gets from Redis; None if Redis does not answer or failed to shortly before."""
+        """Return what `question` gets from Redis; None if Redis does not answer or `retry_after` has not passed."""
         if time.monotonic() < self._redis_rests_until:
             return None
         import redis
@@ -356,7 +356,7 @@ def of_rows(columns: dict[str, Any], rows: list[int], count: int) -> dict[str, A
 
 
 def among(rows: list[int], count: int) -> str:
-    """Return words for the end of an error message that name the scored `rows`; "" if these are all `count` rows."""
+    """Return the end of an error message, which names the scored `rows`; "" if these are all `count` rows."""
     if rows == [*range(count)]:
         return ""
     more = ", …" if len(rows) > 10 else ""

@@ -1,4 +1,4 @@
-"""Cap the score of an answer that breaks a principle, however good the rest of it is."""
+"""Cap the score of an answer that breaks a principle, however good the answer is otherwise."""
 
 import math
 from collections.abc import Callable

@@ -262,7 +262,7 @@ def _exact(part: Any, is_data: bool = False) -> Any:
 
 
 def _mappings(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield each mapping in a schema, at any depth, with the schema itself."""
+    """Yield each mapping in a schema, at any depth, the schema itself included."""
     if isinstance(part, dict):
         yield part
     for each in part if isinstance(part, list) else part.values() if isinstance(part, dict) else ():

@@ -159,7 +159,7 @@ def joined_weights(reward_weights: list[float] | None, weights: Sequence[float |
 
 
 def _known() -> dict[str, Callable]:
-    """Return what an entry may name, by name: our reward classes, and TRL's functions that make a reward function."""
+    """Map each name that an entry may have to our reward class, or to TRL's function that makes a reward function."""
     import trl.rewards
 
     import trl_ext.rewards as package
@@ -231,7 +231,7 @@ def _as_yaml(text: str) -> str:
 
 
 def _parameters(built: Any) -> Iterator[tuple[str, inspect.Parameter]]:
-    """Yield name and parameter of each argument of a class or function; if it has `**kwargs`, also its base class'."""
+    """Yield name and parameter of each argument of a class or function; with `**kwargs`, also of its base class."""
     unnamed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
     for base in getattr(built, "__mro__", (built,)):
         if isinstance(base, type) and "__init__" not in vars(base):

@@ -168,7 +168,7 @@ class Started:
         self._scores.exception()
 
     def result(self, log_metric: Callable | None = None, log_extra: Callable | None = None) -> Any:
-        """Wait for the function; return what it returned, or raise what it raised."""
+        """Wait for the function, and log what it logged; return what it returned, or raise what it raised."""
         try:
             return self._scores.result()
         finally:
@@ -314,7 +314,7 @@ def finite_number(reward: Any, row: int | str) -> float:
 
     Raises:
         TypeError: the reward is not a number.
-        ValueError: it is NaN, infinite or too large for float32.
+        ValueError: the reward is NaN, infinite or too large for float32.
     """
     try:
         value = None if isinstance(reward, (str, bytes)) else float(reward)

@@ -101,9 +101,9 @@ class ModelReward:
     Score answers with a reward model, on the tokens that `trl.RewardTrainer` would train it on.
 
     Prompt and answer are tokenised with the model's own tokenizer and chat template. An EOS token (in messages, the
-    template's end of turn) follows only if the answer is finished. But if the policy has the same tokenizer and
-    `prompt_ids` are given, the model reads the policy's own tokens; in messages, what the chat template puts after EOS
-    follows a finished answer.
+    template's end of turn) follows only if the answer is finished. If the policy has the same tokenizer and
+    `prompt_ids` are given, the model reads the policy's own tokens instead; in messages, a finished answer is then
+    followed by what the chat template puts after EOS.
 
     The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether an answer is finished. Without the column
     an answer is finished if its last token is one of `eos_token_ids`, so a trainer that does not pass the column needs

@@ -71,7 +71,7 @@ def limit(cpu_seconds: int, memory: int, file_size: int) -> None:
 
 
 def lock_files(libc: Any, folder: str) -> None:
-    """Deny every file but those of Python's library, which can be read, and those in `folder`, also to be written."""
+    """Deny all files but those of Python's library, which can be read, and of `folder`, which can also be written."""
     abi = libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)
     if abi < 1:
         raise OSError("the kernel has no Landlock")

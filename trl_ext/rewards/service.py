@@ -68,7 +68,7 @@ class Call:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Return the mean seconds of an answered request, None without one, and the number of retries."""
+        """Return two metrics: `latency`, the mean seconds of an answered request or None, and `retries`, how many."""
         return {"latency": fmean(self.seconds) if self.seconds else None, "retries": float(len(self.retried))}
 
 
@@ -429,7 +429,7 @@ def _wait(state: RetryCallState) -> float:
 
 
 def _seconds_in(retry_after: str | None) -> float | None:
-    """Return the seconds to wait by a `Retry-After` header, which has seconds or a date; None if it has neither."""
+    """Return the seconds that a `Retry-After` header asks for, by a number or a date; None if it has neither."""
     if retry_after is None:
         return None
     try:

@@ -33,7 +33,7 @@ def text_of(completion: Any) -> str:
 
 
 def recorded(completion: Any) -> Any:
-    """Return a completion as files record it: as messages if it has several or a tool call, otherwise as its text."""
+    """Return a completion as files record it: its messages if there are several or a tool call, else its text."""
     if isinstance(completion, str) or (len(completion) == 1 and not completion[0].get("tool_calls")):
         return text_of(completion)
     return completion

@@ -12,7 +12,7 @@ import xxhash
 from ..upstream.packages import need
 from .shingles import Unit, in_parts, ngram_hashes
 
-_WINDOW = 16  # texts of one bucket that each is compared with
+_WINDOW = 16  # number of texts of the same bucket that each text is compared with
 _ELEMENTS = 1 << 22  # n-grams that are compared at a time
 _WEIGHTS = (0.01, 0.99)  # of false candidates, which only cost the time of a check, and of missed duplicates
 _LONGEST_BANDS = 0.95  # threshold above which bands are made no longer
@@ -113,7 +113,8 @@ def _read(texts, threshold, unit, n, num_perm, seed, file):
     """
     from datasketch import MinHash, MinHashLSH
 
-    # Near 1 it would take one long band, and refuses that. Shorter ones find more, and the real similarity decides
+    # At a threshold near 1 datasketch would choose one long band, and refuse it. Shorter bands find more candidates,
+    # among which the true similarity decides
     lsh = MinHashLSH(min(threshold, _LONGEST_BANDS), num_perm, weights=_WEIGHTS)
     empty = MinHash(num_perm, seed, hashfunc=int)
     digests: list[np.ndarray] = []
@@ -205,7 +206,7 @@ class _Sets:
     def are_near(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Return for each pair of places, from `one` and from `other`, whether these texts are near duplicates."""
         counts = self.counts[one], self.counts[other]
-        near = np.minimum(*counts) >= self.threshold * np.maximum(*counts) - 1e-9  # else they cannot be
+        near = np.minimum(*counts) >= self.threshold * np.maximum(*counts) - 1e-9  # else their sizes differ too much
         near[near] = self.similarity(one[near], other[near]) >= self.threshold
         return near
 

@@ -58,7 +58,7 @@ def ngram_hashes(
     for k in range(min(n, len(codes))):
         same = owner[k:] == owner[: len(owner) - k]
         ahead = (codes[k:] + np.uint64(1)) * np.uint64(pow(_WIDER, k + 1, 1 << 64))
-        hashes[: len(codes) - k] += ahead * same  # a short text ends where it ends
+        hashes[: len(codes) - k] += ahead * same  # 0 beyond the end of the text
     return _mixed(hashes[begins]), owner[begins]
 
 

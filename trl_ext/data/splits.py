@@ -48,7 +48,7 @@ def split_groups(
     order = shuffled[np.lexsort((sizes[shuffled], stratum[shuffled]))]
     turn = np.empty(len(sizes))
     turn[order] = (draw.random() + np.arange(len(sizes)) * _GOLDEN) % 1
-    # What the largest split still lacks of its share, of the groups that are dealt
+    # Share of the dealt rows that the largest split gets, as it has the large groups already
     first = np.clip((shares[names[0]] * total - large) / np.maximum(total - large, 1), 0, 1)
     later = np.cumsum([shares[name] for name in names[1:]])
     rest = np.searchsorted(later[:-1] / later[-1:], (turn - first) / np.maximum(1 - first, 1e-9), side="right")

@@ -67,7 +67,7 @@ class TrainedPairs:
         """
         path, other = _places(folder)[:: -1 if is_uploaded else 1]
         path.parent.mkdir(parents=True, exist_ok=True)
-        other.unlink(missing_ok=True)  # of an earlier model
+        other.unlink(missing_ok=True)  # the file of an earlier model
         with whole_file(path) as temporary, temporary.open("wb") as file:
             np.savez(file, pairs=self.pairs, is_complete=np.array(self.is_complete))
 
@@ -190,7 +190,7 @@ def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None
             not uploaded.
     """
     path, other = _places(folder, TRAINED_PROMPTS)[:: -1 if is_uploaded else 1]
-    before = load_trained_prompts(start) if start else None  # which may lie in the same folder
+    before = load_trained_prompts(start) if start else None  # read first: it may lie in the same folder
     path.unlink(missing_ok=True)
     other.unlink(missing_ok=True)
     if not isinstance(rows, Dataset) or not len(rows) or not (hashes := np.unique(prompt_hashes(rows)))[0]:

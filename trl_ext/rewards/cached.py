@@ -35,7 +35,7 @@ from .segments import is_by_token
 
 logger = logging.get_logger(__name__)
 
-NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # TRL passes them, and no key contains them
+NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # TRL passes these, too; no key contains them
 _LONGEST_NUMBER = 32  # characters; Python writes each float in 24 or fewer
 
 

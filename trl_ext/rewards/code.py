@@ -204,7 +204,7 @@ class CodeReward(PicklesSettings):
             )
             assert process.stdin is not None
             try:
-                with contextlib.suppress(BrokenPipeError), process.stdin as given:  # it was killed before it read
+                with contextlib.suppress(BrokenPipeError), process.stdin as given:  # killed before it read its task
                     given.write(json.dumps(task).encode())
                 in_time = _ends(process, self.timeout)
             finally:
@@ -254,7 +254,7 @@ def _ends(process: subprocess.Popen, seconds: float) -> bool:
             return bool(ended.poll(1000 * seconds))  # not reaped: its number stays its own until its group is killed
         finally:
             os.close(place)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # looks every 50 ms
+    with contextlib.suppress(subprocess.TimeoutExpired):  # `wait` looks every 50 ms
         process.wait(seconds)
     return process.returncode is not None
 

@@ -200,7 +200,7 @@ def _checker(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], boo
     ).crawl()
     given = (part.get(name) for part in _mappings(schema) for name in ("$ref", "$dynamicRef"))
     for reference in given:
-        if not isinstance(reference, str) or reference.startswith("#"):  # those are its own parts
+        if not isinstance(reference, str) or reference.startswith("#"):  # `#…` is a part of the schema
             continue
         try:
             registry.resolver(schema.get("$id", "")).lookup(reference)

@@ -107,7 +107,7 @@ def load_rewards(
         entry = {k: v for k, v in entry.items() if k != "weight"} if isinstance(entry, dict) else entry
         functions.append(_built(entry, known, policy_tokenizer, f"`rewards` entry {place + 1}"))
     for function, name in zip(functions, distinct([get_callable_name(f) for f in functions]), strict=True):
-        if type(function).__name__ in known:  # its own metrics have its name, too
+        if type(function).__name__ in known:  # our rewards also log metrics by this name
             function.__name__ = name
     return functions, weights
 
@@ -244,7 +244,7 @@ def _parameters(built: Any) -> Iterator[tuple[str, inspect.Parameter]]:
 
 def _is_entry(argument: Any, value: Any, known: dict[str, Callable]) -> bool:
     """Return whether an argument's value is itself an entry for a reward."""
-    if isinstance(value, str):  # the class itself may take a folder or hub name, as that of a model
+    if isinstance(value, str):  # other texts may be folders or hub names for the class
         is_path = ".py:" in value or ("." in value and "/" not in value and not Path(value).exists())
         return argument in _MEMBERS and is_path
     return isinstance(value, dict) and (argument in _MEMBERS or (len(value) == 1 and next(iter(value)) in known))

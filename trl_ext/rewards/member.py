@@ -265,7 +265,7 @@ def awaited(scores: Any) -> Any:
     async def wait() -> Any:
         try:
             return await scores
-        except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop, and the caller would wait on
+        except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop; the caller would wait for ever
             raise RuntimeError(repr(error)) from error
 
     if threading.current_thread().name == _LOOP:  # an async function calls a reward with an async member
@@ -322,7 +322,7 @@ def finite_number(reward: Any, row: int | str) -> float:
         value = None
     if value is None:
         raise TypeError(f"returned {repr(reward)[:80]} for completion {row}; return a float, or None")
-    if not abs(value) <= torch.finfo(torch.float32).max:  # NaN, too
+    if not abs(value) <= torch.finfo(torch.float32).max:  # true of NaN, too
         raise ValueError(f"returned {value} for completion {row}; return None where it does not apply")
     return value
 

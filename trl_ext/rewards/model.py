@@ -205,7 +205,7 @@ class ModelReward:
         self.eos_token_ids = list(eos_token_ids) if eos_token_ids is not None else self._ends(policy_tokenizer)
         self.max_batch_tokens, self.batch_size, self.truncation = max_batch_tokens, batch_size, truncation
         limits = [max_length, getattr(model.config, "max_position_embeddings", None)]
-        if path is not None:  # RoBERTa has more positions than it can use; its tokenizer knows
+        if path is not None:  # RoBERTa has more positions than it can use; its tokenizer has the right number
             limits.append(self.tokenizer.model_max_length)
         self.max_length = min(filter(None, limits), default=None)
         self.chat_template_kwargs = chat_template_kwargs or {}
@@ -234,7 +234,7 @@ class ModelReward:
                     raise ValueError(f"{path} is no adapter, so it cannot have a `shared_base`")
                 return load_reward_model(path, **kwargs)
             check_head(path)
-            if shared_base is None and not self.load_in_8bit:  # there merging would round
+            if shared_base is None and not self.load_in_8bit:  # in 8 bits, merging the adapter would round
                 return load_separately(path, **kwargs)
             return (shared_base or SharedBase()).add(path, **kwargs)
 
@@ -317,7 +317,7 @@ class ModelReward:
         has_ids = prompt_ids is not None and completion_ids is not None and self.policy_tokenizer is not None
         if has_ids and self.shares_tokenizer:
             rows = [[*prompt, *answer] for prompt, answer in zip(prompt_ids, completion_ids, strict=True)]
-            # A policy whose embedding is larger may sample an id that is not a token; as text it would be nothing
+            # A policy with a larger embedding may sample an id that is no token; decoded to text, the id would vanish
             rows = [[i for i in row if i < self.config.vocab_size] for row in rows]
             if is_conversational({"prompt": prompts[0]}):
                 for row, prompt, end in zip(rows, prompts, ended, strict=True):
@@ -352,7 +352,8 @@ class ModelReward:
         if pad is None:
             pad = self.tokenizer.eos_token_id  # as RewardTrainer does
         if pad is None or pad >= self.config.vocab_size:
-            # The model has no row for it. It takes a row's last token that is not the pad token as the end of the row
+            # The model has no embedding for the pad token. Pad with an id that ends no row instead, since the model scores
+            # a row at its last token that is not the pad token
             last = {row[-1] for row in ids}
             pad = next(token for token in range(len(last) + 1) if token not in last)
         # Pad on the right, whatever the tokenizer says: so did RewardTrainer

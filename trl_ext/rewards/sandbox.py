@@ -139,7 +139,7 @@ def die_with_the_parent(parent: int) -> None:
     """Have the kernel kill this process when its `parent`, the trainer, ends; exit now if that has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it was killed before
+    if os.getppid() != parent:  # the parent has ended before the kernel was asked
         os._exit(1)
 
 
@@ -177,7 +177,7 @@ def main() -> None:
 
 def run(code: str, test: str, token: bytes, verdict: int) -> None:
     """Run the code, then its test; if both run to their end, write `token` to the descriptor `verdict` as proof."""
-    write, leave = os.write, os._exit  # before the code puts others in their place
+    write, leave = os.write, os._exit  # kept before the code can replace them
     module = types.ModuleType("solution" if test else "__main__")
     sys.modules[module.__name__] = module
     for text, name in ((code, "solution.py"), (test, "test.py")):

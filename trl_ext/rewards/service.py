@@ -193,7 +193,7 @@ class Service:
                     body += part
                     if len(body) > MAX_RESPONSE_BYTES:
                         raise ServiceError(f"the answer is longer than {MAX_RESPONSE_BYTES} bytes")
-                    if time.monotonic() - start > limit:  # httpx counts from one part to the next
+                    if time.monotonic() - start > limit:  # httpx's own timeout begins anew with each part
                         raise UnavailableError(f"no whole answer within {limit:.0f} s")
         except (httpx2.TransportError, OSError) as error:
             raise UnavailableError(f"{type(error).__name__}: {error}"[:200]) from error
@@ -207,7 +207,7 @@ class Service:
         if encoding != "identity":
             raise ServiceError(f"the answer is compressed ({encoding[:20]!r}), which was not asked for")
         try:
-            answer = json.loads(self._without_key(body.decode()))  # errors quote parts of it
+            answer = json.loads(self._without_key(body.decode()))  # error messages quote parts of the answer
         except (ValueError, RecursionError) as error:
             raise ServiceError(f"the answer is no JSON: {self._excerpt(body)}") from error
         call.seconds.append(time.monotonic() - start)

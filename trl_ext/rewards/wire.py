@@ -45,7 +45,7 @@ def request_of(api: str, rows: list[Row], model: str | None, logits: bool) -> di
             pairs = {"text_1": [row.prompt for row in rows], "text_2": [row.completion for row in rows]}
             return named | pairs | {"use_activation": not logits}
         case _:
-            # A list of texts would be read as one pair
+            # TEI would read a flat list of texts as one pair
             return {"inputs": [[row.text] for row in rows], "raw_scores": logits, "truncate": False}
 
 
@@ -96,7 +96,7 @@ def _of_label(numbers: list[Any], label: int | str | None) -> Any:
 
 
 def _of_name(predictions: list[dict[str, Any]], label: int | str | None) -> Any:
-    by_name = {item["label"]: item["score"] for item in predictions}  # sorted by score, so an index would mean nothing
+    by_name = {item["label"]: item["score"] for item in predictions}  # TEI sorts by score: an index would mean nothing
     if label is None and len(by_name) != 1:
         raise ServiceError(f"the model has the labels {', '.join(sorted(by_name))[:120]}: give one as `label`")
     if label is not None and label not in by_name:

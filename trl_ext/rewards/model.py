@@ -352,8 +352,8 @@ class ModelReward:
         if pad is None:
             pad = self.tokenizer.eos_token_id  # as RewardTrainer does
         if pad is None or pad >= self.config.vocab_size:
-            # The model has no embedding for the pad token. Pad with an id that ends no row instead, since the model scores
-            # a row at its last token that is not the pad token
+            # The model has no embedding for the pad token. Pad with an id that ends no row instead: the model scores a
+            # row at its last token that is not the pad token
             last = {row[-1] for row in ids}
             pad = next(token for token in range(len(last) + 1) if token not in last)
         # Pad on the right, whatever the tokenizer says: so did RewardTrainer

@@ -25,7 +25,7 @@ def request_of(api: str, rows: list[Row], model: str | None, logits: bool) -> di
     Args:
         api: one of `API`.
         rows: the answers to score.
-        model: name of the model; a server with another one refuses. None accepts any.
+        model: name of the model; a server that has another one refuses the request. None accepts any model.
         logits: ask for the model's output without sigmoid or softmax. `"trl-ext"` ignores it.
     """
     named = {"model": model} if model else {}
@@ -54,7 +54,7 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None)
     Return each row's score in an answer, in order, without checking that it is a number.
 
     Raises:
-        ServiceError: the answer does not have the form of `api`, or has not `count` scores.
+        ServiceError: the answer does not have the form of `api`, or does not have `count` scores.
     """
     try:
         match api:
@@ -76,7 +76,7 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None)
 
 
 def weights_in_answer(answer: Any) -> str | None:
-    """Return the identity of its weights that `trl-ext serve-reward` puts into an answer; None if there is none."""
+    """Return which weights `trl-ext serve-reward` says in its answer that it serves; None if it does not say."""
     weights = answer.get("identity") if isinstance(answer, dict) else None
     return weights if isinstance(weights, str) and weights.isprintable() and len(weights) <= 100 else None
 

@@ -13,9 +13,9 @@ def tool_calls(message: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def repeated_calls(completion: Any) -> list[bool]:
     """
-    Return for each tool call of an episode whether an earlier one was the same: name, arguments and answer.
+    Return for each tool call of an episode whether an earlier call had the same name, arguments and answer.
 
-    The same call with another answer is not a repetition, and neither is a call without an answer.
+    A call that gets another answer than before is no repetition, and neither is a call without an answer.
 
     >>> move = {"role": "assistant", "tool_calls": [{"function": {"name": "move", "arguments": {"to": "left"}}}]}
     >>> wall = {"role": "tool", "name": "move", "content": "A wall."}
@@ -39,9 +39,10 @@ def repeated_calls(completion: Any) -> list[bool]:
 
 def with_text_arguments(answer: Any) -> Any:
     """
-    Return messages whose tool calls have their arguments as JSON text, always of an object; a text as it is.
+    Return messages with the arguments of each tool call as the JSON text of an object; return a text unchanged.
 
-    A policy may call a tool with any JSON. TRL prints objects alone, and a table needs one type for each column.
+    A policy may call a tool with any JSON value, but TRL prints only objects, and a table needs one type for each
+    column. A value that is no object becomes `{"arguments": value}`.
     """
     if isinstance(answer, str):
         return answer

@@ -13,10 +13,11 @@ def corpus_ngrams(corpus: Iterable[str], words: int = 13) -> np.ndarray:
 
     Args:
         corpus: texts.
-        words: length of the runs: so many words in a row count as a copy.
+        words: number of words in a run, which is how many words in a row count as a copy.
 
     Returns:
-        (R,) different hashes of 64 bits, sorted: 8 bytes a word of the corpus at most.
+        (R,) hashes of 64 bits, sorted, one for each different run. They take at most 8 bytes for each word of the
+        corpus.
     """
     found = [np.unique(ngram_hashes(part, words)[0]) for part in in_parts(corpus)]
     return np.unique(np.concatenate(found)) if found else np.zeros(0, np.uint64)
@@ -29,10 +30,11 @@ def copied_shares(texts: Sequence[str], corpus: np.ndarray, words: int = 13) -> 
     Args:
         texts: (N) completions.
         corpus: hashes from [`corpus_ngrams`] with the same `words`.
-        words: words in a row that make a copy.
+        words: how many words in a row count as a copy.
 
     Returns:
-        (N,) runs of `words` words that the corpus has ÷ all such runs of the text; 0 for a text of fewer words.
+        (N,) the text's runs of `words` words that the corpus has ÷ all its runs of `words` words; 0 for a text of
+        fewer words.
     """
     hashes, owner = ngram_hashes(texts, words)
     places = np.searchsorted(corpus, hashes)

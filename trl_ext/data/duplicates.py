@@ -12,9 +12,9 @@ import xxhash
 from ..upstream.packages import need
 from .shingles import Unit, in_parts, ngram_hashes
 
-_WINDOW = 16  # texts of one bucket that each is compared with
+_WINDOW = 16  # number of texts of the same bucket that each text is compared with
 _ELEMENTS = 1 << 22  # n-grams that are compared at a time
-_WEIGHTS = (0.01, 0.99)  # of false finds, which are checked and cost time alone, and of missed ones
+_WEIGHTS = (0.01, 0.99)  # of false candidates, which only cost the time of a check, and of missed duplicates
 _LONGEST_BANDS = 0.95  # threshold above which bands are made no longer
 _UNSEEN = regex.compile(r"\p{Cf}+")  # soft hyphens, marks of direction, joiners
 
@@ -22,14 +22,15 @@ _UNSEEN = regex.compile(r"\p{Cf}+")  # soft hyphens, marks of direction, joiners
 @dataclass(frozen=True)
 class Duplicates:
     """
-    Say which of N texts are duplicates.
+    Say which of N texts are duplicates of each other.
 
     Args:
-        exact: (N,) texts with the same number differ only in case, white space and forms of letters; -1 if empty.
-        near: (N,) texts with the same number are in one group of near duplicates; -1 if empty. The number is the
-            place of the group's first text.
-        similarity: (N,) Jaccard similarity to the group's first text. It is below the threshold where a text is near
-            to another text of the group, but not to the first.
+        exact: (N,) a number for each text: the place of the first text that equals it but for case, white space and
+            forms of letters; -1 for an empty text. Exact duplicates thus have the same number.
+        near: (N,) a number for each text: the place of the first text of its group of near duplicates; -1 for an empty
+            text. Near duplicates thus have the same number; a text without any is a group by itself.
+        similarity: (N,) Jaccard similarity of each text to the first text of its group. It is below the threshold if
+            the text is a near duplicate of another text of the group, but not of the first.
     """
 
     exact: np.ndarray
@@ -50,23 +51,25 @@ def find_duplicates(
     """
     Find texts that are equal, and texts that are nearly equal by the Jaccard similarity of their n-grams.
 
-    Similarity is |A ∩ B| ÷ |A ∪ B| of both texts' n-grams. MinHash (Broder 1997) finds candidates in buckets, and the
-    real similarity decides. Pairs that are near join to groups, so two texts of a group may be further apart. A pair
-    at the threshold is found with a chance of some 99 %, and closer ones almost surely; fewer in buckets of many
-    texts, where each is compared with 16 others. Memory is some 600 bytes a text, whatever its length; n-grams go to a
-    temporary file, 4 bytes each.
+    The similarity of two texts with the n-grams A and B is |A ∩ B| ÷ |A ∪ B|. MinHash (Broder 1997) puts texts that
+    are probably similar into the same bucket; the true similarity of two texts in a bucket then decides. Near pairs
+    are joined to groups, so that two texts of one group may be less similar than `threshold`.
+
+    A pair whose similarity equals the threshold is found with a probability of about 99 %, a more similar pair almost
+    surely. In a bucket of many texts fewer pairs are found, since each text is compared with only 16 others. Memory is
+    some 600 bytes a text, whatever its length; n-grams go to a temporary file, 4 bytes each.
 
     Args:
         texts: the texts, which are read once.
         threshold: least similarity of near duplicates, in (0, 1].
         unit: `words` or `characters`. In scripts without spaces a character is a word.
-        n: words or characters in an n-gram. A shorter text is one n-gram, and has no near duplicates.
-        num_perm: number of hashes in a signature: more hashes find more duplicates, and take more time.
+        n: words or characters in an n-gram. A text of fewer is a single n-gram, and has no near duplicates.
+        num_perm: number of hashes in a text's MinHash signature. More hashes find more duplicates, and take more time.
         seed: seed of the hashes.
 
     Raises:
         ImportError: datasketch is missing.
-        ValueError: a setting out of its range.
+        ValueError: a setting is out of its range.
     """
     if not 0 < threshold <= 1 or n < 1 or num_perm < 16 or unit not in ("words", "characters"):
         raise ValueError(
@@ -95,18 +98,23 @@ def find_duplicates(
 
 
 def similarity_of(one: str, other: str, unit: Unit = "words", n: int = 3) -> float:
-    """Return the Jaccard similarity of two texts' n-grams, as [`find_duplicates`] takes them."""
+    """Return the Jaccard similarity of two texts' n-grams, as [`find_duplicates`] computes it."""
     sets = [{*ngram_hashes([normalised(text)], n, unit, keep_short=True)[0].tolist()} for text in (one, other)]
     return len(sets[0] & sets[1]) / max(len(sets[0] | sets[1]), 1)
 
 
 def _read(texts, threshold, unit, n, num_perm, seed, file):
     """
-    Read the texts; return each one's digest (0 if empty), its key in each band, and its n-grams' end in the file.
+    Read the texts and write their n-grams to `file`; return three things:
+
+    - (N,) a digest of each text, 0 if it is empty
+    - for each band of the MinHash signature, (N,) the texts' keys
+    - (N,) where each text's n-grams end in the file
     """
     from datasketch import MinHash, MinHashLSH
 
-    # Near 1 it would take one long band, and refuses that. Shorter ones find more, and the real similarity decides
+    # At a threshold near 1 datasketch would choose one long band, and refuse it. Shorter bands find more candidates,
+    # among which the true similarity decides
     lsh = MinHashLSH(min(threshold, _LONGEST_BANDS), num_perm, weights=_WEIGHTS)
     empty = MinHash(num_perm, seed, hashfunc=int)
     digests: list[np.ndarray] = []
@@ -146,14 +154,21 @@ def _band_keys(signatures: np.ndarray) -> np.ndarray:
 
 
 def _joined(bands: list[np.ndarray], places: np.ndarray, sets: "_Sets") -> np.ndarray:
-    """Join near duplicates to groups, among texts without exact copies; return the first text of each text's group."""
+    """
+    Join near duplicates to groups; return for each text the place of the first text in its group.
+
+    Args:
+        bands: (M,) keys of the texts in each band of the MinHash signature.
+        places: (M,) places of the texts in the data, where exact copies of an earlier text are left out.
+        sets: the n-grams of all texts in the data.
+    """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
     size = len(places)
     labels = np.arange(size)
     for band, keys in enumerate(bands):
-        # Within a bucket those that share the next band's bucket, too, are side by side: they are the likeliest
+        # In a bucket, texts that also share the next band's bucket stand side by side: they are most likely near
         order = np.lexsort((bands[(band + 1) % len(bands)], keys))
         in_bucket = keys[order]
         many = np.zeros(size, bool)
@@ -189,14 +204,14 @@ class _Sets:
         self.begins = ends - self.counts
 
     def are_near(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Return whether the texts at these places are near duplicates, pair by pair."""
+        """Return for each pair of places, from `one` and from `other`, whether these texts are near duplicates."""
         counts = self.counts[one], self.counts[other]
-        near = np.minimum(*counts) >= self.threshold * np.maximum(*counts) - 1e-9  # else they cannot be
+        near = np.minimum(*counts) >= self.threshold * np.maximum(*counts) - 1e-9  # else their sizes differ too much
         near[near] = self.similarity(one[near], other[near]) >= self.threshold
         return near
 
     def similarity(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Return the Jaccard similarity of the texts at these places, pair by pair."""
+        """Return for each pair of places, from `one` and from `other`, the Jaccard similarity of these texts."""
         sizes = self.counts[one] + self.counts[other]
         result = np.zeros(len(one), np.float64)
         part = np.cumsum(sizes) // _ELEMENTS
@@ -208,7 +223,7 @@ class _Sets:
         return result
 
     def _keyed(self, places: np.ndarray) -> np.ndarray:
-        """Return the n-grams of these texts, with the number of the text in the upper 32 bits."""
+        """Return the n-grams of the texts at `places`; the upper 32 bits of each have the text's index in `places`."""
         counts = self.counts[places]
         number = np.repeat(np.arange(len(places)), counts)
         within = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -10,7 +10,7 @@ def split_dialogue(text: str) -> list[dict[str, str]]:
     """
     Split a dialogue written as `\\n\\nHuman: …\\n\\nAssistant: …`, the form of `Anthropic/hh-rlhf`, into messages.
 
-    Several turns in a row by one side become one message, since chat templates refuse them and the data has them.
+    Successive turns of the same speaker, which the data has and chat templates refuse, become one message.
 
     Raises:
         ValueError: the text does not begin with a turn.

@@ -29,16 +29,16 @@ def load_dataset_split(
 
     Args:
         name: a `.jsonl`, `.json`, `.parquet` or `.csv` file; a folder of such files; a folder written by
-            `save_to_disk`; one that ships, such as `recipes/tinystories/prompts`; or else a dataset on the Hugging
-            Face hub.
+            `save_to_disk`; a folder that ships with the package, such as `recipes/tinystories/prompts`; or else a
+            dataset on the Hugging Face hub.
         split: name of the split, or a part of it, such as `train[:50%]` or `train[1000:]`.
         config: configuration of a hub dataset (`name` in `datasets.load_dataset`).
         columns: columns that must be there, such as `("prompt", "chosen", "rejected")`.
 
     Raises:
-        FileNotFoundError: nothing there, neither locally nor on the hub.
-        ValueError: an unknown file type, split or column; the message lists those that exist. Or a file that cannot be
-            read, or is not UTF-8; the message has the line.
+        FileNotFoundError: there is no such dataset, neither locally nor on the hub.
+        ValueError: the file type, split or column is unknown: the message lists those that exist. Or a file cannot be
+            read, or is not UTF-8: the message names the line.
     """
     splits = _load_splits(find(name), str(name), config)
     whole, _, part = split.partition("[")
@@ -65,12 +65,13 @@ def load_dataset_split(
 def held_out_rows(
     train: Dataset, load_held_out: Callable[[], Dataset], eval_size: int | None, seed: int
 ) -> tuple[Dataset, Dataset | None]:
-    """Return the rows to train on and the rows to evaluate on.
+    """Return the rows to train on, and the rows to evaluate on or None.
 
     Args:
         train: the training split.
-        load_held_out: loads the held-out split; called if `eval_size` is None.
-        eval_size: rows to cut from the training split instead; 0 for no evaluation.
+        load_held_out: loads the held-out split; called only if `eval_size` is None.
+        eval_size: number of rows to cut from the training split for evaluation. 0: no evaluation. None: evaluate on
+            the held-out split.
         seed: seed of the random cut.
 
     Raises:
@@ -131,7 +132,7 @@ def _load_local(path: Path, config: str | None, is_saved: bool) -> dict[str, Dat
 
 
 def _why(path: Path, error: BaseException) -> str:
-    """Return what is wrong with a file that cannot be read, with the line; if no line is at fault, the error."""
+    """Return why a file cannot be read: the first line at fault and what is wrong with it, or else `error`'s cause."""
     for file in [path] if path.is_file() else sorted(path.glob("*.json*")):
         if file.suffix == ".jsonl":
             with open(file, "rb") as rows:

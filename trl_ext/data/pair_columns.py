@@ -1,4 +1,4 @@
-"""Check the columns of pairs that hold numbers, such as `margin`, and put them into batches."""
+"""Check the number columns of preference pairs, such as `margin`, and put them into batches."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-# What a batch may carry beside TRL's columns, which TRL would pass on to the model
+# Columns that a batch may have besides TRL's own. They are taken out again, since TRL would pass them to the model
 PAIR_COLUMNS = ("margin", "confidence", "weight", "source")
 SCORES = ("score_chosen", "score_rejected")  # dataset columns; `margin` is their difference
 _RULES = {  # column: (rule in words, test of a float)
@@ -23,7 +23,7 @@ _RULES = {  # column: (rule in words, test of a float)
 @dataclass
 class PairCollator:
     """
-    Add columns of the pairs to the batch that `collator` makes: (B,) floats, and the source as an int.
+    Make a batch with `collator`, and add columns of the pairs: (B,) floats, and (B,) integers for `source`.
 
     Args:
         collator: TRL's collator.
@@ -48,7 +48,7 @@ class PairCollator:
 
 
 def take_columns(inputs: dict[str, Any], names: Sequence[str] = PAIR_COLUMNS) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into our columns and the rest, which TRL gets."""
+    """Split a batch in two: the columns called `names`, and all other columns, which TRL gets."""
     columns = {name: inputs[name] for name in names if name in inputs}
     return columns, {name: value for name, value in inputs.items() if name not in columns}
 
@@ -63,10 +63,10 @@ def column_problem(column: str, value: Any) -> str:
 
 def check_columns(dataset: Dataset, name: str, columns: Sequence[str]) -> None:
     """
-    Refuse a dataset that lacks a column with a number for each pair, or has a wrong one in it.
+    Check that a dataset has all `columns`, with a valid number in each row.
 
     Raises:
-        ValueError: the message names the column, or the first row with a wrong number.
+        ValueError: a column is missing, or has an invalid number. The message names the column, or the first such row.
     """
     for column in columns:
         if column not in dataset.column_names:

@@ -11,11 +11,11 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
     Args:
         dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless these contain it.
         name: what error messages call the dataset.
-        drop: True leaves the other pairs out, and prints how many there are.
+        drop: True leaves the unusable pairs, which are all others, out, and prints how many they are.
 
     Raises:
-        ValueError: there are other pairs and `drop` is not set, or no pair would be left. The message counts them and
-            names their rows.
+        ValueError: some pairs are unusable and `drop` is False, or all pairs are unusable. The message says how many
+            are, and in which rows.
     """
     pairs = list(zip(dataset["chosen"], dataset["rejected"], strict=True))
     wrong = {

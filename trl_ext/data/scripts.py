@@ -1,4 +1,4 @@
-"""Find the script that a text is written in."""
+"""Find the script that a text is written in, such as Latin or Han."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -18,7 +18,7 @@ CODES = 0x110000  # code points of Unicode
 
 
 def main_scripts(texts: Sequence[str]) -> np.ndarray:
-    """Return the most frequent script of each text, (N,), as a place in `SCRIPTS`; 0 for a text without letters."""
+    """Return each text's most frequent script, (N,), as an index into `SCRIPTS`; 0 for a text without letters."""
     codes, owner = characters_of(texts)
     found = np.bincount(owner * len(SCRIPTS) + _table()[codes], minlength=len(texts) * len(SCRIPTS))
     counts = found.reshape(len(texts), len(SCRIPTS))
@@ -27,14 +27,14 @@ def main_scripts(texts: Sequence[str]) -> np.ndarray:
 
 
 def characters_of(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the code points of all texts in one array, and for each code point the place of its text."""
+    """Return two arrays: the code points of all texts, and for each code point the index of its text in `texts`."""
     joined = "".join(texts).encode("utf-32-le", "surrogatepass")
     return np.frombuffer(joined, np.uint32), np.repeat(np.arange(len(texts)), [*map(len, texts)])
 
 
 @cache
 def _table() -> np.ndarray:
-    """Return the place of each character's script in `SCRIPTS`; 0 for other characters than letters."""
+    """Return for each code point of Unicode its script, as an index into `SCRIPTS`; 0 if it is no letter."""
     table = np.zeros(CODES, np.int64)
     characters = "".join(map(chr, range(CODES)))
     table[[ord(letter) for letter in regex.findall(r"\p{L}", characters)]] = len(SCRIPTS) - 1

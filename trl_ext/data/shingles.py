@@ -16,7 +16,7 @@ _PART = 1 << 17  # characters that are hashed at a time: arrays of them fit a pr
 
 
 def in_parts(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Yield all texts in lists that are short enough to be hashed at once."""
+    """Yield the texts in order, in lists that are each small enough to be hashed at once."""
     part, size = [], 0
     for text in texts:
         part.append(text)
@@ -34,17 +34,18 @@ def ngram_hashes(
     """
     Hash all runs of `n` words, or characters, of each text.
 
-    Words are those of the reward functions: split at white space, and each character by itself in scripts without
-    spaces. Equal runs have equal hashes, everywhere and always.
+    Texts are split into words at white space; in scripts without spaces each character is a word. Reward functions
+    count words in the same way. Equal runs have equal hashes, in every text and every process.
 
     Args:
         texts: (N) any texts.
-        n: words or characters of a run.
-        unit: whether a run has `words` or `characters`.
-        keep_short: whether a text of fewer than `n` words counts as one run; otherwise it has no run.
+        n: number of words or characters in a run.
+        unit: what a run is made of: `words` or `characters`.
+        keep_short: True makes one run of a text that has fewer than `n`; False gives it no run.
 
     Returns:
-        (R,) hashes, unsigned, of 64 bits, in the order of the texts, and (R,) the place in `texts` of each run's text.
+        Two arrays: (R,) unsigned hashes of 64 bits, in the order of the texts, and (R,) the index in `texts` of each
+        run's text.
     """
     codes, owner = characters_of(texts)
     if unit == "words":
@@ -57,7 +58,7 @@ def ngram_hashes(
     for k in range(min(n, len(codes))):
         same = owner[k:] == owner[: len(owner) - k]
         ahead = (codes[k:] + np.uint64(1)) * np.uint64(pow(_WIDER, k + 1, 1 << 64))
-        hashes[: len(codes) - k] += ahead * same  # a short text ends where it ends
+        hashes[: len(codes) - k] += ahead * same  # 0 beyond the end of the text
     return _mixed(hashes[begins]), owner[begins]
 
 
@@ -67,7 +68,7 @@ def count_words(texts: Sequence[str]) -> np.ndarray:
 
 
 def _words(codes: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a hash of each word of all texts, and for each word the place of its text."""
+    """Return two arrays: a hash of each word of all texts, and for each word the index of its text."""
     is_space, is_word = (table[codes] for table in _classes())
     starts = np.ones(len(codes), bool)
     starts[1:] = (owner[1:] != owner[:-1]) | is_space[:-1] | is_word[1:] | is_word[:-1]
@@ -90,7 +91,7 @@ def _mixed(hashes: np.ndarray) -> np.ndarray:
 
 @cache
 def _classes() -> tuple[np.ndarray, np.ndarray]:
-    """Return whether each character is white space, and whether it is a word by itself."""
+    """Return two tables by code point: whether it is white space, and whether it is a word by itself."""
     characters = "".join(map(chr, range(CODES)))
     is_space = np.zeros(CODES, bool)
     is_space[[ord(character) for character in characters if character.isspace()]] = True

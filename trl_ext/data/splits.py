@@ -1,4 +1,4 @@
-"""Divide rows into splits that keep groups whole and have equal shares of chosen values; balance rows by values."""
+"""Divide rows into splits that keep groups whole and have the same mix of chosen values; balance rows by values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,15 +14,17 @@ def split_groups(
     """
     Divide rows into splits, and keep all rows of a group in the same split.
 
-    Groups of one stratum and one size are shuffled, and dealt to the splits by steps of the golden ratio: any run of
-    groups has the wanted shares to within about two groups, so that rare strata are divided fairly, too. A group with
-    more rows than the smallest share of its stratum goes to the largest split.
+    Groups are sorted by stratum and by size, with equals in random order, and are dealt to the splits by steps of the
+    golden ratio. Any stretch of successive groups then has the wanted shares to within about two groups, so that rare
+    strata are divided fairly, too. A group goes to the largest split if it has more rows than the smallest split
+    should get of the group's stratum.
 
     Args:
-        groups: (N,) rows with one number stay together, such as `Duplicates.near`.
-        shares: name → share of the rows, above 0; their sum is 1.
-        strata: (N,) values that all splits should have in equal shares, such as topics; a group's first row counts.
-        seed: seed of the order.
+        groups: (N,) number of each row's group, such as `Duplicates.near`; rows with the same number stay together.
+        shares: name of each split → its share of the rows, above 0; the sum is 1.
+        strata: (N,) value of each row, such as its topic, of which all splits should have the same mix. Each row of a
+            group counts with the value of the group's first row.
+        seed: seed of the random order.
 
     Returns:
         (N,) the name of each row's split.
@@ -46,7 +48,7 @@ def split_groups(
     order = shuffled[np.lexsort((sizes[shuffled], stratum[shuffled]))]
     turn = np.empty(len(sizes))
     turn[order] = (draw.random() + np.arange(len(sizes)) * _GOLDEN) % 1
-    # What the largest split still lacks of its share, of the groups that are dealt
+    # Share of the dealt rows that the largest split gets, as it has the large groups already
     first = np.clip((shares[names[0]] * total - large) / np.maximum(total - large, 1), 0, 1)
     later = np.cumsum([shares[name] for name in names[1:]])
     rest = np.searchsorted(later[:-1] / later[-1:], (turn - first) / np.maximum(1 - first, 1e-9), side="right")
@@ -56,11 +58,11 @@ def split_groups(
 
 def balanced_rows(values: Sequence[Any], most: int | None = None, seed: int = 0) -> np.ndarray:
     """
-    Choose rows so that every value has at most as many rows as the rarest value, or as `most`.
+    Choose rows at random so that each value has at most `most` of them.
 
     Args:
-        values: (N,) the values to balance, such as topics.
-        most: largest number of rows with one value; None takes as many as the rarest value has.
+        values: (N,) value of each row, such as its topic.
+        most: largest number of rows with one value; None: the number of rows with the rarest value.
         seed: seed of the random choice.
 
     Returns:

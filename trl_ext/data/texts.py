@@ -42,11 +42,10 @@ def check_texts(dataset: Dataset, columns: Sequence[str], name: str, may_be_empt
         dataset: rows with these columns.
         columns: names of the columns to check.
         name: what error messages call the dataset.
-        may_be_empty: whether a text may be "".
+        may_be_empty: False refuses a row whose text is "".
 
     Raises:
-        ValueError: some rows hold nothing or something else. The message has their number, the first row and its
-            value.
+        ValueError: some rows hold something else. The message says how many, and has the first one's number and value.
     """
     for column in columns:
         wanted = "messages" if column == "messages" else "text or messages"
@@ -64,7 +63,7 @@ def check_texts(dataset: Dataset, columns: Sequence[str], name: str, may_be_empt
 
 
 def check_chat_template(dataset: Dataset, name: str, tokenizer_name: str, **kwargs: Any) -> None:
-    """Check that messages, if the data has them, can be written as text by this tokenizer.
+    """Check that a tokenizer can write the data's messages, if there are any, as text.
 
     Args:
         dataset: its first row is checked.

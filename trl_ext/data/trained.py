@@ -26,12 +26,13 @@ class TrainedPairs:
     """
     Hold the pairs that a model was trained on, as hashes.
 
-    Only hashes of 64 bits are kept, 16 bytes a pair. Texts that differ only in case or white space count as the same,
-    and so does a pair whose answers have changed places.
+    Only a hash of 64 bits is kept for each answer, 16 bytes a pair. Texts that differ only in case or white space
+    count as the same, and so do pairs that differ only in which answer is the chosen one.
 
     Args:
-        pairs: (N, 2) hashes of each pair's two answers with their prompt, the smaller hash first; each pair once.
-        is_complete: whether the model was trained on no other pairs, also not before this training.
+        pairs: (N, 2) hashes of each pair's two answers, each hashed with the prompt. The smaller hash comes first, and
+            each pair occurs once.
+        is_complete: True if these are all the pairs that the model was ever trained on, also before the last training.
     """
 
     pairs: np.ndarray = field(default_factory=lambda: _NO_PAIRS)
@@ -51,24 +52,28 @@ class TrainedPairs:
         return len(self.pairs)
 
     def has(self, pairs: np.ndarray) -> np.ndarray:
-        """Return whether each of the (M, 2) pairs was trained on: (M,) bool."""
+        """Return for each of the (M, 2) pairs whether it was trained on: (M,) bool."""
         return np.isin(_as_one(pairs), _as_one(self.pairs))
 
     def has_an_answer_of(self, pairs: np.ndarray) -> np.ndarray:
-        """Return whether an answer of each of the (M, 2) pairs was trained on, in any pair: (M,) bool."""
+        """Return for each of the (M, 2) pairs whether one of its answers was trained on, in any pair: (M,) bool."""
         return np.asarray(np.isin(pairs, self.pairs).any(1))
 
     def save(self, folder: str | Path, is_uploaded: bool = False) -> None:
-        """Write the pairs into a model's folder, whole or not at all; an uploaded folder gets them in `_run`."""
+        """
+        Write the pairs to a file in a model's folder, whole or not at all.
+
+        If the folder goes to the hub (`is_uploaded`), the file lies in its subfolder `_run`, which is not uploaded.
+        """
         path, other = _places(folder)[:: -1 if is_uploaded else 1]
         path.parent.mkdir(parents=True, exist_ok=True)
-        other.unlink(missing_ok=True)  # of an earlier model
+        other.unlink(missing_ok=True)  # the file of an earlier model
         with whole_file(path) as temporary, temporary.open("wb") as file:
             np.savez(file, pairs=self.pairs, is_complete=np.array(self.is_complete))
 
     @classmethod
     def is_in(cls, folder: str | Path) -> bool:
-        """Return whether a model's folder has trained pairs."""
+        """Return whether a model's folder has a file with the pairs that the model was trained on."""
         return any(path.is_file() for path in _places(folder))
 
     @classmethod
@@ -103,7 +108,7 @@ def pair_hashes(dataset: Dataset) -> np.ndarray:
         dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless these contain it.
 
     Returns:
-        (N, 2) unsigned, of 64 bits, the smaller one first.
+        (N, 2) unsigned hashes of 64 bits, the smaller one of each pair first.
     """
     names = [name for name in ("prompt", "chosen", "rejected") if name in dataset.column_names]
     hashes = []
@@ -139,7 +144,7 @@ def answer_hash(prompt: Any, answer: Any) -> int:
 
 
 def hashes_of_answers(prompt: Any, answers: Sequence[Any]) -> np.ndarray:
-    """Hash every pair of the answers to a prompt: (K, 2) for K pairs."""
+    """Hash every pair that the answers to one prompt form: (K, 2) for K pairs, the smaller hash first."""
     hashes = np.array([answer_hash(prompt, answer) for answer in answers], np.uint64)
     one, other = np.triu_indices(len(hashes), 1)
     return np.sort(np.stack([hashes[one], hashes[other]], 1), axis=1)
@@ -154,12 +159,12 @@ def prompt_of(row: dict[str, Any]) -> Any:
 
 
 def first_prompts(rows: Any, count: int) -> list[Any]:
-    """Return the prompts of the first rows, of a list, data set or stream, leaving out rows without one."""
+    """Return the prompts of the first `count` rows of a list, data set or stream; leave out rows without a prompt."""
     return [prompt for row in islice(rows or (), count) if (prompt := prompt_of(row)) is not None]
 
 
 def prompt_hashes(dataset: Dataset) -> np.ndarray:
-    """Hash the prompts of rows: (N,) unsigned, of 64 bits, 0 for a row whose prompt is not known."""
+    """Hash the prompt of each row: (N,) unsigned hashes of 64 bits, 0 for a row whose prompt is not known."""
     names = [name for name in ("prompt", "messages", "chosen") if name in dataset.column_names]
     if not names:
         return np.zeros(len(dataset), np.uint64)
@@ -173,16 +178,19 @@ def prompt_hashes(dataset: Dataset) -> np.ndarray:
 
 def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None, is_uploaded: bool = False) -> None:
     """
-    Write hashes of the prompts that a run trains on into its folder; an uploaded folder gets them in `_run`.
+    Write hashes of the prompts that a run trains on to a file in the run's folder.
 
     Args:
-        folder: output directory of the run. What an earlier run left there is replaced, or removed.
-        rows: training rows. Nothing is written for a stream, and for rows whose prompts are not known.
-        start: the model that the run starts from; what is known of its prompts counts, too.
-        is_uploaded: whether the folder goes to the hub.
+        folder: output directory of the run. The file of an earlier run there is replaced, or removed if no new one is
+            written.
+        rows: training rows. Nothing is written if they are a stream, or if the prompt of any row is not known.
+        start: the model that the run starts from. Hashes of the prompts that it was trained on, if they are in its
+            folder, are added.
+        is_uploaded: whether the folder goes to the hub. If it does, the file lies in its subfolder `_run`, which is
+            not uploaded.
     """
     path, other = _places(folder, TRAINED_PROMPTS)[:: -1 if is_uploaded else 1]
-    before = load_trained_prompts(start) if start else None  # which may lie in the same folder
+    before = load_trained_prompts(start) if start else None  # read first: it may lie in the same folder
     path.unlink(missing_ok=True)
     other.unlink(missing_ok=True)
     if not isinstance(rows, Dataset) or not len(rows) or not (hashes := np.unique(prompt_hashes(rows)))[0]:
@@ -191,14 +199,22 @@ def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None
 
 
 def save_prompt_hashes(folder: str | Path, hashes: np.ndarray) -> None:
-    """Write hashes of prompts into a folder, whole or not at all."""
+    """Write hashes of prompts to a file in a folder, whole or not at all."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     with whole_file(Path(folder, TRAINED_PROMPTS)) as temporary, temporary.open("wb") as file:
         np.save(file, hashes)
 
 
 def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
-    """Load the hashes of the prompts that a run, or that of a checkpoint, trained on; None if it has no record."""
+    """
+    Load the hashes of the prompts that a run trained on; None if there is no file with them.
+
+    Args:
+        folder: output directory of the run, or one of its checkpoints.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     folders = [Path(folder), Path(folder).parent] if Path(folder).name.startswith("checkpoint-") else [Path(folder)]
     for path in (path for each in folders for path in _places(each, TRAINED_PROMPTS) if path.is_file()):
         try:
@@ -213,5 +229,5 @@ def _places(folder: str | Path, name: str = TRAINED_PAIRS) -> list[Path]:
 
 
 def _as_one(pairs: np.ndarray) -> np.ndarray:
-    """View each pair of hashes as a single value, so that pairs can be compared."""
+    """View each pair of hashes as a single value, so that whole pairs can be compared."""
     return np.ascontiguousarray(pairs).view([("one", np.uint64), ("other", np.uint64)])[:, 0]

@@ -12,7 +12,7 @@ from ..runs.jsonl import without_nan
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write JSON lines, whole or not at all; NaN and infinities become null."""
+    """Write rows to a file of JSON lines, whole or not at all; NaN and infinities become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was
     with (

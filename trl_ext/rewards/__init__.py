@@ -1,4 +1,4 @@
-"""Reward functions with TRL's signature. Those in `watches` have weight zero and only measure."""
+"""Reward functions with TRL's signature. Those in `watches` have weight 0: they only measure completions."""
 
 from typing import TYPE_CHECKING
 

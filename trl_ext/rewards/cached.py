@@ -1,4 +1,4 @@
-"""Keep the scores of a reward function, in this process and in a Redis that several processes share."""
+"""Cache the scores of a reward function: in this process' memory, and in a Redis server that processes can share."""
 
 import hashlib
 import json
@@ -35,41 +35,52 @@ from .segments import is_by_token
 
 logger = logging.get_logger(__name__)
 
-NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # TRL passes them, and no key contains them
+NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # TRL passes these, too; no key contains them
 _LONGEST_NUMBER = 32  # characters; Python writes each float in 24 or fewer
 
 
 class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
     """
-    Score each answer once, and look it up when it comes again.
+    Score each answer once, and return the stored score when the same answer comes again.
 
-    The key of a score is what it depends on: the reward ([`source_identity`]: name, settings, revision), the prompt,
-    the completion and the columns. It is a hash of 128 bits, in memory XXH3 with a secret seed, in Redis BLAKE2b: the
-    probability that any two of a million entries share a key is 2e-27, and nobody can search for such a pair. The
-    reward gets only what is in the key: no other column, and a `trainer_state` that raises an error when it is read.
-    Scores of None are not kept, and neither is anything of a call that fails. Do not cache a function that looks at
-    other answers of its batch.
+    A score is stored under a key, a hash of all that the score depends on:
 
-    Logs `rewards/<name>/cache_hits`, the share of answers that needed no scoring (found in memory or in Redis, or
-    twice in one call), and with Redis `rewards/<name>/redis_hits`, the share found there.
+    - the reward ([`source_identity`]: name, settings, revision)
+    - the prompt and the completion
+    - the values of `columns`
+
+    The hash has 128 bits: in memory it is XXH3 with a secret seed, in Redis BLAKE2b. The probability that any two of a
+    million scores share a key is 2e-27, and nobody can search for two answers that do. The reward gets no column that
+    is not in the key, and reading its `trainer_state` raises an error. None is not stored as a score, nor is the score
+    of a row on which the reward failed; if the whole call fails, nothing of it is stored. Do not cache a function
+    whose score of one answer depends on the other answers of the batch.
+
+    Logs:
+
+    - `rewards/<name>/cache_hits`: share of answers that needed no scoring, because their score was stored or because
+      the same answer stands earlier in the call
+    - `rewards/<name>/redis_hits`: with `redis_url`, share of answers whose score came from Redis; of equal answers in
+      one call only one counts
 
     Args:
-        reward: a reward function that scores each answer by itself. Its `on_error` must not be a number, which would
-            be kept as a score.
-        capacity: entries in memory; the least recently used one is dropped.
-        columns: which columns the score depends on, beside prompt and completion; the reward gets no others. None: all
-            that the trainer passes, `completion_ids` among them. Fewer give more hits: with `[]` the same text has the
-            same score, however it was tokenised; with `["finished"]` answers that were cut off have scores of their
-            own.
-        normalize: which texts count as the same. None: equal ones; `"space"`: those that differ only in white space;
-            `"punctuation"`: in white space and punctuation. The first such answer gives the score. With it, name
-            `columns`, without ids of tokens such as `completion_ids`.
+        reward: a reward function that scores each answer by itself. Its `on_error` must not be a number: the cache
+            would store that number as a score.
+        capacity: most scores in memory; when it is full, the least recently used one is dropped.
+        columns: columns that the score depends on, besides prompt and completion; the reward gets no others. None: all
+            that the trainer passes, `completion_ids` among them. Fewer columns give more hits. With `[]`, equal texts
+            share one score, however they were tokenised; with `["finished"]`, a cut-off answer and a finished one do
+            not share a score even if their texts are equal.
+        normalize: which texts share a score. None: equal texts; `"space"`: texts that differ only in white space;
+            `"punctuation"`: texts that differ only in white space and punctuation. They all get the score of the one
+            that is scored first. With `"space"` and `"punctuation"`, `columns` must be given, without ids of tokens
+            such as `completion_ids`.
         redis_url: `redis://[user@]host:port/db`, `rediss://…` with TLS, or `unix://…`. Options of redis-py's client
-            go into its query: `?ssl_ca_certs=ca.pem`. None: memory alone.
-        redis_password_env: environment variable that holds the password.
+            go into its query: `?ssl_ca_certs=ca.pem`. None: scores are stored in memory alone.
+        redis_password_env: environment variable that holds Redis' password.
         ttl: seconds that Redis keeps a score.
-        timeout: seconds to connect, and to wait for an answer.
-        retry_after: seconds for which a Redis that did not answer is not asked. Answers are scored meanwhile.
+        timeout: most seconds to wait for a connection to Redis, and for each of its answers.
+        retry_after: seconds until Redis is asked again after it did not answer. Meanwhile the reward scores all
+            answers whose score is not in memory.
         name: key in the logs; by default `cached_<name of the reward>`.
 
     Examples:
@@ -148,7 +159,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
     @property
     def identity(self) -> str:
         """
-        Return the cached reward's identity and how texts are compared. Where scores are kept is not part of it.
+        Return the cached reward's own identity, `columns` and `normalize` as text, but not where scores are stored.
         """
         if self._identity is None:  # found once: for a model it takes as long as reading the weights
             self._identity = f"{get_callable_name(self.reward)} {source_identity(self.reward)}"
@@ -157,7 +168,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
     def scores_or_nan(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Score the answers that are not known yet; NaN for a row that the reward failed on or withheld."""
+        """Return each completion's score, stored or new; NaN if the reward failed on the row or withheld its score."""
         count = len(completions)
         if completion_ids is not None:
             kwargs["completion_ids"] = completion_ids
@@ -191,7 +202,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
     # ---- Keys ----
 
     def _written(self, prompts: list, completions: list, kwargs: dict[str, Any]) -> list[bytes]:
-        """Return the bytes to hash for each row's key: all that its score depends on."""
+        """Return for each row the bytes whose hash is its key: all that the row's score depends on."""
         if self.normalize:
             prompts, completions = ([self._normalized(text) for text in texts] for texts in (prompts, completions))
         count = len(completions)
@@ -244,7 +255,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
     def _score(
         self, prompts: list, completions: list, log_metric: Any, kwargs: dict[str, Any], rows: list[int]
     ) -> dict[int, float | None]:
-        """Return the scores of these rows by row, NaN for those that the reward failed on."""
+        """Let the reward score `rows`; return a mapping from each row to its score, NaN if the reward failed on it."""
         count = len(completions)
         given = of_rows({"prompts": prompts, "completions": completions, **kwargs}, rows, count)
         name = get_callable_name(self.reward)
@@ -282,7 +293,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
         return self._redis
 
     def _from_redis(self, keys: dict[bytes, str]) -> dict[bytes, float]:
-        """Return the scores that Redis has. `keys` maps keys in memory to keys in Redis."""
+        """Return the scores that Redis has, by key in memory; `keys` maps keys in memory to keys in Redis."""
         values = self._ask_redis(lambda client: client.mget([*keys.values()])) if keys else None
         numbers = map(_number, values if isinstance(values, list) else [])
         return {key: number for key, number in zip(keys, numbers, strict=False) if number is not None}
@@ -297,7 +308,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
         self._ask_redis(write)
 
     def _ask_redis(self, question: Callable[[Any], Any]) -> Any:
-        """Return the answer of Redis, or None without one: the run goes on, more slowly."""
+        """Return what `question` gets from Redis; None if Redis does not answer or `retry_after` has not passed."""
         if time.monotonic() < self._redis_rests_until:
             return None
         import redis
@@ -320,7 +331,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
 
 
 class _Unreadable:
-    """Raise an error if a cached reward reads the trainer's state, which changes at each step."""
+    """Stand in for the trainer's state, which changes at each step: raise an error if a cached reward reads it."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # pickle and copy look for special methods
@@ -332,7 +343,7 @@ class _Unreadable:
 
 
 def of_rows(columns: dict[str, Any], rows: list[int], count: int) -> dict[str, Any]:
-    """Return the arguments of a reward function for these of its `count` rows alone."""
+    """Return a reward function's arguments for `rows` alone, taken from its arguments for all `count` rows."""
     if rows == [*range(count)]:
         return dict(columns)
     given = {
@@ -345,7 +356,7 @@ def of_rows(columns: dict[str, Any], rows: list[int], count: int) -> dict[str, A
 
 
 def among(rows: list[int], count: int) -> str:
-    """Return the end of an error message that names the scored completions, if they were only a part."""
+    """Return the end of an error message, which names the scored `rows`; "" if these are all `count` rows."""
     if rows == [*range(count)]:
         return ""
     more = ", …" if len(rows) > 10 else ""
@@ -358,12 +369,12 @@ def _spread(values: list, rows: list[int], count: int) -> list:
 
 
 def _redis_key(written: bytes) -> str:
-    """Return the key in Redis, the same in every process. Nobody can find two rows with one key."""
+    """Return a row's key in Redis, the same in every process; nobody can construct two rows with the same key."""
     return f"trl-ext:reward:{hashlib.blake2b(written, digest_size=16).hexdigest()}"
 
 
 def _number(value: Any) -> float | None:
-    """Convert a value from Redis to a finite number; return None if it is missing or not such a number."""
+    """Convert a value from Redis to a finite number; return None if the value is missing or no finite number."""
     if not isinstance(value, (bytes, str)) or len(value) > _LONGEST_NUMBER:
         return None
     try:

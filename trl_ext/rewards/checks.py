@@ -1,4 +1,4 @@
-"""Check the settings of rewards, and pickle them."""
+"""Check the settings of rewards, and pickle rewards by their settings."""
 
 import re
 import threading
@@ -10,7 +10,7 @@ OnError = Literal["raise", "skip"] | float
 
 
 class PicklesSettings:
-    """Base class of rewards that pickle their settings alone, and set up locks, memories and connections anew."""
+    """Pickle only a reward's settings; unpickling makes its locks, caches and connections anew. A base class."""
 
     def _set_up(self) -> None:
         raise NotImplementedError
@@ -25,9 +25,9 @@ class PicklesSettings:
 
 def checked_name(name: str | None, default: str) -> str:
     """
-    Return `name`, the key in the logs; raise a `ValueError` if it has characters that no key may have.
+    Return `name`, a reward's key in the logs; raise a `ValueError` unless it has only letters, digits, `_`, `-`, `.`.
 
-    If it is None, return the default, with `_` in place of such characters.
+    If `name` is None, return `default` with `_` in place of all other characters.
     """
     if name is None:
         return re.sub(r"_?[^\w.-]+_?", "_", default, flags=re.ASCII).strip("_") or "reward"
@@ -37,14 +37,14 @@ def checked_name(name: str | None, default: str) -> str:
 
 
 def check_on_error(on_error: Any) -> OnError:
-    """Return `on_error`; raise a `ValueError` unless it is `"raise"`, `"skip"` or a score."""
+    """Return `on_error`; raise a `ValueError` unless it is `"raise"`, `"skip"` or a finite number."""
     if not (on_error in ("raise", "skip") or is_finite_number(on_error)):
         raise ValueError(f"`on_error` must be 'raise', 'skip' or a finite number, got {on_error!r}")
     return on_error
 
 
 def check_function(**functions: Any) -> None:
-    """Raise a `TypeError` unless each value is a reward function; a class is not a function."""
+    """Raise a `TypeError` unless each value can be called and is not a class."""
     for name, function in functions.items():
         if not callable(function) or isinstance(function, type):
             raise TypeError(f"`{name}` must be a reward function, got {function!r}")
@@ -58,7 +58,7 @@ def check_counts(least: int = 1, **counts: Any) -> None:
 
 
 def check_seconds(most: float = threading.TIMEOUT_MAX, **seconds: float) -> None:
-    """Raise a `ValueError` unless each value is a number of seconds above 0 that a thread can wait."""
+    """Raise a `ValueError` unless each value is above 0 and at most `most`, by default a thread's longest wait."""
     for name, value in seconds.items():
         if not 0 < value <= most:
             raise ValueError(f"`{name}` must be more than 0 seconds, and at most {most:g}, got {value!r}")

@@ -1,4 +1,4 @@
-"""Score code that a model wrote by its unit tests."""
+"""Run the unit tests of code that a model wrote, and score the code by the share that passes."""
 
 import contextlib
 import json
@@ -31,35 +31,36 @@ _PARTS = {"code", "input", "output"}
 
 class CodeReward(PicklesSettings):
     """
-    Score an answer's code by the share of its unit tests that pass, from 0.0 to 1.0; None if there are no tests.
+    Score an answer's code by the share of its unit tests that pass, from 0.0 to 1.0; None if the row has no tests.
 
-    The code is the last fenced block of the answer, or all of it if there is none. Each test runs in a process of its
-    own: Python without site-packages, an empty environment, an empty folder that is removed, limits of time, memory
-    and file size. Since Linux 5.13 the kernel also denies it all files but Python's library, sockets, and other
-    processes and threads; see `trl_ext/rewards/sandbox.py`, and docs/security.md for what remains.
+    The code is the last fenced block of the answer, or the whole answer if it has none. Each test runs in a process of
+    its own: Python without site-packages, with an empty environment, in an empty folder that is removed afterwards,
+    and with limits of time, memory and file size. On Linux 5.13 and later the kernel also denies the process network
+    sockets, other processes and threads, and all files outside Python's library and the process' folder; see
+    `trl_ext/rewards/sandbox.py`, and docs/security.md for what the code can still do.
 
-    A test in the dataset's column is a text or a mapping:
+    Each test of a row is a text or a mapping:
 
-    - A text is Python, such as `assert add(1, 2) == 3`, and runs after the code. It passes if it reaches its end. Test
-      and code share an interpreter, so the code can be written to make every comparison hold.
-    - With `{"input": "1 2", "output": "3"}` the code is a program. It gets the input on standard input. It must end
-      without an error and print the output; white space at the end of lines does not count. If the mapping also has
-      `"code": "print(add(1, 2))"`, that runs after the program. The expected output is never in the process, so no
-      program can read it there.
+    - A text is Python code, such as `assert add(1, 2) == 3`, that runs after the answer's code. The test passes if it
+      runs to its end. Answer and test share an interpreter, so the answer can cheat by making every comparison true.
+    - With a mapping such as `{"input": "1 2", "output": "3"}` the answer's code runs as a program that gets `input` on
+      standard input. The test passes if the program ends without an error and prints `output`; white space at the end
+      of lines does not count. If the mapping also has `code`, such as `"print(add(1, 2))"`, that code runs after the
+      answer's. The expected output is never in the program's process, so no program can read it there.
 
     Logs `rewards/<name>/timeouts`, the share of tests that ran out of time.
 
     Args:
-        tests: the column with each row's tests: a list of tests, or one.
-        template: turns a text in the column into a test. `{test}` is the text, other names are the row's other
-            columns, as in `"{test}\\ncheck({entry_point})"`.
+        tests: name of the column with each row's tests: a list of tests, or a single one.
+        template: what is run for a test that is a text. `{test}` stands for the text, other names in braces for the
+            row's value in the column of that name, as in `"{test}\\ncheck({entry_point})"`.
         timeout: seconds that a test may take, Python's start included.
-        memory_mb: MiB of address space.
-        max_output: bytes that may be printed, and written to each file.
-        max_chars: longest code; a longer one scores 0.0.
-        workers: processes at a time; None: as many as there are cores.
-        require_isolation: run nothing if the kernel does not deny files, network and processes. False runs the code
-            anyway, and warns once of what is missing.
+        memory_mb: MiB of address space that a process may use.
+        max_output: most bytes that a process may print, and most that it may write to a file.
+        max_chars: most characters of an answer's code; longer code scores 0.0.
+        workers: how many processes run at a time; None: one for each core.
+        require_isolation: True raises an error, before any answer's code runs, if the kernel cannot deny files,
+            network and other processes. False runs the code anyway, and warns once of what is not denied.
         name: key in the logs; by default `code`.
 
     Examples:
@@ -140,7 +141,7 @@ class CodeReward(PicklesSettings):
         return [sum(map(bool, row)) / len(row) if row else None for row in results]
 
     def _tests_of(self, row: int, columns: dict[str, Any], count: int) -> list[dict[str, str]]:
-        """Return the tests of a row, each as a mapping with code, input and expected output, if any."""
+        """Return a row's tests, each as a mapping with those of the keys `code`, `input` and `output` that it has."""
         tests = columns[self.tests][row]
         tests = [tests] if isinstance(tests, (str, dict)) else [] if tests is None else list(tests)
         found = []
@@ -165,7 +166,7 @@ class CodeReward(PicklesSettings):
         return regex.sub(r"\{(\w+)\}", value, self.template)  # in the template alone: a test may have braces
 
     def _run(self, code: str, test: dict[str, str]) -> bool | None:
-        """Return whether the code passes; None if it ran out of time."""
+        """Return whether the code passes the test; None if time ran out."""
         if len(code) > self.max_chars:
             return False
         token = "" if "output" in test else secrets.token_hex(16)
@@ -203,7 +204,7 @@ class CodeReward(PicklesSettings):
             )
             assert process.stdin is not None
             try:
-                with contextlib.suppress(BrokenPipeError), process.stdin as given:  # it was killed before it read
+                with contextlib.suppress(BrokenPipeError), process.stdin as given:  # killed before it read its task
                     given.write(json.dumps(task).encode())
                 in_time = _ends(process, self.timeout)
             finally:
@@ -214,7 +215,11 @@ class CodeReward(PicklesSettings):
             )
 
     def _probe(self) -> None:
-        """Check once, before any answer's code runs, which protections the kernel offers."""
+        """
+        Check once, before any answer's code runs, that the kernel offers all protections.
+
+        If one is missing, raise an error, or only warn if `require_isolation` is False.
+        """
         with self._lock:
             if self._probed:
                 return
@@ -240,7 +245,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _ends(process: subprocess.Popen, seconds: float) -> bool:
-    """Wait for a process to end, at most this many seconds; return whether it has ended."""
+    """Wait at most `seconds` for a process to end; return whether it has ended."""
     with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed here
         place = os.pidfd_open(process.pid)
         try:
@@ -249,7 +254,7 @@ def _ends(process: subprocess.Popen, seconds: float) -> bool:
             return bool(ended.poll(1000 * seconds))  # not reaped: its number stays its own until its group is killed
         finally:
             os.close(place)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # looks every 50 ms
+    with contextlib.suppress(subprocess.TimeoutExpired):  # `wait` looks every 50 ms
         process.wait(seconds)
     return process.returncode is not None
 

@@ -1,4 +1,4 @@
-"""Cap the score of an answer that breaks a principle, however good the rest of it is."""
+"""Cap the score of an answer that breaks a principle, however good the answer is otherwise."""
 
 import math
 from collections.abc import Callable
@@ -13,26 +13,30 @@ class ConstitutionReward(HoldsRewards):
     """
     Cap the score of answers that break a principle.
 
-    A principle is a reward function with a minimum. An answer that scores less breaks the principle, and its own score
-    is at most `cap`. Other answers score what `reward` gives them. The `judge` is asked only about answers that keep
-    all `members`, which are cheap rules.
+    A principle is a reward function with a minimum. An answer breaks the principle if that function scores it below
+    the minimum. Each answer's score is what `reward` gives it; if the answer breaks a principle, the score is at most
+    `cap`. The `judge`, one more principle, is asked only about answers that break none of `members`, which should be
+    cheap rules.
 
-    If a principle has no score (None) for an answer and no other principle is broken, the answer's score is None, so
-    that it is not rewarded. If `reward` fails and is skipped, the score is None, too: it might be lower than the cap.
+    An answer that breaks no principle scores None, so that it is not rewarded, if one of the principles gave it no
+    score. An answer also scores None if `reward` fails on it and is skipped: the missing score might be below `cap`.
 
-    Logs `rewards/<name>/violations`, the share of answers that break a principle;
-    `rewards/<name>/violations/<principle>`, among the answers that this principle scored; and
-    `rewards/<name>/unchecked`, the share of answers that score None because a principle has no score.
+    Logs:
+
+    - `rewards/<name>/violations`: share of answers that break a principle
+    - `rewards/<name>/violations/<principle>`: share that break this principle, of the answers that it scored
+    - `rewards/<name>/unchecked`: share of answers that score None because a principle gave them no score
 
     Args:
         reward: the reward function whose scores are capped.
         members: the principles: reward functions such as [`PatternReward`].
         cap: the highest score of an answer that breaks a principle. Choose one below what `reward` gives bad answers.
-        minimum: the lowest score that keeps a principle: one for all, or a list with one for each.
-        judge: one more principle, asked last.
-        judge_minimum: the judge's minimum.
-        on_error: what happens if a function fails: `"raise"`, `"skip"` (the answer has no score), or a number, which
-            is that function's score.
+        minimum: the lowest score with which an answer keeps a principle: one number for all `members`, or a list with
+            one for each.
+        judge: a reward function, one more principle, which is asked last.
+        judge_minimum: the lowest score by the judge with which an answer keeps that principle.
+        on_error: what happens if a function fails: `"raise"` raises an error, `"skip"` leaves the answer without that
+            function's score, a number is that function's score.
         name: key in the logs; by default `constitution_<name of the reward>`.
 
     Examples:
@@ -83,7 +87,7 @@ class ConstitutionReward(HoldsRewards):
     def __call__(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return the scores, capped where a principle is broken."""
+        """Return each completion's score, capped if the completion breaks a principle; None if it has no score."""
         if not completions:
             return []
         count = len(completions)

@@ -25,24 +25,26 @@ class EnsembleReward(HoldsRewards):
     Logs `rewards/<name>/disagreement`, the standard deviation of the members' scores of an answer, averaged over the
     answers. [`~trl_ext.callbacks.RewardDisagreementCallback`] alerts when it grows.
 
-    If any member scores a row None, the row's score is None, whatever `combine` is: the mean, minimum or agreement of
-    the others would be higher if the lowest member said nothing, and no answer may gain by a failure. For members that
-    judge different things use [`SumReward`]. Members in the background run at the same time, in threads.
+    If any member scores a row None, the row's score is None, whatever `combine` is. Otherwise an answer could gain by
+    a failure: without the lowest member's score, the others' mean or minimum is higher. For members that judge
+    different things use [`SumReward`]. Members that wait for a server or other processes run at the same time, in
+    threads.
 
     Args:
-        members: two or more reward functions, or folders or hub names of reward models; or the one folder that
-            `recipes/reward.py --ensemble k` wrote. Adapters of one base share it.
+        members: a list of two or more reward functions, or folders or hub names of reward models; or the one folder
+            that `recipes/reward.py --ensemble k` wrote. Adapters of the same base model share one copy of it.
         combine: `"mean"`, `"median"`, `"min"` (the worst case) or `"uncertainty"`, the mean minus `uncertainty_coef`
             times the members' standard deviation.
-        uncertainty_coef: >= 0, only with `"uncertainty"`; 1 if None.
-        max_disagreement: a row scores None if its members' standard deviation is larger. The share of such rows is
-            logged as `rewards/<name>/rejected`.
-        normalize: give each member mean 0 and standard deviation 1 on the held-out answers that the recipe scored with
-            it, for members of different scales. Only with the recipe's folder.
+        uncertainty_coef: factor >= 0 of the standard deviation, only with `"uncertainty"`; 1 if None.
+        max_disagreement: largest standard deviation of the members' scores of a row. A row above it scores None, and
+            the share of rows above it is logged as `rewards/<name>/rejected`. None: no limit.
+        normalize: standardise each member's scores by their mean and standard deviation on the held-out answers that
+            the recipe scored, for members of different scales. Only if `members` is the recipe's folder.
         on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]. `"skip"` leaves the row
-            without a score; a number is the member's score, and should be below those of bad answers.
-        model_kwargs: arguments of [`ModelReward`] for the members that are named, such as `{"dtype": "bfloat16"}`.
-        name: key in the logs; `min_of_a_b` if None.
+            without a score; a number is the failed member's score, and should be below its scores of bad answers.
+        model_kwargs: arguments of [`ModelReward`] for the members given by folder or hub name, such as
+            `{"dtype": "bfloat16"}`.
+        name: key in the logs; if None, `combine` and the members' names, such as `min_of_a_b`.
 
     Raises:
         ValueError: a setting is out of its range, there are fewer than two members, or the folder holds no ensemble.
@@ -105,7 +107,7 @@ class EnsembleReward(HoldsRewards):
         log_metric: Any = None,
         **kwargs: Any,
     ) -> list[float | None]:
-        """Return the ensemble's score of each completion; None where a member has none, or they disagree too much."""
+        """Return each completion's combined score; None if a member has none, or they disagree too much."""
         kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         if not prompts:
             return []
@@ -127,7 +129,7 @@ class EnsembleReward(HoldsRewards):
 
 
 def check_model_kwargs(model_kwargs: Any) -> None:
-    """Raise a `ValueError` for a name that is not an argument of [`ModelReward`], before a model is loaded."""
+    """Raise a `ValueError` if a name in `model_kwargs` is not an argument of [`ModelReward`]."""
     if not isinstance(model_kwargs, (dict, type(None))):
         raise ValueError(f"`model_kwargs` must be a mapping of names to values, got {model_kwargs!r}")
     known = set(inspect.signature(ModelReward).parameters) - {"model", "shared_base"}
@@ -138,7 +140,7 @@ def check_model_kwargs(model_kwargs: Any) -> None:
 
 
 def members_in(folder: str) -> list[dict[str, Any]]:
-    """Read `ensemble.json` of `recipes/reward.py --ensemble k`: `{"folder", "mean", "std"}` of each member."""
+    """Return `{"folder", "mean", "std"}` of each member, from the file that `recipes/reward.py --ensemble k` wrote."""
     file = Path(folder, "ensemble.json")
     if not file.is_file():
         raise ValueError(
@@ -149,7 +151,7 @@ def members_in(folder: str) -> list[dict[str, Any]]:
 
 
 def loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> list[Callable]:
-    """Return the members with named reward models loaded. Adapters of one base share it."""
+    """Load the members that are folders or hub names; return all members. Adapters of one base share a copy of it."""
     from ..models.adapters import SharedBase, base_named_by, is_adapter
 
     bases = [base_named_by(member) if isinstance(member, str) and is_adapter(member) else None for member in members]

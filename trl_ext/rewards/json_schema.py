@@ -24,18 +24,20 @@ _LONGEST_EXPRESSION = 500  # characters of a text with `format: regex`
 
 class JSONSchemaReward(PicklesSettings):
     """
-    Score 1.0 for an answer that is JSON and follows a schema of draft 2020-12, else 0.0.
+    Score 1.0 for an answer that is JSON and follows a JSON Schema (draft 2020-12), else 0.0.
 
-    The last fenced block of the answer is read, or all of it if there is none. The schema must hold all that it refers
-    to; nothing is fetched. Its `pattern`s are those of the package `regex`. An answer scores 0.0 if a pattern takes
-    more than one second of processor time to search a text, or the whole check more than five. Numbers are decimal and
-    exact, so that 0.07 is a multiple of 0.01; an answer with a number of more than 4,300 digits scores 0.0.
+    The JSON is the last fenced block of the answer, or the whole answer if it has none. The schema must contain all
+    that it refers to; nothing is fetched. Its `pattern`s are regular expressions of the package `regex`. An answer
+    scores 0.0 if the search for one pattern in one text takes more than a second of processor time, or the whole check
+    more than five. Numbers are read as exact decimals, so that 0.07 is a multiple of 0.01; an answer with a number of
+    more than 4,300 digits scores 0.0.
 
     Args:
         schema: the schema, or the path of a JSON file with it.
-        check_formats: whether `format` (`date`, `email`, …) is checked. By the standard it is only a note.
-        max_chars: longest JSON; a longer one scores 0.0.
-        max_depth: brackets within brackets; a deeper answer scores 0.0.
+        check_formats: whether an answer must keep to the schema's `format` (`date`, `email`, …). By the standard
+            `format` is only a note to the reader.
+        max_chars: most characters of the JSON; longer JSON scores 0.0.
+        max_depth: most brackets within brackets; deeper JSON scores 0.0.
         name: key in the logs; by default `json_<title of the schema, or name of its file>`, or `json_schema`.
 
     Examples:
@@ -99,7 +101,7 @@ class _EndlessError(Exception):
 
 
 class _Check(threading.local):
-    """Hold the state of the check in this thread: its deadline, and the references that it is following."""
+    """Hold one thread's check of one answer: its deadline, and the schema references that it is following."""
 
     until = 0.0
     followed: set[tuple[int, int]] = set()
@@ -108,14 +110,14 @@ class _Check(threading.local):
         self.until, self.followed = time.thread_time() + _SECONDS, set()
 
     def left(self) -> float:
-        """Return the seconds left; raise a `TimeoutError` if there are none."""
+        """Return the seconds of processor time left for the check; raise a `TimeoutError` if none are."""
         if (left := self.until - time.thread_time()) <= 0:
             raise TimeoutError
         return left
 
 
 def _checker(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], bool]:
-    """Return a function that says whether a value follows the schema, or raises a `TimeoutError`."""
+    """Return a function that says whether a value follows the schema; it raises a `TimeoutError` if time runs out."""
     need("jsonschema", "JSONSchemaReward")
     from jsonschema import Draft202012Validator, SchemaError, ValidationError, validators
     from jsonschema_specifications import REGISTRY
@@ -198,7 +200,7 @@ def _checker(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], boo
     ).crawl()
     given = (part.get(name) for part in _mappings(schema) for name in ("$ref", "$dynamicRef"))
     for reference in given:
-        if not isinstance(reference, str) or reference.startswith("#"):  # those are its own parts
+        if not isinstance(reference, str) or reference.startswith("#"):  # `#…` is a part of the schema
             continue
         try:
             registry.resolver(schema.get("$id", "")).lookup(reference)
@@ -231,7 +233,7 @@ def _checker(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], boo
 
 
 def _decimal(text: str) -> Decimal:
-    """Read a number of JSON exactly; raise a `ValueError` if it has too many digits or too large an exponent."""
+    """Read a JSON number exactly; raise a `ValueError` if it has too many digits or too large an exponent."""
     if len(text) > _LONGEST_NUMBER:
         raise ValueError(f"a number of {len(text)} characters")
     try:
@@ -244,7 +246,7 @@ def _exact(part: Any, is_data: bool = False) -> Any:
     """
     Return a schema with its floats as decimals, and without `$schema`.
 
-    jsonschema would check a part with `$schema` by its own keywords, which have no limits of time.
+    jsonschema would check a part that has `$schema` by its standard keywords, not by ours, which have time limits.
     """
     if isinstance(part, dict):
         return {
@@ -260,7 +262,7 @@ def _exact(part: Any, is_data: bool = False) -> Any:
 
 
 def _mappings(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield all mappings in a schema, itself included."""
+    """Yield each mapping in a schema, at any depth, the schema itself included."""
     if isinstance(part, dict):
         yield part
     for each in part if isinstance(part, list) else part.values() if isinstance(part, dict) else ():

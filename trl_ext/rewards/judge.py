@@ -34,35 +34,40 @@ _VERDICT = re.compile(r"[*_`]*score[*_`]*\s*[:=][*_`\s]*(-?\d+(?:\.\d+)?)[*_`]*\
 
 class JudgeReward(ServedReward):
     """
-    Score answers by a language model behind an OpenAI-compatible API (`POST …/chat/completions`), by a rubric.
+    Have a language model behind an OpenAI-compatible API (`POST …/chat/completions`) score answers by a rubric.
 
-    Each answer is escaped and put between tags with a random number, drawn for each request, so that no text in it can
-    close the tags or look like a chat template's token. The score is taken only from the judge's own message: all of
-    it, or its last line, must be `{"score": NUMBER}` or `Score: NUMBER`, within `scale`. None of this notices an
-    answer that talks the judge into a score, see docs/security.md.
+    Each answer is escaped and put between tags that contain a random number, drawn anew for each request. No text in
+    the answer can therefore close the tags or look like a chat template's token. The score is taken only from the
+    judge's message: the whole message, or its last line, must be `{"score": NUMBER}` or `Score: NUMBER`, within
+    `scale`. None of this notices an answer that talks the judge into a high score, see docs/security.md.
 
-    If the judge's message was cut at `max_tokens`, its row has failed. If the server stopped or withheld it, as with
-    `finish_reason: content_filter`, the row scores None, whatever `on_error` says: no answer can end a run that way.
-    In both cases the judge is asked again first.
+    A row fails if the judge's message was cut off at `max_tokens`. A row scores None, whatever `on_error` says, if the
+    server stopped or withheld the message, as with `finish_reason: content_filter`: no answer can end a run by
+    provoking that. In both cases the judge is first asked again, up to `parse_retries` times.
 
-    With `compare` the judge compares each answer with the text in that column, in both orders, and the score is the
-    mean of both verdicts: a judge who always prefers the first answer gives the middle of the scale. Rows with None in
-    that column score None.
+    With `compare` the judge compares each answer with the text in that column twice, once in each order, and the score
+    is the mean of the two verdicts. A judge that always prefers the first answer thus gives the middle of the scale.
+    Rows with None in that column score None.
 
-    Logs, under `rewards/<name>/`: `failed` (share of rows; with `on_error="raise"` only those withheld), `latency`
-    (seconds of a request), `retries` (in this call), `position_bias` (with `compare`: how far above the middle of the
-    scale the verdicts for the first answer are, −0.5 to 0.5 of its width).
+    Logs, under `rewards/<name>/`:
+
+    - `failed`: share of rows that failed or were withheld; with `on_error="raise"` logged only if some were withheld
+    - `latency`: mean seconds of a request
+    - `retries`: how many requests of this call were sent again
+    - `position_bias`: with `compare`, how far the mean verdict for whichever answer came first is above the middle of
+      the scale, divided by the scale's width: from −0.5 to 0.5, and 0 without bias
 
     Args:
-        url: of the API up to its version, as `http://127.0.0.1:8000/v1`.
+        url: address of the API up to its version, such as `http://127.0.0.1:8000/v1`.
         model: the judge's name in the API.
         rubric: what makes an answer good, in words for the judge.
         scale: lowest and highest score.
         compare: column with the answers of a reference or baseline; None scores each answer by itself.
         temperature: temperature of the judge.
-        max_tokens: longest message of the judge, its reasoning included.
-        response_format: passed on, such as `{"type": "json_object"}`; not every server takes it.
-        extra: more keys of the request's body; None removes one: `{"max_tokens": None, "max_completion_tokens": 256}`.
+        max_tokens: most tokens of the judge's message, its reasoning included.
+        response_format: passed on to the server, such as `{"type": "json_object"}`; not every server accepts it.
+        extra: more keys of the request's body. A key with None is left out, such as `max_tokens` in
+            `{"max_tokens": None, "max_completion_tokens": 256}`.
         parse_retries: how often the judge is asked again if its message has no score.
         name: key in the logs. The default is `judge_` and the model's name.
         timeout, deadline, retries, max_concurrency, max_characters: see
@@ -121,7 +126,8 @@ class JudgeReward(ServedReward):
     @property
     def identity(self) -> str:
         """
-        Return what the scores depend on, with the URL: a judge's name does not identify the weights of its server.
+        Return a hash of all that the scores depend on. It covers the URL, since servers may have other weights under
+        the same model name.
         """
         said = [self.url, self.model, self.rubric, self.scale, self.compare, self.settings, INSTRUCTIONS, SINGLE, PAIR]
         return f"JudgeReward:{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}"
@@ -129,7 +135,7 @@ class JudgeReward(ServedReward):
     def scores_or_nan(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **columns: Any
     ) -> list[float | None]:
-        """Score each completion: NaN if it failed or was withheld, None if it has no answer to compare with."""
+        """Return each completion's score: NaN if it failed or was withheld, None if `compare` has no text for it."""
         call = Call(time.monotonic() + self.deadline)
         others = [None] * len(prompts) if self.compare is None else columns.get(self.compare)
         if others is None:
@@ -166,7 +172,7 @@ class JudgeReward(ServedReward):
         return self.settle(outcomes, log_metric, {**call.metrics, "position_bias": bias})
 
     def messages(self, prompt: str, answers: list[str]) -> list[dict[str, str]]:
-        """Return the judge's messages: the rules, and the escaped material between tags with a random number."""
+        """Return the messages to send: the judge's rules, and the escaped texts between tags with a random number."""
         nonce = secrets.token_hex(8)
         low, high = self.scale
         task = (PAIR if self.compare else SINGLE).format(low=low, high=high, middle=(low + high) / 2)
@@ -190,11 +196,11 @@ class JudgeReward(ServedReward):
 
 def score_in(answer: Any, scale: tuple[float, float]) -> float:
     """
-    Return the score in a chat completion, from the judge's whole message or from its last line.
+    Return the score in a chat completion, read from the judge's whole message, or else from its last line.
 
     Raises:
-        WithheldError: the message was stopped or held back.
-        ServiceError: it is not a chat completion, or has no score of that form within `scale`.
+        WithheldError: the server stopped or withheld the message.
+        ServiceError: `answer` is no chat completion, or its message was cut off or has no score within `scale`.
     """
     text = message_of(answer)
     for part in verdicts_in(text):
@@ -210,8 +216,8 @@ def message_of(answer: Any) -> str:
     Return the judge's message in a chat completion.
 
     Raises:
-        WithheldError: the message was stopped or held back.
-        ServiceError: it is not a chat completion, or was cut.
+        WithheldError: the server stopped or withheld the message.
+        ServiceError: `answer` is no chat completion, or its message was cut off.
     """
     try:
         choice = answer["choices"][0]
@@ -227,7 +233,11 @@ def message_of(answer: Any) -> str:
 
 
 def verdicts_in(text: str) -> tuple[str, str]:
-    """Return where a message may have its verdict: all of it, or the fenced block that ends it; and its last line."""
+    """
+    Return the two parts of a message that may be the verdict: the whole message, and its last line.
+
+    If the message ends with a fenced block, the block's content takes the place of the whole message.
+    """
     _, fence, block = f"\n{text}".removesuffix("```").rpartition("\n```")
     whole = block.removeprefix("json").strip() if fence and text.endswith("```") else text
     return whole, text.splitlines()[-1].strip() if text else ""
@@ -244,18 +254,18 @@ def _number_in(text: str) -> float | None:
 
 
 def conversation(prompt: Any) -> str:
-    """Return a prompt as text, each message with its role."""
+    """Return a prompt as one text; each message, if it has any, begins with its role."""
     if isinstance(prompt, str):
         return well_formed(prompt)
     return well_formed("\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt))
 
 
 def tagged(parts: Mapping[str, str], nonce: str) -> str:
-    """Return escaped texts between tags of their names and `nonce`, which no text can know."""
+    """Escape each text, put it between tags of its name and `nonce`, which no text can guess, and join the texts."""
     return "\n\n".join(f"<{name}-{nonce}>\n{escaped(text)}\n</{name}-{nonce}>" for name, text in parts.items())
 
 
 def escaped(text: str) -> str:
-    """Return a text without tags and control tokens such as `<|im_end|>`, `</s>` or `[INST]`."""
+    """Escape a text so that it has no tags, and no control tokens such as `<|im_end|>`, `</s>` or `[INST]`."""
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"\[(?=/?[A-Z][A-Z0-9_]*\])", "&#91;", text)

@@ -1,4 +1,4 @@
-"""Build reward functions from what a configuration file says."""
+"""Build reward functions from the entries of a configuration file."""
 
 import importlib
 import importlib.util
@@ -25,12 +25,12 @@ def load_reward(path: str) -> Callable:
     """
     Import a reward function from `path/to/file.py:function` or `package.module.function`.
 
-    Paths are relative to the working directory, or to what ships with the package: `recipes/demo/world.py`. A module
-    whose package is not installed is looked for as a file.
+    A path is looked for in the working directory, then among the files that ship with the package, such as
+    `recipes/demo/world.py`. If `package.module` is not installed, the file `package/module.py` is looked for.
 
     Raises:
-        ImportError: no such file, module or function.
-        ValueError: the name is that of a class, or of something that cannot be called.
+        ImportError: there is no such file, module or function.
+        ValueError: `path` names a class, or something that cannot be called.
 
     Examples:
         >>> from trl_ext.rewards import load_reward
@@ -47,14 +47,14 @@ def load_reward(path: str) -> Callable:
 
 def load_object(path: str, what: str) -> Any:
     """
-    Import what `path/to/file.py:name` or `package.module.name` names, as [`load_reward`] does.
+    Import the object that `path/to/file.py:name` or `package.module.name` names, found as by [`load_reward`].
 
     Args:
-        path: name of the object.
-        what: what the object should be, for the error message.
+        path: the file or module, and the object's name in it.
+        what: what the error message calls the object, such as `"reward function"`.
 
     Raises:
-        ImportError: no such file, module or name.
+        ImportError: there is no such file, module or name.
     """
     place, _, name = path.rpartition(":" if ".py:" in path else ".")
     try:
@@ -74,21 +74,26 @@ def load_rewards(
     """
     Build the reward functions that a configuration file lists under `rewards:`.
 
-    An entry is a path for [`load_reward`], or `{Name: {argument: value, …}}`, with an optional `weight: number` beside
-    it. `Name` is a class of `trl_ext.rewards`, or one of TRL's functions that return a reward function. Arguments may
-    hold such entries, and under `reward`, `members` and `judge` also paths.
+    An entry is one of these:
+
+    - a path for [`load_reward`]
+    - `{Name: {argument: value, …}}`, where `Name` is a class of `trl_ext.rewards`, or one of TRL's functions that
+      return a reward function. `weight: number` may stand beside `Name`.
+
+    The value of an argument may hold further entries `{Name: …}`; those of `reward`, `members` and `judge` may also
+    hold paths.
 
     Args:
         entries: the list under `rewards:`.
-        policy_tokenizer: the policy's, for reward models whose entry has no `policy_tokenizer`.
+        policy_tokenizer: the policy's tokenizer, given to reward models whose entry has no `policy_tokenizer`.
 
     Returns:
-        The functions, and the weight of each: None if an entry has none.
+        Two lists: the reward functions, and the weight of each; None for an entry without `weight`.
 
     Raises:
-        ImportError: no such file, module or function.
-        ValueError: an unknown name or argument, with the nearest one, before anything is built; or a value that is
-            refused, with the entry.
+        ImportError: there is no such file, module or function.
+        ValueError: a name or argument is unknown: the message suggests the nearest one, and nothing has been built.
+            Or a value is refused: the message says in which entry.
 
     Examples:
         >>> from trl_ext.rewards import load_rewards
@@ -102,21 +107,21 @@ def load_rewards(
         entry = {k: v for k, v in entry.items() if k != "weight"} if isinstance(entry, dict) else entry
         functions.append(_built(entry, known, policy_tokenizer, f"`rewards` entry {place + 1}"))
     for function, name in zip(functions, distinct([get_callable_name(f) for f in functions]), strict=True):
-        if type(function).__name__ in known:  # its own metrics have its name, too
+        if type(function).__name__ in known:  # our rewards also log metrics by this name
             function.__name__ = name
     return functions, weights
 
 
 def check_rewards(entries: Sequence[str | dict[str, Any]] | None, import_functions: bool = True) -> list[float | None]:
     """
-    Refuse what [`load_rewards`] would refuse, as far as can be seen without building anything.
+    Check the entries for [`load_rewards`], as far as that is possible without building a reward.
 
     Args:
         entries: the list under `rewards:`.
         import_functions: whether to import the functions that are named by path.
 
     Returns:
-        The weight of each: None if an entry has none.
+        The weight of each entry; None for an entry without `weight`.
 
     Raises:
         ImportError, ValueError: see [`load_rewards`].
@@ -139,10 +144,10 @@ def check_rewards(entries: Sequence[str | dict[str, Any]] | None, import_functio
 
 def joined_weights(reward_weights: list[float] | None, weights: Sequence[float | None]) -> list[float] | None:
     """
-    Return the weights of all rewards, from `reward_weights` or from the entries of `rewards`.
+    Return one weight for each reward: the entries' `weights`, with 1 for None; or `reward_weights` if all are None.
 
     Raises:
-        ValueError: both are given.
+        ValueError: `reward_weights` and a weight in an entry are both given.
     """
     if all(weight is None for weight in weights):
         return reward_weights
@@ -154,7 +159,7 @@ def joined_weights(reward_weights: list[float] | None, weights: Sequence[float |
 
 
 def _known() -> dict[str, Callable]:
-    """Return the names that an entry may have: our reward classes, and TRL's functions that make a reward function."""
+    """Map each name that an entry may have to our reward class, or to TRL's function that makes a reward function."""
     import trl.rewards
 
     import trl_ext.rewards as package
@@ -164,7 +169,11 @@ def _known() -> dict[str, Callable]:
 
 
 def _check(entry: Any, known: dict[str, Callable], where: str, import_functions: bool) -> None:
-    """Refuse mistakes in an entry and in those within it; import the functions that they name by path."""
+    """
+    Raise a `ValueError` for a mistake in an entry, or in an entry within it.
+
+    With `import_functions`, also import the functions that the entries name by path.
+    """
     if isinstance(entry, str):
         if import_functions:
             load_reward(entry)
@@ -202,7 +211,7 @@ def _check(entry: Any, known: dict[str, Callable], where: str, import_functions:
 
 
 def _is_number(annotation: Any) -> bool:
-    """Return whether an argument takes numbers, or lists of numbers, and no text."""
+    """Return whether a type annotation allows numbers, or lists of numbers, but no text."""
     parts = set(_types_in(annotation))
     return bool(parts & {int, float}) and not parts & {str, Any}
 
@@ -214,7 +223,7 @@ def _types_in(annotation: Any) -> Iterator[Any]:
 
 
 def _as_yaml(text: str) -> str:
-    """Return a hint for a number that YAML reads as text: write `1.0e-5` in place of `1e-5`."""
+    """Return a hint if YAML reads a number as text (write `1.0e-5` in place of `1e-5`); "" if `text` is no number."""
     try:
         return f": write {float(text)!r}"
     except ValueError:
@@ -222,7 +231,7 @@ def _as_yaml(text: str) -> str:
 
 
 def _parameters(built: Any) -> Iterator[tuple[str, inspect.Parameter]]:
-    """Yield the arguments of a class or function. Its `**kwargs` are the arguments of its base."""
+    """Yield name and parameter of each argument of a class or function; with `**kwargs`, also of its base class."""
     unnamed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
     for base in getattr(built, "__mro__", (built,)):
         if isinstance(base, type) and "__init__" not in vars(base):
@@ -235,14 +244,14 @@ def _parameters(built: Any) -> Iterator[tuple[str, inspect.Parameter]]:
 
 def _is_entry(argument: Any, value: Any, known: dict[str, Callable]) -> bool:
     """Return whether an argument's value is itself an entry for a reward."""
-    if isinstance(value, str):  # the class itself may take a folder or hub name, as that of a model
+    if isinstance(value, str):  # other texts may be folders or hub names for the class
         is_path = ".py:" in value or ("." in value and "/" not in value and not Path(value).exists())
         return argument in _MEMBERS and is_path
     return isinstance(value, dict) and (argument in _MEMBERS or (len(value) == 1 and next(iter(value)) in known))
 
 
 def _entries(argument: Any, value: Any, known: dict[str, Callable]) -> Iterator[Any]:
-    """Yield the entries within the value of an argument."""
+    """Yield the entries for rewards that the value of an argument holds."""
     if _is_entry(argument, value, known):
         yield value
     elif isinstance(value, dict):  # a key within, such as `judge`, is not an argument of the class

@@ -1,4 +1,4 @@
-"""Call a reward function within another one: what it may return, and what happens when it fails."""
+"""Call a reward function from within another reward: check what it returns, and handle its failures."""
 
 import asyncio
 import inspect
@@ -29,23 +29,23 @@ class RewardFailed(RuntimeError):
 
 
 class TellsFailures:
-    """Base class of rewards that tell a row on which they failed (NaN) from one that they do not apply to (None)."""
+    """Tell a row that a reward failed on (NaN) from one that it does not apply to (None). A base class of rewards."""
 
     def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
         """Return a finite number or None for each completion."""
         return without_failures(self.scores_or_nan(prompts, completions, *args, **kwargs))
 
     def scores_or_nan(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
-        """Return the scores as `__call__` does, but with NaN for a row that failed."""
+        """Return the scores as `__call__` does, but with NaN, not None, for a row that failed."""
         raise NotImplementedError
 
 
 class HoldsRewards:
-    """Base class of rewards that hold others, as `reward`, `members` or `judge`."""
+    """Base class of rewards that hold other rewards, in the attributes `reward`, `members`, `judge` or `function`."""
 
     @property
     def in_background(self) -> bool:
-        """Return whether a reward within this one runs in the background, see [`runs_in_background`]."""
+        """Return whether a reward that this one holds runs in the background, see [`runs_in_background`]."""
         return any(map(runs_in_background, _held_by(self)))
 
 
@@ -53,15 +53,16 @@ class Member(TellsFailures, HoldsRewards):
     """
     Call a reward function for another reward, and handle its failures.
 
-    The function may have any of TRL's signatures, async or not. It fails by an exception, by another number of scores
-    than completions, or by a score that is not a finite number. A wrong score fails its row, everything else all rows
-    of the call.
+    The function may have any of TRL's signatures, async or not. It fails on a row if its score there is neither None
+    nor a finite number. It fails on all rows of a call if it raises an exception, or returns more or fewer scores than
+    there are completions.
 
     Args:
         function: the reward function.
-        on_error: `"raise"` raises a `RuntimeError` that names function and completion. `"skip"` scores None, and
-            the reward that holds the function then gives the row no more than if the function had answered. A number
-            is the score instead. Without `"raise"` the share of failed rows is logged as `rewards/<name>/failed`.
+        on_error: `"raise"` raises a `RuntimeError` that names the function, and the completion if one score is wrong.
+            `"skip"` scores a failed row None; the reward that holds the function then gives the row no higher score
+            than it would have had without the failure. A number is the score of a failed row. With `"skip"` or a
+            number, the share of failed rows is logged as `rewards/<name>/failed`.
 
     Examples:
         >>> from trl_ext.rewards import Member
@@ -100,7 +101,11 @@ class Member(TellsFailures, HoldsRewards):
 
 
 def _checked_score(score: Any, row: int) -> Any:
-    """Return a score as a float; keep None and [`FAILED`]; in place of a wrong score return the error."""
+    """
+    Return a score as a float, and None, [`FAILED`] and a [`RewardFailed`] unchanged.
+
+    For a wrong score return the `TypeError` or `ValueError` that says what is wrong with it.
+    """
     if score is None or score is FAILED or isinstance(score, RewardFailed):
         return score
     if is_by_token(score):
@@ -116,10 +121,10 @@ def _checked_score(score: Any, row: int) -> Any:
 
 def settled(name: str, outcomes: Sequence[Any], on_error: OnError, log_metric: Any) -> list[float | None]:
     """
-    Replace the errors among a call's outcomes as `on_error` says: NaN for `"skip"`, or its number.
+    Return a call's outcomes, with each error replaced by NaN if `on_error` is `"skip"`, or by the number `on_error`.
 
     Raises:
-        RuntimeError: the first error, with `on_error="raise"`.
+        RuntimeError: `on_error` is `"raise"` and there is an error; the message is that of the first one.
     """
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if on_error == "raise":
@@ -133,10 +138,10 @@ def settled(name: str, outcomes: Sequence[Any], on_error: OnError, log_metric: A
 
 class Started:
     """
-    Call a reward function in a thread of its own, until its scores are asked for.
+    Start a reward function in a thread of its own, and hold its scores until they are asked for.
 
-    What the function logs is logged then, in the caller's thread. The thread is daemonic: it does not keep the program
-    from ending.
+    What the function logs is kept until [`Started.result`] is called, and logged then, in the caller's thread. The
+    function's thread is daemonic: it does not keep the program from ending.
 
     Args:
         function: a reward function, async or not.
@@ -163,7 +168,7 @@ class Started:
         self._scores.exception()
 
     def result(self, log_metric: Callable | None = None, log_extra: Callable | None = None) -> Any:
-        """Wait for the function; return what it returned, or raise what it raised."""
+        """Wait for the function, and log what it logged; return what it returned, or raise what it raised."""
         try:
             return self._scores.result()
         finally:
@@ -176,7 +181,11 @@ class Started:
 def scores_of_all(
     members: Sequence[Member], log_metric: Any = None, log_extra: Any = None, **kwargs: Any
 ) -> list[list[float | None]]:
-    """Return each member's [`Member.scores_or_nan`]. Those in the background run in threads while the others score."""
+    """
+    Return a list for each member: its scores, as by [`Member.scores_or_nan`].
+
+    Members with a true `in_background` run in threads, at the same time as the others.
+    """
     loggers = {"log_metric": log_metric, "log_extra": log_extra}
     started = {m: Started(member.scores_or_nan, **kwargs) for m, member in enumerate(members) if member.in_background}
     here = {m: member.scores_or_nan(**kwargs, **loggers) for m, member in enumerate(members) if m not in started}
@@ -184,13 +193,17 @@ def scores_of_all(
 
 
 def failure(name: str, error: Exception, where: str = "") -> RuntimeError:
-    """Return an error that names the reward function, with `where` at its end."""
+    """Return an error with the name of the reward function, the message of `error`, and `where` at the end."""
     kind = RewardFailed if isinstance(error, RewardFailed) else RuntimeError
     return kind(f"reward '{name}': {message_of(name, error)}{where}")
 
 
 def message_of(name: str, error: Exception) -> str:
-    """Return an error's message, with its type unless it is a [`RewardFailed`], and without this reward's name."""
+    """
+    Return an error's message without `reward '<name>': ` before it.
+
+    If it lacks that prefix, the error's type is put before the message, unless the error is a [`RewardFailed`].
+    """
     message, own = str(error), f"reward '{name}': "
     if message.startswith(own) or isinstance(error, RewardFailed):
         return message.removeprefix(own)
@@ -198,12 +211,12 @@ def message_of(name: str, error: Exception) -> str:
 
 
 def without_failures(scores: Sequence[float | None]) -> list[float | None]:
-    """Return the scores with None for NaN."""
+    """Return the scores with None in place of NaN."""
     return [None if score is None or math.isnan(score) else score for score in scores]
 
 
 def _held_by(reward: Any) -> list[Any]:
-    """Return the reward functions that a reward holds."""
+    """Return the reward functions that a reward holds itself, without those that these hold."""
     held = getattr(reward, "__dict__", {})  # `getattr` would ask a proxy, which has every attribute
     members = held.get("members")
     inner = [held.get(name) for name in ("reward", "judge", "function")]
@@ -211,7 +224,7 @@ def _held_by(reward: Any) -> list[Any]:
 
 
 def policies_within(reward: Any) -> Iterator[Any]:
-    """Yield `on_error` of all reward functions within a reward function."""
+    """Yield the `on_error` of each reward function that a reward holds, at any depth; `"raise"` if it has none."""
     for each in _held_by(reward):
         if isinstance(policy := getattr(each, "on_error", "raise"), (str, int, float)):
             yield policy
@@ -220,17 +233,17 @@ def policies_within(reward: Any) -> Iterator[Any]:
 
 def runs_in_background(function: Any) -> bool:
     """
-    Return whether a function waits for something else to work, such as a server or other processes.
+    Return whether a reward function spends its time waiting, as for a server or for other processes.
 
-    Async functions do, and those with a true attribute `in_background`. [`~trl_ext.PPOTrainer`] starts such functions
-    in a thread when generation ends, and awaits them after its own passes.
+    Async functions count as waiting, and functions with a true attribute `in_background`. [`~trl_ext.PPOTrainer`]
+    starts these functions in a thread when generation ends, and asks for their scores after its own forward passes.
     """
     return is_async_callable(function) or bool(getattr(function, "in_background", False))
 
 
 def distinct(names: Sequence[str]) -> list[str]:
     """
-    Return the names, with their place added to those that occur more than once: metrics are kept by name.
+    Make names different, since metrics are kept by name: add its place to each name that occurs more than once.
 
     >>> distinct(["length", "tone", "length"])
     ['length_0', 'tone', 'length_2']
@@ -241,9 +254,10 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 def awaited(scores: Any) -> Any:
     """
-    Return scores, awaited if a function is async. It works while an event loop is running, too.
+    Return what a reward function returned; if the function is async, first await it, even within a running event loop.
 
-    Coroutines run in one event loop of the process, in a thread, so that a client that a function keeps stays usable.
+    All coroutines of a process run in one event loop, in a thread of its own. A client (such as an HTTP session) that
+    an async function keeps from call to call therefore stays usable.
     """
     if not inspect.isawaitable(scores):
         return scores
@@ -251,7 +265,7 @@ def awaited(scores: Any) -> Any:
     async def wait() -> Any:
         try:
             return await scores
-        except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop, and the caller would wait on
+        except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop; the caller would wait for ever
             raise RuntimeError(repr(error)) from error
 
     if threading.current_thread().name == _LOOP:  # an async function calls a reward with an async member
@@ -270,10 +284,10 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
 
 def answers_of(function: Callable, count: int, **kwargs: Any) -> list:
     """
-    Call a reward function; return one answer a completion, [`FAILED`] where it says that it failed.
+    Call a reward function; return what it gives each completion, with [`FAILED`] for each row that it failed on.
 
-    A [`TellsFailures`] says so by NaN. With other functions None means a failure if their `on_error`, or that of a
-    reward within, is `"skip"`: nobody could tell it from "does not apply".
+    A [`TellsFailures`] marks failed rows by NaN. From any other function, None counts as a failure if its `on_error`,
+    or that of a reward that it holds, is `"skip"`: this None cannot be told from "does not apply".
     """
     if isinstance(function, TellsFailures):
         scores = scores_in(function.scores_or_nan(**kwargs), count)
@@ -285,7 +299,7 @@ def answers_of(function: Callable, count: int, **kwargs: Any) -> list:
 
 
 def scores_in(returned: Any, count: int) -> list:
-    """Return what a reward function returned as a list; raise unless it has one score for each completion."""
+    """Return the scores of a reward function as a list; raise a `TypeError` or `ValueError` unless it has `count`."""
     returned = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(returned, (list, tuple)):
         raise TypeError(f"must return a list with one float or None per completion, got {type(returned).__name__}")
@@ -295,22 +309,30 @@ def scores_in(returned: Any, count: int) -> list:
 
 
 def finite_number(reward: Any, row: int | str) -> float:
-    """Return the reward of completion `row`, a number of Python, NumPy or torch, as a finite float."""
+    """
+    Return the reward of completion `row`, a number of Python, NumPy or torch, as a float.
+
+    Raises:
+        TypeError: the reward is not a number.
+        ValueError: the reward is NaN, infinite or too large for float32.
+    """
     try:
         value = None if isinstance(reward, (str, bytes)) else float(reward)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         value = None
     if value is None:
         raise TypeError(f"returned {repr(reward)[:80]} for completion {row}; return a float, or None")
-    if not abs(value) <= torch.finfo(torch.float32).max:  # NaN, too
+    if not abs(value) <= torch.finfo(torch.float32).max:  # true of NaN, too
         raise ValueError(f"returned {value} for completion {row}; return None where it does not apply")
     return value
 
 
 def report_failures(name: str, failed: int, count: int, cause: str, log_metric: Any) -> None:
     """
-    Log the share of completions that a reward failed on. Warn when it first fails on some, and whenever it begins or
-    ceases to fail on all: a run whose rewards are all skipped trains on nothing.
+    Log the share of completions that a reward failed on, and warn of its failures.
+
+    A warning comes when the reward first fails on a completion, whenever it begins to fail on all completions of a
+    call, and when it scores again after that: a run whose rewards are all skipped trains on nothing.
     """
     log_to(log_metric, {f"rewards/{name}/failed": failed / max(count, 1)})
     before = _failing.get(name)
@@ -325,7 +347,11 @@ def report_failures(name: str, failed: int, count: int, cause: str, log_metric: 
 def log_to(
     log_metric: Callable[[str, float], None] | None, metrics: Mapping[str, float | None], reward: Any = None
 ) -> None:
-    """Log the metrics that are not None, as `rewards/<name>/…` with a `reward`. Outside TRL `log_metric` is None."""
+    """
+    Log the metrics that are not None; with a `reward`, as `rewards/<name of the reward>/…`.
+
+    If `log_metric` is None, as outside TRL, nothing is logged.
+    """
     prefix = "" if reward is None else f"rewards/{reward.__name__}/"
     for name, value in metrics.items():
         if value is not None and log_metric is not None:

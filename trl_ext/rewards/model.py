@@ -40,12 +40,12 @@ def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
-    """Return whether two tokenizers have the same vocabulary and EOS."""
+    """Return whether two tokenizers have the same vocabulary and the same EOS token."""
     return a is b or (a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id)
 
 
 def load_classifier(path: str, **kwargs: Any) -> Any:
-    """Load a sequence classifier of one label; raise a `ValueError` if what was saved has another number of them."""
+    """Load a sequence classifier of one label; raise a `ValueError` if the saved one has another number of labels."""
     try:
         return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
     except RuntimeError as error:
@@ -60,7 +60,7 @@ def load_classifier(path: str, **kwargs: Any) -> Any:
 
 
 def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
-    """Load a sequence classifier of one label; raise a `ValueError` if its head would be new, so random."""
+    """Load a sequence classifier of one label; raise a `ValueError` if its head was not saved, and would be random."""
     model, found = load_classifier(path, output_loading_info=True, **kwargs)
     new = sorted(key for key in found["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
     if new:
@@ -72,19 +72,19 @@ def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
 
 
 def _loaded_tokenizer(tokenizer: Any, revision: str | None = None) -> Any:
-    """Return a tokenizer, loaded if it is named."""
+    """Return the tokenizer; load it if `tokenizer` is a folder or hub name."""
     return AutoTokenizer.from_pretrained(tokenizer, revision=revision) if isinstance(tokenizer, str) else tokenizer
 
 
 def batches(lengths: Sequence[int], max_tokens: int | None = None, max_rows: int | None = None) -> list[list[int]]:
     """
-    Put rows of similar length into batches, the longest first; return the places of each batch's rows.
+    Put rows of similar length into batches, the longest first; return for each batch the numbers of its rows.
 
     Args:
-        lengths: tokens of each row.
-        max_tokens: most tokens of a batch, padding included; a longer row is a batch by itself.
-        max_rows: most rows of a batch. Set it alone where weights are sharded: all processes must have the same number
-            of batches.
+        lengths: number of tokens of each row.
+        max_tokens: most tokens of a batch, padding included; a longer row is a batch by itself. None: no limit.
+        max_rows: most rows of a batch; None: no limit. If weights are sharded over processes, set only this limit,
+            since all processes must have the same number of batches.
     """
     result: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -100,35 +100,39 @@ class ModelReward:
     """
     Score answers with a reward model, on the tokens that `trl.RewardTrainer` would train it on.
 
-    The text is tokenised with the model's own tokenizer and chat template. It ends with EOS (messages: with the
-    template's end of turn) only if the answer was finished. If model and policy share a tokenizer and `prompt_ids` are
-    given, the model reads the policy's own tokens, and after an EOS what a chat template puts there.
+    Prompt and answer are tokenised with the model's own tokenizer and chat template. An EOS token (in messages, the
+    template's end of turn) follows only if the answer is finished. If the policy has the same tokenizer and
+    `prompt_ids` are given, the model reads the policy's own tokens instead; in messages, a finished answer is then
+    followed by what the chat template puts after EOS.
 
-    An answer is finished if the column `finished` says so, which [`~trl_ext.PPOTrainer`] passes, or else if its last
-    token is one of `eos_token_ids`, by default the policy tokenizer's. A stock trainer needs one of these.
+    The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether an answer is finished. Without the column
+    an answer is finished if its last token is one of `eos_token_ids`, so a trainer that does not pass the column needs
+    `eos_token_ids` or `policy_tokenizer`.
 
     Args:
-        model: a sequence classifier with one label: a folder or hub name, also of an adapter, or a model, which is put
-            into evaluation mode.
+        model: a sequence classifier with one label: the folder or hub name of a model or of an adapter, or a model
+            object, which is put into evaluation mode.
         tokenizer: the model's tokenizer, or its folder or hub name; None loads the one saved with the model.
         policy_tokenizer: the tokenizer of `prompt_ids` and `completion_ids`, or the policy's folder or hub name.
-        eos_token_ids: the policy's tokens that finish an answer.
+        eos_token_ids: the policy's tokens that end a finished answer; None: those of `policy_tokenizer`.
         revision: revision of a model on the hub.
         dtype: dtype of the weights, such as `"bfloat16"`; None keeps the saved one.
         load_in_8bit: quantise the weights as they are loaded (bitsandbytes).
-        device: device of the model. None is the process' own; a model that was passed in stays where it is.
+        device: device of the model. None: the process' own device, but a model object stays on its device.
         device_map: spreads a model over several devices, as in `from_pretrained`: `"auto"`.
-        max_batch_tokens: tokens in one forward, padding included; None for no bound. Rows of like length go together.
-        batch_size: rows in one forward; None for no bound. Use it alone if weights are sharded over processes, which
-            must all run the same number of forwards.
-        max_length: most tokens that the model reads; None is its context.
-        truncation: `"refuse"` raises for a longer row. `"left"` cuts off the beginning of the prompt, but not a
-            special token at its start, and logs the share of such rows as `rewards/<name>/truncated`.
+        max_batch_tokens: most tokens in one forward pass, padding included; None: no limit. Rows of similar length
+            are batched together.
+        batch_size: most rows in one forward pass; None: no limit. If weights are sharded over processes, set this
+            limit and `max_batch_tokens=None`, since all processes must run the same number of forward passes.
+        max_length: most tokens of a row, prompt and answer; None: the length of the model's context.
+        truncation: what happens to a row longer than `max_length`. `"refuse"` raises a `ValueError`. `"left"` cuts off
+            the beginning of the prompt, but not a special token at its start, and logs the share of rows cut as
+            `rewards/<name>/truncated`.
         chat_template_kwargs: passed on to the chat template.
-        shared_base: a [`~trl_ext.models.adapters.SharedBase`], which an adapter shares with others.
-        score: returns the (B,) scores of `input_ids` and `attention_mask` (B, L), in place of `model`'s own forward:
-            for a wrapped model.
-        name: key in the logs; None is the last part of the model's name.
+        shared_base: the [`~trl_ext.models.adapters.SharedBase`] whose base model this adapter and others use.
+        score: a function that takes `input_ids` and `attention_mask` (B, L) and returns scores (B,). It is called in
+            place of `model`'s own forward, for a wrapped model.
+        name: key in the logs; None: the last part of the model's name.
 
     Raises:
         ValueError: the model is not a reward model, or a setting is out of its range.
@@ -201,7 +205,7 @@ class ModelReward:
         self.eos_token_ids = list(eos_token_ids) if eos_token_ids is not None else self._ends(policy_tokenizer)
         self.max_batch_tokens, self.batch_size, self.truncation = max_batch_tokens, batch_size, truncation
         limits = [max_length, getattr(model.config, "max_position_embeddings", None)]
-        if path is not None:  # RoBERTa has more positions than it can use; its tokenizer knows
+        if path is not None:  # RoBERTa has more positions than it can use; its tokenizer has the right number
             limits.append(self.tokenizer.model_max_length)
         self.max_length = min(filter(None, limits), default=None)
         self.chat_template_kwargs = chat_template_kwargs or {}
@@ -230,7 +234,7 @@ class ModelReward:
                     raise ValueError(f"{path} is no adapter, so it cannot have a `shared_base`")
                 return load_reward_model(path, **kwargs)
             check_head(path)
-            if shared_base is None and not self.load_in_8bit:  # there merging would round
+            if shared_base is None and not self.load_in_8bit:  # in 8 bits, merging the adapter would round
                 return load_separately(path, **kwargs)
             return (shared_base or SharedBase()).add(path, **kwargs)
 
@@ -309,11 +313,11 @@ class ModelReward:
         return [bool(row) and row[-1] in self.eos_token_ids for row in completion_ids]
 
     def _rows(self, prompts, completions, completion_ids, prompt_ids, ended) -> list[list[int]]:
-        """Return the tokens of each prompt and completion, as the model reads them."""
+        """Return for each row the tokens that the model reads: those of the prompt and of the completion."""
         has_ids = prompt_ids is not None and completion_ids is not None and self.policy_tokenizer is not None
         if has_ids and self.shares_tokenizer:
             rows = [[*prompt, *answer] for prompt, answer in zip(prompt_ids, completion_ids, strict=True)]
-            # A policy whose embedding is larger may sample an id that is not a token; as text it would be nothing
+            # A policy with a larger embedding may sample an id that is no token; decoded to text, the id would vanish
             rows = [[i for i in row if i < self.config.vocab_size] for row in rows]
             if is_conversational({"prompt": prompts[0]}):
                 for row, prompt, end in zip(rows, prompts, ended, strict=True):
@@ -348,7 +352,8 @@ class ModelReward:
         if pad is None:
             pad = self.tokenizer.eos_token_id  # as RewardTrainer does
         if pad is None or pad >= self.config.vocab_size:
-            # The model has no row for it. It takes a row's last token that is not the pad token as the end of the row
+            # The model has no embedding for the pad token. Pad with an id that ends no row instead: the model scores a
+            # row at its last token that is not the pad token
             last = {row[-1] for row in ids}
             pad = next(token for token in range(len(last) + 1) if token not in last)
         # Pad on the right, whatever the tokenizer says: so did RewardTrainer
@@ -359,7 +364,7 @@ class ModelReward:
             return self.score(input_ids, mask).float().tolist()
 
     def _continuation(self, completion: Any, prompt_ids: list[int], completion_ids: list[int]) -> Any:
-        """Return a completion's text decoded after its prompt: alone, SentencePiece drops a leading space."""
+        """Decode a completion after its prompt; return its text. Alone, SentencePiece would drop a leading space."""
         ids = [prompt_ids, [*prompt_ids, *completion_ids]]
         prompt, whole = self.policy_tokenizer.batch_decode(ids, skip_special_tokens=True)
         return whole.removeprefix(prompt) if isinstance(completion, str) and whole.startswith(prompt) else completion

@@ -1,4 +1,4 @@
-"""Search an answer for what it must have, and for what it must not."""
+"""Search an answer for patterns that it must have, and for patterns that it must not have."""
 
 from typing import Any
 
@@ -20,8 +20,9 @@ class PatternReward:
         required: regular expressions that must each be found.
         forbidden: regular expressions that must not be found.
         timeout: seconds of processor time that the search for one pattern in one answer may take.
-        on_error: what happens if it takes longer. `"raise"` raises a `RuntimeError`; `"skip"` scores None; a number
-            is the score instead. Without `"raise"` the share of such answers is logged as `rewards/<name>/failed`.
+        on_error: what happens if a search takes longer. `"raise"` raises a `RuntimeError`; `"skip"` scores the answer
+            None; a number is the answer's score. With `"skip"` or a number, the share of answers whose search took
+            longer is logged as `rewards/<name>/failed`.
         name: key in the logs; by default `required_pattern`, `forbidden_pattern` or `pattern` (both).
 
     Examples:

@@ -26,41 +26,47 @@ from .wire import API, PATHS, Row, request_of, scores_in_answer, weights_in_answ
 
 
 class ChangedError(ServiceError):
-    """Say that the server's weights have changed."""
+    """Say that a server has other weights than when it was first asked."""
 
 
 class RemoteReward(ServedReward):
     """
-    Score answers by a server, with several requests of several answers at once.
+    Have a server score answers; several requests run at once, each with a batch of answers.
 
     A row fails if its request fails after all retries, or if its score is not a finite number; other rows keep their
-    scores. If the server refuses a batch, the batch is halved until the refused row is alone. Logs, under
-    `rewards/<name>/`: `failed` (share of rows, unless `on_error="raise"`), `latency` (seconds of a request), `retries`
-    (in this call).
+    scores. If the server refuses a batch, the batch is halved until the refused row is alone.
 
-    An answer is finished if the column `finished` says so, which [`~trl_ext.PPOTrainer`] passes, or else if its last
-    token is one of `eos_token_ids`. A stock trainer needs these.
+    Logs, under `rewards/<name>/`:
 
-    The score is a logit, unless `logits=False`; from `trl-ext serve-reward` it is what the function there returns.
+    - `failed`: share of rows that failed, unless `on_error="raise"`
+    - `latency`: mean seconds of a request
+    - `retries`: how many requests of this call were sent again
 
-    `trl-ext serve-reward` says which weights it serves. They are this reward's identity, for resuming and for caches.
-    If they change, the call raises, whatever `on_error` says: scores of both would be mixed. Other servers do not say
-    it, so the URL and `model` are the identity.
+    The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether an answer is finished. Without the column
+    an answer is finished if its last token is one of `eos_token_ids`, so a trainer that does not pass the column needs
+    `eos_token_ids`.
+
+    A score is the model's logit, or with `logits=False` its sigmoid or softmax. `trl-ext serve-reward` returns what
+    its reward function returns.
+
+    `trl-ext serve-reward` reports which weights it serves. They are part of this reward's identity, which resumed runs
+    and caches compare. If the weights change, the call raises an error, whatever `on_error` says: scores by old and
+    new weights would be mixed. Other servers report no weights, so URL and `model` take their place in the identity.
 
     Args:
-        url: of the server, as `http://127.0.0.1:8000`.
+        url: address of the server, such as `http://127.0.0.1:8000`.
         api: `"trl-ext"` for `trl-ext serve-reward`; `"vllm-classify"` or `"vllm-score"` (prompt and completion as a
             pair, for cross-encoders) for vLLM; `"tei"` for text-embeddings-inference.
-        model: name of the model that the server must have, else it refuses; also the default `name`. TEI has one
-            model, and is not asked.
-        label: the class whose number is the score, if there are several: its index for `"vllm-classify"`, its name
+        model: name of the model, which is also the default `name`. A server that has another model refuses the
+            requests. The name is not sent to TEI, which has a single model.
+        label: the class whose number is the score, if the model has several: its index for `"vllm-classify"`, its name
             for `"tei"`.
         logits: False asks for the server's sigmoid or softmax of the logits. Not for `"trl-ext"`.
-        tokenizer: folder or hub name of the model's tokenizer. Its chat template makes a text of messages, and its EOS
-            ends finished answers. Without it there is no EOS, and messages are refused. `"trl-ext"` does both by
-            itself, `"vllm-score"` needs neither.
-        eos_token_ids: the policy's tokens that finish an answer.
-        batch_size: rows of one request.
+        tokenizer: folder or hub name of the model's tokenizer. Its chat template turns messages into text, and its EOS
+            token is put after finished answers. None: messages are refused, and no EOS is added. Leave it None with
+            `"trl-ext"`, whose server does both, and with `"vllm-score"`, which needs neither.
+        eos_token_ids: the policy's tokens that end a finished answer.
+        batch_size: most rows in one request.
         name: key in the logs. The default is `model`, or the server's name and port.
         timeout, deadline, retries, max_concurrency, max_characters: see
             [`~trl_ext.rewards.service.ServedReward`].
@@ -116,7 +122,7 @@ class RemoteReward(ServedReward):
 
     @property
     def identity(self) -> str:
-        """Return what the scores depend on: the server's weights, or else its URL and model; and settings."""
+        """Return what the scores depend on: the settings, and the server's weights, or its URL and `model` instead."""
         weights = self._served()
         where = {"url": self.url, "model": self.model} if weights is None else {"weights": weights}
         names = ("api", "label", "logits", "tokenizer", "eos_token_ids")
@@ -124,7 +130,7 @@ class RemoteReward(ServedReward):
         return f"RemoteReward:{json.dumps(settings, sort_keys=True)}"
 
     def _served(self) -> str | None:
-        """Ask the server once which weights it has; return None if it cannot say."""
+        """Return which weights the server has, as it said when first asked; None if it does not say."""
         if self.api == "trl-ext" and not self._weights:
             try:
                 call = Call(time.monotonic() + self.deadline)
@@ -139,7 +145,7 @@ class RemoteReward(ServedReward):
         return self._weights.get("first")
 
     def _check_weights(self, now: str | None) -> None:
-        """Keep the weights that the server names; raise if it named others before."""
+        """Remember the first weights that the server names; raise a [`ChangedError`] if it names others `now`."""
         if (first := self._weights.setdefault("first", now)) != now:
             raise ChangedError(
                 f"it had the weights {first or '(not named)'} and has {now or '(not named)'} now: scores of both "
@@ -155,7 +161,7 @@ class RemoteReward(ServedReward):
         log_metric: Any = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Score each completion, NaN if it failed. `finished` and `completion_ids` say which were finished."""
+        """Return each completion's score, NaN if it failed. `finished` or `completion_ids` say which are finished."""
         call = Call(time.monotonic() + self.deadline)
         ended = self._ended(len(completions), finished, completion_ids)
         outcomes: list[Any] = []
@@ -210,7 +216,11 @@ class RemoteReward(ServedReward):
         return AutoTokenizer.from_pretrained(self.tokenizer)
 
     def _scores(self, rows: list[Row], places: list[int], call: Call) -> list[Any]:
-        """Return scores of a batch, or errors in their place. A refused batch is halved until one row fails alone."""
+        """
+        Return for each row of a batch its score, or the error that took its place.
+
+        If the server refuses the batch, ask for each half by itself, and so on until the refused row is alone.
+        """
         body = request_of(self.api, rows, self.model, self.logits)
         try:
             answer = self._service.ask(call, body)

@@ -1,13 +1,13 @@
 """
-Lock this process up, then run the code that a model wrote: the script that [`CodeReward`] starts.
+Restrict what this process can do, then run code that a model wrote. [`CodeReward`] starts this script.
 
-It imports the standard library alone, and nothing of this package. It puts up three walls. None needs a privilege, and
-none can be taken down from inside:
+The script imports the standard library alone, and nothing of this package. It sets up three walls. None needs a
+privilege, and the code that runs inside cannot take any of them down:
 
-- resource limits,
-- Landlock: files can be read in Python's library alone, and written in the process' own folder alone,
-- seccomp: system calls that are not on a list are refused. There is no socket, no other process, no thread, no signal
-  to another process, no change of a limit.
+- resource limits: processor time, memory, and the size and number of files
+- Landlock: only Python's library and the process' own folder can be read, and only that folder can be written
+- seccomp: the kernel refuses system calls that are not on a list. The code can therefore open no socket, start no
+  process or thread, send no signal to another process, and change no limit
 """
 
 import ctypes
@@ -51,7 +51,7 @@ _FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom")
 
 
 def limit(cpu_seconds: int, memory: int, file_size: int) -> None:
-    """Limit the memory, time and files of this process. It cannot raise a limit again."""
+    """Limit the processor time, memory and files of this process, which cannot raise a limit again."""
     limits = {
         "RLIMIT_CPU": cpu_seconds,
         "RLIMIT_AS": memory,
@@ -71,7 +71,7 @@ def limit(cpu_seconds: int, memory: int, file_size: int) -> None:
 
 
 def lock_files(libc: Any, folder: str) -> None:
-    """Deny every file but those of Python's library, which can be read, and those in `folder`."""
+    """Deny all files but those of Python's library, which can be read, and of `folder`, which can also be written."""
     abi = libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)
     if abi < 1:
         raise OSError("the kernel has no Landlock")
@@ -95,7 +95,7 @@ def lock_files(libc: Any, folder: str) -> None:
 
 
 def lock_calls(libc: Any) -> None:
-    """Refuse system calls that are not on the list: `PermissionError`."""
+    """Have the kernel refuse system calls that are not on the list; Python then raises a `PermissionError`."""
     name = os.uname().machine
     machine, calls = _MACHINES.get(name, (0, ""))
     numbers = list(map(int, calls.split()))
@@ -116,7 +116,7 @@ def lock_calls(libc: Any) -> None:
 
 
 def lock(folder: str) -> dict[str, str]:
-    """Put up the three walls; return the name of each wall that could not be put up, and why."""
+    """Put up Landlock and seccomp; return for each that could not be put up the name of the wall, and why."""
     missing = {}
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -136,10 +136,10 @@ def lock(folder: str) -> dict[str, str]:
 
 
 def die_with_the_parent(parent: int) -> None:
-    """Have the kernel kill this process when the trainer ends."""
+    """Have the kernel kill this process when its `parent`, the trainer, ends; exit now if that has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it was killed before
+    if os.getppid() != parent:  # the parent has ended before the kernel was asked
         os._exit(1)
 
 
@@ -160,7 +160,7 @@ def stdin_of(text: bytes) -> None:
 
 
 def main() -> None:
-    """Read what to run from standard input, lock up, run it."""
+    """Read a task from standard input, restrict this process, and run the task's code and test."""
     task = json.loads(sys.stdin.buffer.read())
     die_with_the_parent(task["parent"])
     stdin_of(task["input"].encode("utf-8", "surrogatepass"))
@@ -176,8 +176,8 @@ def main() -> None:
 
 
 def run(code: str, test: str, token: bytes, verdict: int) -> None:
-    """Run the code and then its test; when both have ended, write the token that proves it."""
-    write, leave = os.write, os._exit  # before the code puts others in their place
+    """Run the code, then its test; if both run to their end, write `token` to the descriptor `verdict` as proof."""
+    write, leave = os.write, os._exit  # kept before the code can replace them
     module = types.ModuleType("solution" if test else "__main__")
     sys.modules[module.__name__] = module
     for text, name in ((code, "solution.py"), (test, "test.py")):

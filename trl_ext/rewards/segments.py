@@ -11,15 +11,15 @@ class SegmentScores:
     """
     Score the segments of a completion, such as sentences or steps, each at the token that ends it.
 
-    A reward function of [`~trl_ext.PPOTrainer`] may return it for a row in place of one float. It means the same as a
-    list with one float per token, with 0 at all other tokens.
+    A reward function of [`~trl_ext.PPOTrainer`] may return this for a row in place of one float. It stands for a list
+    with one float per token: a segment's score at the segment's last token, 0 at all other tokens.
 
     Args:
         ends: position of each segment's last token in the row's `completion_ids`, from 0 on, rising.
         values: score of each segment.
 
     Raises:
-        ValueError: there are not as many ends as values, or the ends are not rising positions.
+        ValueError: `ends` and `values` differ in length, or `ends` are not rising positions.
 
     Examples:
         >>> from trl_ext.rewards import SegmentScores
@@ -40,7 +40,7 @@ class SegmentScores:
             raise ValueError(f"`ends` must be token positions from 0 on, rising, got {ends}")
 
     def by_token(self, length: int) -> list[float]:
-        """Return one float for each of `length` tokens; raise a `ValueError` if a segment ends behind them."""
+        """Return one float for each of `length` tokens; raise a `ValueError` if a segment ends after the last one."""
         if len(self.ends) and self.ends[-1] >= length:
             raise ValueError(f"a segment ends at token {self.ends[-1]}, but the completion has {length}, from 0 on")
         scores = [0.0] * length
@@ -55,7 +55,7 @@ def is_by_token(reward: Any) -> bool:
 
 
 def total_of(reward: Any) -> Any:
-    """Return the sum of the scores of tokens, or the score of a whole completion as it is."""
+    """Return the sum of a row's token scores; return the score of a whole completion unchanged."""
     if not is_by_token(reward):
         return reward
     return math.fsum(reward.values if isinstance(reward, SegmentScores) else reward)

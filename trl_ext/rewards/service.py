@@ -31,11 +31,11 @@ class ServiceError(RuntimeError):
 
 
 class RefusedError(ServiceError):
-    """Say that a service refuses a request. It might accept a request with other rows."""
+    """Say that a service refuses a request, but might accept one with other rows."""
 
 
 class UnavailableError(ServiceError):
-    """Say that a service could not be reached, is too busy, or broke off. The same request may succeed later."""
+    """Say that a service could not be reached, is too busy, or broke off: the same request may succeed later."""
 
     def __init__(self, message: str, retry_after: float | None = None):
         super().__init__(message)
@@ -43,13 +43,13 @@ class UnavailableError(ServiceError):
 
 
 class WithheldError(ServiceError):
-    """Say that a server withheld its answer, as a content filter does. The row has no score."""
+    """Say that a server withheld its answer, as a content filter does, so that the row has no score."""
 
 
 @dataclass
 class Call:
     """
-    Describe one call of a reward, which may send many requests.
+    Record the deadline and the requests of one call of a reward.
 
     Args:
         until: when to give up, in seconds of `time.monotonic`.
@@ -68,25 +68,31 @@ class Call:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Return the metrics of the call to log."""
+        """Return two metrics: `latency`, the mean seconds of an answered request or None, and `retries`, how many."""
         return {"latency": fmean(self.seconds) if self.seconds else None, "retries": float(len(self.retried))}
 
 
 class Breaker:
-    """Fail at once for `seconds` after `failures` failed requests in a row. Then let one try while others wait."""
+    """
+    Stop asking a service that keeps failing.
+
+    After `failures` failed requests in a row, [`Breaker.check`] raises an error for `seconds`, so that no request is
+    sent. Then it lets one request through as a trial, while the others wait. If the trial succeeds, all are let
+    through again; if it fails, the pause begins anew.
+    """
 
     def __init__(self, failures: int, seconds: float):
         self.failures, self.seconds = failures, seconds
         self._in_a_row, self._closed_until = 0, 0.0
-        self._tried_until = 0.0  # the deadline of the request that tries
+        self._tried_until = 0.0  # the deadline of the trial
         self._noted = threading.Condition()
 
     def check(self, until: float) -> bool:
         """
-        Return whether this request is the one that tries; wait for its outcome if another one does.
+        Return whether this request is the trial; if another request is, first wait for that one's outcome.
 
         Raises:
-            UnavailableError: no request is let through, or it is later than `until` (of `time.monotonic`).
+            UnavailableError: requests are not let through now, or `until` (of `time.monotonic`) has passed.
         """
         with self._noted:
             while self._in_a_row >= self.failures:
@@ -104,10 +110,10 @@ class Breaker:
             return False
 
     def note(self, failed: bool, tries: bool) -> None:
-        """Count how a request ended. `tries` is what `check` returned for it."""
+        """Count a request as failed or not; `tries` says whether it was the trial, as [`Breaker.check`] returned."""
         with self._noted:
             if failed and not tries and time.monotonic() < self._tried_until:
-                return  # it began before the pause: wait for the one that tries
+                return  # this request began before the pause: only the trial counts now
             self._in_a_row = self._in_a_row + 1 if failed else 0
             self._closed_until, self._tried_until = time.monotonic() + self.seconds, 0.0
             self._noted.notify_all()
@@ -117,15 +123,17 @@ class Service:
     """
     Post JSON to one URL, from several threads at once.
 
-    Connection errors, timeouts, 408, 429 and 5xx except 501 are tried again, after `Retry-After` or a random time that
-    grows; other answers are not. Each process makes a client of its own, so that this pickles, and works after a fork.
+    A request is sent again after a connection error, a timeout, or the status 408, 429 or 5xx (but not 501), and after
+    no other answer. Before that it waits for the seconds that the server's `Retry-After` asks for, or for a random
+    time that grows from try to try. Each process makes an HTTP client of its own, so that a `Service` can be pickled
+    and works after a fork.
 
     Args:
         url: address, without user and password.
-        timeout: seconds for one whole answer.
-        retries: tries after the first one.
-        breaker: failures and seconds of a [`Breaker`].
-        api_key_env: environment variable with a bearer token, which must be set.
+        timeout: most seconds until the whole answer has come.
+        retries: how often a failed request is sent again.
+        breaker: `failures` and `seconds` of a [`Breaker`].
+        api_key_env: environment variable with a bearer token. The variable must be set.
     """
 
     def __init__(
@@ -141,11 +149,12 @@ class Service:
 
     def ask(self, call: Call, body: dict[str, Any] | None = None, url: str | None = None) -> Any:
         """
-        Post `body` as JSON, or get `url` without one, and return the answer from JSON.
+        Post `body` as JSON, or send a GET request if `body` is None; return the answer, read from JSON.
 
         Raises:
-            UnavailableError: the service was not reached, or not asked since other requests failed.
-            ServiceError: there is no usable answer.
+            UnavailableError: the service did not answer, or was not asked: the deadline has passed, or too many
+                requests before this one failed.
+            ServiceError: the answer is of no use.
         """
         until = call.until
         content = None if body is None else json.dumps(body, default=str).encode()  # ASCII, whatever the texts are
@@ -184,7 +193,7 @@ class Service:
                     body += part
                     if len(body) > MAX_RESPONSE_BYTES:
                         raise ServiceError(f"the answer is longer than {MAX_RESPONSE_BYTES} bytes")
-                    if time.monotonic() - start > limit:  # httpx counts from one part to the next
+                    if time.monotonic() - start > limit:  # httpx's own timeout begins anew with each part
                         raise UnavailableError(f"no whole answer within {limit:.0f} s")
         except (httpx2.TransportError, OSError) as error:
             raise UnavailableError(f"{type(error).__name__}: {error}"[:200]) from error
@@ -198,7 +207,7 @@ class Service:
         if encoding != "identity":
             raise ServiceError(f"the answer is compressed ({encoding[:20]!r}), which was not asked for")
         try:
-            answer = json.loads(self._without_key(body.decode()))  # errors quote parts of it
+            answer = json.loads(self._without_key(body.decode()))  # error messages quote parts of the answer
         except (ValueError, RecursionError) as error:
             raise ServiceError(f"the answer is no JSON: {self._excerpt(body)}") from error
         call.seconds.append(time.monotonic() - start)
@@ -235,21 +244,24 @@ class Service:
 
 class ServedReward(TellsFailures):
     """
-    Ask a service for scores. Base class of [`RemoteReward`] and [`JudgeReward`].
+    Ask a service for scores: the base class of [`RemoteReward`] and [`JudgeReward`].
 
     Args:
         url: address of the service, without user and password.
         path: added to `url` unless `url` ends with it.
         name: key in the logs.
-        timeout: seconds for one request.
-        deadline: seconds for a whole call. A row without an answer by then has failed.
-        retries: further tries of a failed request, after random waits of up to 1, 2, 4 … 30 seconds.
-        max_concurrency: requests at once.
-        max_characters: longest prompt or completion. A row with a longer one is not sent, and has failed.
-        breaker_failures, breaker_seconds: after that many failed requests in a row, retries included, all fail at once
-            for that time. Then one request is let through, and the others wait for its outcome.
-        api_key_env: environment variable with a bearer token, such as `"OPENAI_API_KEY"`, which is written nowhere.
-        on_error: `"raise"`, `"skip"` (None for a failed row), or the score of a failed row.
+        timeout: most seconds for one request.
+        deadline: most seconds for a whole call. A row without an answer by then has failed.
+        retries: how often a failed request is sent again, after random waits of up to 1, 2, 4 … 30 seconds.
+        max_concurrency: most requests at once.
+        max_characters: most characters of a prompt or completion. A row with a longer one is not sent, and has failed.
+        breaker_failures, breaker_seconds: if `breaker_failures` requests in a row failed, each with all its retries,
+            further requests fail without being sent for `breaker_seconds`. Then one request is sent, and the others
+            wait for its outcome.
+        api_key_env: environment variable with a bearer token, such as `"OPENAI_API_KEY"`. The token is written
+            nowhere.
+        on_error: what happens if a row fails. `"raise"` raises an error, `"skip"` scores the row None, a number is the
+            row's score.
     """
 
     in_background = True
@@ -285,22 +297,26 @@ class ServedReward(TellsFailures):
         self._service = Service(whole, timeout, retries, (breaker_failures, breaker_seconds), api_key_env)
 
     def ask(self, function: Callable, jobs: Sequence, until: float) -> list[Any]:
-        """Return `function(job)` of each job, or its error, from several threads."""
+        """Run `function(job)` for each job, in several threads; return each job's result or error."""
         return in_threads(function, jobs, self.max_concurrency, until, self.is_over)
 
     def is_over(self, outcome: Any) -> bool:
-        """Return whether an outcome, or one in a list of outcomes, is an error to raise."""
+        """Return whether an outcome, or one in a list of outcomes, is an error that `on_error="raise"` raises."""
         return self.on_error == "raise" and any(map(_is_mistake, outcome if isinstance(outcome, list) else [outcome]))
 
     def check(self, outcomes: Sequence[Any]) -> None:
-        """Raise a `RewardFailed` for the first row that failed, with `on_error="raise"`."""
+        """If `on_error` is `"raise"`, raise a `RewardFailed` for the first row that failed."""
         errors = [(isinstance(error, StoppedError), row) for row, error in enumerate(outcomes) if _is_mistake(error)]
         if errors and self.on_error == "raise":
             row = min(errors)[1]  # a row that was not asked since another one failed is not the cause
             raise RewardFailed(self._describe(row, outcomes[row])) from outcomes[row]
 
     def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
-        """Return the scores of a call's rows, with errors settled by `on_error` (NaN: no score), and log `metrics`."""
+        """
+        Return the scores of a call's rows, and log `metrics`.
+
+        Each error is replaced by the number `on_error`, or else by NaN; a [`WithheldError`] is always replaced by NaN.
+        """
         self.check(outcomes)
         fallback = math.nan if self.on_error in ("skip", "raise") else float(self.on_error)
         failed = [row for row, outcome in enumerate(outcomes) if isinstance(outcome, Exception)]
@@ -314,7 +330,7 @@ class ServedReward(TellsFailures):
         return scores
 
     def too_long(self, *texts: str) -> ServiceError | None:
-        """Return the error of a row with a text that is too long to send, or None."""
+        """Return an error if one of a row's texts has more than `max_characters`, else None."""
         longest = max(map(len, texts))
         if longest <= self.max_characters:
             return None
@@ -326,16 +342,18 @@ class ServedReward(TellsFailures):
 
 
 class StoppedError(ServiceError):
-    """Say that no request was sent for a row, since another row failed before."""
+    """Say that no request was sent for a row, since another row failed first."""
 
 
 def in_threads(
     function: Callable, jobs: Sequence, threads: int, until: float, is_over: Callable[[Any], bool]
 ) -> list[Any]:
     """
-    Return `function(job)` of each job in order, or the exception that it raised. No job begins after `is_over` of one.
+    Run `function(job)` for each job, in several threads; return in order what each returned, or the error it raised.
 
-    Unlike an executor's, these threads are daemonic: neither Ctrl-C nor the end of Python waits for an answer.
+    Once `is_over` is true of an outcome, no further job begins, and each job that has not ended gets a
+    [`StoppedError`]. At `until` (of `time.monotonic`), each job that has not ended gets a [`ServiceError`]. Unlike an
+    executor's, these threads are daemonic: neither Ctrl-C nor the end of Python waits for an answer.
     """
     outcomes: list[Any] = [StoppedError("not asked: another request failed")] * len(jobs)
     todo, done = deque(enumerate(jobs)), queue.SimpleQueue[tuple[int, Any]]()
@@ -370,7 +388,7 @@ def in_threads(
 
 
 def well_formed(value: Any) -> Any:
-    """Return texts, also within lists and mappings, with what UTF-8 cannot write (lone surrogates) as U+FFFD."""
+    """Replace lone surrogates, which UTF-8 cannot write, by U+FFFD in a text, or in a list's or mapping's texts."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
@@ -379,7 +397,7 @@ def well_formed(value: Any) -> Any:
 
 
 def check_score(score: Any, row: int) -> float | None:
-    """Return a score from JSON; raise if it is neither a finite number nor null."""
+    """Return a score that was read from JSON; raise a `TypeError` or `ValueError` unless it is finite or null."""
     if score is None:
         return None
     return finite_number(repr(score) if isinstance(score, bool) else score, row)
@@ -411,7 +429,7 @@ def _wait(state: RetryCallState) -> float:
 
 
 def _seconds_in(retry_after: str | None) -> float | None:
-    """Read the header `Retry-After`: seconds, or a date."""
+    """Return the seconds that a `Retry-After` header asks for, by a number or a date; None if it has neither."""
     if retry_after is None:
         return None
     try:

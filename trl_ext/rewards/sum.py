@@ -12,24 +12,28 @@ from .member import HoldsRewards, Member, distinct, log_to, scores_of_all
 
 class SumReward(HoldsRewards):
     """
-    Add up several reward functions: Σ_k weight_k · (score_k − mean_k) / std_k.
+    Add up the standardised scores of several reward functions: Σ_k weight_k · (score_k − mean_k) / std_k.
 
-    A member that returns None for a row does not apply to it and is left out; if no member with a weight applies, the
-    row's score is None. It is None, too, if a member with a weight fails and is skipped: a sum without a penalty would
-    be too high. Logs `rewards/<name>/<member>/mean` and `…/std` of the members' own scores, which `means` and `stds`
-    can be set to. Members in the background run at the same time, in threads.
+    A member that returns None for a row does not apply to the row, and is left out of its sum. A row scores None if no
+    member whose weight is not 0 applies to it, or if one of these fails and is skipped: a sum that lacks a penalty
+    would be too high. Members that wait for a server or other processes run at the same time, in threads.
+
+    Logs `rewards/<name>/<member>/mean` and `rewards/<name>/<member>/std` of each member's own scores, before they are
+    standardised. `means` and `stds` can be set to these numbers.
 
     Args:
         members: reward functions, async or not.
-        weights: one for each member, 1 if unset. A member of weight 0 is only logged.
-        means, stds: what each member's scores are standardised by; 0 and 1 if unset. They are fixed numbers, so that a
-            score depends on nothing but its row: moments of the run so far would differ between processes.
-        on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]: `"raise"`, `"skip"` (the row
-            has no score) or the member's score. If a member's own `on_error` is `"skip"`, each None of it has failed.
+        weights: one for each member; 1 if unset. A member of weight 0 is only logged.
+        means, stds: mean and standard deviation, one for each member, by which its scores are standardised; 0 and 1 if
+            unset. They are fixed, so that a score depends on nothing but its row; the mean and deviation of the run's
+            scores so far would differ between processes.
+        on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]. `"raise"` raises an error,
+            `"skip"` leaves the row without a score, a number is the failed member's score. If a member's own
+            `on_error` is `"skip"`, each None that it returns counts as a failure.
         name: key in the logs; `sum_` and the members' names if unset.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
+        TypeError, ValueError: an argument is not as described.
 
     Examples:
         >>> from trl_ext.rewards import PatternReward, SumReward
@@ -63,7 +67,7 @@ class SumReward(HoldsRewards):
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, log_extra: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return the weighted sum for each completion, None where no member gives a score, or one fails."""
+        """Return each completion's weighted sum; None if no weighted member gives a score, or one fails."""
         kwargs = {"prompts": prompts, "completions": completions, **kwargs}
         scores = scores_of_all(self.members, log_metric, log_extra, **kwargs)
         for name, given in zip(self.names, scores, strict=True):

@@ -11,7 +11,7 @@ _BLOCK = regex.compile(r"(?ms)^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```")
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text; in scripts without spaces each character counts as one."""
+    """Return the words of a text; in scripts without spaces each character counts as one word."""
     if text.isascii():  # all its scripts have spaces
         return text.split()
     return [part for word in text.split() for part in _UNSPACED_OR_RUN.findall(word)]
@@ -19,7 +19,7 @@ def words_of(text: str) -> list[str]:
 
 def text_of(completion: Any) -> str:
     """
-    Return the text of a prompt or completion, which may be a text or messages, without what tools said.
+    Return a prompt or completion, a text or messages, as one text; the messages of tools are left out.
 
     >>> text_of([{"role": "user", "content": "Tea?"}])
     'Tea?'
@@ -33,12 +33,12 @@ def text_of(completion: Any) -> str:
 
 
 def recorded(completion: Any) -> Any:
-    """Return a completion as a file keeps it: its messages if there are several turns or tool calls, else its text."""
+    """Return a completion as files record it: its messages if there are several or a tool call, else its text."""
     if isinstance(completion, str) or (len(completion) == 1 and not completion[0].get("tool_calls")):
         return text_of(completion)
     return completion
 
 
 def last_block(text: str) -> str:
-    """Return the content of the last fenced block (```) of a text, or all of the text if it has none."""
+    """Return the content of the last fenced block (```) of a text, or the whole text if it has none."""
     return ([text, *_BLOCK.findall(text)])[-1]

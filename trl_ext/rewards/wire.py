@@ -1,4 +1,4 @@
-"""Write requests to servers of scores, and read their answers, by API. Pure functions."""
+"""Write requests to score servers, and read the answers, for each API. All functions here are pure."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +9,7 @@ PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/scor
 
 
 class Row(NamedTuple):
-    """Hold one answer, and the text that a classifier reads for it."""
+    """Hold a prompt and its answer, and the `text` that a classifier reads for both."""
 
     prompt: Any
     completion: Any
@@ -25,7 +25,7 @@ def request_of(api: str, rows: list[Row], model: str | None, logits: bool) -> di
     Args:
         api: one of `API`.
         rows: the answers to score.
-        model: name of the model; a server with another one refuses. None accepts any.
+        model: name of the model; a server that has another one refuses the request. None accepts any model.
         logits: ask for the model's output without sigmoid or softmax. `"trl-ext"` ignores it.
     """
     named = {"model": model} if model else {}
@@ -45,7 +45,7 @@ def request_of(api: str, rows: list[Row], model: str | None, logits: bool) -> di
             pairs = {"text_1": [row.prompt for row in rows], "text_2": [row.completion for row in rows]}
             return named | pairs | {"use_activation": not logits}
         case _:
-            # A list of texts would be read as one pair
+            # TEI would read a flat list of texts as one pair
             return {"inputs": [[row.text] for row in rows], "raw_scores": logits, "truncate": False}
 
 
@@ -54,7 +54,7 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None)
     Return each row's score in an answer, in order, without checking that it is a number.
 
     Raises:
-        ServiceError: the answer has another form, or another number of scores.
+        ServiceError: the answer does not have the form of `api`, or does not have `count` scores.
     """
     try:
         match api:
@@ -76,13 +76,13 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None)
 
 
 def weights_in_answer(answer: Any) -> str | None:
-    """Return which weights `trl-ext serve-reward` names in an answer; None if it names none."""
+    """Return which weights `trl-ext serve-reward` says in its answer that it serves; None if it does not say."""
     weights = answer.get("identity") if isinstance(answer, dict) else None
     return weights if isinstance(weights, str) and weights.isprintable() and len(weights) <= 100 else None
 
 
 def _in_order(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort the entries of an answer by their `index`; each index must occur once."""
+    """Sort the entries of an answer by `index`; raise a `LookupError` unless each index from 0 on occurs once."""
     found = {item["index"]: item for item in items}
     if sorted(found) != list(range(len(items))):
         raise LookupError
@@ -96,7 +96,7 @@ def _of_label(numbers: list[Any], label: int | str | None) -> Any:
 
 
 def _of_name(predictions: list[dict[str, Any]], label: int | str | None) -> Any:
-    by_name = {item["label"]: item["score"] for item in predictions}  # sorted by score, so an index would mean nothing
+    by_name = {item["label"]: item["score"] for item in predictions}  # TEI sorts by score: an index would mean nothing
     if label is None and len(by_name) != 1:
         raise ServiceError(f"the model has the labels {', '.join(sorted(by_name))[:120]}: give one as `label`")
     if label is not None and label not in by_name:

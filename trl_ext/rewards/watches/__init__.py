@@ -1,4 +1,4 @@
-"""Measure completions, which no callback sees, by reward functions of weight 0."""
+"""Measure completions by reward functions of weight 0, since callbacks do not see completions."""
 
 from .gold_judge import GoldJudgeReward
 from .phrases import PhraseReviewReward

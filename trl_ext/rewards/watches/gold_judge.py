@@ -19,19 +19,22 @@ class GoldJudgeReward(HoldsRewards, Watch):
     """
     Score evaluation rows, and no others, by a judge that training must not see.
 
-    TRL generates the answers, and the trainer logs `eval_rewards/gold_judge/mean` and `/std`. From the second
-    evaluation on it also logs `eval_gold/win_rate`, the share of answers that score higher than the first evaluation's
-    answer to the same prompt; a tie counts one half. Set `eval_on_start=True` so that the first evaluation measures
-    the start policy. Greedy answers of [`~trl_ext.PPOTrainer`]'s evaluation are scored, but not compared with sampled
-    ones.
+    TRL generates the answers, and the trainer logs:
+
+    - `eval_rewards/gold_judge/mean` and `eval_rewards/gold_judge/std`
+    - `eval_gold/win_rate`, from the second evaluation on: the share of answers that score higher than the first
+      evaluation's answer to the same prompt; a tie counts one half
+
+    Set `eval_on_start=True` so that the first evaluation measures the policy before training, the start policy. The
+    greedy answers in [`~trl_ext.PPOTrainer`]'s evaluation are scored, but are left out of the win rate.
 
     Args:
-        judge: a reward function, async or not. It is given the rows to score, with their columns.
-        column: a true value in this column marks a row to score. Only the evaluation set should have it:
+        judge: a reward function, async or not. It gets only the rows to score, with their columns.
+        column: a true value in this column marks a row to score. Only the evaluation set should have the column:
             `eval_dataset.add_column("held_out", [True] * len(eval_dataset))`
-        folder: see [`Watch`]. It also keeps the start policy's answers and scores, so that a resumed run compares with
-            the same ones.
-        score: see [`Watch`]; the score of all other rows.
+        folder: see [`Watch`]. The start policy's answers and scores are also written there, so that a resumed run
+            compares with the same ones.
+        score: score of the rows that are not marked, see [`Watch`].
 
     Examples:
         >>> from trl_ext.rewards import GoldJudgeReward
@@ -54,7 +57,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
         self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's answers
 
     def lacks(self, trainer: Any) -> Iterator[str]:
-        """Yield a sentence if no row has the column that marks those to score."""
+        """Yield a warning if no data set of the trainer has the column that marks the rows to score."""
         found = [columns_of(getattr(trainer, name, None)) for name in ("eval_dataset", "train_dataset")]
         if None not in found and not any(self.column in columns for columns in found if columns):
             yield (
@@ -101,7 +104,11 @@ class GoldJudgeReward(HoldsRewards, Watch):
         return scores
 
     def _read_start(self, step: int) -> int:
-        """Read the start policy's scores that an interrupted run left; return their step, else `step`."""
+        """
+        Read the start policy's scores that an interrupted run wrote to the folder.
+
+        Return the step of that run's first evaluation, or `step` if nothing was written.
+        """
         folder = self.folder if self.folder is not None else Watch.default_folder
         for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) if folder is not None else ():
             rows = list(read_jsonl(path))

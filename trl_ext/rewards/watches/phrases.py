@@ -22,14 +22,14 @@ class PhraseReviewReward(Watch):
     """
     Queue completions with unacceptable phrases for review, and log their share as `phrase_review/share`.
 
-    The queue is `review.rank{r}.jsonl` in the folder, with one completion a line: step, rank, prompt, completion,
-    phrases.
+    The queue is the file `review.rank{r}.jsonl` in `folder`. Each line is one completion with a phrase: step, rank,
+    prompt, completion, phrases found.
 
     Args:
         phrases: phrases to find as whole words, in any case, with any space between words; invisible characters are
             ignored. In scripts without spaces, such as Chinese, Japanese and Thai, they are found within words, too.
-        veto: score of a completion with such a phrase; others score 0.0. If it is set, give the function a weight,
-            too. With None nothing is scored: the share is logged.
+        veto: score of a completion with one of the phrases; all others score 0.0. It has an effect only if the
+            function also gets a weight other than 0. None: the share is logged, and all completions get `score`.
         folder, score: see [`Watch`].
 
     Examples:
@@ -73,13 +73,17 @@ class PhraseReviewReward(Watch):
 
 
 def _composed(text: str, hidden: str | None = None) -> str:
-    """Write each character in one way, such as letters with accents, and replace invisible ones by `hidden`."""
+    """
+    Return a text in which each character, such as a letter with an accent, is written in one way only (NFKC).
+
+    Invisible characters are replaced by `hidden`, or kept if that is None.
+    """
     text = unicodedata.normalize("NFKC", _MARKS.sub(r"\1", text))
     return text if hidden is None else regex.sub(_HIDDEN, hidden, text)
 
 
 def _pattern(phrase: str) -> str:
-    """Return a pattern for a phrase that begins and ends with whole words, where the script has such."""
+    """Return a regular expression for a phrase; where the script has spaces, it finds only whole words."""
     words = _composed(phrase, "").split()
     within = [f"{_HIDDEN}*".join(map(regex.escape, word)) for word in words]
     begins, ends = (regex.match(_WORD, end, regex.VERSION1) for end in (words[0][0], words[-1][-1]))

@@ -1,4 +1,4 @@
-"""Measure repetition within and between completions, and copying."""
+"""Measure how much completions repeat themselves and each other, and how many copy from a corpus."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -17,15 +17,16 @@ class RepetitionWatch(Watch):
     In scripts without spaces, such as Chinese, Japanese and Thai, each character counts as a word.
 
     - `repetition/distinct_{n}`: different n-grams of the batch ÷ all n-grams of the batch (Li et al. 2016, 1510.03055)
-    - `repetition/repeated`: n-grams that occurred in their completion before ÷ all its n-grams, mean over completions
-    - `repetition/top_phrase_share`: completions with the most frequent n-gram ÷ completions. The attribute
-      `top_phrase` and `completions.rank{r}.jsonl` have that n-gram.
-    - `repetition/copied_share`: completions with `copied_words` words in a row from the corpus ÷ completions
+    - `repetition/repeated`: a completion's n-grams that it already had at an earlier place ÷ all its n-grams, mean
+      over completions
+    - `repetition/top_phrase_share`: completions with the top phrase ÷ all completions. The top phrase is the n-gram
+      that the most completions have; the attribute `top_phrase` and `completions.rank{r}.jsonl` say which it is
+    - `repetition/copied_share`: completions with `copied_words` words in a row from the corpus ÷ all completions
 
     Args:
-        n: words in a phrase.
+        n: words in an n-gram.
         corpus: texts that must not be copied, such as the training demonstrations.
-        copied_words: words in a row that make a copy.
+        copied_words: how many words in a row from the corpus count as a copy.
         folder, score: see [`Watch`].
 
     Examples:
@@ -61,7 +62,7 @@ class RepetitionWatch(Watch):
         return [self.score] * len(completions)
 
     def measure(self, completions: list) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-        """Return what is logged of these completions, and what is written of each; set `top_phrase`."""
+        """Return the metrics to log, and for each completion the scores to write to its file; set `top_phrase`."""
         texts = [text_of(completion) for completion in completions]
         grams = [ngrams(words_of(text), self.n) for text in texts]
         total, different = sum(map(len, grams)), len({gram for row in grams for gram in row})
@@ -86,7 +87,7 @@ class RepetitionWatch(Watch):
 
 
 def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
-    """Return all runs of `n` words, in order."""
+    """Return all runs of `n` successive words, in order."""
     return list(zip(*(words[i:] for i in range(n)), strict=False))
 
 

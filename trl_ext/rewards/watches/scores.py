@@ -16,15 +16,16 @@ class ScoreWatch(HoldsRewards, Watch):
     """
     Log the quantiles of a reward's single scores as `score_watch/<name>/q05` and so on.
 
-    With a bound it also logs `score_watch/<name>/share_above`. Quantiles are averaged over processes and batches.
+    With `bound`, the share of scores above it is also logged, as `score_watch/<name>/share_above`. Quantiles are taken
+    of each batch in each process, and the mean of these is logged.
 
     Args:
-        reward: a reward function, async or not, or a reward model object. A function is replaced: put this one in its
-            place, with its weight, and it returns that function's scores. A model stays in `reward_funcs`: put this
-            one behind it, with weight 0, and it returns `score`.
-        bound: count the share of scores above it; 0.8 suits scores from 0 to 1. None counts nothing.
-        quantiles: to log, in [0, 1].
-        name: for the metrics. The default is the reward's own name.
+        reward: a reward function, async or not, or a reward model object. In `reward_funcs`, put the watch in the
+            place of a function, with the function's weight; the watch returns the function's scores. Leave a model in
+            `reward_funcs`, and put the watch after it, with weight 0; the watch returns `score`.
+        bound: scores above this number are counted; 0.8 suits scores from 0 to 1. None: none are counted.
+        quantiles: which quantiles to log, each in [0, 1].
+        name: name in the metrics. The default is the reward's own name.
         folder, score: see [`Watch`].
 
     Examples:

@@ -15,14 +15,15 @@ from ..texts import recorded, text_of
 
 class Watch:
     """
-    Base class of reward functions that measure completions and reward nothing. Give them weight 0.
+    Measure completions without rewarding them: the base class of reward functions of weight 0.
 
     Args:
-        folder: folder of `completions.rank{r}.jsonl`. Each completion is appended to it as one line: timestamp, step,
-            rank, prompt, completion, scores. A completion is its text, or with tools its messages. None is the
-            folder of [`~trl_ext.callbacks.JSONLCallback`], and without that callback nothing is written.
-        score: score of each completion. With None this function takes no part in the reward. If no other function
-            gives a score, TRL needs 0.0.
+        folder: folder of the file `completions.rank{r}.jsonl`. Each completion is appended to the file as one line:
+            timestamp, step, rank, prompt, completion, scores. A completion with tool calls or several messages is
+            written as messages, any other one as text. None: the folder of [`~trl_ext.callbacks.JSONLCallback`];
+            without that callback nothing is written.
+        score: score that each completion gets. None: this function takes no part in the reward. Give 0.0 if no other
+            function gives a score, since TRL needs one.
     """
 
     __name__ = "watch"
@@ -35,19 +36,19 @@ class Watch:
         self._writers: dict[Path, JSONLWriter] = {}
 
     def write(self, file: str, rows: list[dict[str, Any]]) -> None:
-        """Append rows to `{file}.rank{r}.jsonl` in the folder, if there is one."""
+        """Append rows to `{file}.rank{r}.jsonl` in the folder; do nothing if there is no folder."""
         folder = self.folder if self.folder is not None else Watch.default_folder
         if folder is not None and rows:
             path = Path(folder) / f"{file}.rank{PartialState().process_index}.jsonl"
             self._writers.setdefault(path, JSONLWriter(path)).write(*rows)
 
     def write_completions(self, prompts: list, completions: list, scores: list[Any], trainer_state: Any) -> None:
-        """Append completions and their scores to `completions.rank{r}.jsonl`."""
+        """Append completions to `completions.rank{r}.jsonl`, each with its score under this watch's name."""
         step = getattr(trainer_state, "global_step", None)
         self.write_rows(prompts, completions, [{self.__name__: score} for score in scores], step)
 
     def write_rows(self, prompts: list, completions: list, scores: list[dict[str, Any]], step: int | None) -> None:
-        """Append completions to `completions.rank{r}.jsonl`, each with its scores by name."""
+        """Append completions to `completions.rank{r}.jsonl`, each with a mapping from names to scores."""
         head = {"timestamp": time.time(), "step": step, "rank": PartialState().process_index}
         self.write(
             "completions",
@@ -62,6 +63,6 @@ class Watch:
 
 
 def numbers_of(scores: Any) -> list[float | None]:
-    """Return NumPy's, torch's and other numbers as Python's own; None for None and NaN, rows without a score."""
+    """Convert scores, such as NumPy's or torch's, to Python's floats; None and NaN, for rows without one, to None."""
     numbers = [None if score is None else float(score) for score in scores]
     return [None if number is None or math.isnan(number) else number for number in numbers]

@@ -13,7 +13,7 @@ class ClipFractionCallback(MonitorCallback):
     >>> trainer.add_callback(ClipFractionCallback(limit=0.3, steps=32))
 
     Args:
-        limit: largest share.
+        limit: alert when the share is above this.
         steps: optimizer steps over which the share is averaged.
         others: see [`MonitorCallback`].
     """

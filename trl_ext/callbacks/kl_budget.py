@@ -11,8 +11,8 @@ class KLBudgetCallback(MonitorCallback):
     """
     Alert when KL(policy ‖ reference), summed over a response, exceeds its budget.
 
-    A KL logged per token (GRPO, RLOO) is multiplied by the mean length. That is approximate; the alert says so, and
-    gives the bound per token, too.
+    A KL that is logged per token (GRPO, RLOO) is multiplied by the mean length. The product is approximate; the alert
+    says so, and gives the KL and the bound per token, too.
 
     >>> budget = KLBudgetCallback(limit=10, action="stop")
     >>> budget.warn
@@ -21,10 +21,10 @@ class KLBudgetCallback(MonitorCallback):
 
     Args:
         warn: nats per response above which the monitor warns. The default is half of `limit`.
-        limit: nats per response above which it acts.
-        tolerance: nats per response. The first rollout's policy is the reference, so its KL is 0 but for rounding. If
-            it is off by more, the reference is wrong. A KL below −`tolerance` at any time means that another policy
-            sampled. Both raise an alert.
+        limit: nats per response above which the monitor acts.
+        tolerance: nats per response by which rounding may change the KL. Two cases beyond it warn. In the first
+            rollout the policy is the reference, so its KL must be 0: if it is not, the reference is wrong. Later a KL
+            is never negative: if it is, another policy sampled the answers.
         others: see [`MonitorCallback`].
     """
 

@@ -12,7 +12,7 @@ def tensorboard_writer(args: Any) -> Iterator[Any]:
     """
     Open a writer of the TensorBoard run `monitors`, beside the run that transformers writes.
 
-    The writer of transformers cannot be reached, and is closed when training ends.
+    transformers' own writer cannot be used: callbacks have no access to it, and it is closed when training ends.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -32,7 +32,7 @@ def trackio_is_open() -> bool:
 
 
 def send_picture(args: Any, name: str, path: Path, step: int) -> None:
-    """Send a PNG to each tracker of `report_to` that takes one."""
+    """Send a PNG to each tracker of `report_to` that takes pictures: W&B, TensorBoard and Trackio."""
     for tracker in args.report_to or []:
         match tracker:
             case "wandb":

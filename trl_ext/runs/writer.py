@@ -51,7 +51,7 @@ class CheckpointWriter:
     @contextmanager
     def deferring(self, copies: bool = True) -> Iterator[None]:
         """
-        Keep back what this thread writes by `torch.save` and `safetensors` in the block, until [`start`] writes it.
+        Keep back what this thread writes by `torch.save` and `safetensors` in the block, until `start` writes it.
 
         The functions that are kept back are listed in `upstream.names.WRITERS`. Data that cannot be copied is written
         at once; if that fails, an `OSError` is raised.

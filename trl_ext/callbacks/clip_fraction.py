@@ -1,4 +1,4 @@
-"""Watch the share of clipped updates."""
+"""Watch the share of tokens whose probability ratio is clipped."""
 
 from dataclasses import dataclass
 

@@ -36,7 +36,7 @@ COLUMNS = {
 IMPORTANCE = "score KL accuracy loss margin entropy length cut clip s/step episodes lr grad epoch".split()
 _TRAINER_KEYS = ("loss", "learning_rate", "seconds", "epoch")  # every Trainer logs them, or they are measured here
 _CONSOLES = (ProgressCallback, PrinterCallback)  # transformers' own; a subclass is a user's
-_IN_BAR = ("score", "KL", "accuracy", "margin", "loss")  # the first two that there are
+_IN_BAR = ("score", "KL", "accuracy", "margin", "loss")  # the bar shows the first two of these that the run logs
 _WIDTH = 7  # characters of a number
 _ROWS_A_HEADER = 20
 _NO_TERMINAL = 120  # characters of a row in a file
@@ -81,10 +81,10 @@ class ConsoleCallback(ProgressCallback):
         self.training_bar: Any = None
         self.prediction_bar: Any = None
         self.current_step = 0
-        self._is_lifted = False  # the bar is not on the terminal, until the next step begins
+        self._is_lifted = False  # whether the bar is removed from the terminal, until the next step begins
         self._kinds = ["greedy"]  # how rows begin; the longest gives the width
         self._columns: set[str] = set()  # headings that had a number so far
-        self._last: dict[str, float] = {}  # the newest number of each; some logs cover no rollout
+        self._last: dict[str, float] = {}  # the newest number under each heading; some logs cover no rollout
         self._header, self._rows = "", 0  # the last header, and how many rows ago
         self._began, self._seconds, self._steps = 0.0, 0.0, 0  # of the optimizer steps since the last log
 
@@ -248,7 +248,7 @@ def _width(head: str) -> int:
 
 
 def _shown(number: float | None) -> str:
-    """Return a number with up to three significant digits, in 7 characters."""
+    """Return a number as a short text for a column of the table; "-" for None."""
     if number is None:
         return "-"
     if isinstance(number, int) or not math.isfinite(number) or number == 0:

@@ -134,7 +134,7 @@ class GoldGapCallback(MonitorCallback):
                 gap = self.memory["gap"] = rises[0] - rises[1]
                 noise: dict[str, Any] = {}
                 of_sigmas = 0.0
-                if rows is not None:  # the gap's error, in first σ's, and what their own error adds
+                if rows is not None:  # the gap's error in σ of the first evaluation, and what the error of that σ adds
                     now = math.hypot(proxy[1] / proxy_sigma, gold[1] / sigma) / math.sqrt(rows)
                     noise = {"error": now, "dof": max(rows - 1, 1)}
                     of_sigmas = math.hypot(*rises) / math.sqrt(2 * rows)

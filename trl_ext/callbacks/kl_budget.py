@@ -54,7 +54,7 @@ class KLBudgetCallback(MonitorCallback):
             kl, unit = kl * length, " (approximate: mean per token × mean length)"
         if kl is None:
             return
-        # A budget is no first value with an error of its own: where the spread is unknown, each log counts as it is
+        # A budget, unlike a baseline, has no error of its own. Where the spread is unknown, each log is taken as exact
         kls = self.follow("kl", kl, **(self.noise("kl") or {"error": 0.0}))
 
         def numbers(kl: float, bound: float) -> str:

@@ -140,12 +140,12 @@ class MonitorCallback(Halting, TrainerCallback):
     # ---- State ----
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the monitor's arguments that can be written as JSON."""
+        """Return those of the monitor's arguments that can be written as JSON, without credentials."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return redacted({name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)})
 
     def _deciding(self) -> dict[str, Any]:
-        """Return the arguments whose change lets a stopped run resume."""
+        """Return the monitor's arguments but `sinks`: if one of them changes, a stopped run may resume."""
         return {name: value for name, value in self._arguments().items() if name != "sinks"}
 
     def on_train_begin(self, args, state, control, **kwargs):

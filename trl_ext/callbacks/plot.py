@@ -1,4 +1,4 @@
-"""Draw one picture of a run."""
+"""Draw the curves of a run, with bounds and alerts, into one picture."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Watch repetition within and between completions, and copying."""
+"""Watch how much completions repeat themselves and each other, and copy a corpus."""
 
 import re
 from dataclasses import dataclass

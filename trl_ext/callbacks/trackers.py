@@ -1,4 +1,4 @@
-"""Send pictures, and alerts as text, to the trackers of `report_to`: transformers' own callbacks do not."""
+"""Send pictures, and alerts as text, to the trackers of `report_to`; transformers' own callbacks send neither."""
 
 import os
 from collections.abc import Iterator
@@ -25,7 +25,11 @@ def tensorboard_writer(args: Any) -> Iterator[Any]:
 
 
 def trackio_is_open() -> bool:
-    """Return whether a Trackio run is open: transformers closes its own when training ends, before later callbacks."""
+    """
+    Return whether a Trackio run is open.
+
+    When training ends, transformers closes its Trackio run before callbacks that were added later are called.
+    """
     import trackio
 
     return trackio.context_vars.current_run.get() is not None

@@ -1,4 +1,4 @@
-"""Watch the critic."""
+"""Watch the critic's explained variance and its loss."""
 
 import math
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class ValueHealthCallback(MonitorCallback):
         if explained is not None:
             self.memory["warm_up"] = self.memory.get("warm_up", 0) + 1
         if explained is not None and self.memory["warm_up"] > self.rollouts:
-            # What is left unexplained is a ratio of variances, whose logarithm has an error that is known
+            # The unexplained part is a ratio of variances, and the standard error of its logarithm is known
             left, answers = math.log(max(1 - explained, 1e-9)), self.answers or 0
             noise: dict[str, Any] = {"error": unexplained_error(answers)} if answers > 1 else {}
             rest = self.follow("explained_variance", left, size=self.rollouts, **noise)

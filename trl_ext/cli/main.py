@@ -153,7 +153,7 @@ def start(name: str, arguments: list[str]) -> int:
         file, launch_flags, flags = split(arguments, parsed_names(module), option_names("accelerate.commands.launch"))
         settings = launch_file(file, launch_flags) if file else multi_gpu_flag(launch_flags)
         return _launch(name, [*settings, *launch_flags], flags)
-    except KeyboardInterrupt:  # before there was a process to say it
+    except KeyboardInterrupt:  # before the training process, which would print it, was started
         return _INTERRUPTED
     except (ValueError, OSError, ImportError, LookupError, AssertionError, argparse.ArgumentError) as error:
         return _refused(f"trl-ext {name}", NO_DEEPSPEED if is_of_deepspeed(error) else str(error))
@@ -202,7 +202,7 @@ def split(
 
 
 def launch_file(file: Path, flags: list[str]) -> list[str]:
-    """Return the flags that make accelerate read `file`, with the path of the DeepSpeed file that it names."""
+    """Return the flags that make accelerate read `file` and, if `file` names a DeepSpeed file, read that one."""
     words, config = ["--config_file", str(file)], _read(file)
     named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named and not any(flag.startswith("--deepspeed_config_file") for flag in flags):
@@ -263,7 +263,7 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
         raise ValueError(f"stray value {taken!r}: a flag of `accelerate launch` before it takes fewer values")
     if parsed.multi_gpu and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # else each process would take itself for the only one
-    # It lists its defaults, which are no news
+    # accelerate lists the defaults that it takes, which tells a user nothing
     logging.getLogger("accelerate.commands.launch").addFilter(
         lambda record: "not passed to" not in record.getMessage()
     )

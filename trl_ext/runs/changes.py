@@ -1,4 +1,4 @@
-"""Describe in words how two runs' settings differ, even where they hold hashes of models, rows and functions."""
+"""Describe in words how the settings of two runs differ, even those that are hashes of models, rows or functions."""
 
 import re
 from collections.abc import Iterator

@@ -243,7 +243,7 @@ class ResumableRun(BackgroundSaving):
         """Raise an error if this run cannot resume from a checkpoint for a reason other than different settings."""
 
     def _before_resuming(self, checkpoint: str) -> None:
-        """Prepare to resume from a checkpoint, which has been checked before."""
+        """Prepare to resume from a checkpoint, after it has been checked and before its state is loaded."""
 
     def _save_own_state(self, checkpoint: str) -> None:
         """Save state that transformers does not save, on all processes, before the checkpoint counts as complete."""
@@ -272,7 +272,7 @@ class ResumableRun(BackgroundSaving):
         check_monitors(self)  # callbacks may have been added
         if not self._has_printed_schedule:
             self._print_what_waits()
-        if not self._facts:  # later, training has changed what was passed in
+        if not self._facts:  # only at the first call: training changes what was passed in
             self._facts = self._run_facts()
         # FSDP may load weights on the first process alone
         facts = from_first({**self._facts, **(self._data_facts() if self.accelerator.is_main_process else {})})
@@ -439,7 +439,7 @@ class ResumableRun(BackgroundSaving):
         except Exception as failure:
             if not is_of_writing(failure):
                 raise
-            # Else the others wait for this process within what it has left
+            # Else the other processes would wait for this one in a collective that it has left
             is_between_collectives = self.accelerator.num_processes == 1 or not (
                 self.is_fsdp_enabled or self.is_deepspeed_enabled or self.state.best_global_step
             )
@@ -460,7 +460,7 @@ class ResumableRun(BackgroundSaving):
         if not self.args.save_only_model:  # else there is nothing to resume from
             write_marker(checkpoint, self._settings, self.accelerator.num_processes, self._names)
             forget_rollback(run_dir)
-            if self.args.save_total_limit:  # what was interrupted goes before any that is complete
+            if self.args.save_total_limit:  # interrupted checkpoints are deleted before complete ones
                 paths = [*checkpoints_of(run_dir).values()]
                 interrupted = [path for path in paths if not (path / MARKER).is_file()]
                 for path in interrupted[: max(0, len(paths) - self.args.save_total_limit)]:

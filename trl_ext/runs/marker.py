@@ -52,7 +52,8 @@ def write_marker(
 
 def read_marker(checkpoint: str) -> dict[str, Any]:
     """
-    Return `configuration`, `processes`, `written_ns` and `files` of a complete checkpoint.
+    Return the marker of a complete checkpoint: a mapping with `configuration`, `processes`, `written_ns`, `names` and
+    `files`.
 
     Raises:
         IncompleteCheckpoint: the marker is missing or cannot be read.
@@ -124,7 +125,7 @@ def _checksum(marker: dict[str, Any]) -> str:
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    """Return the files of a checkpoint that resuming needs, by their names in the folder."""
+    """Return the files of a checkpoint that resuming needs: a mapping from name within the folder to path."""
     # transformers removes the last one after it has saved because of a SIGTERM (`enable_jit_checkpoint`)
     left_out = {MARKER, f"{MARKER}.tmp", "README.md", "checkpoint-is-incomplete.txt"}
     return {

@@ -68,7 +68,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 def without_credentials(value: Any) -> Any:
     """
-    Return `value` without credentials, to compare runs: a run with another credential is the same run.
+    Return `value` without credentials, to compare runs: two runs that differ in credentials alone count as the same.
 
     A mapping that held only credentials becomes None, as if it had not been given.
     """
@@ -88,7 +88,7 @@ class HidesCredentials:
 
 
 class _PickledAs(str):
-    """Keep a string with a credential usable, but pickle it redacted."""
+    """Hold a string with a credential: in memory it is as it was, but it is pickled as `shown`, without it."""
 
     shown: str
 

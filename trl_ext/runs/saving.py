@@ -108,7 +108,7 @@ class BackgroundSaving(_Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._being_saved: tuple[str, str | None] | None = None  # a checkpoint, and the best one before it
-        self._save_failure: str | None = None  # what could not be written, and has not been said yet
+        self._save_failure: str | None = None  # a sentence on a failed save, until it is printed or raised
         super().__init__(*args, **kwargs)
         # Sharding gathers weights into new memory each time, so pinning it does not pay
         self._writer = CheckpointWriter(pins=not (self.is_fsdp_enabled or self.is_deepspeed_enabled))
@@ -177,7 +177,7 @@ class BackgroundSaving(_Trainer):
         if self._being_saved is None:
             return
         is_busy, has_failed = self._writing()
-        while wait and is_busy:  # together: a process that has died shows in the collective, not in its silence
+        while wait and is_busy:  # all wait together: if a process has died, the collective in `_writing` fails
             self._writer.wait(PAUSE if self.accelerator.num_processes > 1 else None)
             is_busy, has_failed = self._writing()
         if is_busy:
@@ -239,8 +239,9 @@ class BackgroundSaving(_Trainer):
 
     def _complete_after_an_error(self) -> None:
         """
-        Complete the checkpoint in the background after an error, if all processes wrote their parts; use no
-        collective.
+        Wait, after an error in training, until the checkpoint in the background is written.
+
+        It is complete if all processes wrote their parts; else print why it is not. This uses no collective.
         """
         if self._being_saved is None:
             return self._writer.close()

@@ -72,7 +72,7 @@ def names_of_both(ours: Iterable[type], theirs: Iterable[type]) -> set[str]:
 
 
 def assigned(classes: Iterable[type]) -> set[str]:
-    """Return the attributes of `self` that methods of these classes assign, found in bytecode without an instance."""
+    """Return the attributes of `self` that methods of these classes assign, as read from the methods' bytecode."""
     names = set()
     for member in (member for cls in classes for member in vars(cls).values()):
         function = inspect.unwrap(getattr(member, "fget", member))

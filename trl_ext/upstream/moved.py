@@ -130,7 +130,7 @@ def settings_as_before(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_name(name: str) -> str:
-    """Return the present dotted name of something that had this dotted name in 0.2.0."""
+    """Return the present dotted name of what had the dotted name `name` in 0.2.0; an unmoved name is unchanged."""
     return _renamed(name, MOVED)
 
 

@@ -61,7 +61,7 @@ def quiet() -> None:
 
 
 def is_quiet() -> bool:
-    """Return whether this process has called [`quiet`]; the processes that it starts should then call it, too."""
+    """Return whether this process has called [`quiet`]: then the processes that it starts should call `quiet`, too."""
     return quiet.cache_info().currsize > 0
 
 

@@ -57,8 +57,8 @@ class ConsoleCallback(ProgressCallback):
     user's subclass. (`trainer.add_callback` would keep transformers' own, and the run would be shown twice.)
 
     Rows begin with `train`, `eval`, `greedy` (an evaluation by PPOTrainer that decodes greedily), `alert` or `done`,
-    and go to stdout. Only the main process shows anything. If stdout is no terminal, there are neither bars nor
-    colours. The setting `disable_tqdm` turns bars off; the environment variable `NO_COLOR` turns colours off. A narrow
+    and go to stdout, alerts to stderr. Only the main process shows anything. Bars and colours are shown on a terminal
+    alone. The setting `disable_tqdm` turns bars off; the environment variable `NO_COLOR` turns colours off. A narrow
     terminal gets fewer columns. `-` stands for a number that the log does not have.
 
     Units are those of `METRICS` (`metrics.py`):

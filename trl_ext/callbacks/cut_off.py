@@ -10,8 +10,8 @@ class CutOffCallback(MonitorCallback):
     """
     Alert when too large a share of completions is cut off at the maximum length.
 
-    `LengthDriftCallback` compares this share with that of the first rollouts, so it is silent if completions were cut
-    off from the start; this monitor is not.
+    This also finds completions that are cut off from the first rollout on. `LengthDriftCallback`, which compares with
+    the first rollouts, does not.
 
     >>> trainer.add_callback(CutOffCallback(limit=0.5, action="stop"))
 

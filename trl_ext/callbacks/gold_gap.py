@@ -21,9 +21,9 @@ ROWS = "rows"  # key of the number of answers that the judge scored; it is not a
 @dataclass(eq=False, kw_only=True)
 class GoldGapCallback(MonitorCallback):
     """
-    Alert when the proxy, the reward that is trained on, rises and gold, a judge's score, does not rise as much.
+    Alert when the reward that is trained on (the proxy) rises more than the score of a judge (gold).
 
-    Also alert when answers lose against those of the first evaluation.
+    Also alert when answers lose against those of the first evaluation, by the judge's scores.
 
     The gap is (proxy − proxy₀)/σ(proxy₀) − (gold − gold₀)/σ(gold₀). Here proxy and gold are means over an evaluation,
     index 0 is the first evaluation, and σ is the standard deviation of its single scores. Set `eval_on_start=True` so
@@ -45,10 +45,10 @@ class GoldGapCallback(MonitorCallback):
         win_rate: the monitor acts if the share of answers that beat those of the start policy is below this by more
             than noise.
         trainer, judge: for trainers without reward functions (SFT, DPO, KTO); give both. At each evaluation the
-            trainer's model answers prompts, the column `prompt` of its evaluation set, greedily. `judge`, a reward
-            function, async or not, scores the answers; it also gets the other columns. Then `eval_gold/mean`,
-            `eval_gold/std` and `eval_gold/win_rate` are logged. `eval_gold/mean` is the default of `gold`, and can be
-            the `metric_for_best_model`.
+            trainer's model greedily answers the first prompts of its evaluation set, from the column `prompt`.
+            `judge`, a reward function, async or not, scores the answers; it also gets the other columns. Then
+            `eval_gold/mean`, `eval_gold/std` and `eval_gold/win_rate` are logged. `eval_gold/mean` is the default of
+            `gold`, and can be the `metric_for_best_model`.
         num_prompts: number of prompts that `trainer` answers.
         max_new_tokens: maximum length of these answers, in tokens.
         others: see [`MonitorCallback`].

@@ -123,7 +123,7 @@ class HackWatch(MonitorCallback):
             yield Finding("the reward rises as in a hack", risk, self.limit, advice)
 
     def _risen(self) -> float | None:
-        """Return by how many σ of the first scores the reward rose; None if not by more than `sigmas` and noise."""
+        """Return by how many σ of the first scores the reward rose; None unless by more than `sigmas` plus noise."""
         mean, std = self.read("reward"), self.read("reward_std")
         rewards = self.follow("reward", mean, first=self.rollouts)
         stds = self.memory.setdefault("stds", [])
@@ -212,7 +212,7 @@ class _RoundsWatch(HackWatch):
 
 def watch_rounds(rounds: Sequence[dict[str, float | None]], answers: int) -> tuple[float, dict[str, Any] | None]:
     """
-    Return the risk of a hack after the last round, and the alert about it; the alert is None if the risk is low.
+    Return two values: the risk of a hack after the last round, and an alert if it is above the limit, else None.
 
     In each round a policy is trained on its own answers, as in online DPO, and then measured on prompts that are the
     same for all rounds.

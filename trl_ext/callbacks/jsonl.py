@@ -97,7 +97,8 @@ class JSONLCallback(TrainerCallback):
 
     def _throughput(self, numbers: dict[str, float]) -> dict[str, float]:
         """
-        Return `tokens_per_sec_per_gpu` since the previous log, a mean over the processes; {} if it is not known.
+        Return a mapping with `tokens_per_sec_per_gpu`, the tokens per second since the previous log, divided by the
+        number of processes; {} if it is unknown.
         """
         tokens, now, before = numbers.get("num_tokens"), time.monotonic(), self._tokens
         if tokens is None:

@@ -22,9 +22,9 @@ class KLBudgetCallback(MonitorCallback):
     Args:
         warn: nats per response above which the monitor warns. The default is half of `limit`.
         limit: nats per response above which the monitor acts.
-        tolerance: nats per response by which rounding may change the KL. Two cases beyond it warn. In the first
-            rollout the policy is the reference, so its KL must be 0: if it is not, the reference is wrong. Later a KL
-            is never negative: if it is, another policy sampled the answers.
+        tolerance: nats per response by which rounding may change the KL. The monitor warns if the KL of the first
+            rollout, whose policy is still the reference, differs from 0 by more: the reference is then wrong. It also
+            warns if a KL is below −`tolerance`: another policy has then sampled the answers.
         others: see [`MonitorCallback`].
     """
 

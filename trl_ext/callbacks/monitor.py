@@ -73,8 +73,7 @@ class MonitorCallback(Halting, TrainerCallback):
     All processes decide alike: where a logged number differs between processes, all use the main process' number.
 
     If a monitor ended a run, it ends the run again when the same command is repeated, until an argument of the run or
-    of the monitor is changed. Our trainers then train no step; a stock trainer takes one step, at a learning rate of
-    0.
+    of the monitor is changed. Our trainers then train no step; a stock trainer takes one step with a learning rate 0.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(eq=False, kw_only=True)
@@ -390,9 +389,8 @@ class MonitorCallback(Halting, TrainerCallback):
 
     def noise(self, quantity: str) -> dict[str, Any]:
         """
-        Return the standard error of a quantity's mean in this log, as `error`, and its degrees of freedom, as `dof`.
-
-        Return {} if the trainer does not log the standard deviation of single answers.
+        Return a mapping with the standard error of a quantity's mean in this log, `error`, and its degrees of freedom,
+        `dof`; {} if the trainer does not log the standard deviation of single answers.
         """
         metric, answers = self._known.get(quantity), self.answers
         spread = self._logs.get(metric.std) if metric and metric.std and quantity not in self.keys else None
@@ -517,9 +515,8 @@ def spread_key(key: str) -> str:
 
 def evaluation_noise(metrics: dict[str, Any], key: str, dataloader: Any) -> dict[str, Any]:
     """
-    Return the standard error of the mean that an evaluation logs under `key`, as `error`, and `dof`, for `follow`.
-
-    Return {} if the evaluation's standard deviation or its number of rows is unknown.
+    Return a mapping with the standard error of an evaluation's mean under `key`, `error`, and its degrees of freedom,
+    `dof`; {} if the standard deviation of single answers or the number of rows is unknown.
     """
     spread = metrics.get(spread_key(key))
     rows = number_of_rows(dataloader)

@@ -13,9 +13,9 @@ class ToolAbuseCallback(MonitorCallback):
     PPOTrainer logs failed and repeated calls, GRPOTrainer only failed calls.
 
     The calls of an episode depend on each other, and some episodes make many calls. So the error of a share is
-    computed in two ways, as if each episode had made one call and from the scatter of earlier logs, and the larger
-    error is used. The monitor therefore needs about ten logs before it can act, and far more answers than if calls
-    were independent.
+    computed in two ways: as if each episode had made one call, and from the scatter of earlier logs. The larger error
+    is used. The monitor therefore needs about ten logs before it can act, and far more answers than if calls were
+    independent.
 
     >>> trainer.add_callback(ToolAbuseCallback(repeated=0.5, action="stop"))
 

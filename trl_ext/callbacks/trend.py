@@ -52,8 +52,8 @@ class Series:
             value: a mean.
             error: its standard error, if that is known.
             dof: the degrees of freedom of `error`.
-            answers: number of answers that `value` is the mean of, if each of them has a number in [0, 1]. Give it in
-                place of `error`, which is computed from it.
+            answers: number of answers that `value` is the mean of, if the number of each is in [0, 1]. Give `answers`
+                in place of `error`, which is then computed.
             is_clustered: whether the answers may depend on each other. The error is then also estimated from the
                 scatter of earlier values, and the larger of the two errors is used.
         """

@@ -52,8 +52,8 @@ def write_marker(
 
 def read_marker(checkpoint: str) -> dict[str, Any]:
     """
-    Return the marker of a complete checkpoint: a mapping with `configuration`, `processes`, `written_ns`, `names` and
-    `files`.
+    Return the marker of a complete checkpoint: a mapping with `configuration`, `processes`, `written_ns`, `files` and,
+    unless an earlier version wrote it, `names`.
 
     Raises:
         IncompleteCheckpoint: the marker is missing or cannot be read.

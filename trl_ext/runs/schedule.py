@@ -53,9 +53,9 @@ def count(number: int, noun: str) -> str:
 
 def sizes(named: Any, model: Any) -> str:
     """
-    Return a text with two numbers of weights: all, and those that are trained.
+    Return a text with two numbers of weights: of all, and of those that are trained.
 
-    Of adapters in roles, only those of the policy and the critic count.
+    The weights of other adapters than the policy's and the critic's, such as the reference's, do not count.
     """
     others = {*getattr(model, "peft_config", ())} - {POLICY, CRITIC}
     parameters = [parameter for name, parameter in named if others.isdisjoint(name.split("."))]

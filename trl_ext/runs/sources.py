@@ -45,7 +45,7 @@ def source_identity(function: Any) -> str:
 
     - the source of the function, without comments
     - the values that the function closes over
-    - its attributes: the public ones, and `_x` if `x` is an argument of `__init__`
+    - the attributes of a callable object: the public ones, and `_x` if `x` is an argument of `__init__`
     - the functions, classes, objects, models and plain values of the user's own files that it names, and what these
       name in turn
 
@@ -164,8 +164,8 @@ def _named(namespace: dict[str, Any], names: list[str], modules: list[ModuleType
     """
     Yield each of these names that a namespace has, with its value.
 
-    A name of one of the user's own modules stands for those of these names that the module has. `modules` lists the
-    modules that were visited.
+    If the value is a module of the user's own files, yield in its place those of these names that the module has.
+    `modules` lists the modules that were visited before.
     """
     for name in names:
         item = namespace.get(name)
@@ -205,9 +205,9 @@ def _is_in_a_package(file: str | None) -> bool:
 
 def _source(function: Any) -> str | None:
     """
-    Return a function's source without comments; None if it cannot be told.
+    Return a function's source without comments; None if it was typed into a shell, which keeps no source.
 
-    It cannot for a function that was typed into a shell, and for a lambda, whose line has other code, too.
+    Return None for a lambda, too: the line that it stands in has other code.
     """
     if function.__name__ == "<lambda>":
         return None

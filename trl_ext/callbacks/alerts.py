@@ -26,20 +26,20 @@ class Alert:
     """
     Describe one problem that a monitor found.
 
-    The level `notice` is for what concerns the monitor itself, such as having nothing to watch. A notice is sent like
+    The level `notice` is for a problem of the monitor itself, such as having nothing to watch. A notice is sent like
     an alert, but is not counted as one.
 
     Args:
         monitor: class name of the monitor.
-        what: what was found, in words.
+        what: the problem, in words.
         step: optimizer step.
-        value: what was measured, if it is a number.
-        bound: the limit that it passed.
-        baseline: the value at first.
+        value: the measured number, if there is one.
+        bound: the limit that `value` has passed, if there is one.
+        baseline: the number from the start of the run that `value` is compared with, if there is one.
         advice: what to do, in a sentence.
-        action: what the monitor does about it: `warn`, `save`, `stop`, `raise_kl` or `rollback`.
-        runbook: file and section that say more.
-        level: `alert`, or `notice`.
+        action: what the monitor does: `warn`, `save`, `stop`, `raise_kl` or `rollback`.
+        runbook: file and section of the documentation on this problem.
+        level: `alert` or `notice`.
     """
 
     monitor: str
@@ -105,7 +105,7 @@ class TensorBoardSink:
     Write alerts as text into TensorBoard's run `monitors`, beside the run's own.
 
     Args:
-        args: the run's arguments; its output directory has TensorBoard's folder `runs`.
+        args: the run's training arguments. Their output directory holds TensorBoard's folder `runs`.
     """
 
     def __init__(self, args: Any):
@@ -131,13 +131,13 @@ class TrackioSink:
 class WebhookSink:
     """Post alerts as JSON to a URL, from a thread of its own.
 
-    The JSON has `text`, which Slack and its like show, and the alert's fields.
+    The JSON has the alert's fields, and `text`, the alert in words, which Slack and similar services show.
 
     Args:
         url: address to post to, http or https.
         timeout: seconds that one try may take.
-        retries: tries after the first, after 1, 2, 4, … seconds.
-        pending: alerts that may wait. Further ones are dropped with a warning.
+        retries: number of further tries after a failed one, with pauses of 1, 2, 4, … seconds.
+        pending: number of alerts that may wait to be posted. Further alerts are dropped, with a warning.
     """
 
     def __init__(self, url: str, timeout: float = 5.0, retries: int = 3, pending: int = 100):
@@ -152,7 +152,7 @@ class WebhookSink:
         self._thread: threading.Thread | None = None
 
     def send(self, alert: Alert) -> None:
-        """Queue the alert: the thread posts it."""
+        """Put the alert into the queue from which the thread posts alerts."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="trl-ext-webhook")
             self._thread.start()
@@ -165,7 +165,7 @@ class WebhookSink:
         return str(redacted(self.url, "webhook"))
 
     def close(self) -> None:
-        """Wait for pending alerts, for at most the time of one try."""
+        """Wait until all pending alerts are posted, but no longer than `timeout`."""
         end = time.monotonic() + self.timeout
         while self._thread is not None and self._queue.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.02)
@@ -198,7 +198,11 @@ _TRACKERS = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "trackio": Trac
 
 
 def make_sinks(sinks: Sequence[Any], args: Any) -> list[Any]:
-    """Make sinks from names and URLs, and for the trackers of `report_to`; keep objects with `send` as they are."""
+    """
+    Return the sinks of a run: one for each entry of `sinks`, and one for each further tracker of `report_to`.
+
+    An entry is a name, a URL, or an object with `send`, which is returned as it is.
+    """
 
     def is_given(tracker: str) -> bool:
         return any(sink == tracker or isinstance(sink, _TRACKERS[tracker]) for sink in sinks)
@@ -214,7 +218,7 @@ def _make_sink(sink: Any, args: Any) -> Any:
 
 
 def check_sinks(sinks: Sequence[Any]) -> None:
-    """Raise a ValueError, before training, if an entry cannot be made a sink."""
+    """Raise a ValueError if an entry of `sinks` is neither a known name, nor a URL, nor an object with `send`."""
     for sink in [sinks] if isinstance(sinks, str) else sinks:
         is_named = isinstance(sink, str) and (sink in _MAKERS or sink.startswith(("http://", "https://")))
         if isinstance(sinks, str) or not (hasattr(sink, "send") or is_named):

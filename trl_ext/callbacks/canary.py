@@ -21,22 +21,25 @@ class CanaryCallback(MonitorCallback):
     """
     Alert when the greedy answers to a fixed set of prompts change.
 
-    Before training and then every few minutes, the model answers the prompts. The answers' length, their most frequent
-    phrase and, with a judge, their score are compared with the first time. `canary.jsonl` in the output directory
-    keeps the answers. A policy that does not move gives the same greedy answers, so that their length and phrase have
-    no noise; a judge's scores may have some, which is learnt from those of earlier times.
+    The model answers the prompts before training, and then every few minutes. The answers' length, their most frequent
+    phrase and, with a judge, their score are compared with those of the first answers. All answers are kept in
+    `canary.jsonl` in the output directory.
+
+    An unchanged policy gives the same greedy answers each time, so their length and phrase have no noise. A judge's
+    scores may have noise, which is estimated from the earlier scores.
 
     >>> trainer.add_callback(CanaryCallback(trainer=trainer, prompts=["Who are you?"], minutes=15))
 
     Args:
-        trainer: generates the answers.
+        trainer: trainer whose model answers.
         prompts: texts or messages.
-        minutes: from one time to the next, by the main process' clock.
-        judge: a reward function, async or not.
-        length_factor: alert when the mean length exceeds this factor of the first, or is below its inverse.
+        minutes: minutes from one set of answers to the next, by the main process' clock.
+        judge: a reward function, async or not, that scores the answers; None for no scores.
+        length_factor: alert when the mean length is above the first one times this factor, or below the first one
+            divided by it.
         phrase: alert when the share of answers with the most frequent phrase rises by more than this.
-        score_drop: alert when the mean score falls by more than this. None is σ/2 of the first scores.
-        max_new_tokens: length of an answer.
+        score_drop: alert when the mean score falls by more than this. The default is half the σ of the first scores.
+        max_new_tokens: maximum length of an answer, in tokens.
         others: see [`MonitorCallback`].
     """
 
@@ -79,7 +82,7 @@ class CanaryCallback(MonitorCallback):
         yield from self._compare(now)
 
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
-        """Compare what was measured with the first time."""
+        """Yield a finding for each number in `now` that is too far from that of the first answers."""
         first = self.memory.setdefault("first", now)
         advice = "Compare the answers in `canary.jsonl` with the first ones."
         length, start = now["length"], max(first["length"], 1.0)

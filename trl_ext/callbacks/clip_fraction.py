@@ -1,4 +1,4 @@
-"""Watch the share of clipped updates."""
+"""Watch the share of tokens whose probability ratio is clipped."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class ClipFractionCallback(MonitorCallback):
     >>> trainer.add_callback(ClipFractionCallback(limit=0.3, steps=32))
 
     Args:
-        limit: largest share.
+        limit: alert when the share is above this.
         steps: optimizer steps over which the share is averaged.
         others: see [`MonitorCallback`].
     """

@@ -36,7 +36,7 @@ COLUMNS = {
 IMPORTANCE = "score KL accuracy loss margin entropy length cut clip s/step episodes lr grad epoch".split()
 _TRAINER_KEYS = ("loss", "learning_rate", "seconds", "epoch")  # every Trainer logs them, or they are measured here
 _CONSOLES = (ProgressCallback, PrinterCallback)  # transformers' own; a subclass is a user's
-_IN_BAR = ("score", "KL", "accuracy", "margin", "loss")  # the first two that there are
+_IN_BAR = ("score", "KL", "accuracy", "margin", "loss")  # the bar shows the first two of these that the run logs
 _WIDTH = 7  # characters of a number
 _ROWS_A_HEADER = 20
 _NO_TERMINAL = 120  # characters of a row in a file
@@ -54,18 +54,26 @@ class ConsoleCallback(ProgressCallback):
     >>> ConsoleCallback.replace(trainer)
 
     This replaces transformers' own `ProgressCallback` or `PrinterCallback`, but not a notebook's progress bar or a
-    user's subclass. (`add_callback` would keep them, and the run would be shown twice.)
+    user's subclass. (`trainer.add_callback` would keep transformers' own, and the run would be shown twice.)
 
     Rows begin with `train`, `eval`, `greedy` (an evaluation by PPOTrainer that decodes greedily), `alert` or `done`,
-    and go to stdout. Without a terminal there are neither bars nor colours. `disable_tqdm` turns the bars off,
-    and the environment variable `NO_COLOR` the colours. Only the main process shows anything. A narrow terminal gets
-    fewer columns. `-` is a number that the log does not have.
+    and go to stdout, alerts to stderr. Only the main process shows anything. Bars and colours are shown on a terminal
+    alone. The setting `disable_tqdm` turns bars off; the environment variable `NO_COLOR` turns colours off. A narrow
+    terminal gets fewer columns. `-` stands for a number that the log does not have.
 
-    Units are those of `METRICS` (`metrics.py`): `score` as the reward functions give it; `KL` nats per response
-    (PPO) or per token (GRPO, RLOO); `entropy` nats per token; `length` tokens of an answer; `cut` share of
-    answers that the length limit cut off; `clip` share of clipped tokens; `accuracy` share of pairs, or for SFT of
-    tokens; `margin` as the trainer's loss defines it; `lr` learning rate; `s/step` seconds of an optimizer step, its
-    rollout included; `grad` norm of the gradient.
+    Units are those of `METRICS` (`metrics.py`):
+
+    - `score`: as the reward functions give it
+    - `KL`: nats per response (PPO) or per token (GRPO, RLOO)
+    - `entropy`: nats per token
+    - `length`: tokens of an answer
+    - `cut`: share of answers that were cut off at the maximum length
+    - `clip`: share of clipped tokens
+    - `accuracy`: share of pairs; in SFT, share of tokens
+    - `margin`: as the trainer's loss defines it
+    - `lr`: learning rate
+    - `s/step`: seconds of an optimizer step, its rollout included
+    - `grad`: norm of the gradient
     """
 
     def __init__(self) -> None:
@@ -73,10 +81,10 @@ class ConsoleCallback(ProgressCallback):
         self.training_bar: Any = None
         self.prediction_bar: Any = None
         self.current_step = 0
-        self._is_lifted = False  # the bar is not on the terminal, until the next step begins
+        self._is_lifted = False  # whether the bar is removed from the terminal, until the next step begins
         self._kinds = ["greedy"]  # how rows begin; the longest gives the width
         self._columns: set[str] = set()  # headings that had a number so far
-        self._last: dict[str, float] = {}  # the newest number of each; some logs cover no rollout
+        self._last: dict[str, float] = {}  # the newest number under each heading; some logs cover no rollout
         self._header, self._rows = "", 0  # the last header, and how many rows ago
         self._began, self._seconds, self._steps = 0.0, 0.0, 0  # of the optimizer steps since the last log
 
@@ -85,7 +93,7 @@ class ConsoleCallback(ProgressCallback):
         """
         Replace transformers' own progress bar or printed logs in a trainer; do nothing if it has neither.
 
-        It is called before other callbacks, so that monitors' alerts get lines of their own.
+        The new callback is called before all other callbacks, so that monitors' alerts get lines of their own.
         """
         handler = trainer.callback_handler
         others = [callback for callback in handler.callbacks if type(callback) not in _CONSOLES]
@@ -193,7 +201,7 @@ class ConsoleCallback(ProgressCallback):
         self._write(row, "" if kind == "train" else "eval")
 
     def _write_text(self, kind: str, text: str, style: str = "", file: Any = None) -> None:
-        """Write a line outside the table, wrapped on a terminal."""
+        """Write a line that is not part of the table; on a terminal, wrap it."""
         line = f"{kind:{max(map(len, self._kinds))}} {text}"
         if sys.stdout.isatty():
             width = shutil.get_terminal_size().columns - 1
@@ -208,7 +216,11 @@ class ConsoleCallback(ProgressCallback):
         print(line, file=file, flush=True)
 
     def _show_alert(self, record: logging.LogRecord) -> bool:
-        """Write an alert without the bar in its line, unless a log handler of the script writes it."""
+        """
+        Remove the bar from its line, and write an alert there, unless a log handler of the script will write it.
+
+        Return whether a handler will: this is a filter of the alerts' logger.
+        """
         if _alerts.hasHandlers():
             self._clear()
             return True
@@ -222,7 +234,7 @@ def _bar(args: Any, **kwargs: Any) -> tqdm:
 
 
 def _keys(args: Any) -> dict[str, str]:
-    """Return for each heading of the table the key in the logs."""
+    """Return a mapping from each heading of the table to its key in the logs."""
     known = metrics_of(args)
     return {
         head: known[name].key if name in known else name
@@ -236,7 +248,7 @@ def _width(head: str) -> int:
 
 
 def _shown(number: float | None) -> str:
-    """Return a number with up to three significant digits, in 7 characters."""
+    """Return a number as a short text for a column of the table; "-" for None."""
     if number is None:
         return "-"
     if isinstance(number, int) or not math.isfinite(number) or number == 0:

@@ -8,15 +8,16 @@ from .monitor import AT_LEAST_ONE, SHARE, Finding, MonitorCallback
 @dataclass(eq=False, kw_only=True)
 class CutOffCallback(MonitorCallback):
     """
-    Alert when nearly all completions are cut off at the length limit, from the first rollout on or later.
+    Alert when too large a share of completions is cut off at the maximum length.
 
-    `LengthDriftCallback` compares with the first rollouts, so it is silent where these were cut off, too.
+    This also finds completions that are cut off from the first rollout on. `LengthDriftCallback`, which compares with
+    the first rollouts, does not.
 
     >>> trainer.add_callback(CutOffCallback(limit=0.5, action="stop"))
 
     Args:
-        limit: largest share.
-        rollouts: rollouts over which the share is averaged.
+        limit: alert when the share is above this.
+        rollouts: number of rollouts over which the share is averaged.
         others: see [`MonitorCallback`].
     """
 

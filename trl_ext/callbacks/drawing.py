@@ -13,14 +13,18 @@ def draw_alerts(axes, alerts) -> None:
 
 
 def as_label(name: str) -> str:
-    """Return a name as a legend shows it: in one line that is not too long, and not hidden for its `_`."""
+    """
+    Return a name changed so that a legend shows it well: printable, and cut in the middle if it is too long.
+
+    matplotlib would hide a name that begins with `_`, so such a name gets an invisible first character.
+    """
     name = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name)
     name = name if len(name) <= 48 else f"{name[:30]}…{name[-17:]}"
     return f"\N{ZERO WIDTH SPACE}{name}" if name.startswith("_") else name
 
 
 def draw_line(axes, history, key: str | None, label: str, **style) -> None:
-    """Draw the values of a key in a log as a line with dots."""
+    """Draw the values under a key of a `log_history` as a line with dots; draw nothing if there are none."""
     steps, values = curve(history, key)
     if steps:
         dots = {"marker": ".", "markersize": 3 if len(steps) > 1 else 8}
@@ -65,7 +69,7 @@ def _kl(axes, history, metrics, registry) -> None:
         if metrics["kl"].unit == "nats per response":
             _bound(axes, registry, "KLBudgetCallback", name, style)
             continue
-        # The budget is of a response, and the curve of a token: their ratio is the length
+        # The budget is per response, and the curve per token: their ratio is the length
         budget = registry.get("KLBudgetCallback", {}).get("args", {}).get(name)
         steps, lengths = curve(history, _key(metrics, "length"))
         if budget is not None and steps:
@@ -114,7 +118,11 @@ PANELS: dict[str, Callable] = {
 
 
 def draw_panel(axes, name: str, history, metrics: dict[str, Metric], registry, alerts) -> bool:
-    """Draw one of `PANELS`, or the curve of a key, with bounds and alerts. Return whether the run has logged it."""
+    """
+    Draw the panel `name`, with bounds and alerts: one of `PANELS`, or else the curve of the key `name`.
+
+    Return whether the run has logged anything that the panel shows.
+    """
     if name in PANELS:
         PANELS[name](axes, history, metrics, registry)
     else:

@@ -13,8 +13,8 @@ class EntropyFloorCallback(MonitorCallback):
     >>> trainer.add_callback(EntropyFloorCallback(floor=0.05, action="save"))
 
     Args:
-        floor: lowest entropy, nats per token.
-        relative: lowest entropy as a share of the mean over the first `steps`.
+        floor: alert when the entropy is below this, in nats per token.
+        relative: alert when the entropy is below this share of its mean over the first `steps`.
         steps: optimizer steps over which the entropy is averaged.
         others: see [`MonitorCallback`].
     """

@@ -10,10 +10,13 @@ from ..upstream.names import unwrap_model_for_generation
 
 def ids_of(trainer: Any, prompts: list) -> tuple[list[list[int]], int | None]:
     """
-    Return the token ids of prompts, and how many tokens the model's context leaves for an answer; None if any number.
+    Return the token ids of each prompt, and the number of tokens that the longest prompt leaves for an answer.
+
+    That number is None if the model's context has no maximum length. A prompt that is longer than the tokenizer's
+    maximum loses its beginning.
 
     Raises:
-        ValueError: it leaves none.
+        ValueError: the longest prompt leaves no token for an answer.
     """
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one
     prompt_ids = [list(ids[-tokenizer.model_max_length :]) for ids in prompt_token_ids(tokenizer, prompts)]
@@ -33,11 +36,15 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
     """
     Generate one greedy answer to each prompt, text or messages, and return all answers on every process.
 
-    An answer ends at the model's context, too.
+    An answer has at most `max_new_tokens`, and fewer if the model's context is full before.
 
     Returns:
-        What a reward function is called with: `prompts`, `completions` (messages where the prompts are),
-        `completion_ids`, `prompt_ids` and `finished`.
+        The arguments that a reward function is called with:
+
+        - `prompts`: as they were given.
+        - `completions`: the answers; text for a prompt of text, a list with one message for a prompt of messages.
+        - `completion_ids`, `prompt_ids`: token ids.
+        - `finished`: whether an answer ends with EOS.
     """
     accelerator, args, was_training = trainer.accelerator, trainer.args, trainer.model.training
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one

@@ -21,12 +21,15 @@ ROWS = "rows"  # key of the number of answers that the judge scored; it is not a
 @dataclass(eq=False, kw_only=True)
 class GoldGapCallback(MonitorCallback):
     """
-    Alert when the proxy rises and gold does not follow, or answers lose against those of the first evaluation.
+    Alert when the reward that is trained on (the proxy) rises more than the score of a judge (gold).
 
-    The gap is (proxy − proxy₀)/σ(proxy₀) − (gold − gold₀)/σ(gold₀), with means and σ of single scores. Index 0 is the
-    first evaluation. Set `eval_on_start=True` so that the first evaluation measures the start policy.
+    Also alert when answers lose against those of the first evaluation, by the judge's scores.
 
-    transformers itself stops at gold's peak and keeps it: use `EarlyStoppingCallback`,
+    The gap is (proxy − proxy₀)/σ(proxy₀) − (gold − gold₀)/σ(gold₀). Here proxy and gold are means over an evaluation,
+    index 0 is the first evaluation, and σ is the standard deviation of its single scores. Set `eval_on_start=True` so
+    that the first evaluation measures the start policy.
+
+    To end training at the highest gold and keep that model, use what transformers has: `EarlyStoppingCallback`,
     `metric_for_best_model="eval_rewards/gold_judge/mean"` and `load_best_model_at_end=True`.
 
     >>> def judge(completions, **columns):
@@ -36,15 +39,18 @@ class GoldGapCallback(MonitorCallback):
     Args:
         gold: key of the gold score in the evaluation's metrics. The default is that of
             [`~trl_ext.rewards.GoldJudgeReward`].
-        proxy: key of the proxy's score there. The default is that of the reward that the trainer trains on.
-        limit: the monitor acts if the gap, in σ, is above this by more than its noise.
-        win_rate: the monitor acts if the share of answers that beat the start policy's is below this by more than its
-            noise.
-        trainer, judge: for trainers without reward functions (SFT, DPO, KTO). `judge`, a reward function, async or
-            not, scores greedy answers to the `prompt`s of the trainer's evaluation set, and gets its other columns.
-            `gold` is then `eval_gold/mean`, which is logged, to the trackers, too, as are `eval_gold/std` and
-            `eval_gold/win_rate`; it can be the `metric_for_best_model`.
-        num_prompts, max_new_tokens: number and length of these answers.
+        proxy: key of the proxy in the evaluation's metrics. The default is that of the reward that the trainer trains
+            on.
+        limit: the monitor acts if the gap, in σ, is above this by more than noise.
+        win_rate: the monitor acts if the share of answers that beat those of the start policy is below this by more
+            than noise.
+        trainer, judge: for trainers without reward functions (SFT, DPO, KTO); give both. At each evaluation the
+            trainer's model greedily answers the first prompts of its evaluation set, from the column `prompt`.
+            `judge`, a reward function, async or not, scores the answers; it also gets the other columns. Then
+            `eval_gold/mean`, `eval_gold/std` and `eval_gold/win_rate` are logged. `eval_gold/mean` is the default of
+            `gold`, and can be the `metric_for_best_model`.
+        num_prompts: number of prompts that `trainer` answers.
+        max_new_tokens: maximum length of these answers, in tokens.
         others: see [`MonitorCallback`].
     """
 
@@ -73,7 +79,7 @@ class GoldGapCallback(MonitorCallback):
                 )
 
     def lacks(self, trainer):
-        """Yield a sentence if nothing is evaluated, and one if no reward function logs gold."""
+        """Yield a sentence if the trainer never evaluates, and one if no reward function logs gold."""
         if trainer.args.eval_strategy == "no":
             yield "GoldGapCallback reads evaluations, and `eval_strategy` is 'no': set it, or remove the monitor."
         has_judge = any(isinstance(each, GoldJudgeReward) for each in rewards_of(trainer))
@@ -105,7 +111,8 @@ class GoldGapCallback(MonitorCallback):
 
     def _compare(self, metrics: dict[str, Any], rows: int | None) -> Iterator[Finding]:
         """
-        Yield findings from comparing an evaluation with the first one; `rows` is its number of prompts, if known.
+        Compare an evaluation with the first one, and yield findings. `rows` is the evaluation's number of prompts;
+        None if it is unknown.
         """
         reward = metrics_of(self._args).get("reward")
         gold_key = self.gold or ("eval_gold/mean" if self.trainer is not None else "eval_rewards/gold_judge/mean")
@@ -127,7 +134,7 @@ class GoldGapCallback(MonitorCallback):
                 gap = self.memory["gap"] = rises[0] - rises[1]
                 noise: dict[str, Any] = {}
                 of_sigmas = 0.0
-                if rows is not None:  # the gap's error, in first σ's, and what their own error adds
+                if rows is not None:  # the gap's error in σ of the first evaluation, and what the error of that σ adds
                     now = math.hypot(proxy[1] / proxy_sigma, gold[1] / sigma) / math.sqrt(rows)
                     noise = {"error": now, "dof": max(rows - 1, 1)}
                     of_sigmas = math.hypot(*rises) / math.sqrt(2 * rows)
@@ -147,7 +154,7 @@ class GoldGapCallback(MonitorCallback):
                 yield Finding("answers lose against the start policy's", mean, self.win_rate, advice, 0.5)
 
     def _judged(self, metrics: dict[str, Any], key: str | None) -> list[float] | None:
-        """Return the mean under a key, and σ of the single scores, 0 if it is not logged; None without a mean."""
+        """Return a list of the mean under a key and the σ of single scores (0 if not logged); None without a mean."""
         mean = None if key is None else self._number(key, metrics.get(key))
         if key is None or mean is None:
             return None
@@ -155,7 +162,7 @@ class GoldGapCallback(MonitorCallback):
         return [mean, self._number(spread, metrics.get(spread)) or 0.0]
 
     def _judge(self) -> dict[str, float]:
-        """Generate answers on all processes, and score them on the main one."""
+        """Generate answers on all processes, score them on the main one, and return the metrics; {} if that failed."""
         rows = self.trainer.eval_dataset[: self.num_prompts]
         answers = rows | generate_answers(self.trainer, list(rows.pop("prompt")), self.max_new_tokens)
         judged, error = on_main_process(lambda: self._scores(answers))

@@ -1,4 +1,4 @@
-"""Watch for a hack: the reward rises, and the answers tell that it is not by getting better."""
+"""Watch for a reward hack: the reward rises, and other quantities show that the answers do not get better."""
 
 import math
 from collections.abc import Sequence
@@ -22,28 +22,36 @@ WEIGHTS |= {"kl": 0.4, "entropy": 0.4, "length": 0.4, "cut off": 0.3, "critic": 
 @dataclass(eq=False, kw_only=True)
 class HackWatch(MonitorCallback):
     """
-    Combine what a run logs into one risk of a hack, in [0, 1], with its reasons in words; alert above a limit.
+    Combine what a run logs into one number in [0, 1], the risk of a reward hack, and alert when it is above a limit.
 
-    The risk is 0 until the reward has risen by more than its noise. Then it is 1 − Π (1 − weight) over the witnesses
-    that moved by more than theirs (`WEIGHTS`): a phrase that spreads, answers that grow alike or repeat themselves,
-    disagreement of an ensemble, entropy, KL, length, cut-off answers, the critic, and gold where it is measured.
-    The weights are chosen, not fitted; the limit is chosen on a part of the runs of `tests/benchmarks/watch.py`. Once
-    gold has risen, the risk is 0 until gold falls from its best. `memory` keeps the last `risk` and `reasons`, and
-    callbacks that run after this one find the risk in the logs as `watch/risk`. PPOTrainer's setting `watch` attaches
-    one.
+    The risk is 0 until the reward has risen by more than `sigmas` and noise. Then it is 1 − Π (1 − weight) over all
+    witnesses that have moved by more than the limits below and noise. The witnesses, with weights in `WEIGHTS`, are:
+
+    - a phrase that spreads, answers that grow alike, answers that repeat themselves
+    - disagreement of an ensemble of reward models
+    - entropy, KL, length, the share of answers that are cut off, the critic's explained variance
+    - gold, a score that training never sees, if an evaluation measures it
+
+    Once gold has risen, the risk is 0 until gold falls from its best. The weights are chosen, not fitted; the limit is
+    chosen on a part of the runs of `tests/benchmarks/watch.py`.
+
+    `memory` keeps the last `risk`, and the `reasons` for it in words. Callbacks that run after this one find the risk
+    in the logs as `watch/risk`. PPOTrainer's setting `watch` attaches a HackWatch.
 
     >>> trainer.add_callback(HackWatch(trainer=trainer, action="stop"))
 
     Args:
-        trainer: optional; its table of completions is read if no `repetition_watch` logs how alike answers are.
+        trainer: trainer whose completions are measured for repetition, where no `repetition_watch` logs it. None reads
+            the logs alone.
         limit: risk above which the monitor acts.
-        sigmas: rise of the reward, in σ of the first single scores.
-        kl: nats per response. A KL per token is multiplied by the mean length.
-        moved: relative change from the first values that counts for length, entropy and different n-grams; the
-            disagreement must grow by twice as much.
-        shares: rise of the shares of answers: with the top phrase, of repeated n-grams, cut off.
-        gold: key of the evaluation's gold score.
-        rollouts: number of first logs in a baseline.
+        sigmas: rise of the mean reward that counts, in σ of the first single scores.
+        kl: KL that counts, in nats per response. A KL that is logged per token is multiplied by the mean length.
+        moved: change from the baseline that counts: a relative one for length, entropy and the share of different
+            n-grams, an absolute one for the critic's explained variance. Disagreement must grow by twice as much.
+        shares: rise above the baseline that counts for three shares: of answers with the most frequent phrase, of
+            repeated n-grams, and of answers that are cut off.
+        gold: key of the gold score in the evaluation's metrics.
+        rollouts: number of first logs in the baseline.
         others: see [`MonitorCallback`].
     """
 
@@ -115,7 +123,7 @@ class HackWatch(MonitorCallback):
             yield Finding("the reward rises as in a hack", risk, self.limit, advice)
 
     def _risen(self) -> float | None:
-        """Return by how many σ of the first scores the reward rose, if that is more than `sigmas` and noise."""
+        """Return by how many σ of the first scores the reward rose; None unless by more than `sigmas` plus noise."""
         mean, std = self.read("reward"), self.read("reward_std")
         rewards = self.follow("reward", mean, first=self.rollouts)
         stds = self.memory.setdefault("stds", [])
@@ -131,7 +139,7 @@ class HackWatch(MonitorCallback):
         return None if risen is None else (risen - rewards.first) / sigma
 
     def _witnesses(self, logs: dict[str, Any]) -> dict[str, str]:
-        """Return a sentence for each witness that moved, by the name of the witness."""
+        """Return a mapping from the name of each witness that moved to words on how it moved."""
         reasons = {"gold": self.memory["gold"]} if self.memory.get("gold") else {}
         start, length = self.rollouts, self.read("length", optional=True)
         lengths = self.follow("length", length, first=start)
@@ -182,7 +190,7 @@ def attach_watch(trainer: Any, action: Any) -> None:
 
     Args:
         trainer: a trainer that keeps a table of completions.
-        action: what the watch does, or `"off"` for no watch. With `"warn"` it sends its alert once.
+        action: action of the watch on its alert, or `"off"` to attach none. With `"warn"` the alert is sent only once.
     """
     callbacks = trainer.callback_handler.callbacks
     if action != "off" and not any(isinstance(each, HackWatch) for each in callbacks):
@@ -194,7 +202,7 @@ def attach_watch(trainer: Any, action: Any) -> None:
 
 
 class _RoundsWatch(HackWatch):
-    """Watch rounds that are measured on as many held-out answers each, in place of the logs of a trainer."""
+    """Watch rounds of training, each measured on the same number of held-out answers, in place of a trainer's logs."""
 
     answers = 1
 
@@ -204,14 +212,15 @@ class _RoundsWatch(HackWatch):
 
 def watch_rounds(rounds: Sequence[dict[str, float | None]], answers: int) -> tuple[float, dict[str, Any] | None]:
     """
-    Return the risk of a hack after the last of these rounds, and the alert about it if the risk is above the limit.
+    Return two values: the risk of a hack after the last round, and an alert if it is above the limit, else None.
 
-    Each round trains on answers of its own policy, as in online DPO, and is then measured on the same prompts.
+    In each round a policy is trained on its own answers, as in online DPO, and then measured on prompts that are the
+    same for all rounds.
 
     Args:
-        rounds: for each round what PPO logs of a rollout: `objective/scores`, `objective/scores_std`,
-            `completions/mean_length`, `completions/std_length`, `completions/clipped_ratio`, and what
-            `RepetitionWatch` measures. The first round is the policy before training.
+        rounds: measures of each round, under the keys that PPO logs for a rollout: `objective/scores`,
+            `objective/scores_std`, `completions/mean_length`, `completions/std_length`, `completions/clipped_ratio`,
+            and those of `RepetitionWatch`. The first round is the policy before training.
         answers: number of answers that each round is measured on.
     """
     watch, alert = _RoundsWatch(rollouts=1, sinks=[]), None

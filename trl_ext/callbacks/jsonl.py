@@ -25,19 +25,25 @@ class JSONLCallback(TrainerCallback):
     """
     Append the run's events to `metrics.rank{r}.jsonl`, one JSON object a line. `kill -9` loses at most the last line.
 
-    Each event has `timestamp`, `rank`, `step` and `type`: `begin` (with the run's id and its configuration, without
-    credentials), `train`, `eval`, `save` or `end`. A run that is resumed keeps its id; in a folder with several runs
-    the last id counts. `train`, `eval` and `end` have all numbers of the log under `logs`. `train` adds, as far as
-    they can be measured, `kl`, the losses, `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`,
-    `seconds_generation`, `seconds_scoring` and `seconds_update`; the first `train` or `end` also has the monitors'
-    arguments. Watches of `trl_ext.rewards` without a folder of their own write to the same folder.
+    Each event has `timestamp`, `rank`, `step` and `type`, and further keys by its type:
+
+    - `begin`: the run's id, and its configuration without credentials. A resumed run keeps its id: the last one in the
+      file.
+    - `train`: all numbers of the log, under `logs`. As far as they are measured, also `kl`, the losses,
+      `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`, `seconds_generation`, `seconds_scoring` and
+      `seconds_update`.
+    - `eval`, `end`: all numbers of the log, under `logs`.
+    - `save`: nothing more.
+
+    The first `train` event, or `end` if there is none, also has the monitors' arguments. Watches of `trl_ext.rewards`
+    that have no folder of their own write into the same folder.
 
     >>> trainer.add_callback(JSONLCallback(every_process=False))
 
     Args:
-        folder: of the file. The default is the output directory; with `push_to_hub` its folder `_run`, which
-            transformers does not upload.
-        every_process: whether each process writes a file of its own, or the main process alone.
+        folder: folder of the file. The default is the output directory; with `push_to_hub` it is the folder `_run` in
+            the output directory, which transformers does not upload.
+        every_process: if True, each process writes a file of its own; if False, only the main process writes one.
     """
 
     folder: str | None = None
@@ -90,7 +96,10 @@ class JSONLCallback(TrainerCallback):
         self._event("save", state)
 
     def _throughput(self, numbers: dict[str, float]) -> dict[str, float]:
-        """Return the tokens per second since the last log, mean over the processes."""
+        """
+        Return a mapping with `tokens_per_sec_per_gpu`, the tokens per second since the previous log, divided by the
+        number of processes; {} if it is unknown.
+        """
         tokens, now, before = numbers.get("num_tokens"), time.monotonic(), self._tokens
         if tokens is None:
             return {}

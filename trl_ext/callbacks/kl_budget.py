@@ -11,8 +11,8 @@ class KLBudgetCallback(MonitorCallback):
     """
     Alert when KL(policy ‖ reference), summed over a response, exceeds its budget.
 
-    A KL logged per token (GRPO, RLOO) is multiplied by the mean length. That is approximate; the alert says so, and
-    gives the bound per token, too.
+    A KL that is logged per token (GRPO, RLOO) is multiplied by the mean length. The product is approximate; the alert
+    says so, and gives the KL and the bound per token, too.
 
     >>> budget = KLBudgetCallback(limit=10, action="stop")
     >>> budget.warn
@@ -21,10 +21,10 @@ class KLBudgetCallback(MonitorCallback):
 
     Args:
         warn: nats per response above which the monitor warns. The default is half of `limit`.
-        limit: nats per response above which it acts.
-        tolerance: nats per response. The first rollout's policy is the reference, so its KL is 0 but for rounding. If
-            it is off by more, the reference is wrong. A KL below −`tolerance` at any time means that another policy
-            sampled. Both raise an alert.
+        limit: nats per response above which the monitor acts.
+        tolerance: nats per response by which rounding may change the KL. The monitor warns if the KL of the first
+            rollout, whose policy is still the reference, differs from 0 by more: the reference is then wrong. It also
+            warns if a KL is below −`tolerance`: another policy has then sampled the answers.
         others: see [`MonitorCallback`].
     """
 
@@ -54,7 +54,7 @@ class KLBudgetCallback(MonitorCallback):
             kl, unit = kl * length, " (approximate: mean per token × mean length)"
         if kl is None:
             return
-        # A budget is no first value with an error of its own: where the spread is unknown, each log counts as it is
+        # A budget, unlike a baseline, has no error of its own. Where the spread is unknown, each log is taken as exact
         kls = self.follow("kl", kl, **(self.noise("kl") or {"error": 0.0}))
 
         def numbers(kl: float, bound: float) -> str:

@@ -8,7 +8,7 @@ from .monitor import ABOVE_ONE, AT_LEAST_ONE, Finding, MonitorCallback
 @dataclass(eq=False, kw_only=True)
 class LengthDriftCallback(MonitorCallback):
     """
-    Alert when completions grow much longer or shorter than in the first rollouts, or more of them are cut off.
+    Alert when completions are much longer or shorter than in the first rollouts, or when more of them are cut off.
 
     >>> trainer.add_callback(LengthDriftCallback(factor=2, rollouts=8))
     >>> LengthDriftCallback(factor=0.5)
@@ -16,8 +16,8 @@ class LengthDriftCallback(MonitorCallback):
     ValueError: `factor` must be above 1, got 0.5
 
     Args:
-        factor: alert when the mean length is above `factor` times, or below 1/`factor` of, the first rollouts' mean.
-        clipped: alert when the share of completions that are cut off rises by more than this.
+        factor: alert when the mean length is above the baseline times `factor`, or below the baseline divided by it.
+        clipped: alert when the share of completions that are cut off rises above the baseline by more than this.
         rollouts: number of first rollouts in the baseline.
         others: see [`MonitorCallback`].
     """

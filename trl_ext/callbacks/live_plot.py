@@ -1,4 +1,4 @@
-"""Draw curves in a notebook, while it trains."""
+"""Draw curves in a notebook during training."""
 
 import io
 import time
@@ -17,16 +17,18 @@ from .monitor import alerts_of
 @dataclass(eq=False, kw_only=True)
 class LivePlotCallback(TrainerCallback):
     """
-    Draw curves below the cell of a notebook that trains, and redraw them at each log.
+    Draw curves below the notebook cell that trains, and redraw them at each log.
 
-    transformers shows a table there, with a column for each number of an evaluation; to have the curves alone:
-    `trainer.remove_callback(transformers.utils.notebook.NotebookProgressCallback)`. It needs IPython and matplotlib.
+    transformers shows a table below that cell, with a column for each number of an evaluation. To see the curves
+    alone, call `trainer.remove_callback(transformers.utils.notebook.NotebookProgressCallback)`.
+
+    The packages IPython and matplotlib are needed.
 
     >>> trainer.add_callback(LivePlotCallback(panels=("scores", "loss"), seconds=5))
 
     Args:
-        panels: what to draw: panels of [`MonitoringPlotCallback`], as "entropy, nats per token", or keys of the logs,
-            as "loss".
+        panels: what to draw: panels of [`MonitoringPlotCallback`], such as "entropy, nats per token", or keys of the
+            logs, such as "loss".
         seconds: shortest time between two drawings. The end of training is always drawn.
     """
 

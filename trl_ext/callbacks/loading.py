@@ -21,7 +21,8 @@ def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
     5
 
     Raises:
-        ValueError: an unknown class or argument, with the nearest names, or a value that the class refuses.
+        ValueError: an entry has an unknown class or argument, or a value that the class refuses. For an unknown name
+            the message has the nearest ones.
     """
     import trl_ext.callbacks as package
 
@@ -35,7 +36,12 @@ def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
 
 
 def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
-    """Add callbacks to a trainer. A `CanaryCallback` generates with it, and a `HackWatch` reads its completions."""
+    """
+    Add monitors to a trainer, and warn of those that will have nothing to watch.
+
+    The `trainer` of a `CanaryCallback` is set, so that it can generate, and that of a `HackWatch` if the trainer keeps
+    completions.
+    """
     for monitor in monitors:
         if isinstance(monitor, CanaryCallback) or (isinstance(monitor, HackWatch) and hasattr(trainer, "_logs")):
             monitor.trainer = trainer

@@ -11,10 +11,11 @@ class Metric:
     Name the key under which a trainer logs a quantity.
 
     Args:
-        key: its key in `logs`.
+        key: the quantity's key in `logs`.
         unit: its unit, such as `"tokens"`.
-        cadence: `"rollout"` if only a log that covers the start of a rollout has it, `"step"` if every log has it.
-        std: the key of the standard deviation of single answers, where it is logged.
+        cadence: `"step"` if every log has the key, `"rollout"` if only a log that covers the start of a rollout has
+            it.
+        std: the key of the standard deviation of single answers; None if the trainer does not log it.
     """
 
     key: str
@@ -94,12 +95,12 @@ _GATHERED = {metric.key for metrics in METRICS.values() for metric in metrics.va
 
 
 def is_gathered(key: str) -> bool:
-    """Return whether every process sees the same number under this key."""
+    """Return whether the number under this key is the same on every process."""
     return key in _GATHERED or key.startswith(_GATHERED_PREFIXES)
 
 
 def metrics_of(args: Any) -> dict[str, Metric]:
-    """Return the quantities that the trainer with the config `args` logs; {} for an unknown trainer."""
+    """Return the quantities of `METRICS` that the trainer with the config `args` logs; {} for an unknown trainer."""
     return next((METRICS[cls.__name__] for cls in type(args).__mro__ if cls.__name__ in METRICS), {})
 
 
@@ -115,7 +116,8 @@ def answers_in_log(args: Any, logging_steps: int) -> float | None:
     """
     Return the number of independent answers in a log that covers the start of a rollout; None if `args` do not say.
 
-    Answers to one prompt may be alike, so that they count as one. Where a critic is trained alone, rows are answers.
+    Several answers to one prompt may be alike, so they count as one answer. If only a critic is trained, each row of
+    the data counts as an answer.
     """
     if drawn := getattr(args, "generation_batch_size", None):
         rollouts = max(1, logging_steps // rollout_steps(args))
@@ -132,12 +134,16 @@ def numbers_in(logs: dict[str, Any]) -> dict[str, float]:
 
 
 def is_training_log(logs: dict[str, Any]) -> bool:
-    """Return whether these are logs of training steps: only those have a learning rate."""
+    """Return whether a log is one of training steps: only such a log has a learning rate."""
     return "learning_rate" in logs
 
 
 def curve(history: list[dict[str, Any]], key: str | None) -> tuple[list[int], list[float]]:
-    """Return the steps and finite values of a key in a `log_history`. The last value of a step counts."""
+    """
+    Return two lists: the steps at which a `log_history` has a finite value under `key`, and these values.
+
+    If a step has several values, the last one is taken.
+    """
     points = {log["step"]: log[key] for log in history if key and isinstance(log.get(key), (int, float))}
     steps = [step for step in sorted(points) if math.isfinite(points[step])]
     return steps, [points[step] for step in steps]

@@ -1,4 +1,4 @@
-"""Define the base class of monitors, which reads logs, compares changes with noise, and raises alerts."""
+"""Define `MonitorCallback`, the base class of monitors: it reads logs, tells changes from noise, and raises alerts."""
 
 import json
 import math
@@ -34,22 +34,26 @@ SHARE = ("in (0, 1)", lambda x: 0 < x < 1)
 
 
 class Memory(dict):
-    """Hold the memory of a running monitor. A plain dict is a checkpoint's memory, which a new monitor takes over."""
+    """
+    Hold what a running monitor remembers.
+
+    A memory in the registry that is a plain dict was read from a checkpoint: a new monitor takes it over.
+    """
 
 
 @dataclass
 class Finding:
     """
-    Describe one problem that `watch` found. `MonitorCallback` makes an [`Alert`] of it.
+    Describe one problem that `watch` found. `MonitorCallback` makes an [`Alert`] of each finding.
 
     Args:
-        what: what was found, in words.
-        value: what was measured, if it is a number.
-        bound: the limit that it passed.
+        what: the problem, in words.
+        value: the measured number, if there is one.
+        bound: the limit that `value` has passed, if there is one.
         advice: what to do, in a sentence.
-        baseline: the value at first.
-        acts: whether the monitor takes its action; False only warns.
-        level: `alert`, or `notice` for what concerns the monitor itself.
+        baseline: the number from the start of the run that `value` is compared with, if there is one.
+        acts: whether the monitor takes its `action`; if False, it only warns.
+        level: `alert` for a problem of the run, `notice` for a problem of the monitor itself.
     """
 
     what: str
@@ -64,12 +68,12 @@ class Finding:
 @dataclass(eq=False, kw_only=True)
 class MonitorCallback(Halting, TrainerCallback):
     """
-    Base class of the monitors. It reads the training logs and raises alerts; a subclass defines `watch(logs)`.
+    Read the training logs, and raise alerts: the base class of monitors. A subclass defines `watch(logs)`.
 
-    All processes decide alike: if a number differs between them, the main process' number counts.
+    All processes decide alike: where a logged number differs between processes, all use the main process' number.
 
-    A monitor that ended a run ends it again when the same command runs again, until an argument of the run or of the
-    monitor is changed: our trainers then train no step. A stock trainer must take one step; its learning rate is 0.
+    If a monitor ended a run, it ends the run again when the same command is repeated, until an argument of the run or
+    of the monitor is changed. Our trainers then train no step; a stock trainer takes one step with a learning rate 0.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(eq=False, kw_only=True)
@@ -85,14 +89,17 @@ class MonitorCallback(Halting, TrainerCallback):
     Args:
         action: what an alert does besides being sent. `warn` does nothing more. `save` writes a checkpoint at this
             step. `stop` writes a checkpoint and ends training. `raise_kl` asks the trainer to raise its KL coefficient
-            ([`~trl_ext.callbacks.request_kl_scale`]), which PPOTrainer does. `rollback` ends training without a
-            checkpoint, and renames those after the last good one, from which the next run goes on. Our trainers then
-            raise [`~trl_ext.runs.checkpoints.RolledBack`], so that a script does not save the weights as they are.
+            ([`~trl_ext.callbacks.request_kl_scale`]), which PPOTrainer does. `rollback` ends training without writing
+            a checkpoint, and renames the checkpoints after the last good one, so that the next run goes on from that
+            one. Our trainers then raise [`~trl_ext.runs.checkpoints.RolledBack`], so that a script does not save the
+            bad weights.
         sinks: where alerts go: "log", "jsonl" (`alerts.jsonl` in the output directory), "wandb", "tensorboard",
             "trackio", a webhook's URL, or objects with `send(alert)`. The trackers that the run reports to are added.
-        repeat_steps: optimizer steps before the same alert is raised again. `stop` and `rollback` always act.
+        repeat_steps: optimizer steps for which the same alert is not raised again. With `stop` and `rollback` the
+            alert is always raised, and always acts.
         kl_factor: factor by which `raise_kl` multiplies the KL coefficient.
-        keys: quantity → key of the logs, for trainers and metrics that `trl_ext.callbacks.metrics` does not know.
+        keys: mapping from a quantity to its key in the logs, for trainers and metrics that
+            `trl_ext.callbacks.metrics` does not know.
     """
 
     action: Action = "warn"
@@ -102,7 +109,7 @@ class MonitorCallback(Halting, TrainerCallback):
     keys: dict[str, str] = field(default_factory=dict)
 
     runbook = ""  # the heading of this monitor's section in the runbook
-    ranges = {  # argument → its rule; those of the base classes hold, too
+    ranges = {  # argument → its rule; the rules of the base classes hold, too
         "repeat_steps": AT_LEAST_ONE,
         "kl_factor": ("above 1 to raise the KL coefficient", lambda x: x > 1),
     }
@@ -132,12 +139,12 @@ class MonitorCallback(Halting, TrainerCallback):
     # ---- State ----
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the monitor's arguments that can be written as JSON."""
+        """Return those of the monitor's arguments that can be written as JSON, without credentials."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return redacted({name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)})
 
     def _deciding(self) -> dict[str, Any]:
-        """Return the arguments whose change lets a stopped run resume."""
+        """Return the monitor's arguments but `sinks`: if one of them changes, a stopped run may resume."""
         return {name: value for name, value in self._arguments().items() if name != "sinks"}
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -152,7 +159,7 @@ class MonitorCallback(Halting, TrainerCallback):
                 )
             self.memory = Memory(memory)
         elif self._has_trained:
-            self.memory = Memory()  # another run: what the last one found says nothing of it
+            self.memory = Memory()  # another run begins: what the previous run's logs showed does not apply to it
         self._has_trained = self._is_training = True
         self._is_held = self._owes_save = False
         # The registry holds the memory itself, not a copy, so that each checkpoint saves it as it is by then
@@ -200,7 +207,11 @@ class MonitorCallback(Halting, TrainerCallback):
         return None
 
     def _rollback_now(self, args: Any, state: Any) -> str | None:
-        """Return why this run may not resume after a rollback; if it may, log the changed settings and return None."""
+        """
+        Return why this run may not resume after this monitor's rollback; None if it may, or if there was no rollback.
+
+        If the run may resume after a rollback, log which settings have changed.
+        """
         rollback, error = on_main_process(lambda: Rollback.read(args.output_dir))
         if error is not None or rollback is None or rollback.monitor != type(self).__name__:
             return None
@@ -221,11 +232,15 @@ class MonitorCallback(Halting, TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self._is_held and "optimizer" in kwargs:
-            for group in kwargs["optimizer"].param_groups:  # the scheduler sets it again
+            for group in kwargs["optimizer"].param_groups:  # at each step: the scheduler sets the rate again
                 group["lr"] = 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Repeat requests to stop or save: transformers forgets them as a step begins, and saves as an epoch ends."""
+        """
+        Repeat the monitor's requests to stop or to save, at the end of each step and of each epoch.
+
+        transformers resets requests when a step begins, and requests a checkpoint of its own when an epoch ends.
+        """
         if self._is_held or rolled_back(state):
             control.should_training_stop = True
             control.should_save = control.should_evaluate = control.should_log = False
@@ -248,7 +263,7 @@ class MonitorCallback(Halting, TrainerCallback):
     # ---- Reading ----
 
     def watch(self, logs: dict[str, Any]) -> Iterator[Finding]:
-        """Yield a finding for each thing that is wrong in these training logs."""
+        """Yield a [`Finding`] for each problem that one log of training steps shows."""
         return iter(())
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -271,10 +286,10 @@ class MonitorCallback(Halting, TrainerCallback):
 
     def read(self, quantity: str, optional: bool = False) -> float | None:
         """
-        Return a quantity's number in this log, or None if the key is absent or None, or the number is not finite.
+        Return a quantity's number in this log; None if the log has no such number, or if the number is not finite.
 
-        A number that is not finite raises an alert. So does a key that is absent for longer than a rollout, once,
-        unless it is `optional`.
+        A number that is not finite raises an alert. A quantity that no log has for longer than a rollout raises one
+        notice, unless it is `optional`.
         """
         metric = self._known.get(quantity)
         key = self.keys.get(quantity) or (metric.key if metric else None)
@@ -298,7 +313,7 @@ class MonitorCallback(Halting, TrainerCallback):
         return value
 
     def is_infinite(self, quantity: str) -> bool:
-        """Return whether a quantity is +∞ in this log, which is above every bound but enters no mean."""
+        """Return whether a quantity is +∞ in this log: it is then above every bound, but is left out of means."""
         metric = self._known.get(quantity)
         return self._infinite.get(self.keys.get(quantity) or (metric.key if metric else "")) is True
 
@@ -328,16 +343,18 @@ class MonitorCallback(Halting, TrainerCallback):
         self, name: str, value: float | None, first: int = 0, size: int = 1, logs: int = 1, **noise: Any
     ) -> Series:
         """
-        Add a log's value to its series, and return the series.
+        Add one log's value to the series of its quantity, and return the series.
 
-        Without a value, or while the other logs of a rollout are to come, the series is empty: beyond no bound.
+        An empty series, which is beyond no bound, is returned if `value` is None, and until all `logs` logs of a
+        rollout have come.
 
         Args:
             name: the quantity, or another name for the series.
-            value: a mean, or None if this log has none. `noise` is its error, as `Series.add` takes it. The default
-                comes from the spread that the trainer logs, if it logs one.
-            first, size: see [`Series`]; in means of `logs` logs.
-            logs: how many logs measure the same answers. Their mean is one value.
+            value: the quantity's mean in this log; None if the log has none.
+            first, size: as in [`Series`], counted in values, each of which is a mean of `logs` logs.
+            logs: number of logs that measure the same answers. Their mean is added to the series as one value.
+            **noise: what is known of the error of `value`: the other arguments of `Series.add`. The default is
+                computed from the standard deviation that the trainer logs, if it logs one.
         """
         if value is None:
             return Series({})
@@ -349,7 +366,7 @@ class MonitorCallback(Halting, TrainerCallback):
                 return Series({})
             values, errors = zip(*self.memory["parts"].pop(name), strict=True)
             value = sum(values) / logs
-            if "error" in noise:  # of the same answers: more logs of them know no better
+            if "error" in noise:  # all logs measure the same answers, so more logs do not lessen the error
                 noise["error"] = None if None in errors else max(errors)
         series = Series(self.memory.setdefault("series", {}).setdefault(name, {}), first, size)
         series.add(value, **noise)
@@ -357,8 +374,10 @@ class MonitorCallback(Halting, TrainerCallback):
 
     def windows(self, steps: int) -> dict[str, Any]:
         """
-        Return arguments for `follow`: `logs`, how many logs one rollout fills, whose mean is one value; and `size`,
-        how many such values cover `steps` optimizer steps.
+        Return the arguments `logs` and `size` of `follow` for averaging a quantity over `steps` optimizer steps.
+
+        - `logs`: number of logs in one rollout. Their mean is one value of the series.
+        - `size`: number of such values that cover `steps`.
         """
         logs = math.ceil(rollout_steps(self._args) / self._logging_steps)
         return {"logs": logs, "size": max(1, math.ceil(steps / (logs * self._logging_steps)))}
@@ -369,7 +388,10 @@ class MonitorCallback(Halting, TrainerCallback):
         return answers_in_log(self._args, self._logging_steps)
 
     def noise(self, quantity: str) -> dict[str, Any]:
-        """Return the standard error of a quantity's mean in this log, if the trainer logs how much answers differ."""
+        """
+        Return a mapping with the standard error of a quantity's mean in this log, `error`, and its degrees of freedom,
+        `dof`; {} if the trainer does not log the standard deviation of single answers.
+        """
         metric, answers = self._known.get(quantity), self.answers
         spread = self._logs.get(metric.std) if metric and metric.std and quantity not in self.keys else None
         if spread is None or answers is None or not math.isfinite(spread):
@@ -379,7 +401,11 @@ class MonitorCallback(Halting, TrainerCallback):
     # ---- Acting ----
 
     def _handle(self, findings: Iterator[Finding], state: Any, control: Any, good_step: int | None) -> None:
-        """Raise an alert and act for each finding; without findings and doubts, record `good_step` as good."""
+        """
+        Raise an alert for each finding, and take the monitor's action.
+
+        If no finding calls for the action, and no series is in doubt, store `good_step` as the newest good step.
+        """
         if self._is_held:
             return
         step, good = state.global_step, True
@@ -428,7 +454,7 @@ class MonitorCallback(Halting, TrainerCallback):
                 request_kl_scale(state, self.kl_factor)
 
     def _roll_back(self, what: str, state: Any) -> str:
-        """Prepare the rollback: the next run resumes from the last good checkpoint; return advice for the user."""
+        """Make the next run resume from the last good checkpoint, and return a sentence that tells the user so."""
         if self.finish_saving is not None:
             self.finish_saving()
         output_dir, good_step = self._args.output_dir, min(self.memory.get("good_step", -1), self.step - 1)
@@ -457,7 +483,7 @@ class MonitorCallback(Halting, TrainerCallback):
         return sentence
 
     def _check_kl_request(self, state: Any) -> None:
-        """Say once if the trainer did not answer `raise_kl` within a rollout, and only warn from then on."""
+        """If the trainer has not answered `raise_kl` within a rollout, send one notice, and only warn from then on."""
         if self.action == "raise_kl" and kl_scale_is_pending(state, rollout_steps(self._args)):
             take_kl_scale(state)
             self.memory["kl_unheard"] = True
@@ -477,18 +503,21 @@ class MonitorCallback(Halting, TrainerCallback):
 
 
 def alerts_of(state: Any, level: Level = "alert") -> list[dict[str, Any]]:
-    """Return the alerts of all monitors, including those from before a resume; or the entries of another `level`."""
+    """Return the alerts that all monitors have sent, also before a resume; with the level `notice`, their notices."""
     sent = state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
     return [alert for alert in sent if alert.get("level", "alert") == level]
 
 
 def spread_key(key: str) -> str:
-    """Return the key under which an evaluation logs a mean's standard deviation."""
+    """Return the key under which an evaluation logs the standard deviation that belongs to the mean under `key`."""
     return key.removesuffix("/mean") + "/std" if key.endswith("/mean") else f"{key}_std"
 
 
 def evaluation_noise(metrics: dict[str, Any], key: str, dataloader: Any) -> dict[str, Any]:
-    """Return for `follow` the standard error of a mean that an evaluation logs, if its spread and rows are known."""
+    """
+    Return a mapping with the standard error of an evaluation's mean under `key`, `error`, and its degrees of freedom,
+    `dof`; {} if the standard deviation of single answers or the number of rows is unknown.
+    """
     spread = metrics.get(spread_key(key))
     rows = number_of_rows(dataloader)
     if spread is None or rows is None or not math.isfinite(spread):
@@ -497,7 +526,11 @@ def evaluation_noise(metrics: dict[str, Any], key: str, dataloader: Any) -> dict
 
 
 def number_of_rows(dataloader: Any) -> int | None:
-    """Return how many prompts an evaluation has, of those marked `held_out` if it has that column; None if unknown."""
+    """
+    Return the number of prompts in an evaluation's data; None if it is unknown.
+
+    If the data has a column `held_out`, only prompts marked in it are counted.
+    """
     dataset: Any = getattr(dataloader, "dataset", None)
     if "held_out" in (getattr(dataset, "column_names", None) or ()):
         return sum(map(bool, dataset["held_out"])) or None
@@ -505,7 +538,11 @@ def number_of_rows(dataloader: Any) -> int | None:
 
 
 def on_main_process(measure: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Call `measure` on the main process, and return its result and None to all, or None and its error as text."""
+    """
+    Call `measure` on the main process alone, and return a pair on every process.
+
+    The pair is the result of `measure` and None or, if `measure` raised an error, None and the error as text.
+    """
 
     def measured() -> tuple[Any, str | None]:
         try:

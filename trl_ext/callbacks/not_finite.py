@@ -11,8 +11,8 @@ class NotFiniteCallback(MonitorCallback):
     """
     Alert when `grad_norm` or `loss` is not finite.
 
-    Set `logging_nan_inf_filter=False`: by default the Trainer replaces a loss that is not finite before it logs it.
-    The gradient's norm is logged as it is.
+    Set `logging_nan_inf_filter=False`: by default a Trainer replaces a loss that is not finite by a finite one before
+    it logs the loss. The gradient's norm is always logged as it is.
 
     >>> trainer.args.logging_nan_inf_filter = False
     >>> trainer.add_callback(NotFiniteCallback())

@@ -1,4 +1,4 @@
-"""Draw one picture of a run."""
+"""Draw the curves of a run, with bounds and alerts, into one picture."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ class MonitoringPlotCallback(TrainerCallback):
     Draw `rlhf_monitoring.png` into the output directory, and send it to the trackers of `report_to`.
 
     The picture shows scores, KL, entropy, clip fraction, critic and lengths, with the monitors' bounds and alerts.
-    W&B, TensorBoard (in its run `monitors`) and Trackio take it.
+    Of the trackers, W&B, TensorBoard (in its run `monitors`) and Trackio receive it.
 
     >>> trainer.add_callback(MonitoringPlotCallback(steps=50))
 
@@ -81,9 +81,10 @@ def plot_monitoring(
     Args:
         history: the run's `log_history`.
         metrics: the quantities of its trainer, from `trl_ext.callbacks.metrics`.
-        path: of the PNG.
-        alerts: to mark at the foot of every panel.
-        registry: the monitors' states, as in `TrainerState.stateful_callbacks`, from which their bounds are drawn.
+        path: path of the PNG.
+        alerts: alerts to mark at the foot of every panel.
+        registry: states of the monitors, as in `TrainerState.stateful_callbacks`. The bounds to draw are read from
+            them.
     """
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's

@@ -32,16 +32,20 @@ class PrometheusCallback(TrainerCallback):
     """
     Export the run to Prometheus from the main process, by HTTP or a file for the node exporter's textfile collector.
 
-    It exports the gauges `trl_ext_kl`, `trl_ext_entropy`, …, the gauge `trl_ext_log{key=…}` for every logged number,
-    and the counter `trl_ext_alerts_total{monitor=…}`. What was never measured is not exported. It needs
-    `prometheus-client`.
+    It exports:
+
+    - the gauges `trl_ext_kl`, `trl_ext_entropy`, …, one for each of `GAUGES`
+    - the gauge `trl_ext_log{key=…}`, for every logged number
+    - the counter `trl_ext_alerts_total{monitor=…}`
+
+    A number that was never logged is not exported. The package `prometheus-client` is needed.
 
     >>> trainer.add_callback(PrometheusCallback(textfile="run.prom"))
 
     Args:
-        port: of the HTTP server. 0 takes a free port, None starts no server.
+        port: port of the HTTP server. 0 takes a free port, None starts no server.
         textfile: path of the file, ending in `.prom`. None writes no file.
-        address: that the server listens on. The default is reachable from this machine only.
+        address: address that the server listens on. The default is reachable from this machine only.
     """
 
     port: int | None = None

@@ -18,11 +18,11 @@ _PAGES = "trl_ext.workbench"
 
 class ReportCallback(TrainerCallback):
     """
-    Write the page `report.html` when training ends, even by an error; if that fails, log a warning.
+    Write the page `report.html` when training ends, even by an error; if the page cannot be written, log a warning.
 
     Args:
         rows: training rows. Hashes of their prompts are kept beside the model, so that `trl-ext evaluate` can refuse
-            them.
+            prompts that the model was trained on.
         start: folder or hub name of the model that the run starts from.
     """
 
@@ -45,16 +45,16 @@ class ReportCallback(TrainerCallback):
 
 def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = ()) -> None:
     """
-    Make a run record what its page shows, unless it does so already, and write the page when training ends.
+    Make a run record its logs, unless it does so already, and write a page that shows them when training ends.
 
-    PPOTrainer, DPOTrainer and CriticTrainer do so by themselves (`record_run` in their configurations). Only the main
-    process writes.
+    PPOTrainer, DPOTrainer and CriticTrainer call this by themselves, if `record_run` is set in their configurations.
+    Only the main process writes.
 
     Args:
         trainer: any Trainer.
-        samples: whether to keep completions of each rollout, too; for PPOTrainer and RLOOTrainer.
-        objections: what reward reports object to the reward models, from [`trl_ext.workbench.objections`]; the page
-            shows it.
+        samples: whether to keep some completions of each rollout, too. Only PPOTrainer and RLOOTrainer allow it.
+        objections: objections of reward reports to the reward models, from [`trl_ext.workbench.objections`]. The page
+            shows them.
     """
     present = trainer.callback_handler.callbacks
     recorder = next((callback for callback in present if isinstance(callback, JSONLCallback)), None)
@@ -74,7 +74,11 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
 
 
 def _asked(trainer: Any) -> list[Any]:
-    """Return the prompts to answer for `record_answers`: of the first evaluation rows, or else training rows."""
+    """
+    Return the prompts of the first `record_answers` evaluation rows or, if there are no such rows, training rows.
+
+    Return [] if the trainer has no such setting, or already has an `AnswersCallback`.
+    """
     count = getattr(trainer.args, "record_answers", 0)
     if not count or any(isinstance(callback, AnswersCallback) for callback in trainer.callback_handler.callbacks):
         return []
@@ -89,7 +93,7 @@ def _asked(trainer: Any) -> list[Any]:
 
 
 def objections_to(rewards: Sequence[Any]) -> list[str]:
-    """Return the objections of reward reports against these rewards; none if the package has no reports installed."""
+    """Return the objections of reward reports to these rewards; [] if the reports cannot be read."""
     try:
         return import_module(_PAGES).objections(rewards)
     except Exception as error:  # a report that cannot be read ends no run

@@ -1,4 +1,4 @@
-"""Watch repetition within and between completions, and copying."""
+"""Watch how much completions repeat themselves and each other, and copy a corpus."""
 
 import re
 from dataclasses import dataclass
@@ -15,14 +15,15 @@ class RepetitionCallback(MonitorCallback):
     """
     Alert when completions repeat themselves or each other more than in the first rollouts, or copy the corpus.
 
-    [`~trl_ext.rewards.RepetitionWatch`] measures this; put it among the reward functions.
+    [`~trl_ext.rewards.RepetitionWatch`] measures repetition and copying: put it among the reward functions.
 
     >>> trainer.add_callback(RepetitionCallback(phrase=0.4, action="stop"))
 
     Args:
-        phrase: alert when the share of completions with the most frequent phrase rises by more than this.
+        phrase: alert when the share of completions with the most frequent phrase rises above the baseline by more than
+            this.
         distinct: alert when the share of different n-grams falls below this part of the baseline.
-        repeated: alert when the share of n-grams that a completion repeats rises by more than this.
+        repeated: alert when the share of n-grams that a completion repeats rises above the baseline by more than this.
         copied: alert when more than this share of completions copies the corpus.
         rollouts: number of first rollouts in the baseline.
         others: see [`MonitorCallback`].

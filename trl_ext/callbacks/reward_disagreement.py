@@ -11,14 +11,15 @@ KEY = re.compile(r"rewards/(.+)/disagreement")
 @dataclass(eq=False, kw_only=True)
 class RewardDisagreementCallback(MonitorCallback):
     """
-    Alert when the reward models of an ensemble disagree more: they do on completions unlike their training data.
+    Alert when the reward models of an ensemble disagree more than in the first rollouts.
 
-    It reads `rewards/<name>/disagreement`, the spread of the members' scores of the same completions.
+    Reward models disagree more on completions that are unlike their training data. This monitor reads
+    `rewards/<name>/disagreement`, the spread of the members' scores of the same completions.
 
     >>> trainer.add_callback(RewardDisagreementCallback(factor=3, action="raise_kl"))
 
     Args:
-        factor: alert when the disagreement exceeds `factor` times the first rollouts' mean.
+        factor: alert when the disagreement is above the baseline times this factor.
         rollouts: number of first rollouts in the baseline.
         others: see [`MonitorCallback`].
     """

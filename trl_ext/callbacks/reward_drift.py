@@ -16,25 +16,28 @@ WITNESS_KEYS = re.compile(r"repetition/(top_phrase_share|repeated|distinct_\d+)|
 @dataclass(eq=False, kw_only=True)
 class RewardDriftCallback(MonitorCallback):
     """
-    Alert when the reward's mean or spread moves far from those of the first scores.
+    Alert when the mean or the spread of the reward moves far from that of the first scores, the baseline.
 
-    Reinforcement learning is meant to raise the mean, so a rise is measured in σ of *single* scores. A rise alone only
-    warns. The monitor acts if a witness moved, too: entropy, length, repetition, disagreement, or gold. A drop of the
-    mean, a collapsed spread and too many scores above a bound only warn.
+    Reinforcement learning is meant to raise the mean, so a rise is measured in σ of *single* scores, and a rise alone
+    only warns. The monitor acts if one of its witnesses moved, too: entropy, length, repetition, disagreement of an
+    ensemble, or gold, a score that training never sees. A fall of the mean, a collapsed spread and too many scores
+    above a bound only warn.
 
     >>> trainer.add_callback(RewardDriftCallback(sigmas=2, action="stop"))
 
     Args:
-        sigmas: rise of the mean, in σ of the baseline.
-        drop_sigmas: fall of the mean, in σ of the baseline.
-        std: lowest spread, as a part of the baseline's σ.
-        share_above: largest share of scores above the bound of [`~trl_ext.rewards.ScoreWatch`], if it is in use.
-        window: number of scores in the full baseline.
-        minimum: number of scores after which the baseline is used.
-        baseline: mean and σ, to set them by hand.
-        moved: a witness moved if it differs from the mean of its first `rollouts` by more than this part of it.
-        gold: key of the evaluation's gold score, which is a witness once it falls below the first evaluation's.
-        rollouts: number of first logs in a witness' baseline.
+        sigmas: alert when the mean rises by more than this, in σ of the baseline.
+        drop_sigmas: alert when the mean falls by more than this, in σ of the baseline.
+        std: alert when the spread is below this part of the baseline's σ.
+        share_above: alert when the share of scores above the bound of [`~trl_ext.rewards.ScoreWatch`] is larger than
+            this, if that watch is in use.
+        window: number of scores after which the baseline no longer changes.
+        minimum: number of scores in the baseline before the reward is compared with it.
+        baseline: mean and σ to use in place of those of the first scores.
+        moved: relative change at which a witness counts as moved, from its mean in the first `rollouts` logs.
+        gold: key of the gold score in the evaluation's metrics. Gold counts as moved once it is below that of the
+            first evaluation.
+        rollouts: number of first logs that a witness is compared with.
         others: see [`MonitorCallback`].
     """
 
@@ -116,7 +119,11 @@ class RewardDriftCallback(MonitorCallback):
             yield Finding("the rewards' spread collapsed", low, bound, advice, sigma, acts=False)
 
     def _baseline(self, mean: float, std: float | None) -> tuple[float, float, float] | None:
-        """Return mean, σ and number of the first scores, then add this log's to them."""
+        """
+        Return the mean, the σ and the number of independent scores of the baseline; None while it has too few scores.
+
+        Then add this log's scores to the baseline, unless it is full.
+        """
         if self.baseline is not None:
             return self.baseline[0], self.baseline[1], math.inf
         count, start, squares = self.memory.setdefault("scores", [0, 0.0, 0.0])

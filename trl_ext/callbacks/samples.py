@@ -18,15 +18,15 @@ class SamplesCallback(TrainerCallback):
     """
     Append the first completions of each rollout, with every reward function's score, to `completions.rank0.jsonl`.
 
-    A completion is its text, or the messages of all turns where tools were called.
+    A completion is written as text or, if tools were called, as the messages of all its turns.
 
     >>> trainer.add_callback(SamplesCallback(trainer=trainer, per_rollout=4))
 
     Args:
         trainer: a [`PPOTrainer`] or `trl.RLOOTrainer`, whose table of completions is read.
-        per_rollout: completions to keep of a rollout, over all processes. A thousand rollouts with 8 completions of
-            1 kB each take 8 MB.
-        folder: of the file. The default is that of [`JSONLCallback`].
+        per_rollout: number of completions to keep of each rollout, over all processes. A thousand rollouts with 8
+            completions of 1 kB each take 8 MB.
+        folder: folder of the file. The default is the folder of [`JSONLCallback`].
     """
 
     trainer: Any
@@ -62,15 +62,15 @@ class AnswersCallback(TrainerCallback):
     """
     Have the model answer a few prompts before training, at each evaluation and at the end.
 
-    This is for SFT and DPO, which generate no answers. Here answers are greedy, have at most 128 tokens, and go to
-    `completions.rank0.jsonl`. All processes generate.
+    Use it for SFT and DPO, which generate no answers of their own. The answers are greedy, have at most 128 tokens,
+    and are appended to `completions.rank0.jsonl`. All processes generate.
 
     >>> trainer.add_callback(AnswersCallback(trainer=trainer, prompts=["The sky is", "Two and two are"]))
 
     Args:
         trainer: any Trainer of a causal language model.
         prompts: texts or messages.
-        folder: of the file. The default is that of [`JSONLCallback`].
+        folder: folder of the file. The default is the folder of [`JSONLCallback`].
     """
 
     trainer: Any

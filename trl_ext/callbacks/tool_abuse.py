@@ -10,18 +10,19 @@ class ToolAbuseCallback(MonitorCallback):
     """
     Alert when more tool calls fail, or repeat an earlier call of their episode, than in the first rollouts.
 
-    PPOTrainer logs both, GRPOTrainer the failures alone.
+    PPOTrainer logs failed and repeated calls, GRPOTrainer only failed calls.
 
-    The calls of an episode depend on each other, and some episodes make many. So the error of a share is the larger of
-    two: as if each answer had one call, and as learnt from the logs before. The monitor needs some ten logs before it
-    can act, and far more answers than it would if calls were independent.
+    The calls of an episode depend on each other, and some episodes make many calls. So the error of a share is
+    computed in two ways: as if each episode had made one call, and from the scatter of earlier logs. The larger error
+    is used. The monitor therefore needs about ten logs before it can act, and far more answers than if calls were
+    independent.
 
     >>> trainer.add_callback(ToolAbuseCallback(repeated=0.5, action="stop"))
 
     Args:
-        failed: alert when the share of calls that fail rises by more than this.
-        repeated: alert when the share of calls that an earlier call of the episode has made, and that got the same
-            answer, rises by more than this.
+        failed: alert when the share of calls that fail rises above the baseline by more than this.
+        repeated: alert when the share of repeated calls rises above the baseline by more than this. A call is repeated
+            if the same call was made before in its episode, and got the same answer.
         rollouts: number of first rollouts in the baseline.
         others: see [`MonitorCallback`].
     """

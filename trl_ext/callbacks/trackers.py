@@ -1,4 +1,4 @@
-"""Send pictures, and alerts as text, to the trackers of `report_to`: transformers' own callbacks do not."""
+"""Send pictures, and alerts as text, to the trackers of `report_to`; transformers' own callbacks send neither."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ def tensorboard_writer(args: Any) -> Iterator[Any]:
     """
     Open a writer of the TensorBoard run `monitors`, beside the run that transformers writes.
 
-    The writer of transformers cannot be reached, and is closed when training ends.
+    transformers' own writer cannot be used: callbacks have no access to it, and it is closed when training ends.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -25,14 +25,18 @@ def tensorboard_writer(args: Any) -> Iterator[Any]:
 
 
 def trackio_is_open() -> bool:
-    """Return whether a Trackio run is open: transformers closes its own when training ends, before later callbacks."""
+    """
+    Return whether a Trackio run is open.
+
+    When training ends, transformers closes its Trackio run before callbacks that were added later are called.
+    """
     import trackio
 
     return trackio.context_vars.current_run.get() is not None
 
 
 def send_picture(args: Any, name: str, path: Path, step: int) -> None:
-    """Send a PNG to each tracker of `report_to` that takes one."""
+    """Send a PNG to each tracker of `report_to` that takes pictures: W&B, TensorBoard and Trackio."""
     for tracker in args.report_to or []:
         match tracker:
             case "wandb":

@@ -1,4 +1,4 @@
-"""Compare a quantity's means, log after log, with a bound, and tell a difference from noise."""
+"""Test after each log whether the mean of a quantity is beyond a bound by more than noise."""
 
 import math
 from typing import Any
@@ -6,22 +6,25 @@ from typing import Any
 from ..functional import scatter, share_error, spent_level, student_quantile
 
 ALPHA = 0.005  # probability that a bound is ever found crossed in a run that stays within it
-FEW = 4  # where nothing is known of the answers behind a log, means of fewer logs are too far from a normal variable
-DOUBLINGS = 6  # means of the last 1, 2, 4, … 32 values: few show a large change at once, many a small one at last
+FEW = 4  # where the error of a log's mean is unknown, means of fewer logs are too far from normally distributed
+DOUBLINGS = 6  # means of the last 1, 2, 4, … 32 values: a few show a large change at once, many show a small one later
 
 
 class Series:
     """
-    One quantity in a monitor's memory.
+    Keep the values of one quantity, and test whether their mean is beyond a bound.
 
-    A value beyond a bound may be noise. It counts once the confidence interval of the mean of the last `size`,
-    2 `size`, … 32 `size` values lies beyond the bound, corrected for all looks so far. The standard error comes with
-    the values; if it does not, it is learnt from the scatter of the values before, and means of four values or more
-    are compared. A bound relative to the first values is taken at the far end of their own confidence interval.
+    A single value beyond a bound may be noise. So `above` and `below` take the means of the last `size`, 2 `size`, …
+    32 `size` values: the bound counts as crossed once the confidence interval of one of these means lies beyond it,
+    corrected for the number of tests so far.
+
+    The standard error comes with each value. If it does not, it is estimated from the scatter of earlier values, and
+    only means of four values or more are tested. If a bound is relative to the baseline, which is the mean of the
+    first values, the error of the baseline is taken into account, too.
 
     Args:
-        memory: of this series, as JSON; {} for a new one.
-        first: number of first values that are the baseline; 0 for none.
+        memory: state of this series, as JSON; {} for a new series.
+        first: number of first values that make the baseline; 0 for no baseline.
         size: number of values in the shortest mean.
     """
 
@@ -30,8 +33,8 @@ class Series:
         self.is_clustered = False
         if not memory:
             memory |= {"count": 0, "first": [], "squared_steps": 0.0, "known": 0, "variance": 0.0, "dof": 0}
-            memory["first_variance"] = 0.0  # by itself: a hack that widens the spread is not to blur the baseline
-            memory |= {"values": [], "steps": [], "variances": [], "answers": []}  # of the last ones
+            memory["first_variance"] = 0.0  # kept apart: a hack that widens the spread must not blur the baseline
+            memory |= {"values": [], "steps": [], "variances": [], "answers": []}  # of the last values
             memory["in_doubt"] = False  # the last value is beyond a bound, and that may be noise
 
     def add(
@@ -49,8 +52,10 @@ class Series:
             value: a mean.
             error: its standard error, if that is known.
             dof: the degrees of freedom of `error`.
-            answers: of a mean of values in [0, 1], the number of answers, in place of `error`.
-            is_clustered: whether they may depend on each other. The error is then learnt, too, and the larger counts.
+            answers: number of answers that `value` is the mean of, if the number of each is in [0, 1]. Give `answers`
+                in place of `error`, which is then computed.
+            is_clustered: whether the answers may depend on each other. The error is then also estimated from the
+                scatter of earlier values, and the larger of the two errors is used.
         """
         self.is_clustered = is_clustered
         memory, values = self.memory, self.memory["values"]
@@ -74,27 +79,35 @@ class Series:
 
     @property
     def first(self) -> float | None:
-        """Return the mean of the first values, the baseline; None until a value comes after them."""
+        """Return the baseline, the mean of the first values; None before a further value has been added."""
         values = self.memory["first"]
         return sum(values) / len(values) if 0 < self.wanted < self.memory["count"] else None
 
     @property
     def falls(self) -> bool:
-        """Return whether the last values are below those before them."""
+        """Return whether, of the last 2 `size` values, the newer half has a lower mean than the older half."""
         values = self.memory["values"][-2 * self.size :]
         half = len(values) // 2
         return half > 0 and sum(values[-half:]) < sum(values[:half])
 
     def above(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0, acts: bool = True) -> float | None:
         """
-        Return the mean of the last values if it is above `factor` · baseline + `plus`, else None.
+        Return a mean of the last values that is above `factor` · baseline + `plus` by more than noise, else None.
 
-        `error` is the standard error of `plus`. A bound that only warns (not `acts`) puts no weights in doubt.
+        Args:
+            factor, plus: the bound. With a `factor` of 0 it needs no baseline.
+            error: standard error of `plus`.
+            acts: whether the monitor acts on this bound. If so, a mean beyond the bound that may be noise puts the
+                series in doubt: the weights of that step do not count as good.
         """
         return self._beyond(1, factor, plus, error, acts)
 
     def below(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0, acts: bool = True) -> float | None:
-        """Return the mean of the last values if it is below that bound, else None: see [`Series.above`]."""
+        """
+        Return a mean of the last values that is below `factor` · baseline + `plus` by more than noise, else None.
+
+        The arguments are those of [`Series.above`].
+        """
         return self._beyond(-1, factor, plus, error, acts)
 
     def _beyond(self, sign: int, factor: float, plus: float, error: float, acts: bool) -> float | None:
@@ -110,7 +123,7 @@ class Series:
                 break
             mean = sum(values[-number:]) / number
             gap = sign * (mean - bound)
-            if gap <= 0 and number == self.size:  # what is past, or was mended, is no alarm
+            if gap <= 0 and number == self.size:  # a change that is over raises no alarm
                 return None
             if gap <= 0:
                 continue
@@ -124,7 +137,10 @@ class Series:
         return None
 
     def _errors(self, number: int, mean: float) -> tuple[float, float, float]:
-        """Return the standard errors of the mean of the last values and of the baseline, and degrees of freedom."""
+        """
+        Return three numbers: the standard error of the mean of the last `number` values, that of the baseline, and
+        the degrees of freedom of both.
+        """
         memory, wanted = self.memory, max(self.wanted, 1)
         answers = memory["answers"][-number:]
         if None not in answers:  # the share of all these answers is better known than the mean of shares
@@ -144,6 +160,9 @@ class Series:
         return math.sqrt(variance / number), math.sqrt(variance / wanted), dof
 
     def _scatter(self, number: int) -> tuple[float, float]:
-        """Return the variance of single values, learnt from those before the last ones, and its degrees of freedom."""
+        """
+        Return two numbers: the variance of single values, estimated without the last `number` values, and its degrees
+        of freedom.
+        """
         before = max(0.0, self.memory["squared_steps"] - sum(self.memory["steps"][-number:]))
         return scatter(before, self.memory["count"] - number)

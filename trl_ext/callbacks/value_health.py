@@ -1,4 +1,4 @@
-"""Watch the critic."""
+"""Watch the critic's explained variance and its loss."""
 
 import math
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class ValueHealthCallback(MonitorCallback):
     >>> trainer.add_callback(ValueHealthCallback(explained_variance=0.1))
 
     Args:
-        explained_variance: lowest explained variance. A constant prediction has 0, and a critic that begins may have
-            less: it is left alone while it gets better.
-        loss_factor: alert when the value loss exceeds this factor of its mean over the first `steps`.
-        rollouts: rollouts over which the explained variance is averaged, at least. As many first ones are skipped as a
-            warm-up.
+        explained_variance: alert when the explained variance is below this. A constant prediction has 0. A new critic
+            may have less: while its explained variance rises, no alert is raised.
+        loss_factor: alert when the value loss is above its mean over the first `steps` times this factor.
+        rollouts: number of rollouts, or more, over which the explained variance is averaged. The same number of first
+            rollouts is skipped as a warm-up.
         steps: optimizer steps over which the value loss is averaged.
         others: see [`MonitorCallback`].
     """
@@ -42,7 +42,7 @@ class ValueHealthCallback(MonitorCallback):
         if explained is not None:
             self.memory["warm_up"] = self.memory.get("warm_up", 0) + 1
         if explained is not None and self.memory["warm_up"] > self.rollouts:
-            # What is left unexplained is a ratio of variances, whose logarithm has an error that is known
+            # The unexplained part is a ratio of variances, and the standard error of its logarithm is known
             left, answers = math.log(max(1 - explained, 1e-9)), self.answers or 0
             noise: dict[str, Any] = {"error": unexplained_error(answers)} if answers > 1 else {}
             rest = self.follow("explained_variance", left, size=self.rollouts, **noise)

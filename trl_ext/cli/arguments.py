@@ -12,7 +12,7 @@ from .parser import entry_of
 
 @dataclass
 class DataArguments(ScriptArguments):
-    """Restrict TRL's `ScriptArguments`: the dataset must be named, and is not streamed."""
+    """Restrict TRL's `ScriptArguments`: a dataset must be named, and cannot be streamed."""
 
     def __post_init__(self) -> None:
         if not self.dataset_name and not getattr(self, "environment", None):  # which may own its data
@@ -26,7 +26,7 @@ class DataArguments(ScriptArguments):
 
 @dataclass
 class HeldOutArguments(DataArguments):
-    """Declare where evaluation rows come from if the data has no split for them."""
+    """Declare how many rows to cut from the training split for evaluation, for data without a test split."""
 
     eval_size: int | None = setting(
         None,
@@ -111,7 +111,7 @@ class ModelArguments(ModelConfig):
             )
 
     def init_kwargs(self, model_init_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the arguments of `from_pretrained`; values in the training arguments take precedence."""
+        """Return the arguments of `from_pretrained`; values in `model_init_kwargs` take precedence."""
         return {
             "revision": self.model_revision,
             "attn_implementation": self.attn_implementation,

@@ -1,9 +1,9 @@
-"""Show whether the installed TRL still has what trl_ext relies on.
+"""Show whether the installed TRL and other libraries still have the names that trl_ext relies on.
 
     python -m trl_ext.cli.contract
 
-Prints one line an item, "ok" or what changed, and exits with 1 if anything did. It compares names, parameters and
-attributes only; what they do is tested by `pytest -m "" tests/contract`.
+This prints a line for each name, "ok" or what changed, and exits with 1 if any name changed. Only names, parameters
+and attributes are compared; what the names do is tested by `pytest -m "" tests/contract`.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -21,7 +21,7 @@ from ..upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, WRITERS, change
 
 
 def changes() -> dict[str, str]:
-    """Return for each item in the tables what changed in the libraries; "" for an unchanged item."""
+    """Return a mapping from each name in the tables of `upstream.names` to what changed in it; "" if nothing did."""
     found = {
         f"{module}.{name}": function_change(f"{module}.{name}", passed)
         for module, names in NAMES.items()

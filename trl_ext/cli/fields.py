@@ -13,7 +13,7 @@ from ..runs.settings import setting
 
 
 def field_names(path: str) -> set[str] | None:
-    """Return the field names of a dataclass, inherited ones included; None if it or a base class is not found."""
+    """Return the names of a dataclass's fields, inherited ones included; None if the class or a base is not found."""
     try:
         return _fields(*_split(path))
     except (LookupError, OSError, SyntaxError):
@@ -22,7 +22,9 @@ def field_names(path: str) -> set[str] | None:
 
 def parsed_names(module: str) -> set[str] | None:
     """
-    Return the field names of all dataclasses that a script passes to its `StrictTrlParser`; None if one is not found.
+    Return the names of the fields of all dataclasses that a script passes to its `StrictTrlParser`.
+
+    Return None if there is no such dataclass, or if one is not found.
     """
     found = [field_names(path) for path, _ in _given(module)]
     return None if None in found else set().union(*filter(None, found)) or None
@@ -30,11 +32,12 @@ def parsed_names(module: str) -> set[str] | None:
 
 def sketches(module: str) -> list[tuple[type, bool]] | None:
     """
-    Return copies of the dataclasses that a script passes to its `StrictTrlParser`; they have only fields and help.
+    Return copies of the dataclasses that a script passes to its `StrictTrlParser`, with their fields and help alone.
 
-    Each copy comes with a bool: whether the script passes a name, such as "trl_ext.PPOConfig". Such a copy has only
-    the names of the fields that it inherits from TRL. The result is None if a class is not found, or if a field uses a
-    name of its module.
+    Each copy comes with a bool: whether the script passes the class by its name, such as "trl_ext.PPOConfig". A copy
+    of a class that is passed by name has only the names of the fields that are inherited from TRL.
+
+    Return None if a class is not found, or if the source of a field uses a name that its module defines.
     """
     try:
         return [(_sketch(*_split(path), is_named), is_named) for path, is_named in _given(module)] or None
@@ -44,7 +47,8 @@ def sketches(module: str) -> list[tuple[type, bool]] | None:
 
 def _given(module: str) -> list[tuple[str, bool]]:
     """
-    Return the paths of the dataclasses that a script passes to its parser, and whether each is passed as a string.
+    Return a pair for each dataclass that a script passes to its parser: its dotted path, and whether it is passed as a
+    string.
     """
     calls = (node for node in ast.walk(_tree(module)) if isinstance(node, ast.Call))
     given = [call.args[0] for call in calls if ast.unparse(call.func) == "StrictTrlParser"]
@@ -80,7 +84,9 @@ _NAMESPACE = {**vars(builtins), **vars(typing), "field": field, "setting": setti
 
 @cache
 def _sketch(module: str, name: str, is_named: bool) -> type:
-    """Make a dataclass from another one's source; if that is passed by name, TRL's fields get only their names."""
+    """
+    Make a copy of a dataclass from its source. If `is_named`, fields that are inherited from TRL only get their names.
+    """
     where, node = _class(module, name)
     bases = tuple(_sketch(*_base(where, ast.unparse(base)), is_named) for base in node.bases)
     is_read = not is_named or where.startswith("trl_ext.")
@@ -98,7 +104,7 @@ def _value(node: ast.expr) -> typing.Any:
 
 
 def _class(module: str, name: str) -> tuple[str, ast.ClassDef]:
-    """Return the module that defines a class, and the class's source; the given module may only import the class."""
+    """Return the module that defines a class, and the class's source. `module` defines the class or imports it."""
     tree = _tree(module)
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -118,7 +124,7 @@ def _annotated(node: ast.ClassDef) -> list[typing.Any]:
 
 
 def _base(module: str, base: str) -> tuple[str, str]:
-    """Return the module and name of a base class such as `trl.DPOConfig`; the class itself may have the same name."""
+    """Return the module and the name of a base class, which is written as `base` in the source of `module`."""
     package, name = _split(base)
     for source in ast.walk(_tree(module)) if package else ():
         if isinstance(source, ast.ImportFrom) and package in (alias.name for alias in source.names):

@@ -28,13 +28,15 @@ USUAL = {
 
 def help_text(prog: str, description: str, kinds: Iterable[tuple[type, bool]], asked: str | None = None) -> str:
     """
-    Describe the flags of the script and of its config, and list the inherited ones by name.
+    Return the text of `--help`: it describes the script's own flags, and lists the names of the inherited ones.
 
     Args:
         prog: name of the program.
         description: text on what the program does.
-        kinds: dataclasses, each with a bool: whether its inherited flags are listed separately.
-        asked: `"all"` describes inherited flags, too; another word describes only flags with that word in their names.
+        kinds: dataclasses, each with a bool: whether the flags that it inherits from other packages are listed
+            separately.
+        asked: what follows `--help`. With `"all"` inherited flags are described, too; with another word, only flags
+            with that word in their names.
     """
     width = min(get_terminal_size().columns, 120)
     lines = [f"usage: {prog} [--config FILE.yaml] [--FLAG VALUE ...]", "", description.strip()]
@@ -63,12 +65,16 @@ def first_sentence(text: str) -> str:
 
 
 def types_of(hint: Any) -> tuple:
-    """Return the types that a field may have."""
+    """Return the types that a field with this type hint may have."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _groups(kinds: Iterable[tuple[type, bool]]) -> Iterator[tuple[str, dict[str, tuple[Field, Any]], bool]]:
-    """Yield groups of fields with types: the title, the fields, and whether they are not inherited; inherited last."""
+    """
+    Yield the groups of flags, with those that are inherited from other packages last.
+
+    Each group is a triple: a title; a mapping from a flag to its field and type; whether the flags are not inherited.
+    """
     inherited: list[tuple[str, dict[str, tuple[Field, Any]], bool]] = []
     seen: set[str] = set()
     for kind, is_apart in kinds:

@@ -2,9 +2,10 @@
 
     trl-ext kl A B --prompts prompts.jsonl
 
-A and B are folders or hub names of causal language models, or of PEFT adapters; prompts are a text file with one a
-line, or a data set with the column `prompt`, text or messages. The longest answer and the temperature are those
-of A's run, if its folder says so. KL is summed over a response, in nats, as in `objective/kl` and KLBudgetCallback.
+A and B are folders or hub names of causal language models, or of PEFT adapters. The prompts are a text file with one
+prompt on each line, or a data set with the column `prompt`, which holds text or messages. The maximum length of an
+answer and the temperature are those of A's run, if its folder records them. KL is summed over a response, in nats, as
+in `objective/kl` and KLBudgetCallback.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -35,20 +36,21 @@ def sampled_kl(
     seed: int = 0,
 ) -> "tuple[Tensor, Tensor]":
     """
-    Estimate KL(policy ‖ reference) on one sampled answer to each prompt, k1 (Schulman 2020).
+    Estimate KL(policy ‖ reference) by the estimator k1 (Schulman 2020), on one sampled answer to each prompt.
 
     Args:
-        policy, reference: causal language models with one tokenizer, in evaluation mode; the reference's vocabulary is
-            not smaller.
+        policy, reference: causal language models with the same tokenizer, in evaluation mode. The reference's
+            vocabulary must not be smaller than the policy's.
         tokenizer: tokenizer of both models.
         prompts: texts or messages.
-        max_new_tokens: longest answer, in tokens.
-        temperature: temperature of sampling and of both log-probs.
-        batch_size: number of prompts at once.
+        max_new_tokens: maximum length of an answer, in tokens.
+        temperature: temperature of sampling, and of the log-probs of both models.
+        batch_size: number of prompts that are answered at once.
         seed: seed of sampling, which does not use the global generator.
 
     Returns:
-        (N,) nats summed over each answer, and (N,) its tokens, EOS included.
+        Two tensors with a number for each of N answers: (N,) its KL in nats, summed over its tokens, and (N,) how many
+        tokens it has, EOS included.
     """
     import torch  # here, as below: `--help` and what was mistyped need not wait for it
 
@@ -76,7 +78,7 @@ def sampled_kl(
 
 
 def read_prompts(path: str, split: str = "train") -> list:
-    """Return the prompts of a text file, one on each line, or of a data set."""
+    """Return the prompts of a text file with one prompt on each line, or those of a data set's column `prompt`."""
     from ..data import load_dataset_split
 
     if path.endswith(".txt"):
@@ -85,7 +87,11 @@ def read_prompts(path: str, split: str = "train") -> list:
 
 
 def sampling_of(folder: str) -> tuple[int, float]:
-    """Return the longest answer and the temperature of the run in `folder`; 128 tokens and 1 where it says neither."""
+    """
+    Return two settings of the run in `folder`: the maximum length of an answer, and the temperature.
+
+    They are 128 tokens and 1.0 if the folder does not record them.
+    """
     from ..runs import PRIVATE_FOLDER
     from ..runs.jsonl import read_jsonl
 

@@ -1,6 +1,7 @@
-"""`trl-ext COMMAND`: run recipes and tools from any folder. Training commands start through accelerate, others here.
+"""Run recipes and tools from any folder, by `trl-ext COMMAND`.
 
-Typing errors are refused before anything heavy is imported: the names of flags are read from source.
+Training commands start through accelerate, other commands run in this process. Typing errors are refused before
+anything heavy is imported: the names of flags are read from source code.
 """
 
 import argparse
@@ -101,9 +102,9 @@ def usage() -> str:
 
 def help_from_source(name: str) -> str:
     """
-    Return what `--help` prints, without the seconds that importing torch and TRL takes.
+    Return what `--help` prints for a command, read from source code: importing torch and TRL would take seconds.
 
-    The result is empty for a command whose flags are no dataclass. `--help all` and `--help WORD` import TRL.
+    Return "" for a command whose flags are not declared by a dataclass. (`--help all` and `--help WORD` import TRL.)
     """
     module = _module(name)
     kinds = sketches(module)
@@ -152,7 +153,7 @@ def start(name: str, arguments: list[str]) -> int:
         file, launch_flags, flags = split(arguments, parsed_names(module), option_names("accelerate.commands.launch"))
         settings = launch_file(file, launch_flags) if file else multi_gpu_flag(launch_flags)
         return _launch(name, [*settings, *launch_flags], flags)
-    except KeyboardInterrupt:  # before there was a process to say it
+    except KeyboardInterrupt:  # before the training process, which would print it, was started
         return _INTERRUPTED
     except (ValueError, OSError, ImportError, LookupError, AssertionError, argparse.ArgumentError) as error:
         return _refused(f"trl-ext {name}", NO_DEEPSPEED if is_of_deepspeed(error) else str(error))
@@ -162,7 +163,7 @@ def split(
     arguments: list[str], names: set[str] | None, of_accelerate: set[str]
 ) -> tuple[Path | None, list[str], list[str]]:
     """
-    Divide a command line into the words for accelerate and those for the recipe; values stay behind their flag.
+    Divide a command line into the words for accelerate and those for the recipe. A flag's values go with the flag.
 
     Args:
         arguments: all words of the command line.
@@ -170,11 +171,11 @@ def split(
         of_accelerate: names of the flags of `accelerate launch`.
 
     Returns:
-        accelerate's configuration, if there is one, accelerate's words, and the recipe's.
+        Three values: the path of accelerate's configuration, or None; accelerate's words; the recipe's words.
 
     Raises:
-        ValueError: an unknown flag.
-        OSError: no such configuration.
+        ValueError: a flag is unknown.
+        OSError: a configuration file that the command line names does not exist.
     """
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     files.add_argument("--accelerate_config", "--accelerate-config", "--config_file", "--config-file")
@@ -201,7 +202,7 @@ def split(
 
 
 def launch_file(file: Path, flags: list[str]) -> list[str]:
-    """Return the flags that make accelerate read `file`, with the path of the DeepSpeed file that it names."""
+    """Return the flags that make accelerate read `file` and, if `file` names a DeepSpeed file, read that one."""
     words, config = ["--config_file", str(file)], _read(file)
     named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named and not any(flag.startswith("--deepspeed_config_file") for flag in flags):
@@ -213,7 +214,7 @@ def launch_file(file: Path, flags: list[str]) -> list[str]:
 
 def multi_gpu_flag(flags: list[str], config: dict[str, Any] | None = None) -> list[str]:
     """
-    Return `--multi_gpu` if accelerate would otherwise ignore `--num_processes` and start a single process.
+    Return ["--multi_gpu"] if accelerate would otherwise ignore `--num_processes` and start one process; else [].
 
     Args:
         flags: accelerate's flags.
@@ -262,7 +263,7 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
         raise ValueError(f"stray value {taken!r}: a flag of `accelerate launch` before it takes fewer values")
     if parsed.multi_gpu and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # else each process would take itself for the only one
-    # It lists its defaults, which are no news
+    # accelerate lists the defaults that it takes, which tells a user nothing
     logging.getLogger("accelerate.commands.launch").addFilter(
         lambda record: "not passed to" not in record.getMessage()
     )

@@ -29,16 +29,18 @@ def check_model(
     weights: bool = True,
 ) -> None:
     """
-    Check that a model exists, with one request to the hub at most. Nothing is loaded.
+    Check that a model exists, with at most one request to the hub. Nothing is loaded.
 
     Args:
         setting: name of the setting, for error messages.
         name: folder or hub name of the model; None for no model.
         revision: revision of a hub model.
-        tokenizer, weights: whether a folder must hold them, too.
+        tokenizer: whether a folder must hold a tokenizer, too.
+        weights: whether a folder must hold weights, too.
 
     Raises:
-        FileNotFoundError: it, or a part of it, is missing; the message names the setting, the value, and what to do.
+        FileNotFoundError: the model, or a part of it, is missing; the message has the setting, its value, and what to
+            do.
         ValueError: a file is broken.
     """
     if name is None:
@@ -64,7 +66,7 @@ def is_cached(name: str, revision: str | None = None) -> bool:
 
 
 def _check_folder(path: Path, what: str, weights: bool, base_tokenizer: bool) -> bool:
-    """Check a model's folder, and an adapter's base; return whether it is an adapter's."""
+    """Check a model's folder and, if it holds an adapter, the adapter's base; return whether it holds an adapter."""
     found = [path / file for file in _CONFIGS if (path / file).is_file()]
     if not found:
         below = sorted({str(file.parent) for name in _CONFIGS for file in path.glob(f"*/{name}")})

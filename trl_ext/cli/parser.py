@@ -28,17 +28,22 @@ class StrictTrlParser(TrlParser):
     """Extend [`trl.TrlParser`]: a user's mistake gives a one-line error and exit status 2.
 
     A `key: value` in the YAML file that `--config` names is read as the flag `--key=value`, so argparse checks its
-    type and choices; the command line overrides it. Unknown keys and flags are refused with the nearest valid names.
-    Flags cannot be abbreviated. `env:` in the file sets environment variables, as in TRL. `--help` describes what is
-    the script's own and names the rest, `--help all` describes all, `--help WORD` what has the word in its name.
+    type and choices; a flag on the command line overrides it. Unknown keys and flags are refused with the nearest
+    valid names. Flags cannot be abbreviated. `env:` in the file sets environment variables, as in TRL.
+
+    - `--help` describes the script's own flags, and lists the names of the inherited ones.
+    - `--help all` describes all flags.
+    - `--help WORD` describes the flags with that word in their names.
 
     Args:
-        dataclass_types: dataclass, or dataclasses, whose fields are the arguments. One that takes seconds to import
-            is better named, `"trl_ext.PPOConfig"`: a mistyped name is then refused at once.
-        without_arguments: what to print if there is no argument at all; if unset, the fields' defaults are taken.
-        check: called with those dataclasses that are not named, in their order, before the named ones are imported;
-            what it raises of a wrong input is such an error, too. A script with a check is about to run, so packages
-            and logins that its settings need are looked for, too.
+        dataclass_types: dataclass, or dataclasses, whose fields are the arguments. A dataclass that takes seconds to
+            import is better given by its name, `"trl_ext.PPOConfig"`: a mistyped flag is then refused before the
+            import.
+        without_arguments: text to print, before the program ends, if there is no argument at all. If it is None, all
+            fields then have their defaults.
+        check: function that checks the input early. It is called with instances of the dataclasses that are not given
+            by name, in their order, before the others are imported. An error of wrong input that it raises becomes a
+            one-line error, too. With a check, packages and logins that the settings need are checked as well.
         **kwargs: passed to `argparse.ArgumentParser`.
     """
 
@@ -131,7 +136,7 @@ class StrictTrlParser(TrlParser):
             self._check(*made)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, and refuse what is left over: an unknown flag by naming the nearest one."""
+        """Parse as argparse does, and refuse what is left over; for an unknown flag, name the nearest one."""
         namespace, remaining = super().parse_known_args(args, namespace)
         for flag in (arg.split("=", 1)[0] for arg in remaining if arg.startswith("-")):
             self._refuse_flag(flag, self._fields)
@@ -171,7 +176,11 @@ class StrictTrlParser(TrlParser):
             raise ValueError(f"unknown key {key!r} in the configuration file{nearest}")
 
     def _flags(self, nodes: dict[str, yaml.Node], config: dict[str, Any]) -> list[str]:
-        """Return the file's entries as flags. A value that no flag can express becomes the default of its field."""
+        """
+        Return the entries of the YAML file as flags.
+
+        A value that no flag can express becomes the default of its field instead.
+        """
         lists, scalars = [], []
         for key, value in config.items():
             self._check_key(key, self._fields)
@@ -202,7 +211,9 @@ class StrictTrlParser(TrlParser):
 
 def _read(path: str) -> tuple[dict[str, yaml.Node], dict[str, Any]]:
     """
-    Read a YAML file; return its nodes (with the text as written) and its values, by name; set variables of `env`.
+    Read a YAML file, and set the environment variables in its `env`.
+
+    Return two mappings: from each other key to its node, which has the text as written, and from the key to its value.
     """
     with open(config_file("--config", path), encoding="utf-8") as file:
         try:
@@ -232,7 +243,7 @@ def _text(node: yaml.Node) -> str:
 
 
 def read_yaml(text: str) -> Any:
-    """Return what a YAML text holds; a key that is given twice is an error, a `yaml.YAMLError`."""
+    """Return the value of a YAML text; raise a `yaml.YAMLError` if a key is given twice."""
     return yaml.load(text, _NoRepeatedKeys)
 
 
@@ -270,7 +281,7 @@ _WithExponents.add_implicit_resolver(
 
 
 def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, str]:
-    """Return a mapping from the values of an option, each written as NAME=VALUE."""
+    """Return a mapping from NAME to VALUE, made of the values of an option, each of which is written NAME=VALUE."""
     found: dict[str, str] = {}
     for each in given:
         name, is_there, value = each.partition("=")
@@ -283,6 +294,6 @@ def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, 
 
 
 def path_and_split(given: str) -> tuple[str, str]:
-    """Return the data set and the split that PATH or PATH:SPLIT names; the split is `train` if none is named."""
+    """Return the path of a data set and its split, written PATH:SPLIT, or PATH for the split `train`."""
     path, colon, split = given.partition(":")
     return (path, split) if colon and not Path(given).exists() else (given, "train")

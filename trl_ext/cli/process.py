@@ -1,4 +1,4 @@
-"""One process of a training command: the recipe, under the command's name. `accelerate launch` starts this file."""
+"""Run a recipe in one process of a training command. `accelerate launch` starts this file."""
 
 import ctypes
 import signal
@@ -12,7 +12,11 @@ _ONCE = 1.0  # seconds
 
 
 def interrupt_once() -> None:
-    """Count SIGINTs within a second as one: a terminal's Ctrl-C also reaches `trl-ext`, which passes it on."""
+    """
+    Count several SIGINTs within a second as one.
+
+    A terminal sends Ctrl-C both to this process and to `trl-ext`, which passes it on to this process.
+    """
     last = -_ONCE
 
     def interrupt(number: int, frame: Any) -> None:

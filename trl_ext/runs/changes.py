@@ -1,4 +1,4 @@
-"""Describe in words how two runs' settings differ, even where they hold hashes of models, rows and functions."""
+"""Describe in words how the settings of two runs differ, even those that are hashes of models, rows or functions."""
 
 import re
 from collections.abc import Iterator
@@ -35,8 +35,9 @@ def differences(
     Describe each setting that differs between two runs, in a few words.
 
     Args:
-        before, now: settings by name, JSON.
-        names_before, names_now: descriptions of the settings that are hashes, JSON by name. Old checkpoints have none.
+        before, now: settings of the earlier and the present run, as JSON by name.
+        names_before, names_now: descriptions of those settings that are hashes, as JSON by name. Old checkpoints have
+            none.
     """
     different = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if "use_cpu" in different and not torch.accelerator.is_available():
@@ -104,7 +105,11 @@ def _rewards(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def _part(before: str, now: str) -> str:
-    """Say which part of a reward differs: its weights, its source, or its tokenizer, the last of its hashes."""
+    """
+    Return words on which part of a reward differs between two identities.
+
+    It is the tokenizer if both identities begin with the same hash; else the weights, the source or the settings.
+    """
     hashes = [identity.split() for identity in (before, now) if _HASH.match(identity)]
     is_tokenizer = len(hashes) == 2 and hashes[0][0] == hashes[1][0]
     return "its tokenizer" if is_tokenizer else "its weights, source or settings"
@@ -116,5 +121,9 @@ def _text(value: Any) -> str:
 
 
 def _without_hashes(value: Any) -> str:
-    """Remove hashes from a text, which leaves words such as the kind of attention; "" for other values than text."""
+    """
+    Return a text without the hashes in it; "" for a value that is no text.
+
+    Words remain, such as the kind of attention in a model's identity.
+    """
     return " ".join(_HASH.sub("", value).split()) if isinstance(value, str) else ""

@@ -35,7 +35,7 @@ from .schedule import schedule, steps_of
 from .sources import source_identity
 from .writer import NotSaved, is_of_writing, not_saved
 
-# Beginnings of the fields that may differ when a run goes on: they change what is shown and kept, and the speed
+# Beginnings of the fields that may differ when a run goes on: they only change what is shown and kept, and the speed
 _MAY_DIFFER = tuple(
     """
     dataloader_num dataloader_pe dataloader_pi dataloader_pre dataset_num_proc ddp_ debug disable_tqdm
@@ -54,13 +54,17 @@ class RolledBack(CannotResume):
 
 
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
-    """Return the settings that must be the same for a run to resume exactly."""
+    """Return, as JSON, what must be the same for a run to resume exactly: fields of `args`, and all `facts`."""
     told = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
     return json.loads(json.dumps(without_credentials({**settings_as_before(told), **facts}), default=str))
 
 
 def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
-    """Return the newest complete checkpoint in `output_dir`, and why newer checkpoints are not complete."""
+    """
+    Return the newest complete checkpoint in `output_dir`, and a mapping from incomplete checkpoints to the reasons.
+
+    The checkpoint is None if there is none. Checkpoints that a rollback excludes do not count.
+    """
     finished: list[tuple[int, str, dict]] = []
     skipped: dict[str, str] = {}
     rollback = Rollback.read(output_dir)
@@ -81,7 +85,9 @@ def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
 
 
 def _newest_checkpoint(output_dir: str) -> str | None:
-    """Return the newest complete checkpoint in `output_dir`, and print which incomplete checkpoints are skipped."""
+    """
+    Return the newest complete checkpoint in `output_dir`, or None, and print which incomplete ones are skipped.
+    """
     checkpoint, skipped = newest_complete(output_dir)
     for path, reason in sorted(skipped.items()):
         print(f"Skipping {path}: it is not complete: {reason}.")
@@ -104,7 +110,7 @@ def _checked_marker(checkpoint: str) -> dict[str, Any]:
 
 
 def _on_first(find: Callable[..., Any], *args: Any) -> Any:
-    """Look for a checkpoint on the first process, and return the result on every process."""
+    """Call `find`, which reads checkpoints, on the first process alone, and return its result on every process."""
     try:
         return on_first(find, *args)
     except OSError as error:
@@ -113,10 +119,14 @@ def _on_first(find: Callable[..., Any], *args: Any) -> Any:
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     """
-    Return the checkpoint that a recipe passes to `train`, so that the same command run again resumes.
+    Return what a recipe passes to `train` as `resume_from_checkpoint`, so that the same command run again resumes.
 
-    This is the newest complete checkpoint, unless `resume_from_checkpoint` is a path, `true` ("there must be a
-    checkpoint") or `false` ("begin anew").
+    It depends on the setting `resume_from_checkpoint`:
+
+    - unset: the newest complete checkpoint; None if there is none
+    - `true`: True, so that `train` takes the newest complete checkpoint, and raises if there is none
+    - `false`: False, so that `train` begins anew
+    - a path: the path
     """
     asked = args.resume_from_checkpoint
     if asked is None:
@@ -135,17 +145,22 @@ class ResumableRun(BackgroundSaving):
     Extend a trainer: `train` resumes from checkpoints that are complete and belong to this run, and refuses others.
 
     `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
-    checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
-    refused with their names, unless `resume_anyway` is set. A run that is complete, or that a monitor stopped, is
-    loaded and not trained again. One that a monitor rolled back is refused until a setting is changed, unless
-    `resume_from_checkpoint=False` says to begin anew all the same. While it trains, no other process may run in
-    `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].
+    checkpoint in `output_dir`; with a path in place of True, from the checkpoint at that path.
+
+    - If the checkpoint was written with other settings, it is refused with their names, unless `resume_anyway` is set.
+    - If the run is complete, or a monitor stopped it, the checkpoint is loaded, and nothing is trained.
+    - If a monitor rolled the run back, the run is refused until a setting is changed, unless
+      `resume_from_checkpoint=False` says to begin anew.
+
+    While this run trains, no other process may run in `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].
 
     Args:
-        model, *args, **kwargs: the trainer's own.
-        run_facts: what else must be equal for a run to go on: JSON by name. The trainer's arguments, the weights,
-            configuration and adapters of the model, the tokenizer and the training data are always compared.
-        resume_anyway: go on from a run of other settings, too; also a field of PPOConfig and DPOConfig.
+        model, *args, **kwargs: arguments of the trainer that is extended.
+        run_facts: further facts that must be the same for a run to resume, as JSON by name. The trainer's arguments,
+            the weights, configuration and adapters of the model, the tokenizer and the training data are always
+            compared.
+        resume_anyway: whether to resume from a checkpoint with other settings, too; also a field of PPOConfig and
+            DPOConfig.
     """
 
     def __init__(
@@ -176,9 +191,9 @@ class ResumableRun(BackgroundSaving):
 
     def _run_facts(self) -> dict[str, Any]:
         """
-        Return as JSON what must be the same for a run to resume exactly, beside its arguments.
+        Return, as JSON, what must be the same for a run to resume exactly, beside its arguments.
 
-        Every process calls it once, before the first step; the first one's result counts.
+        Every process calls this once, before the first step; the result of the first process is used.
         """
         model = self._given_model
         revision = (getattr(self.args, "model_init_kwargs", None) or {}).get("revision")
@@ -203,12 +218,16 @@ class ResumableRun(BackgroundSaving):
         return {**facts, **self._given_facts}
 
     def _data_facts(self) -> dict[str, Any]:
-        """Return the identity of the training rows; an empty dict for a stream."""
+        """Return the number and the hash of the training rows, as facts of the run; an empty dict for a stream."""
         data = self.train_dataset
         return {"train_rows": len(data), "train_data": rows_identity(data)} if isinstance(data, Dataset) else {}
 
     def _run_names(self) -> Names:
-        """Return words for the facts that are hashes, to print when a checkpoint is refused; they are not compared."""
+        """
+        Return descriptions of those facts that are hashes, to print when a checkpoint is refused.
+
+        The descriptions themselves are not compared.
+        """
         config = base_model_of(self._given_model).config
         names = {
             "model": {"name": self._model_path or get_config_model_id(config) or type(self._given_model).__name__},
@@ -221,10 +240,10 @@ class ResumableRun(BackgroundSaving):
         return names
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
-        """Raise if this run cannot resume from a checkpoint, for other reasons than different settings."""
+        """Raise an error if this run cannot resume from a checkpoint for a reason other than different settings."""
 
     def _before_resuming(self, checkpoint: str) -> None:
-        """Prepare to resume from a checkpoint, which has been checked before."""
+        """Prepare to resume from a checkpoint, after it has been checked and before its state is loaded."""
 
     def _save_own_state(self, checkpoint: str) -> None:
         """Save state that transformers does not save, on all processes, before the checkpoint counts as complete."""
@@ -253,7 +272,7 @@ class ResumableRun(BackgroundSaving):
         check_monitors(self)  # callbacks may have been added
         if not self._has_printed_schedule:
             self._print_what_waits()
-        if not self._facts:  # later, training has changed what was passed in
+        if not self._facts:  # only at the first call: training changes what was passed in
             self._facts = self._run_facts()
         # FSDP may load weights on the first process alone
         facts = from_first({**self._facts, **(self._data_facts() if self.accelerator.is_main_process else {})})
@@ -306,7 +325,11 @@ class ResumableRun(BackgroundSaving):
         return output
 
     def _check_rollback(self, resume: str | bool | None, halting: list[Halting]) -> None:
-        """Raise if a run that was rolled back would begin again unchanged, unless `resume` is False."""
+        """
+        Raise [`RolledBack`] if a monitor rolled this run back, and no setting has changed since.
+
+        If `resume` is False, the rollback is forgotten instead.
+        """
         if resume is False:
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
@@ -322,7 +345,9 @@ class ResumableRun(BackgroundSaving):
         self.accelerator.print(f"Going on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
 
     def _find_checkpoint(self, resume: str | bool | None) -> tuple[str, bool] | None:
-        """Return the checkpoint to resume from, if any, and whether the run that wrote it had these settings."""
+        """
+        Return the checkpoint to resume from, and whether it was written with the same settings; None to start anew.
+        """
         if resume is None or resume is False:
             return None
         checkpoint = _newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
@@ -414,7 +439,7 @@ class ResumableRun(BackgroundSaving):
         except Exception as failure:
             if not is_of_writing(failure):
                 raise
-            # Else the others wait for this process within what it has left
+            # Else the other processes would wait for this one in a collective that it has left
             is_between_collectives = self.accelerator.num_processes == 1 or not (
                 self.is_fsdp_enabled or self.is_deepspeed_enabled or self.state.best_global_step
             )
@@ -435,7 +460,7 @@ class ResumableRun(BackgroundSaving):
         if not self.args.save_only_model:  # else there is nothing to resume from
             write_marker(checkpoint, self._settings, self.accelerator.num_processes, self._names)
             forget_rollback(run_dir)
-            if self.args.save_total_limit:  # what was interrupted goes before any that is complete
+            if self.args.save_total_limit:  # interrupted checkpoints are deleted before complete ones
                 paths = [*checkpoints_of(run_dir).values()]
                 interrupted = [path for path in paths if not (path / MARKER).is_file()]
                 for path in interrupted[: max(0, len(paths) - self.args.save_total_limit)]:

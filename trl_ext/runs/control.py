@@ -12,9 +12,11 @@ class AgreedControl:
     """
     Extend a trainer: if a callback on one process requests something, all processes do it at the same step.
 
-    This holds for all requests in [`~transformers.TrainerControl`] made at the end of a step or an epoch. While the
-    trainer logs, evaluates or saves, it holds for requests to stop only. Without it, a time limit that runs out on one
-    process first would leave the others waiting in the next collective for ever.
+    All requests in [`~transformers.TrainerControl`] that are made at the end of a step or an epoch are shared. Of
+    requests that are made while the trainer logs, evaluates or saves, only those to stop are.
+
+    Otherwise a time limit that runs out on one process first would leave the other processes waiting in the next
+    collective for ever.
     """
 
     accelerator: Any
@@ -27,7 +29,7 @@ class AgreedControl:
             self._agree()
 
     def _agree(self) -> bool:
-        """Share the requests of all processes, and return whether there is one."""
+        """Make the requests of each process those of all processes, and return whether there are any."""
         asked = [getattr(self.control, name) for name in _REQUESTS]
         if self.accelerator.num_processes > 1:
             everyones = torch.tensor(asked, dtype=torch.int32, device=self.accelerator.device)
@@ -39,10 +41,10 @@ class AgreedControl:
 
 def request_kl_scale(state: Any, factor: float) -> None:
     """
-    Ask the trainer to multiply its KL coefficient by `factor` once, at its next rollout. Only PPOTrainer does it.
+    Ask the trainer to multiply its KL coefficient by `factor` once, at its next rollout. Only PPOTrainer does so.
 
-    The request is kept in `state`, so that a resumed run answers it, too. Of several requests before one rollout, the
-    largest factor counts. Call this on all processes.
+    The request is kept in `state`, so that a resumed run answers it, too. If several requests are made before a
+    rollout, only the largest factor is used. Call this on all processes.
 
     Args:
         state: the [`~transformers.TrainerState`] that callbacks are given.

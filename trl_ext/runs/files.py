@@ -17,8 +17,10 @@ RUNBOOK = "docs/runbook.md"
 @contextmanager
 def whole_file(path: str | os.PathLike[str], durably: bool = False) -> Iterator[Path]:
     """
-    Write a file whole or not at all: yield a temporary path beside it, renamed to `path` at the end of the block, and
-    removed after an error.
+    Write a file whole or not at all.
+
+    The block writes to the yielded path, a temporary one beside `path`. At its end the file is renamed to `path`;
+    after an error it is removed.
 
     Args:
         path: the file's path; its folder exists.
@@ -57,5 +59,5 @@ def flush(path: Path) -> None:
 
 
 def is_notice(alert: dict[str, Any]) -> bool:
-    """Return whether an alert is about the monitor itself, which has nothing to watch, not about the run."""
+    """Return whether an alert is a notice: about a problem of the monitor itself, not of the run."""
     return alert.get("level") == "notice"

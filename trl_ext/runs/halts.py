@@ -26,10 +26,10 @@ class Halting:
     Extend a callback that ends runs: [`~trl_ext.runs.checkpoints.ResumableRun`] asks it whether a run may begin.
 
     Attributes:
-        run_facts: facts that distinguish runs, beside their arguments. `ResumableRun` sets them; None in other
-            trainers.
+        run_facts: what distinguishes this run from others beside its training arguments, such as a hash of the model.
+            `ResumableRun` sets it; None in other trainers.
         finish_saving: function that waits for the checkpoint that is being written. Call it on all processes before
-            checkpoints are chosen or renamed. `ResumableRun` sets it, too.
+            checkpoints are chosen or renamed. `ResumableRun` sets it; None in other trainers.
     """
 
     run_facts: dict[str, Any] | None = None
@@ -37,12 +37,15 @@ class Halting:
 
     def stop_that_holds(self, args: Any, state: Any) -> str | None:
         """
-        Return a sentence if this callback stopped the run in this state, and no setting changed since; else None.
+        Return a sentence if `state` says that this callback stopped the run, and no setting has changed since; else
+        return None.
         """
         raise NotImplementedError
 
     def rollback_that_holds(self, args: Any, rollback: "Rollback", is_resumed: bool) -> str | None:
-        """Return a sentence if this callback rolled the run back, and no setting changed since; else None."""
+        """
+        Return a sentence if `rollback` is one of this callback, and no setting has changed since; else return None.
+        """
         raise NotImplementedError
 
 
@@ -55,9 +58,11 @@ class Rollback:
         step: optimizer step of the rollback.
         good_step: newest step known to be good: the next run resumes from the newest checkpoint up to this step.
         checkpoint: path of that checkpoint, if there is one.
-        monitor, what: the callback that rolled back, and what it found.
-        arguments, settings: those of the callback and of the run. At least one must change before the next run.
-        written_ns: time of writing.
+        monitor: class name of the callback that rolled back.
+        what: what the callback found.
+        arguments: arguments of the callback. At least one of them, or of `settings`, must change before the next run.
+        settings: settings of the run.
+        written_ns: time at which this record was written, in ns.
     """
 
     step: int
@@ -84,7 +89,11 @@ class Rollback:
             ) from None
 
     def write(self, output_dir: str) -> None:
-        """Write the record, and only then rename the checkpoints after the good step, in case of a loss of power."""
+        """
+        Write the record, then rename the checkpoints after the good step.
+
+        In this order a loss of power in between does no harm: a checkpoint that the record excludes is not resumed.
+        """
         self.written_ns = time_after_checkpoints(output_dir)
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         with whole_file(Path(output_dir, RECORD), durably=True) as temporary:
@@ -92,7 +101,7 @@ class Rollback:
         self.set_aside(output_dir)
 
     def set_aside(self, output_dir: str) -> list[int]:
-        """Rename the checkpoints after the good step, and return their steps."""
+        """Rename the checkpoints after the good step, so that no run resumes from them, and return their steps."""
         excluded = {step: path for step, path in checkpoints_of(output_dir).items() if self.excludes(str(path))}
         for path in excluded.values():
             name = f"{ASIDE}-{self.step}-{path.name}"
@@ -101,14 +110,18 @@ class Rollback:
         return sorted(excluded)
 
     def excludes(self, checkpoint: str, written_ns: int | None = None) -> bool:
-        """Return whether a checkpoint belongs to the run that was rolled back, and comes after its good step."""
+        """
+        Return whether a checkpoint comes after the good step, and was written before this record.
+
+        `written_ns` is the time at which the checkpoint was written; by default it is the time of its folder.
+        """
         step = step_of(Path(checkpoint))
         if step is None or step <= self.good_step:
             return False
         return (Path(checkpoint).stat().st_mtime_ns if written_ns is None else written_ns) <= self.written_ns
 
     def is_before(self, checkpoint: str) -> bool:
-        """Return whether a run may resume from this checkpoint after the rollback."""
+        """Return whether a checkpoint is at or before the good step, so that a run may resume from it."""
         step = step_of(Path(checkpoint))
         return step is not None and step <= self.good_step
 
@@ -122,7 +135,7 @@ class Rollback:
 
 
 def good_checkpoint(output_dir: str, good_step: int) -> str | None:
-    """Return the newest checkpoint that is not after a step."""
+    """Return the path of the newest checkpoint at or before `good_step`; None if there is none."""
     older = {step: path for step, path in checkpoints_of(output_dir).items() if step <= good_step}
     return str(older[max(older)]) if older else None
 
@@ -134,7 +147,7 @@ def forget_rollback(output_dir: str) -> None:
 
 
 def announce_rollback(state: Any, sentence: str) -> None:
-    """Tell the trainer and other callbacks, through `state`, not to save this run: it was rolled back."""
+    """Store in `state` that this run was rolled back, so that the trainer and other callbacks do not save it."""
     state.stateful_callbacks[_ANNOUNCED] = {"sentence": sentence}
 
 

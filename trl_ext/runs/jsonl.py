@@ -80,8 +80,9 @@ def _ends_in_mid_line(path: Path) -> bool:
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """
-    Yield the objects of a file of JSON lines; skip lines that are not complete, since a run was killed or still
-    writes.
+    Yield the objects of a file of JSON lines.
+
+    Incomplete lines are skipped: a run leaves one if it is killed, or is still writing.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:

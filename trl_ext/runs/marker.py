@@ -19,15 +19,15 @@ def write_marker(
     checkpoint: str, contents: dict[str, Any], processes: int, names: dict[str, Any] | None = None
 ) -> None:
     """
-    Mark a checkpoint as complete by a list of its files. Call this on one process, after all have written theirs.
+    Mark a checkpoint as complete: write its marker, the list of its files.
 
-    All files are on the disk before the marker is, and the marker is before this returns: a checkpoint with a marker
-    survives a loss of power.
+    Call this on one process, after all processes have written their files. The marker is written to the disk only when
+    all other files are there, so a checkpoint with a marker survives a loss of power.
 
     Args:
         checkpoint: the checkpoint's folder.
-        contents: settings that must be the same for a run to resume from it.
-        processes: number of processes that wrote it.
+        contents: settings that must be the same for a run to resume from the checkpoint.
+        processes: number of processes that wrote the checkpoint.
         names: words that an error prints in place of the hashes in `contents`.
     """
     folder = Path(checkpoint)
@@ -52,7 +52,8 @@ def write_marker(
 
 def read_marker(checkpoint: str) -> dict[str, Any]:
     """
-    Return `configuration`, `processes`, `written_ns` and `files` of a complete checkpoint.
+    Return the marker of a complete checkpoint: a mapping with `configuration`, `processes`, `written_ns`, `files` and,
+    unless an earlier version wrote it, `names`.
 
     Raises:
         IncompleteCheckpoint: the marker is missing or cannot be read.
@@ -75,7 +76,7 @@ def read_marker(checkpoint: str) -> dict[str, Any]:
 
 
 def check_files(checkpoint: str, marker: dict[str, Any]) -> None:
-    """Raise an IncompleteCheckpoint if a file is missing, or differs from what was written."""
+    """Raise an IncompleteCheckpoint if a file that the marker lists is missing, or differs from what was written."""
     found = _files_of(Path(checkpoint))
     for name, (size, digest) in marker["files"].items():
         if name not in found:
@@ -91,7 +92,7 @@ class IncompleteCheckpoint(ValueError):
 
 
 def checkpoints_of(output_dir: str | os.PathLike[str]) -> dict[int, Path]:
-    """Return a mapping from step to checkpoint folder for a run."""
+    """Return a mapping from step to folder for all checkpoints in a run's output directory."""
     found = {step_of(path): path for path in Path(output_dir).glob(f"{_PREFIX}*") if path.is_dir()}
     return {step: path for step, path in found.items() if step is not None}
 
@@ -104,7 +105,9 @@ def step_of(checkpoint: Path) -> int | None:
 
 def time_after_checkpoints(output_dir: str | os.PathLike[str], but: Path | None = None) -> int:
     """
-    Return the time in ns, but at least a moment after all checkpoints: another machine's clock may have been ahead.
+    Return the present time in ns or, if a checkpoint is newer, a time shortly after that checkpoint.
+
+    A checkpoint can be newer if the clock of the machine that wrote it was ahead. The checkpoint `but` does not count.
     """
     others = (path for path in checkpoints_of(output_dir).values() if path != but)
     return max([time.time_ns(), *(_written(path) + 10**6 for path in others)])
@@ -122,7 +125,7 @@ def _checksum(marker: dict[str, Any]) -> str:
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    """Return the files of a checkpoint that resuming needs, by their names in the folder."""
+    """Return the files of a checkpoint that resuming needs: a mapping from name within the folder to path."""
     # transformers removes the last one after it has saved because of a SIGTERM (`enable_jit_checkpoint`)
     left_out = {MARKER, f"{MARKER}.tmp", "README.md", "checkpoint-is-incomplete.txt"}
     return {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return `; did you mean A or B?` with the names nearest to a mistyped one; "" if no name is near."""
+    """Return `; did you mean A or B?` with those of `names` that are most similar to `name`; "" if none is similar."""
     known = sorted(names)
     begun = [longer for longer in known if longer.startswith(name)]
     nearest = begun[:4] or difflib.get_close_matches(name, known)
@@ -15,7 +15,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def near_path(path: str | os.PathLike[str]) -> str:
-    """Return `; did you mean …?` for a path that does not exist, with names in the last folder that does."""
+    """
+    Return `; did you mean …?` for a path that does not exist; "" if there is no similar path.
+
+    Similar names are looked for in the last folder of the path that exists.
+    """
     path, rest = Path(path).expanduser(), Path()
     while not path.parent.is_dir():
         path, rest = path.parent, path.name / rest

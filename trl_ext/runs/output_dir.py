@@ -25,11 +25,11 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
 
     Args:
         output_dir: the folder, which need not exist yet.
-        resume: `resume_from_checkpoint`; `"false"` begins anew, whatever is there.
+        resume: the setting `resume_from_checkpoint`. With `"false"` a finished run may be overwritten.
 
     Raises:
-        OSError: it cannot be written.
-        FileExistsError: a run without checkpoints has finished there. (One with checkpoints is resumed.)
+        OSError: the folder cannot be written.
+        FileExistsError: the folder holds a finished run without checkpoints. (A run with checkpoints is resumed.)
     """
     path = Path(output_dir)
     there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), path)
@@ -49,22 +49,25 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
 
 
 class FolderInUse(OSError):
-    """Refuse a folder in which another process runs; the message has its pid, its host, and the time of its start."""
+    """Refuse a folder that another process holds; the message has its pid, its host, and since when it holds it."""
 
 
 class Hold:
     """
     Keep the runs of other processes out of a folder.
 
-    The kernel drops the lock when this process ends, in whatever way, and no child process inherits it. This process
-    may make several holds of a folder; the folder is free again when all of them are released or deleted.
+    The folder is locked by a file. The kernel drops the lock when this process ends, in whatever way, and no child
+    process inherits it. This process may make several holds of a folder; the folder is free again when all of them are
+    released or deleted.
+
+    In a launch of several processes all must make a hold. The first process locks the folder; if it cannot, all
+    processes raise the error.
 
     Args:
-        folder: the folder, which need not exist yet. In a launch of several processes the first one locks it; all must
-            make a hold, and all raise if it is refused.
+        folder: the folder, which need not exist yet.
 
     Raises:
-        FolderInUse: another process holds it.
+        FolderInUse: another process holds the folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -131,9 +134,9 @@ def _holder(lock: Path) -> str:
 
 def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -> bool:
     """
-    Return whether the run was complete and evaluated before this command; if so, print that.
+    Return whether a run had been trained and evaluated before this command; if so, print that nothing is done.
 
-    Files that are older than the run's newest checkpoint belong to an earlier run.
+    A file that is older than the run's newest checkpoint does not count: it belongs to an earlier run.
 
     Args:
         output_dir: the run's folder.
@@ -155,7 +158,9 @@ def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -
 
 def overlap(folder: Path, given: Path) -> str:
     """
-    Return how a folder to write to overlaps with an input, as a verb such as "holds"; "" if they do not overlap.
+    Return how `folder`, which is written to, overlaps with `given`, which is read.
+
+    The result is a verb, "holds" or "lies in the folder of"; "" if they do not overlap.
     """
     mine, theirs = folder.resolve(), given.resolve()
     if mine == theirs or mine in theirs.parents:

@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 def from_first(value: T) -> T:
-    """Return the first process's value on every process; all must call this."""
+    """Return the first process's `value` on every process; all processes must call this."""
     from accelerate.utils import broadcast_object_list  # here: the command line checks a folder without it
 
     return broadcast_object_list([value])[0]

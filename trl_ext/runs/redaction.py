@@ -40,9 +40,13 @@ def redacted(value: Any, name: str = "") -> Any:
     """
     Return `value` with each credential in it replaced by `<redacted>`.
 
-    This hides the values of names such as `token`, `password` or `api_key`, in mappings and in texts like `token=...`;
-    user and password of a URL, the path of a webhook's URL, credentials in a URL's query; and what looks like a token
-    (`hf_...`, `sk-...`). `eos_token` and the like name a part of a text, and stay.
+    These are replaced:
+
+    - the values of names such as `token`, `password` or `api_key`, in mappings and in texts like `token=...`
+    - in a URL, the user and the password, and credentials in the query; in a webhook's URL also the path
+    - text that looks like a token, such as `hf_...` or `sk-...`
+
+    The values of `eos_token` and similar names, which are parts of a text, are kept.
 
     Args:
         value: text, or a list, tuple or mapping of values. Other objects are returned as they are.
@@ -64,7 +68,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 def without_credentials(value: Any) -> Any:
     """
-    Return `value` without credentials, to compare runs: a run with another credential is the same run.
+    Return `value` without credentials, to compare runs: two runs that differ in credentials alone count as the same.
 
     A mapping that held only credentials becomes None, as if it had not been given.
     """
@@ -84,7 +88,7 @@ class HidesCredentials:
 
 
 class _PickledAs(str):
-    """Keep a string with a credential usable, but pickle it redacted."""
+    """Hold a string with a credential: in memory it is as it was, but it is pickled as `shown`, without it."""
 
     shown: str
 
@@ -93,7 +97,11 @@ class _PickledAs(str):
 
 
 def pickled_without_credentials(args: Any) -> dict[str, Any]:
-    """Return attributes for `args` whose pickle has no credential, though the push token in memory still works."""
+    """
+    Return new values for those attributes of `args` that hold credentials.
+
+    In memory the credentials that are strings, such as the hub's token, still work; in a pickle they are redacted.
+    """
     changed: dict[str, Any] = {}
     for name, value in vars(args).items():
         shown = redacted(value, name)

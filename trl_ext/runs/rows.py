@@ -10,10 +10,11 @@ def rows_identity(dataset: Dataset) -> str:
     """
     Hash the rows of a dataset, in their order, with the names and types of its columns.
 
-    Only the content counts. `Dataset._fingerprint` also changes when a file is copied or a lambda is mapped.
+    Only the content counts, unlike in `Dataset._fingerprint`, which also changes when a file is copied or a lambda is
+    mapped.
 
     Returns:
-        `xxh3:…`
+        The hash, as `xxh3:…`
     """
     table = dataset.with_format("arrow")
     names = sorted(dataset.column_names)

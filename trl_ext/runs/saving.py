@@ -36,15 +36,17 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 @contextmanager
 def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None = None) -> Iterator[None]:
     """
-    Write a part of a run's result within the block; if it cannot be written, raise one [`NotSaved`] on all processes.
+    Run a block that writes a part of a run's result; if that part cannot be written, raise [`NotSaved`] on all
+    processes.
 
-    Every process must enter and leave the block, without a collective after a write in it. Half-written weights are
-    removed: beside those of an earlier run they would look whole.
+    Every process must enter and leave the block, and no collective may follow a write in it. Weights that were written
+    only in part are removed: beside files of an earlier run they would look whole.
 
     Args:
         output_dir: the run's folder.
         what: name of the part, as the beginning of a sentence: "The model".
-        goes_on: what running the same command again will do, in words; by default resume, or begin anew.
+        goes_on: words for the error on what running the same command again will do. The default says that it resumes
+            or, without a checkpoint, begins anew.
     """
     before, failure = _written(output_dir), None
     try:
@@ -70,7 +72,8 @@ def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
 
     Args:
         trainer: a Trainer that has trained.
-        metrics: metrics that `train` returned; empty if the run was complete already.
+        metrics: metrics that `train` returned. If they are empty, since the run was complete already, they are not
+            saved.
     """
     with result_of(trainer.args.output_dir, MODEL):
         trainer.save_model()
@@ -90,22 +93,22 @@ def _json(path: Path) -> str | None:
 
 
 def _written(folder: str | os.PathLike[str]) -> dict[Path, int]:
-    """Return the time of writing of each file of weights in a folder, but not of those in checkpoints."""
+    """Return a mapping from each file of weights in a folder, but not in its checkpoints, to its time of writing."""
     paths = [path for pattern in _WEIGHTS for at in ("", "critic/") for path in Path(folder).glob(f"{at}{pattern}")]
     return {path: path.stat().st_mtime_ns for path in paths}
 
 
 class BackgroundSaving(_Trainer):
     """
-    Extend a trainer: write checkpoints as [`~trl_ext.runs.settings.SavingSettings`] ask, maybe in the background.
+    Extend a trainer: write checkpoints as [`~trl_ext.runs.settings.SavingSettings`] say, in the background if asked.
 
-    While a checkpoint is being written, the processes exchange their progress between two steps. The thread that
-    writes takes part in no collective.
+    While a thread writes a checkpoint, the processes tell each other between two steps whether they are done. The
+    thread itself takes part in no collective.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._being_saved: tuple[str, str | None] | None = None  # a checkpoint, and the best one before it
-        self._save_failure: str | None = None  # what could not be written, and has not been said yet
+        self._save_failure: str | None = None  # a sentence on a failed save, until it is printed or raised
         super().__init__(*args, **kwargs)
         # Sharding gathers weights into new memory each time, so pinning it does not pay
         self._writer = CheckpointWriter(pins=not (self.is_fsdp_enabled or self.is_deepspeed_enabled))
@@ -126,7 +129,8 @@ class BackgroundSaving(_Trainer):
     @property
     def _upload(self) -> str | None:
         """
-        Return what uploads each checkpoint as soon as it is written, and how to avoid that; None if nothing does.
+        Return words on what uploads each checkpoint as soon as it is written, and on how to switch that off; None if
+        nothing uploads them.
         """
         if self._is_pushed:
             return "`push_to_hub` uploads each: set `hub_strategy='end'` to upload the model at the end alone"
@@ -151,7 +155,11 @@ class BackgroundSaving(_Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _check_saving(self, wait: bool = False) -> None:
-        """See whether the checkpoint in the background is complete by now; if it failed, print that or raise."""
+        """
+        Check whether the checkpoint in the background is written; with `wait`, wait until it is.
+
+        If it could not be written, raise [`NotSaved`]; if the run goes on all the same, only print the reason.
+        """
         self._look_at_saving(wait)
         sentence, self._save_failure = self._save_failure, None
         if sentence is None:
@@ -161,11 +169,15 @@ class BackgroundSaving(_Trainer):
         self.accelerator.print(sentence)
 
     def _look_at_saving(self, wait: bool = True) -> None:
-        """Wait until the background checkpoint is written, or only ask whether it is. Call this on all processes."""
+        """
+        Wait until the checkpoint in the background is written; without `wait`, only check whether it is.
+
+        If it could not be written, store the reason, and remove the checkpoint. Call this on all processes.
+        """
         if self._being_saved is None:
             return
         is_busy, has_failed = self._writing()
-        while wait and is_busy:  # together: a process that has died shows in the collective, not in its silence
+        while wait and is_busy:  # all wait together: if a process has died, the collective in `_writing` fails
             self._writer.wait(PAUSE if self.accelerator.num_processes > 1 else None)
             is_busy, has_failed = self._writing()
         if is_busy:
@@ -178,7 +190,7 @@ class BackgroundSaving(_Trainer):
             self._forget_unsaved(checkpoint, best)
 
     def _writing(self) -> list[bool]:
-        """Return whether any process is writing, and whether any has failed."""
+        """Return two values: whether any process is still writing, and whether any process has failed to write."""
         mine = [self._writer.is_busy, self._writer.error is not None]
         if self.accelerator.num_processes == 1:
             return mine
@@ -197,6 +209,8 @@ class BackgroundSaving(_Trainer):
     def _forget_unsaved(self, checkpoint: str, best: str | None) -> None:
         """
         Remove a checkpoint that could not be written whole: it would take space, and count for `save_total_limit`.
+
+        If the run counted it as the best one, `best`, the best one before it, is the best again.
         """
         state, metric = self.state, f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
         if state.best_model_checkpoint == checkpoint:
@@ -225,8 +239,9 @@ class BackgroundSaving(_Trainer):
 
     def _complete_after_an_error(self) -> None:
         """
-        Complete the checkpoint in the background after an error, if all processes wrote their parts; use no
-        collective.
+        Wait, after an error in training, until the checkpoint in the background is written.
+
+        It is complete if all processes wrote their parts; else print why it is not. This uses no collective.
         """
         if self._being_saved is None:
             return self._writer.close()

@@ -15,7 +15,7 @@ _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": F
 
 
 def block(title: str, lines: dict[str, str]) -> str:
-    """Write lines with a name each under a title, wrapped and aligned; leave out empty lines."""
+    """Return a title with named lines below it, wrapped and aligned; lines without a text are left out."""
     room, width = max(map(len, lines)) + 4, min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
     shown = [
         textwrap.fill(f"  {name:{room - 2}}{text}", width, subsequent_indent=" " * room, **_WHOLE_WORDS)
@@ -26,7 +26,11 @@ def block(title: str, lines: dict[str, str]) -> str:
 
 
 def schedule(trainer: Any, **own: str) -> str:
-    """Summarise a run of SFT, reward modelling or DPO: model, data, steps, saving; `own` adds lines."""
+    """
+    Return a summary of a run of SFT, reward modelling or DPO: its model, data, steps and checkpoints.
+
+    `own` adds lines, a text by the name of the line.
+    """
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     evaluated = rows_of(trainer.eval_dataset).removesuffix(" rows").removesuffix(" row")
@@ -48,7 +52,11 @@ def count(number: int, noun: str) -> str:
 
 
 def sizes(named: Any, model: Any) -> str:
-    """Return a text with the number of weights, and of trained weights; adapters of other roles do not count."""
+    """
+    Return a text with two numbers of weights: of all, and of those that are trained.
+
+    The weights of other adapters than the policy's and the critic's, such as the reference's, do not count.
+    """
     others = {*getattr(model, "peft_config", ())} - {POLICY, CRITIC}
     parameters = [parameter for name, parameter in named if others.isdisjoint(name.split("."))]
     every, trained = size_of(parameters), size_of(p for p in parameters if p.requires_grad)
@@ -56,7 +64,7 @@ def sizes(named: Any, model: Any) -> str:
 
 
 def reference_of(trainer: Any, model: Any) -> str:
-    """Return a text that says what the reference of a run is."""
+    """Return a text that says what the reference model of a run is."""
     if trainer.ref_model is not None:
         return "frozen copy"
     return "frozen copy of the adapter" if REFERENCE in getattr(model, "peft_config", ()) else "the base, adapters off"
@@ -74,7 +82,7 @@ def portions(args: Any) -> str:
 
 
 def steps_of(trainer: Any) -> int | None:
-    """Compute the optimizer steps of a run as transformers does; None if a stream has no end."""
+    """Return the number of optimizer steps of a run, computed as transformers does; None for a stream without end."""
     args = trainer.args
     if args.max_steps > 0:
         return args.max_steps

@@ -18,9 +18,10 @@ _Class = TypeVar("_Class", bound=type)
 
 class _Help(str):
     """
-    Keep the rules for a field's values with its help text.
+    Hold a field's help text together with the rules for its values.
 
-    They cannot be metadata of their own: HfArgumentParser would pass them to argparse, which refuses them.
+    The rules cannot be separate metadata of the field: HfArgumentParser would pass them to argparse, which refuses
+    them.
     """
 
     range: Range | None = None
@@ -36,7 +37,8 @@ def setting(default: Any, help: str, range: Range | None = None, only_with: Only
         help: meaning and unit. `--help` shows the first sentence; `--help WORD` and the docs show all. No percent
             signs: argparse takes them for formats.
         range: allowed values: a rule that [`meets`] understands, or a rule in words with a function that tests it.
-        only_with: name and value of another setting, without which this setting has no effect and is refused.
+        only_with: name and value of another setting. If that has a different value, this setting has no effect, and is
+            refused unless it is at its default.
     """
     text = _Help(help)
     text.range, text.only_with = range, only_with
@@ -64,13 +66,13 @@ def meets(value: Any, rule: str) -> bool:
 
 
 def rules_of(each: Field) -> tuple[Range | None, OnlyWith | None]:
-    """Return a field's range, and the other setting without which the field has no effect."""
+    """Return the `range` and the `only_with` of a field, as [`setting`] takes them; None for what it has not."""
     text = each.metadata.get("help", "")
     return (text.range, text.only_with) if isinstance(text, _Help) else (None, None)
 
 
 def conditions(each: Field) -> str:
-    """Return words on a field's allowed values, and on the other setting that it needs."""
+    """Return sentences on a field's allowed values and on the other setting that it needs; "" if it has no rules."""
     rule, only_with = rules_of(each)
     sentences = []
     if rule:
@@ -81,7 +83,7 @@ def conditions(each: Field) -> str:
 
 
 def documented(cls: _Class) -> _Class:
-    """Append the settings that a dataclass and our mixins declare to the dataclass's docstring."""
+    """Append to a dataclass's docstring the settings that the class itself and mixins of trl_ext declare."""
     known, lines = {each.name: each for each in fields(cls)}, []
     for kind in cls.__mro__:
         names = kind.__annotations__ if kind is cls or kind.__module__.startswith("trl_ext.") else ()
@@ -121,7 +123,7 @@ class SavingSettings:
 
 @dataclass
 class AnswersSettings:
-    """Add a setting to configurations of trainers that generate nothing by themselves."""
+    """Add a setting to configurations of trainers that generate no answers by themselves."""
 
     record_answers: int = setting(
         0,
@@ -134,7 +136,7 @@ class AnswersSettings:
 
 def resolve_bf16(config: Any) -> None:
     """
-    Set `bf16` if it is unset: off on a CPU; on a GPU as TRL does, on unless `fp16` is set.
+    Set `bf16` if it is unset: on a CPU to False; on a GPU, as TRL does, to True unless `fp16` is set.
 
     Raises:
         ValueError: `bf16=True` without a GPU and without `use_cpu=True`, or `fp16=True` on a CPU.
@@ -156,9 +158,9 @@ def resolve_bf16(config: Any) -> None:
 
 def resolve_for_cpu(config: Any) -> None:
     """
-    Set `bf16` and `gradient_checkpointing` where they are unset: off on a CPU, where both cost time, else as TRL does.
+    Set `bf16` and gradient checkpointing where they are unset: off on a CPU, where both cost time, else as TRL does.
 
-    What is set acts: `bf16=True` on a CPU trains in bfloat16.
+    A setting that is set is kept: `bf16=True` on a CPU trains in bfloat16.
     """
     import torch  # takes seconds: a mistyped setting is refused before
 
@@ -171,7 +173,7 @@ def resolve_for_cpu(config: Any) -> None:
 
 
 def resolve_checkpointing(config: Any) -> None:
-    """Copy `gradient_checkpointing`, the deprecated name, to `activation_checkpointing` where that is unset."""
+    """Copy the settings of the deprecated name `gradient_checkpointing` to `activation_checkpointing`, if unset."""
     for end in ("checkpointing", "checkpointing_kwargs"):
         if getattr(config, f"activation_{end}") is None:
             setattr(config, f"activation_{end}", getattr(config, f"gradient_{end}"))
@@ -181,13 +183,13 @@ def check_settings(
     config: Any, ranges: Mapping[str, Range] | None = None, only_with: Mapping[str, OnlyWith] | None = None
 ) -> None:
     """
-    Raise for the first field whose value breaks a rule of its [`setting`].
+    Raise an error for the first field whose value breaks a rule of its [`setting`].
 
     Args:
-        config: a dataclass instance. Whole numbers, `Literal` choices and ranges are checked; `None` passes where the
-            field's type allows it.
-        ranges: ranges of fields that another package declares, by name, as [`setting`] takes them.
-        only_with: for such fields the other setting that each needs, as [`setting`] takes it.
+        config: a dataclass instance. Whole numbers, `Literal` choices, ranges and `only_with` are checked; `None`
+            passes where the field's type allows it.
+        ranges: mapping from the name of a field that another package declares to its range, as [`setting`] takes it.
+        only_with: mapping from the name of such a field to its `only_with`, as [`setting`] takes it.
 
     Raises:
         ValueError: a value breaks a rule; the message has the field, its value, and what to do.
@@ -229,7 +231,7 @@ def check_settings(
 
 
 def check_score_settings(config: Any) -> None:
-    """Raise if settings of scores, or of answers without EOS, contradict each other."""
+    """Raise a ValueError if the settings of scores, or of answers without EOS, contradict each other."""
     score, penalty = config.missing_eos_score, config.missing_eos_penalty
     if score is not None and penalty is not None:
         raise ValueError(

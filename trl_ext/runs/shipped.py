@@ -1,7 +1,7 @@
 """Find the files that ship with the package: recipes, accelerate's configurations, the runbook.
 
-A wheel has them in the package, a clone beside it. A name is looked for in the working directory first, and then
-among what ships, so a recipe runs from anywhere.
+They lie in the package if it was installed from a wheel, and beside the package in a clone. A name is looked for in
+the working directory first, and then among these files, so a recipe runs from anywhere.
 """
 
 import os
@@ -63,7 +63,7 @@ def config_file(flag: str, name: str, folder: str = "recipes") -> Path:
 
 
 def accelerate_file(flag: str, name: str) -> Path:
-    """Return the file of an accelerate configuration: a path, one of ours, or else one of TRL's."""
+    """Return the accelerate configuration that a flag names: a path, the name of one that ships, or one of TRL's."""
     try:
         return config_file(flag, name, "accelerate_configs")
     except FileNotFoundError:

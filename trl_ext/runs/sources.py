@@ -41,17 +41,23 @@ def source_identity(function: Any) -> str:
     """
     Identify a function or a callable object by a hash.
 
-    The hash covers its source without comments, the values that it closes over, its attributes, and the functions,
-    classes, objects, models and plain values of its own files that it names, and theirs. Of attributes the public ones
-    count, and `_x` if `x` is an argument of `__init__`. What comes from an installed package counts by name (ours by
-    its name at 0.2.0, see `upstream/moved.py`), and what is none of these, as a connection, by its type. What is
-    imported within a function's body does not count.
+    The hash covers:
 
-    A function says by itself which it is with an attribute `identity`, a string: `my_reward.identity = "2"`. So does
-    one within another.
+    - the source of the function, without comments
+    - the values that the function closes over
+    - the attributes of a callable object: the public ones, and `_x` if `x` is an argument of `__init__`
+    - the functions, classes, objects, models and plain values of the user's own files that it names, and what these
+      name in turn
+
+    Anything from an installed package counts by its name; anything from trl_ext by its name at 0.2.0, see
+    `upstream/moved.py`. Any other object, such as a connection, counts by its type. Imports within a function's body
+    do not count.
+
+    A function with an attribute `identity`, a string, is identified by that alone: `my_reward.identity = "2"`. This
+    holds for a function within another one, too.
 
     Returns:
-        The attribute `identity`, or `xxh3:…`
+        The attribute `identity`, or the hash, as `xxh3:…`
     """
     identity = getattr(function, "identity", None)
     return identity if isinstance(identity, str) else f"xxh3:{_digest(function, {})[:12]}"
@@ -114,7 +120,7 @@ def _parts(value: Any, seen: Seen) -> Iterator[str]:
 
 
 def _object(value: Any, seen: Seen, is_told: bool) -> Iterator[str]:
-    """Return what identifies an object: its type, and its attributes if they decide what it does."""
+    """Yield what identifies an object: its type and, if `is_told`, its attributes."""
     yield _digest(type(value), seen)
     yield str(getattr(value, "__name__", ""))
     if hasattr(value, "__wrapped__"):  # a function with a cache
@@ -141,7 +147,7 @@ def _class(value: type, seen: Seen) -> Iterator[str]:
 
 
 def _function(value: Any, seen: Seen) -> Iterator[str]:
-    """Return what identifies a function: its source, and the values of the names in it."""
+    """Yield what identifies a function: its name, its source, and the values of the names in the source."""
     if hasattr(value, "__wrapped__"):
         yield _digest(value.__wrapped__, seen)
     yield identity_name(value.__module__ or "", value.__qualname__)[1]
@@ -155,7 +161,12 @@ def _function(value: Any, seen: Seen) -> Iterator[str]:
 
 
 def _named(namespace: dict[str, Any], names: list[str], modules: list[ModuleType]) -> Iterator[tuple[str, Any]]:
-    """Return the values of these names in a namespace, and in the user's own modules within it."""
+    """
+    Yield each of these names that a namespace has, with its value.
+
+    If the value is a module of the user's own files, yield in its place those of these names that the module has.
+    `modules` lists the modules that were visited before.
+    """
     for name in names:
         item = namespace.get(name)
         if not inspect.ismodule(item):
@@ -173,7 +184,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _function_of(attribute: Any) -> Any:
-    """Return the function within a static method, a class method or a property, cached or not."""
+    """Return the function in a static method, a class method or a (cached) property; another attribute unchanged."""
     found = (getattr(attribute, name, None) for name in ("__func__", "fget", "func"))
     return next(filter(None, found), attribute)
 
@@ -186,7 +197,7 @@ def _is_installed(value: Any) -> bool:
 
 
 def _is_in_a_package(file: str | None) -> bool:
-    """Return whether a file is part of an installed package; None means built-in code, which is."""
+    """Return whether a file is part of an installed package; so is built-in code, whose file is None."""
     if file is None or file.startswith("<frozen"):
         return True
     return file.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
@@ -194,7 +205,9 @@ def _is_in_a_package(file: str | None) -> bool:
 
 def _source(function: Any) -> str | None:
     """
-    Return a function's source; None if it was typed into a shell, or is a lambda, whose line has more code.
+    Return a function's source without comments; None if it was typed into a shell, which keeps no source.
+
+    Return None for a lambda, too: the line that it stands in has other code.
     """
     if function.__name__ == "<lambda>":
         return None

@@ -20,9 +20,9 @@ from ..upstream.temporarily import temporarily
 
 OTHERS_PART = "another process could not write its part"
 
-_OF_PYTORCH = "inline_container.cc"  # in the message of what writes for `torch.save`
+_OF_PYTORCH = "inline_container.cc"  # in the message of an error that `torch.save` raises
 PAUSE = 0.05  # seconds between two looks at what the other processes have written
-_PATIENCE = 10.0  # seconds that a run which has raised waits for them
+_PATIENCE = 10.0  # seconds that a run waits for the other processes after it has raised an error
 
 
 class NotSaved(RuntimeError):
@@ -33,11 +33,11 @@ class CheckpointWriter:
     """
     Collect the files that are saved within [`~CheckpointWriter.deferring`], and write them in a thread.
 
-    PyTorch's [`~torch.distributed.checkpoint.staging.DefaultStager`] makes the copies: it keeps views and shared
-    storages, and reuses its buffers from the second checkpoint on.
+    PyTorch's [`~torch.distributed.checkpoint.staging.DefaultStager`] copies the data: it keeps views and shared
+    storages as they are, and reuses its buffers from the second checkpoint on.
 
     Args:
-        pins: whether to pin the buffers, which makes copies from a GPU fast.
+        pins: whether to pin the memory of the copies, which makes copies from a GPU fast.
     """
 
     def __init__(self, pins: bool = False):
@@ -51,9 +51,10 @@ class CheckpointWriter:
     @contextmanager
     def deferring(self, copies: bool = True) -> Iterator[None]:
         """
-        Defer what this thread writes by `torch.save` and `safetensors` in the block; see `upstream.names.WRITERS`.
+        Keep back what this thread writes by `torch.save` and `safetensors` in the block, until `start` writes it.
 
-        Data that cannot be copied is written at once; a failure to do so is an `OSError`.
+        The functions that are kept back are listed in `upstream.names.WRITERS`. Data that cannot be copied is written
+        at once; if that fails, an `OSError` is raised.
 
         Args:
             copies: whether to copy the data; data that is not copied must not change until it is written.
@@ -104,12 +105,15 @@ class CheckpointWriter:
         name: str = "",
     ) -> None:
         """
-        Write the deferred files in a thread, and call `complete` when all processes have written theirs.
+        Write the deferred files in a thread, and call `complete` when all processes have written their files.
+
+        Each process calls this once for each checkpoint.
 
         Args:
             complete: function that marks the checkpoint as complete; None on all processes but one.
-            processes, rank: number of processes, and this one's. Each process calls this once for a checkpoint.
-            error: earlier failure of this process, if any.
+            processes: number of processes.
+            rank: number of this process.
+            error: earlier failure of this process, if any. Nothing is then written, and the others are told.
             name: name of this checkpoint, the same on all processes.
         """
         self.error, self._deadline = error, math.inf
@@ -134,7 +138,12 @@ class CheckpointWriter:
         self._thread.start()
 
     def _exchange(self, name: str, processes: int, rank: int, waits: bool) -> None:
-        """Tell the other processes, through the store, that this process is done, and wait for them; no collective."""
+        """
+        Tell the other processes that this one is done and, if it `waits`, wait for them.
+
+        This goes through torch's store, not through a collective. If another process has failed, or is not done before
+        the deadline, an `OSError` is raised.
+        """
         store = _get_default_store()
         store.set(f"trl_ext/saved/{name}/{rank}", "failed" if self.error else "written")
         keys = [f"trl_ext/saved/{name}/{other}" for other in range(processes)]
@@ -158,7 +167,11 @@ class CheckpointWriter:
             self._writes.pop(0)()
 
     def wait(self, seconds: float | None = None, after_an_error: bool = False) -> None:
-        """Wait until this process has written its part; after an error, wait only some seconds for other processes."""
+        """
+        Wait until this process' thread has ended, but no longer than `seconds`.
+
+        `after_an_error` means that the run has failed: the thread then waits for other processes for 10 seconds only.
+        """
         if after_an_error:
             self._deadline = time.monotonic() + _PATIENCE
         if self._thread is not None:
@@ -179,7 +192,7 @@ def is_of_writing(error: BaseException) -> bool:
 def not_saved(checkpoint: str, error: BaseException) -> str:
     """Return half a sentence: which checkpoint could not be written, where, why, and how much disk space is free."""
     cause = str(getattr(error, "strerror", None) or error)
-    if _OF_PYTORCH in cause:  # it says at which line of its own
+    if _OF_PYTORCH in cause:  # the message only says at which line of PyTorch's source
         cause = "a write to the disk failed"
     folder = Path(checkpoint).parent
     try:

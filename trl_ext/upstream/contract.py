@@ -24,9 +24,9 @@ def function_change(path: str, passed: str | None) -> str:
     Return what changed in a function or class so that our call of it would fail; "" if the call still works.
 
     Args:
-        path: its dotted name.
-        passed: the parameters that we pass, as "model, seed=" for one by position and one by name; None if we do not
-            call it. It may have others with a default.
+        path: dotted name of the function or class.
+        passed: the parameters that we pass. "model, seed=" stands for `model` by position and `seed` by name. Further
+            parameters with a default are no change. None if we do not call the function.
     """
     try:
         function = find(path)
@@ -41,9 +41,10 @@ def function_change(path: str, passed: str | None) -> str:
 
 def method_change(cls: type, name: str, passed: str) -> str:
     """
-    Return how a method of `cls` differs from the one we were written for, or "" if it does not.
+    Return how a method of `cls` differs from the one that trl_ext was written for, or "" if it does not.
 
-    `passed` are the arguments that we pass. New parameters are a difference, too, unless it ends in `...`.
+    `passed` lists the parameters that we pass, as in `function_change`. A further parameter counts as a difference,
+    unless `passed` ends in `...`.
     """
     if not callable(method := getattr(cls, name, None)):
         return f"`{cls.__name__}` has no method `{name}`"
@@ -52,13 +53,17 @@ def method_change(cls: type, name: str, passed: str) -> str:
 
 
 def attribute_changes(cls: type, names: list[str]) -> dict[str, str]:
-    """Return for each name a sentence if it no longer exists: if `cls` has no such member, and no method sets it."""
+    """
+    Return a mapping from each name to a sentence if `cls` no longer has that attribute, and to "" if it has.
+
+    It has an attribute if it defines it, or if one of its methods sets it.
+    """
     present = {*dir(cls), *assigned(cls.__mro__)}
     return {name: "" if name in present else f"`{cls.__name__}` has no `{name}`" for name in names}
 
 
 def names_of_both(ours: Iterable[type], theirs: Iterable[type]) -> set[str]:
-    """Return the names that classes of both lists define or set, except `__names__`."""
+    """Return the attributes that classes in both lists define, or that their methods set, except `__names__`."""
     ours_and_theirs = [
         {name for cls in classes for name in vars(cls) if not name.startswith("__")} | assigned(classes)
         for classes in (ours, theirs)
@@ -67,7 +72,7 @@ def names_of_both(ours: Iterable[type], theirs: Iterable[type]) -> set[str]:
 
 
 def assigned(classes: Iterable[type]) -> set[str]:
-    """Return the attributes of `self` that methods of these classes assign, found in bytecode without an instance."""
+    """Return the attributes of `self` that methods of these classes assign, as read from the methods' bytecode."""
     names = set()
     for member in (member for cls in classes for member in vars(cls).values()):
         function = inspect.unwrap(getattr(member, "fget", member))
@@ -81,7 +86,11 @@ def assigned(classes: Iterable[type]) -> set[str]:
 
 
 def _difference(label: str, parameters: Iterable[str], required: list[str], passed: str) -> str:
-    """Return what is wrong with our arguments: a required one is missing, or one is unknown or at another position."""
+    """
+    Return a sentence if the parameters of `label` do not fit the arguments that we pass; "" if they do.
+
+    They do not fit if a required one is missing, or if one is unknown or at another position.
+    """
     given = [name for name in passed.split(", ") if name not in ("", "...")]
     by_place = [name for name in given if not name.endswith("=")]
     names, parameters = {name.rstrip("=") for name in given}, list(parameters)

@@ -12,9 +12,10 @@ from .moved import moved, new_name
 
 def lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """
-    Return `__getattr__`, `__dir__` and `__all__` of a package, from the imports under its `if TYPE_CHECKING:`.
+    Return three values for a package, `__getattr__`, `__dir__` and `__all__`, made from its imports of names.
 
-    Type checkers and readers see these imports; nothing is imported before somebody asks for a name.
+    These imports stand under `if TYPE_CHECKING:` in the package's file, where only type checkers and readers see them.
+    At run time a name is imported when it is first used.
 
     Args:
         package: the package's `__name__`.

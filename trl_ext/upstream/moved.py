@@ -1,4 +1,8 @@
-"""List the names that moved since 0.2.0. Old names can be imported until 0.4.0; identities keep them for good."""
+"""
+List the names that moved since 0.2.0.
+
+Old names can be imported until 0.4.0. The identities in checkpoints and caches keep the old names for good.
+"""
 
 import sys
 import warnings
@@ -12,10 +16,10 @@ from typing import Any
 
 _PACKAGE = __name__.partition(".")[0]
 
-# Dotted name at 0.2.0 → name now: of a module, of a package with all that is in it, or of one class or function that
-# its module's other contents did not go with. Where two modules became one, the first entry gives what is in it its
-# name of 0.2.0, so that the others need one for each of their classes and functions; a module that others joined
-# without moving itself comes before them, as itself.
+# Dotted name at 0.2.0 → name now. An entry is for a module, for a package with all that is in it, or for one class or
+# function that moved away from the rest of its module. Where several modules became one, the first entry gives all
+# that is in it its name of 0.2.0 (for identities); each class and function of the other modules needs an entry of its
+# own. If one of these modules did not move, it has an entry with its own name on both sides, before the others.
 MOVED: dict[str, str] = {
     "trl_ext.arguments": "trl_ext.cli.arguments",
     "trl_ext.callbacks.files": "trl_ext.runs.files",
@@ -99,7 +103,7 @@ MOVED: dict[str, str] = {
     "trl_ext.data.label_studio_tasks": "trl_ext.workbench.labels.labelling.label_studio_tasks",
     "trl_ext.data.read_choices": "trl_ext.workbench.labels.labelling.read_choices",
 }
-# Setting that was added since 0.2.0 → its default: with it a run is one of before, and goes on from its checkpoints
+# Setting that was added since 0.2.0 → its default, with which a run is the same as in 0.2.0, and may resume from there
 ADDED: dict[str, object] = {
     "baseline": "critic",
     "bootstrap_truncated": False,
@@ -107,30 +111,35 @@ ADDED: dict[str, object] = {
     "max_tool_calling_iterations": None,
     "tool_timeout": 60.0,
 }
-# Class or function, by its name at 0.2.0 → how often its settings have come to mean something else. Count it up where
-# the same settings give other scores or batches: runs and caches of before are then told apart.
+# Class or function, by its name at 0.2.0 → how often the meaning of its settings has changed. Count it up if the same
+# settings now give other scores or batches: earlier runs and caches are then told apart from new ones.
 MEANING: dict[str, int] = {}
 
 
 def settings_as_before(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's settings as its checkpoints had them in 0.2.0, where they mean the same run."""
+    """
+    Return a run's settings as a checkpoint of 0.2.0 has them, so that a run may resume from such a checkpoint.
+
+    Settings that were added since then are left out where they are at their defaults.
+    """
     kept = {name: value for name, value in settings.items() if name not in ADDED or value != ADDED[name]}
     reads_no_lam = settings.get("lam_alpha") is not None or settings.get("baseline") == "mean"
     if reads_no_lam and kept.get("lam", 0.95) is None:
-        kept["lam"] = 0.95  # its default then, which was recorded though it was not read
+        kept["lam"] = 0.95  # its default in 0.2.0, which checkpoints recorded even if it was not used
     return kept
 
 
 def new_name(name: str) -> str:
-    """Return the present dotted name of something that had this dotted name in 0.2.0."""
+    """Return the present dotted name of what had the dotted name `name` in 0.2.0; an unmoved name is unchanged."""
     return _renamed(name, MOVED)
 
 
 def identity_name(module: str, qualname: str) -> tuple[str, str]:
     """
-    Return the module and name that identify a class or function in checkpoints and caches; ours keep those of 0.2.0.
+    Return the module and the name that identify a class or function in checkpoints and caches.
 
-    A number is appended to the name of a class if its settings have changed their meaning since.
+    Anything of trl_ext keeps the module and name that it had at 0.2.0. If the meaning of its settings has changed
+    since then, a number is appended to the name.
     """
     if module.partition(".")[0] != _PACKAGE:
         return module, qualname
@@ -141,7 +150,7 @@ def identity_name(module: str, qualname: str) -> tuple[str, str]:
 
 
 def _renamed(name: str, names: dict[str, str]) -> str:
-    """Replace the beginning of a dotted name, the longest that is a key of `names`, by its new name."""
+    """Replace the beginning of a dotted name by its new name: the longest beginning that is a key of `names`."""
     parts = name.split(".")
     beginnings = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     known = next((beginning for beginning in beginnings if beginning in names), None)
@@ -149,7 +158,7 @@ def _renamed(name: str, names: dict[str, str]) -> str:
 
 
 def moved(old: str, now: str) -> Any:
-    """Return the object that an old name meant, and warn with its new name."""
+    """Return the object that has moved from the name `old` to the name `now`, and warn with its new name."""
     warnings.warn(f"{old} is now {now}; the old name will be removed in 0.4.0", FutureWarning, stacklevel=3)
     place, _, name = now.rpartition(".")
     return getattr(import_module(place), name)
@@ -159,8 +168,8 @@ class OldNames(MetaPathFinder, Loader):
     """
     Import modules by their old names, and warn with the new name.
 
-    The result is the module of the new name itself, so that both names give the same classes. If a module's contents
-    moved to several places, the result is a module that looks names up in all of them.
+    An import by the old name gives the module of the new name itself, so that both names give the same classes. If the
+    contents of the old module moved to several places, it gives a module that looks names up in all of them.
     """
 
     def find_spec(

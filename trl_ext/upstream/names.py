@@ -1,9 +1,10 @@
 """
-List every private name of TRL, transformers, PEFT and torch that we use: where it is, and what we pass to it.
+List every private name of other libraries that we use: where it is, and what we pass to it.
 
-Import such a name from here: `from ..upstream import use_adapter`. What changed is said in one sentence: of a function
-when it is imported, of the trainers that ours inherit from by [`check_contract`], when one is built.
-`python -m trl_ext.cli.contract` shows every item; `pytest -m "" tests/contract` tests what the names do.
+Import such a name from this module. If a new version of a library has changed it, one sentence says what changed: for
+a function when it is imported from here, for the classes that our trainers inherit from when a trainer is built, by
+[`check_contract`]. `python -m trl_ext.cli.contract` shows every name; `pytest -m "" tests/contract` tests what the
+names do.
 """
 
 import functools
@@ -58,7 +59,7 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
     },
 }
 
-# An override of ours takes exactly these parameters, or ends in "..." and passes on what else there is
+# A method of ours that overrides one of these takes exactly these parameters; with "..." it passes on all others
 METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `method_change`
     "trl.GRPOTrainer": {
         "__init__": "model=, reward_funcs=, args=, train_dataset=, eval_dataset=, processing_class=, "
@@ -202,7 +203,7 @@ def check_contract(trainer: type) -> None:
     """
     Raise an `ImportError` of one sentence if the class of TRL that `trainer` inherits from has changed.
 
-    Call this first in the constructor, before anything is loaded.
+    Call this first in the trainer's constructor, before anything is loaded.
     """
     found = [*changes_of_class(f"trl.{_base(trainer).__name__}").values(), names_taken(trainer)]
     if changes := [change for change in found if change]:
@@ -210,7 +211,11 @@ def check_contract(trainer: type) -> None:
 
 
 def changes_of_class(path: str) -> dict[str, str]:
-    """Return for each method and attribute of a class in the tables what changed; "" for an unchanged one."""
+    """
+    Return a mapping from each method and attribute of a class that we use to what changed; "" if nothing did.
+
+    They are those that `METHODS` and `ATTRIBUTES` list for `path`.
+    """
     try:
         cls = find(path)
     except ImportError as error:
@@ -221,7 +226,11 @@ def changes_of_class(path: str) -> dict[str, str]:
 
 
 def names_taken(trainer: type) -> str:
-    """Return a sentence for each name that our trainer and TRL's both define, so that one would override the other."""
+    """
+    Return a sentence with the names that our trainer and TRL's both define, so that one would override the other.
+
+    Return "" if there are none. Names that we override on purpose, and have listed, do not count.
+    """
     base = _base(trainer)
     before, theirs = trainer.__mro__[: trainer.__mro__.index(base)], base.__mro__[:-1]  # all but `object`
     path, ours = f"trl.{base.__name__}", [cls for cls in before if cls.__module__.startswith("trl_ext.")]
@@ -234,7 +243,7 @@ def _base(trainer: type) -> type:
 
 
 def sentence(changes: list[str]) -> str:
-    """Return a sentence with the changes, the tested and the installed versions, and what to do."""
+    """Return a sentence with up to three of the changes, the tested and the installed versions, and what to do."""
     differ = [package for package, tested in TESTED.items() if version(package) != tested] or ["trl"]
     tested = " and ".join(f"{package} {TESTED[package]}" for package in differ)
     installed = " and ".join(f"{package} {version(package)}" for package in differ)

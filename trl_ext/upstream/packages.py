@@ -37,18 +37,19 @@ def is_installed(package: str) -> bool:
 
 
 def is_of_deepspeed(error: Exception) -> bool:
-    """Return whether an error, of whatever library, means that DeepSpeed is not installed."""
+    """Return whether an error means that DeepSpeed is not installed, whichever library raised it."""
     return isinstance(error, ImportError) and "deepspeed" in str(error).lower()
 
 
 def check_packages(*settings: Any) -> None:
     """
-    Raise an error if the settings of a run need a missing package or a login. vLLM and DeepSpeed are checked when they
-    are used.
+    Raise an error if the settings of a run need a package or a login that is missing.
+
+    vLLM and DeepSpeed are not checked here, but when they are used.
 
     Raises:
         ImportError: a package is missing; the message has the command that installs it.
-        ValueError: W&B has no valid key. This is checked on the first process, which alone reports.
+        ValueError: W&B has no valid key. Only the first process reports to W&B, so this is checked on that one alone.
     """
     for each in settings:
         if getattr(each, "load_in_4bit", False) or getattr(each, "load_in_8bit", False):
@@ -70,7 +71,7 @@ def need_server() -> None:
 
 def has_wandb_login() -> bool:
     """
-    Return whether W&B has a key, or needs none by its settings or WANDB_MODE; its server is not asked.
+    Return whether W&B has a key, or needs none by its settings or WANDB_MODE. W&B's server is not asked.
 
     Raises:
         ValueError: the key is invalid.
@@ -90,12 +91,12 @@ def need(package: str, what: str, otherwise: str = "") -> None:
     Raise an `ImportError` if a package is not installed.
 
     Args:
-        package: its name in `import`.
-        what: what needs it.
-        otherwise: what can be done instead, as the end of the sentence.
+        package: the package's name in `import`.
+        what: what needs the package, as the beginning of the error's sentence.
+        otherwise: what can be done instead of installing it, as the end of that sentence.
 
     Raises:
-        ImportError: it is not installed; the message has the command that installs it.
+        ImportError: the package is not installed; the message has the command that installs it.
     """
     if not is_installed(package):
         install = OPTIONAL[package][1] if package in OPTIONAL else package

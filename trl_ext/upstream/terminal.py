@@ -1,9 +1,10 @@
 """
-Hide listed warnings of libraries, which tell a user nothing about the run, from the terminal.
+Hide certain warnings of libraries from the terminal: those that tell a user nothing about the run.
 
-Recipes and commands call this first; `trl_ext.ppo` and `trl_ext.dpo` do when they are imported, their trainers when
-they are made. `import trl_ext`, callbacks and rewards hide nothing: a script without our trainers prints the same as
-without us. The one exception: where a watch scores nothing, TRL logs None, and TensorBoard remarks on each.
+Recipes and commands call `quiet` first; `trl_ext.ppo` and `trl_ext.dpo` call it when they are imported, and their
+trainers when they are made. `import trl_ext`, callbacks and rewards hide nothing, so a script without our trainers
+prints the same as without trl_ext. There is one exception: watches give no scores, so TRL logs None as their mean, and
+they hide transformers' remark that TensorBoard cannot log None.
 """
 
 import functools
@@ -20,9 +21,9 @@ REMARKS = {
     "bitsandbytes.backends.cpu.ops": ("Failed to load CPU gemm_4bit_forward",),
     # DeepSpeed, imported by accelerate and by TRL where it is installed, whether or not it is used
     "DeepSpeed": ("Setting accelerator to CPU", "Setting ds_accelerator to"),
-    # vLLM, for each weight at each sync: a float32 policy is sampled from in bfloat16, which docs/vllm.md says once
+    # vLLM, for each weight at each sync: a float32 policy generates in bfloat16. docs/vllm.md says this once
     "vllm.model_executor.models.utils": ("Attempted to load weight",),
-    # Old checkpoints are then deleted by the step in their name, which is what is wanted
+    # transformers then deletes old checkpoints by the step in their name, which is what is wanted
     "transformers.trainer_utils": ("mtime may not be reliable",),
 }
 # The same for `warnings`: category, pattern of the message
@@ -32,10 +33,10 @@ WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # DeepSpeed calls torch by old names, dozens of times a step
     (FutureWarning, r"`torch\.distributed\.\w+` is deprecated"),
 )
-# Rows of transformers' report on a classifier that was loaded from a language model: its head is meant to be new.
-# A reward model without one is refused
+# Rows of transformers' report on a classifier that was loaded from a language model: its head is meant to be new. (A
+# reward model that has no head is refused elsewhere.)
 NEW_HEAD = r"lm_head\.weight +\| UNEXPECTED|score\.weight +\| MISSING"
-SECONDS = 3.0  # before a library's own bar appears; it vanishes when it is done
+SECONDS = 3.0  # before a library's own progress bar appears; the bar vanishes when it is done
 
 
 def _is_verbose() -> bool:
@@ -45,10 +46,10 @@ def _is_verbose() -> bool:
 @functools.cache  # once is enough
 def quiet() -> None:
     """
-    Hide warnings of libraries that tell nothing about the run. Call this first in a script: it imports nothing.
+    Hide the warnings of libraries that tell nothing about the run: those in `REMARKS` and `WARNINGS`.
 
-    Warnings that a user must know, such as those of TRL and ours, are still shown. With the environment variable
-    `TRL_EXT_VERBOSE=1` nothing is hidden.
+    Call this first in a script, before libraries are imported. Other warnings, such as those of TRL and ours, are
+    still shown. With the environment variable `TRL_EXT_VERBOSE=1` nothing is hidden.
     """
     if _is_verbose():
         return
@@ -60,13 +61,17 @@ def quiet() -> None:
 
 
 def is_quiet() -> bool:
-    """Return whether this process has called [`quiet`]; the processes that it starts should then call it, too."""
+    """Return whether this process has called [`quiet`]: then the processes that it starts should call `quiet`, too."""
     return quiet.cache_info().currsize > 0
 
 
 @functools.cache
 def hide_none_logged() -> None:
-    """Hide the remark that TensorBoard cannot log None, TRL's mean of a reward function that gives no scores."""
+    """
+    Hide transformers' remark that TensorBoard cannot log None.
+
+    TRL logs None as the mean of a reward function that gives no scores.
+    """
     if not _is_verbose():
         remark = ('Trainer is attempting to log a value of "None"',)
         logger = logging.getLogger("transformers.integrations.integration_utils")
@@ -75,7 +80,7 @@ def hide_none_logged() -> None:
 
 @functools.cache
 def late_bars() -> None:
-    """Show the bars of transformers and datasets ("Loading weights", "Map") only where they last 3 seconds."""
+    """Show a progress bar of transformers or datasets ("Loading weights", "Map") only after its first 3 seconds."""
     if _is_verbose():
         return
     from datasets.utils import tqdm

@@ -314,7 +314,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     @property
     def reference(self) -> nn.Module:
-        """Return the model that computes the reference's log-probs: `ref_model`, or with PEFT alone the policy."""
+        """Return the model that gives the reference's log-probs: `ref_model`, or the PEFT policy if there is none."""
         return self.model if self.ref_model is None else self.ref_model
 
     def reference_adapter(self) -> contextlib.AbstractContextManager:

@@ -201,9 +201,10 @@ def _levels(
     texts: _Texts, longest: int, least: int
 ) -> Iterator[list[tuple[tuple[int, ...], tuple[float, float, float]]]]:
     """
-    For n = 1, 2, …, `longest` yield a list of n-grams, each with its votes Σ s·w, Σw² and Σw.
+    For each n up to `longest`, yield the n-grams that only one answer of a pair has, in `least` pairs or more.
 
-    Listed are the n-grams for which, in `least` pairs or more, exactly one answer has the n-gram.
+    Each comes with three sums over these pairs, Σ s·w, Σw² and Σw: w is the pair's weight, and s is 1 where the first
+    answer has the n-gram, −1 where the second has it.
     """
     size, weights = len(texts.texts), texts.weights
     owner = texts.owner

@@ -50,9 +50,9 @@ def student_quantile(tail: float, dof: float) -> float:
 def scatter(squared_steps: float, count: int) -> tuple[float, float]:
     """Estimate the variance of single values from successive differences: sum (x_i+1 - x_i)^2 / (2 (n - 1)).
 
-    A slow drift of the values' mean adds little to this estimate (von Neumann, Kent, Bellinson and Hart 1941). The
-    estimate's degrees of freedom, 2 (n - 1)^2 / (3 n - 4), are those of a chi-squared variable that, scaled, has the
-    estimate's mean and variance.
+    A slow drift of the values' mean adds little to this estimate (von Neumann, Kent, Bellinson and Hart 1941). Its
+    degrees of freedom, 2 (n - 1)^2 / (3 n - 4), come from fitting a scaled chi-squared distribution to the estimate's
+    mean and variance.
 
     Args:
         squared_steps: sum of the squared differences of successive values, in the squared unit of the values.

@@ -85,7 +85,7 @@ class Histories:
         """
         Return the first stored history that `ids` begin with; None if there is none.
 
-        Forget this history, and those stored before it, whose rows have ended.
+        Delete it from the store. Also delete the histories stored before it: their rows have ended.
         """
         for number, history in enumerate(self._kept):
             if ids[: len(history.ids)] == history.ids:

@@ -31,7 +31,7 @@ def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> 
     """
     Raise a `ValueError` if the tokenizer has no EOS token, or has token ids beyond the model's vocabulary.
 
-    The pad token's id may lie beyond it unless `pads_are_read`: pads that are masked are never read.
+    The pad token's id may lie beyond the vocabulary, since masked pads are never read; not with `pads_are_read`.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(

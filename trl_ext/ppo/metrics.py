@@ -66,7 +66,7 @@ class PPOMetrics:
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Leave the time spent in the block out of the report, since evaluation is not training."""
+        """Do not count the time that the `with` block takes; it is used around evaluation."""
         seconds = dict(self._seconds)
         try:
             yield
@@ -131,7 +131,7 @@ class PPOMetrics:
 
     def evaluated(self, rollout: Rollout, rows: Tensor, prefix: str = "") -> None:
         """
-        Observe a batch of an evaluation.
+        Add a batch of an evaluation to the metrics.
 
         Args:
             rollout: the batch.

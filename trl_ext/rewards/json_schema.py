@@ -101,7 +101,7 @@ class _EndlessError(Exception):
 
 
 class _Check(threading.local):
-    """Hold one thread's check of one answer: its deadline, and the schema references that it is following."""
+    """Hold the state of checking one answer in one thread: the deadline, and the `$ref`s being followed."""
 
     until = 0.0
     followed: set[tuple[int, int]] = set()

@@ -168,7 +168,7 @@ class Started:
         self._scores.exception()
 
     def result(self, log_metric: Callable | None = None, log_extra: Callable | None = None) -> Any:
-        """Wait for the function, and log what it logged; return what it returned, or raise what it raised."""
+        """Wait for the function to end, and pass its logs on. Return its result, or raise its error."""
         try:
             return self._scores.result()
         finally:

@@ -114,7 +114,7 @@ class ServedWriter(Served):
         self.work_on(turns, lambda turn: done(self.text(turn)))
 
     def text(self, turn: Turn) -> dict[str, Any]:
-        """Ask for one text; return the journal's row for it."""
+        """Ask the server for the text of a turn; return the journal's row, which says what became of it."""
         try:
             answer = self.chat(turn.messages, Call(time.monotonic() + self.deadline))
         except RefusedError as error:

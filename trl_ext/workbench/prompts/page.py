@@ -179,7 +179,7 @@ def _kept(found: dict[str, Any], args: Any) -> dict[str, list]:
 
 
 def _strata(report: PromptReport, name: str, args: Any, split: np.ndarray) -> list[list[str]]:
-    """Return rows of a table: a common value, and its share of each split. A row's shares should be alike."""
+    """Return a table's rows: a frequent value of `name`, and its share in each split. The shares should be alike."""
     values = strata(report, name, args.stratify)
     counts = {
         each: Counter(v for v, of in zip(values, split, strict=True) if of == each) for each in args.split_shares

@@ -20,7 +20,7 @@ _SETS = {  # colour and line of each set of scores
 
 
 def page(report: dict[str, Any]) -> str:
-    """Return the HTML of a report as [`trl_ext.workbench.reward_report.figures.examine`] returns it."""
+    """Render as HTML the report that [`trl_ext.workbench.reward_report.figures.examine`] has returned."""
     verdict = report["verdict"]
     groups = report["groups"].items()
     gaps = [(f"{row['from']:g} to {row['to']:g}", row) for row in report["accuracy_by_length_gap"]]

@@ -812,7 +812,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _critic_only(self, step: int) -> bool:
         """
-        Return whether micro-batch `step` trains only the critic, as in warm-up. Later, of `critic_steps` the last trains both.
+        Return whether micro-batch `step` trains only the critic. In warm-up each does; later only the last of
+        `critic_steps` trains the policy, too.
         """
         number = step % self._steps_per_rollout // self.args.steps_per_generation  # of the pass over the rollout
         return self._warms_up(step) or (number + 1) % self.args.critic_steps != 0

@@ -63,8 +63,9 @@ def measured(arm: str, tokens: int) -> dict[str, float]:
     settings |= {"num_generations": 2, "beta": 0.05} if of_grpo else {"num_ppo_epochs": 1, "watch": "off"}
     settings |= {} if of_grpo else {"record_run": False}
     with tempfile.TemporaryDirectory() as folder:
+        tiny_llama(len(tokenizer), **shape).save_pretrained(f"{folder}/policy")  # GRPO loads its reference by name
         trainer = trainer_class(
-            model=tiny_llama(len(tokenizer), **shape),
+            model=f"{folder}/policy",
             reward_funcs=lambda completion_ids, **_: [float(ids[0] % 2) for ids in completion_ids],
             args=config_class(
                 folder,

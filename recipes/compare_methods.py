@@ -116,7 +116,7 @@ class CompareArguments(SeededStudyArguments):
     )
     arms: list[str] = field(default_factory=lambda: list(ARMS), metadata={"help": "What is compared."})
     labels: int = setting(400, "Labels of a seed: pairs that people or a judge label.")
-    known: int = setting(120, "Of these, labels by people with which a judge is compared.")
+    known: int = setting(120, "How many of these labels are by people, for comparing a judge with them.")
     prompts: int = setting(128, "Held-out prompts on which policies are measured.")
     world_seed: int = setting(0, "Seed of the world and of the SFT model, which all share.")
     output_dir: str = setting("outputs/compare_methods", "Folder of all runs.")

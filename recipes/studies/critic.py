@@ -42,8 +42,8 @@ CELLS: dict[str, tuple[Callable[[int], World], int, str]] = {
     "short": (lambda seed: Chain(32, seed=seed), 12, "32 tokens, one score at the end"),
 }
 TUNED = {"own start": "own start", "turns": "own start"}  # cell: where its learning rates are chosen; else in `noisy`
-# Method: trainer and settings. `of` names the method that it differs from by a number alone: it takes its learning
-# rate, and its seconds, so that what else the machine does at the time tells them not apart
+# Method: trainer and settings. `of` names another method, from which this one differs by a number alone. It takes that
+# method's learning rate, and its seconds, which would differ only by what else the machine was doing
 METHODS: dict[str, dict[str, Any]] = {
     "PPO": {"trainer": "PPO", "lam": 0.95},
     "gated": {"trainer": "PPO", "baseline": "gated", "lam": 0.95},
@@ -61,7 +61,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "gated, λ 1": {"trainer": "PPO", "of": "gated", "baseline": "gated", "lam": 1.0},
 }
 COMPARED = "PPO, gradients compared"  # for the first seeds; it spends seconds on that, so it is no method
-CHAINS = ("noisy", "long", "dense", "short")
+CHAINS = tuple(cell for cell in CELLS if cell not in TUNED)
 ONLY_IN = {"PPO, bad critic": ("noisy",), "gated, bad critic": ("noisy",), "GRPO, clip 0.4": CHAINS, "RLOO": CHAINS}
 RATES = (1e-3, 3e-3, 1e-2)
 TUNING_SEED = 1000

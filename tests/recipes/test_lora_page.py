@@ -1,4 +1,4 @@
-"""The commands of docs/lora.md run as they stand, with a tiny model in the place of the hub's."""
+"""Run the commands of docs/lora.md as they stand, with a tiny model instead of the hub's."""
 
 import importlib
 import re

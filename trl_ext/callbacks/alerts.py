@@ -152,7 +152,7 @@ class WebhookSink:
         self._thread: threading.Thread | None = None
 
     def send(self, alert: Alert) -> None:
-        """Put the alert into the queue from which the thread posts alerts."""
+        """Queue the alert for the thread that posts alerts."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="trl-ext-webhook")
             self._thread.start()

@@ -59,7 +59,7 @@ class ConsoleCallback(ProgressCallback):
     Rows begin with `train`, `eval`, `greedy` (an evaluation by PPOTrainer that decodes greedily), `alert` or `done`,
     and go to stdout, alerts to stderr. Only the main process shows anything. Bars and colours are shown on a terminal
     alone. The setting `disable_tqdm` turns bars off; the environment variable `NO_COLOR` turns colours off. A narrow
-    terminal gets fewer columns. `-` stands for a number that the log does not have.
+    terminal gets fewer columns. `-` means that the log lacks this number.
 
     Units are those of `METRICS` (`metrics.py`):
 

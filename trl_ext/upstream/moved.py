@@ -124,7 +124,7 @@ def settings_as_before(settings: dict[str, Any]) -> dict[str, Any]:
     """
     kept = {name: value for name, value in settings.items() if name not in ADDED or value != ADDED[name]}
     reads_no_lam = settings.get("lam_alpha") is not None or settings.get("baseline") == "mean"
-    if reads_no_lam and kept.get("lam", 0.95) is None:
+    if reads_no_lam and "lam" in kept and kept["lam"] is None:
         kept["lam"] = 0.95  # its default in 0.2.0, which checkpoints recorded even if it was not used
     return kept
 

@@ -41,12 +41,12 @@ class GenerateArguments:
     rollouts: bool = setting(False, "Write the token ids and the dataset's other columns, too: see above.")
     chat: bool = setting(False, "Take a text prompt as a user's message.")
     batch_size: int = setting(16, "Prompts in one batch of one process.", range=">= 1")
-    temperature: float = setting(1.0, "Of the sampling; 0 always takes the likeliest token.", range=">= 0")
+    temperature: float = setting(1.0, "Temperature of the sampling; 0 always takes the likeliest token.", range=">= 0")
     top_p: float = setting(1.0, "Sample from the likeliest tokens of this total probability.", range="in (0, 1]")
     max_new_tokens: int | None = setting(
         None, "Tokens after which an answer is cut off; if unset 256, or what the context leaves.", range=">= 1"
     )
-    seed: int = setting(0, "Of the sampling.")
+    seed: int = setting(0, "Seed of the sampling.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Of the weights; `auto` is what they were saved in."
     )

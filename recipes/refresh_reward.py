@@ -113,8 +113,8 @@ class RefreshArguments:
     reward_dataset_name: str | None = setting(None, "Pairs that the reward model was trained on, with a split `test`.")
     old_share: float = setting(0.5, "Share of old pairs in what is trained on.", range="in [0, 1)")
     reward_config: str | None = setting(None, "Configuration of `trl-ext reward`: how the reward model is trained on.")
-    demonstrations_name: str | None = setting(None, "As of `trl-ext reward`: what is to score 0 on average.")
-    seed: int = setting(0, "Of prompts, answers, choice and training.")
+    demonstrations_name: str | None = setting(None, "Demonstrations, whose mean score is set to 0.")
+    seed: int = setting(0, "Seed of prompts, answers, choice and training.")
     use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
 
     def __post_init__(self):

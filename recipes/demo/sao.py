@@ -71,7 +71,8 @@ class SAOStudyArguments(SeededStudyArguments):
         default_factory=lambda: [8, 9], metadata={"help": "Seeds on which learning rates are chosen."}
     )
     learning_rates: list[float] = field(
-        default_factory=lambda: [5e-5, 1.5e-4, 5e-4, 1.5e-3, 5e-3], metadata={"help": "Of the policy, to choose from."}
+        default_factory=lambda: [5e-5, 1.5e-4, 5e-4, 1.5e-3, 5e-3],
+        metadata={"help": "Rates of the policy, to choose from."},
     )
     algorithms: list[str] = field(default_factory=lambda: list(ALGORITHMS), metadata={"help": "What is compared."})
     tokens: int = setting(100_000, "Tokens that each run generates.")

@@ -340,5 +340,5 @@ def test_vllm_is_sent_the_merged_policy_under_the_base_models_names(name, vllm, 
 def test_vllm_cannot_be_sent_a_quantised_base(vllm, tmp_path):
     tiny_llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
     quantization = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
-    with pytest.raises(ValueError, match="vLLM would be sent the merged weights quantised anew"):
+    with pytest.raises(ValueError, match="vLLM would get merged weights that were quantised again"):
         lora_trainer(tmp_path, model=str(tmp_path / "base"), use_vllm=True, trainer_kwargs=quantization)

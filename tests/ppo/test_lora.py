@@ -273,7 +273,7 @@ def test_a_policy_without_an_adapter_has_no_base_to_share(base, tmp_path):
 
 def test_a_peft_model_as_reward_model_is_refused(base, tmp_path):
     reward = classifier(saved_reward(tmp_path / "reward", base))
-    with pytest.raises(ValueError, match=r"may not be a `PeftModel`: pass the folder.*merge_and_unload\(\)"):
+    with pytest.raises(ValueError, match=r"cannot be a `PeftModel`. Pass the folder.*merge_and_unload\(\)"):
         lora_trainer(tmp_path, reward=reward)
 
 
@@ -675,7 +675,7 @@ def test_a_peft_models_config_is_checked_as_well(subtests, tmp_path):
 
 
 def test_the_critics_config_needs_a_policy_with_an_adapter_and_no_value_model(base, tmp_path):
-    message = r"needs a policy with an adapter \(`peft_config`\) and no `value_model`"
+    message = r"needs a policy with an adapter \(`peft_config`\), and no `value_model`"
     critic = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     with pytest.raises(ValueError, match=message):
         lora_trainer(tmp_path, trainer_kwargs={"value_model": critic})

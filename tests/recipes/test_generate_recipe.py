@@ -130,7 +130,7 @@ def test_an_answer_is_as_long_as_the_context_allows_if_nothing_is_said(inputs, c
     main([*flags, ROWS[0]])  # 256 tokens do not fit
     with pytest.raises(SystemExit, match="2"):
         main([*flags, "the " * 64])
-    assert "has 64 tokens and `max_new_tokens` is 1, but the model's context only 64" in capsys.readouterr().err
+    assert "has 64 tokens and `max_new_tokens` is 1, but the model's context has only 64" in capsys.readouterr().err
 
 
 def test_the_command_that_a_recipe_ends_by_works_as_it_stands(inputs, subtests, tmp_path, capsys):

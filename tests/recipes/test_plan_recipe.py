@@ -164,7 +164,7 @@ def test_a_recipe_with_tools_is_planned_turn_by_turn(folder, capsys, monkeypatch
     assert "turns of an episode, at most: 8" in text and "not known: episodes are taken to have 8 turns" in text
     assert "not counted: what `reset` says, the tools' descriptions" in text
     text = run(folder, "ppo", capsys, "--tools", "game.py:roll", *flags[2:], "--max_tool_calling_iterations", "3")
-    assert "turns of an episode, at most: 4" in text and "not known" not in text and "`reset`" not in text
+    assert "turns of an episode, at most: 4" in text and "assumed: episodes" not in text and "`reset`" not in text
     with pytest.raises(SystemExit, match="2"):
         run(folder, "ppo", capsys, *flags, "--rollouts_ahead", "1")
     assert "which tools and environments do not allow" in capsys.readouterr().err

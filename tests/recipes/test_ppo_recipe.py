@@ -80,7 +80,7 @@ def test_missing_arguments_are_named(subtests, monkeypatch, capsys):
         ('{"question": "a"}', [], "The train dataset needs a column `prompt` (text or messages) or `input_ids`"),
         ('{"prompt": "a"}\n{"prompt": null}', [], "'prompt' must hold text or messages, but 1 of 2 rows do not"),
         ('{"prompt": "a"}', ["--eval_size", "5"], "`eval_size` 5 leaves none of the 1 rows to train on"),
-        ('{"prompt": "a"}', ["--use_vllm", "true"], "vLLM is not installed: `pip install vllm`"),
+        ('{"prompt": "a"}', ["--use_vllm", "true"], "needs vLLM, which is not installed: `pip install vllm`"),
         (
             '{"prompt": "a"}',
             ["--deepspeed", "z.json"],

@@ -115,10 +115,10 @@ def test_every_argument_of_the_model_is_read_or_refused():
 def test_settings_of_the_model_that_would_do_nothing_are_refused(subtests, tmp_path):
     base = {"model_name_or_path": "x"}
     for given, message in [
-        ({"lora_r": 8}, "`lora_r=8` is for `use_peft=True`, but `use_peft=False`"),
-        ({"lora_target_modules": ["q"]}, "is for `use_peft=True`"),
-        ({"use_dora": True}, "is for `use_peft=True`"),
-        ({"use_bnb_nested_quant": True}, "is for `load_in_4bit=True`"),
+        ({"lora_r": 8}, "`lora_r=8` needs `use_peft=True`, but `use_peft=False`"),
+        ({"lora_target_modules": ["q"]}, "needs `use_peft=True`"),
+        ({"use_dora": True}, "needs `use_peft=True`"),
+        ({"use_bnb_nested_quant": True}, "needs `load_in_4bit=True`"),
         ({"load_in_8bit": True}, "a quantised base cannot be trained: set `use_peft: true`"),
         ({"lora_task_type": "SEQ_CLS"}, "`lora_task_type` is CAUSAL_LM here: leave it out, got 'SEQ_CLS'"),
         (

@@ -362,7 +362,8 @@ class AnswersAtOnce(RolloutProcess):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(NeverStarts, r"ended \(OSError\('no memory'\)\)"), (AnswersAtOnce, "The watch .* SystemExit")]
+    ("kind", "said"),
+    [(NeverStarts, r"ended \(OSError\('no memory'\)\)"), (AnswersAtOnce, "The thread that watches .* SystemExit")],
 )
 def test_whoever_waits_is_told_why_nothing_will_come(kind, said):
     process = kind(SimpleNamespace(slots=1, slot_bytes=64, device="cpu"))
@@ -407,7 +408,7 @@ def test_a_process_that_is_killed_is_started_again_and_changes_nothing(uninterru
         trainer.train()
     torch.testing.assert_close(end_state(trainer), uninterrupted[1][0], rtol=0, atol=0, equal_nan=True)
     assert len(killed) == 1 and not workers(os.getpid())
-    assert "The process that draws rollouts on cpu ended (killed by SIGKILL: by somebody, or because" in caplog.text
+    assert "The rollout process on cpu ended (killed by SIGKILL: by a person, or by the system" in caplog.text
 
 
 @pytest.mark.parametrize("is_quiet", [True, False])
@@ -430,7 +431,7 @@ def test_what_fails_again_and_again_ends_the_run_with_its_message(monkeypatch, t
     monkeypatch.setattr(rollout_process, "_RESTARTS", 0)
     with torch.no_grad():
         trainer.model.policy.lm_head.weight.fill_(float("nan"))
-    said = r"process 0: The process .* cpu ended \(RuntimeError: The policy's logits.* the same command goes on from"
+    said = r"process 0: The rollout process .* ended \(RuntimeError: The policy's logits.* same command resumes from"
     with pytest.raises(RolloutProcessLost, match=said):
         trainer.train()
     assert not workers(os.getpid())
@@ -525,7 +526,9 @@ def test_what_cannot_be_is_refused(subtests, tmp_path):
 
     model = tiny_llama()
     model.__class__ = Local
-    with pytest.raises(ValueError, match="builds a .*<locals>.Local in a second process, which cannot import it"):
+    with pytest.raises(
+        ValueError, match="builds a .*<locals>.Local in a second process, and that process cannot import it"
+    ):
         make_trainer(tmp_path, model=model, rollouts_ahead=1)
     policy = SimpleNamespace(config=SimpleNamespace(quantization_config={}))
     args = SimpleNamespace(use_vllm=False, rollouts_ahead=1, rollout_device=None)

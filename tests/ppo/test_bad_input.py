@@ -241,8 +241,11 @@ def test_models_and_tokenizers(subtests, tmp_path):
             lambda m: {"config": {"use_ref_model": False, "kl_coef": 0}, "ref_model": tiny_llama()},
             "`use_ref_model=False`",
         ),
-        (lambda m: {"processing_class": without_eos()}, "The tokenizer has no EOS token, so that no answer would end"),
-        (lambda m: {"config": {"stop_token_id": 29}}, "`stop_token_id=29` is none of the policy's 29 tokens"),
+        (lambda m: {"processing_class": without_eos()}, "The tokenizer has no EOS token, so no answer would end"),
+        (
+            lambda m: {"config": {"stop_token_id": 29}},
+            r"`stop_token_id=29` is not in the policy's vocabulary \(0 to 28\)",
+        ),
         (
             lambda m: {"config": {"reward_weights": [1.0, 2.0]}},
             r"reward weights \(2\) must match number of reward functions",

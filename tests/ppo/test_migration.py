@@ -387,7 +387,7 @@ def test_a_pad_token_out_of_the_vocabulary_changes_nothing(tmp_path):
 def test_a_token_out_of_the_vocabulary_that_is_no_pad_token_raises(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<tool>"])
-    with pytest.raises(ValueError, match="token ids up to 29, the policy's vocabulary only 29.*<tool>"):
+    with pytest.raises(ValueError, match="token ids up to 29, but the policy's vocabulary has only 29 .*<tool>"):
         PPOTrainer(
             model=tiny_llama(),
             reward_funcs=length_reward,

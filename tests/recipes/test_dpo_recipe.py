@@ -89,7 +89,7 @@ def test_mistakes_are_one_line(subtests, inputs, tmp_path, capsys):
     for more, message in [
         (["--dataset_test_split", "dev"], "no split 'dev'; it has .*; `eval_size` cuts rows"),
         (["--eval_size", "-1"], "`eval_size` must be >= 0, got -1"),
-        (["--beta_controller", "drift"], "needs `drift_target`, nats per sequence"),
+        (["--beta_controller", "drift"], "needs `drift_target`, in nats per sequence"),
         (["--margin_normalization", "source"], "The train dataset lacks the column.s. `source`"),
     ]:
         with subtests.test(more=more):

@@ -222,5 +222,5 @@ def test_a_process_that_draws_rollouts_and_ends_again_and_again_is_one_line(tmp_
     with pytest.raises(SystemExit, match="2"):
         main([*arguments("ppo", inputs, tmp_path / "run"), "--rollouts_ahead", "1"])
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ": error: At step 0, process 0: The process that draws rollouts on cpu ended" in error
+    assert ": error: At step 0, process 0: The rollout process on cpu ended" in error
     assert "for the third time" in error and error.endswith("newest complete checkpoint, if there is one.")

@@ -460,7 +460,7 @@ def test_a_damaged_snapshot_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="checkpoint-2 is not a complete checkpoint: ppo_state_0.pt has 100 bytes"):
         make(tmp_path, config=config).train(str(path.parent))
-    with pytest.raises(ValueError, match="nowhere is no folder"):
+    with pytest.raises(ValueError, match="nowhere is not a folder"):
         make(tmp_path, config=config).train("nowhere")
 
 

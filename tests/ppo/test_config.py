@@ -283,7 +283,7 @@ def test_a_setting_of_a_mode_that_is_off_raises(subtests, tmp_path):
         ("reward_group_column", "topic", "reward_normalization='group'"),
         ("reward_reference_column", "answer", "reward_normalization='reference'"),
     ]:
-        with subtests.test(name=name), pytest.raises(ValueError, match=f"`{name}={value}` is for `{setting}`"):
+        with subtests.test(name=name), pytest.raises(ValueError, match=f"`{name}={value}` needs `{setting}`"):
             config(tmp_path, **{name: value}, **dict(*given))
 
 
@@ -303,7 +303,7 @@ def test_contradictions(subtests, tmp_path):
             {"missing_eos_score": -1.0, "missing_eos_penalty": 1.0},
             "`missing_eos_score=-1.0` .*`missing_eos_penalty=1.0`",
         ),
-        ({"mask_truncated_completions": True, "missing_eos_score": -1.0}, "leaves out the responses without EOS"),
+        ({"mask_truncated_completions": True, "missing_eos_score": -1.0}, "leaves out responses without EOS"),
         ({"reward_clip_range": [1.0, -1.0]}, r"`reward_clip_range` must be \(min, max\) with min < max"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ]:

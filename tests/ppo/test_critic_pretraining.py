@@ -366,10 +366,10 @@ def test_settings_that_cannot_be_are_refused_and_the_others_are_ppos(subtests):
         ({"gamma": 1.1}, "`gamma` must be in [0, 1], got 1.1"),
         ({"reward_normalization": "reference"}, "`reward_normalization` must be one of ['none', 'running'"),
         ({"reward_normalization": "group"}, "needs `reward_group_column`"),
-        ({"reward_group_column": "topic"}, "is for `reward_normalization='group'`"),
+        ({"reward_group_column": "topic"}, "needs `reward_normalization='group'`"),
         ({"reward_clip_range": (1.0, -1.0)}, "must be (min, max)"),
-        ({"missing_eos_score": -1.0, "missing_eos_penalty": 1.0}, "set one of them"),
-        ({"missing_eos_score": -1.0, "mask_truncated_completions": True}, "set one of them"),
+        ({"missing_eos_score": -1.0, "missing_eos_penalty": 1.0}, "Set only one of them"),
+        ({"missing_eos_score": -1.0, "mask_truncated_completions": True}, "Set only one of the three"),
         ({"label_smoothing_factor": 0.1}, "does nothing for a critic"),
     ]:
         with subtests.test(given=given), pytest.raises(ValueError) as raised:

@@ -221,7 +221,6 @@ BY_ANOTHER = (
             "prompts",
             rf"has 12 prompts, but a rollout needs 16 \({SIZES.format(2)}es / `num_generations` 1\). Lower one",
         ),
-        ("prompts", rf"has 12 prompts, a rollout needs 16 \({SIZES.format(2)}es / `num_generations` 1\): lower one"),
         ("checkpoint", BY_ANOTHER.format(2, 1, 2, 1)),
         ("checkpoint's path", BY_ANOTHER.format(1, 1, 2, 1)),
     ],

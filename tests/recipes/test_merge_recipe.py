@@ -116,7 +116,7 @@ def test_a_merged_model_that_is_another_raises(run, tmp_path, monkeypatch):
 
 
 def refused(capsys, *given):
-    """The line with which the recipe refuses."""
+    """The line that says why the recipe refuses."""
     capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
         merge(*given)

@@ -83,7 +83,7 @@ def test_a_new_adapter_is_drawn_by_the_seed(inputs, tmp_path, monkeypatch):
     "given, message",
     [
         ({"score_column": "score"}, "`score_column` score and a reward are both given: drop one"),
-        ({"reward_funcs": None}, "or several; or `score_column`, if the rows have scores"),
+        ({"reward_funcs": None}, "`reward_funcs` and `rewards`; or `score_column`, if the rows have scores"),
         ({"load_in_4bit": "true", "use_peft": "true"}, "a critic on a quantised base cannot be trained alone"),
         ({"reward_normalization": "reference"}, "invalid choice: 'reference' (choose from 'none', 'running'"),
         ({"dataset_name": "prompts"}, "and to read their texts they lack completion, fini"),

@@ -332,7 +332,11 @@ def test_wrong_columns_rewards_and_models_are_one_line(subtests, tmp_path):
         ("error", lambda: score_rollouts(data, [failing], ["f"], 2), "reward function 'f': "),
         ("equal", lambda: with_returns(data, equal[0], critic_config(tmp_path), equal[1]), "all rollouts have the sc"),
         ("number", lambda: score_rollouts(data, [too_few], ["g"], 2), "reward function 'g': "),
-        ("weights", lambda: with_returns(data, torch.ones(2, 1), weights), "must be one for each of 1 rewards"),
+        (
+            "weights",
+            lambda: with_returns(data, torch.ones(2, 1), weights),
+            "must have one number for each of the 1 rewards",
+        ),
         ("labels", lambda: load_critic(str(tmp_path / "two")), "has num_labels=2 in its configuration"),
         (
             "causal",

@@ -184,8 +184,8 @@ def test_two_processes_answer_each_prompt_once_and_as_one_does(inputs, tmp_path)
 
 def test_a_mistake_is_answered_in_one_line(subtests, inputs, tmp_path, capsys):
     for flags, message in [
-        ([], "give `dataset_name`, or one `prompt`"),
-        (["--dataset_name", "x"], "no `output_file`: say where the answers are to go"),
+        ([], "give either `dataset_name` or `prompt`, got None and None"),
+        (["--dataset_name", "x"], "no `output_file`: name a file for the answers"),
         (["--prompt", "a", "--temperature", "-1"], "`temperature` must be >= 0"),
         (["--prompt", "a", "--max_new_tokens", "0"], "`max_new_tokens` must be >= 1, got 0"),
         (

@@ -125,13 +125,17 @@ class CompareArguments(SeededStudyArguments):
         super().__post_init__()
         check_grid(self, "tuning_seeds", "arms")
         if {*self.seeds} & {*self.tuning_seeds}:
-            raise ValueError(f"none of `seeds` may be a tuning seed, got {self.seeds} and {self.tuning_seeds}")
+            raise ValueError(
+                f"`seeds` and `tuning_seeds` must have no seed in common, got {self.seeds} and {self.tuning_seeds}"
+            )
         if unknown := {*self.arms} - ARMS.keys():
             raise ValueError(f"`arms` must be among {list(ARMS)}, got {sorted(unknown)}")
         if not {"SFT", PEOPLE} <= {*self.arms}:
-            raise ValueError(f"`arms` must hold 'SFT' and {PEOPLE!r}, with which the others are compared")
+            raise ValueError(
+                f"`arms` must include 'SFT' and {PEOPLE!r}, because the others are compared with them; got {self.arms}"
+            )
         if not FEW <= self.known < self.labels:
-            raise ValueError(f"`known` must be {FEW} or more and below `labels`, got {self.known} of {self.labels}")
+            raise ValueError(f"`known` must be {FEW} or more and below `labels`, got {self.known} and {self.labels}")
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -181,7 +185,10 @@ class Draw:
             judges.make(folder, self.rows("preferences"), size, size, self.seed)
             pairs, labels = (list(read_jsonl(folder / f"{name}.jsonl")) for name in ("pairs", "labels"))
             if len(pairs) < size:
-                raise ValueError(f"the world has {len(pairs)} pairs of different gold, `labels` is {size}: lower it")
+                raise ValueError(
+                    f"`labels` is {size}, but the world has only {len(pairs)} pairs with different gold scores: lower "
+                    "it"
+                )
             write_rows(folder / "people" / "train.jsonl", [chosen(*each) for each in zip(pairs, labels, strict=True)])
             for name, known in (("known", self.args.known), ("few", FEW)):
                 write_rows(folder / f"{name}.jsonl", labels[:known])
@@ -529,7 +536,9 @@ def main(arguments: list[str] | None = None) -> None:
         if file.is_file():
             row = json.loads(file.read_text())
             if different := differences(row["settings"], settings):
-                raise ValueError(f"{file} is of other settings ({'; '.join(different)}): choose another `output_dir`")
+                raise ValueError(
+                    f"{file} was made with other settings ({'; '.join(different)}): choose another `output_dir`"
+                )
             return row
         if seed not in draws:
             draws.clear()

@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     outcome = ""
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         metrics = trainer.evaluate()
-        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "Its evaluation"):
+        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The evaluation"):
             trainer.save_metrics("eval", metrics)
         outcome = f", held-out preference accuracy {metrics['eval_rewards/accuracies']:.1%}"
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)

@@ -56,13 +56,13 @@ class GenerateArguments:
     def __post_init__(self):
         check_settings(self)
         if (self.prompt is None) == (self.dataset_name is None):
-            raise ValueError("give `dataset_name`, or one `prompt`")
+            raise ValueError(f"give either `dataset_name` or `prompt`, got {self.dataset_name!r} and {self.prompt!r}")
         if self.dataset_name and not self.output_file:
-            raise ValueError("no `output_file`: say where the answers are to go, such as answers.jsonl")
+            raise ValueError("no `output_file`: name a file for the answers, such as answers.jsonl")
         if self.output_file and Path(self.output_file).exists():
             raise ValueError(f"`output_file` {self.output_file} exists: choose another")
         if self.rollouts and not self.output_file:
-            raise ValueError("`rollouts` are lines of a file: give `output_file`")
+            raise ValueError("`rollouts` need a file: give `output_file`")
 
 
 def load_prompts(args: GenerateArguments) -> tuple[list[Any], list[dict]]:
@@ -87,7 +87,9 @@ def load_prompts(args: GenerateArguments) -> tuple[list[Any], list[dict]]:
         prompts = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
     empty = [row for row, prompt in enumerate(prompts) if not prompt]
     if empty:
-        raise ValueError(f"{len(empty)} of {len(prompts)} prompts are empty (the first is row {empty[0]})")
+        raise ValueError(
+            f"{len(empty)} of {len(prompts)} prompts are empty (the first is row {empty[0]}): leave them out"
+        )
     each = range(args.num_samples)
     return [prompt for prompt in prompts for _ in each], [row for row in kept or [{}] * len(prompts) for _ in each]
 
@@ -128,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     if longest_answer > room:
         parser.error(
             f"the longest prompt has {longest} tokens and `max_new_tokens` is {longest_answer}, but the model's "
-            f"context only {context}: lower `max_new_tokens`, or shorten the prompts"
+            f"context has only {context}: lower `max_new_tokens`, or shorten the prompts"
         )
 
     # 3. Generate: batch after batch, one to each process, written as they come

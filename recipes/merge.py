@@ -32,7 +32,10 @@ class MergeArguments:
 
     def __post_init__(self):
         if bool(self.adapter) == bool(self.model_name_or_path):
-            raise ValueError(f"give `adapter`, once: a folder or a hub name; got {self.adapter!r}")
+            raise ValueError(
+                f"give either `adapter` or `model_name_or_path`, a folder or a hub name; got {self.adapter!r} and "
+                f"{self.model_name_or_path!r}"
+            )
         output_dir = Path(self.output_dir)
         if output_dir.is_file() or (output_dir.is_dir() and any(output_dir.iterdir())):
             raise ValueError(f"`output_dir` {self.output_dir} exists and is not empty: choose another")
@@ -49,11 +52,14 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     try:
         config = PeftConfig.from_pretrained(args.adapter)
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"`adapter` {args.adapter} is no adapter that PEFT can read: {error}") from error
+        raise ValueError(f"PEFT cannot read `adapter` {args.adapter}: {error}") from error
     kind = kinds.get(config.task_type or "CAUSAL_LM")
     if kind is None or config.is_prompt_learning or config.is_adaption_prompt:
         what = f"a {PeftType(config.peft_type).value} adapter of task type {config.task_type}"
-        raise ValueError(f"{args.adapter} is {what}: only weights of {' and '.join(kinds)} models can be merged")
+        raise ValueError(
+            f"{args.adapter} is {what}, which cannot be merged: give one that adapts the weights of a "
+            f"{' or '.join(kinds)} model"
+        )
 
     base, kwargs = args.base_model or config.base_model_name_or_path or "", {}
     if not args.base_model and config.revision:
@@ -61,9 +67,9 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     try:
         base_config = AutoConfig.from_pretrained(base, **kwargs)
     except (OSError, ValueError) as error:
-        raise ValueError(f"the adapter's base {base!r} cannot be found, give `base_model`: {error}") from error
+        raise ValueError(f"the adapter's base {base!r} cannot be found ({error}): give `base_model`") from error
     if getattr(base_config, "quantization_config", None):
-        raise ValueError(f"the base {base} is quantised: give the unquantised one as `base_model`")
+        raise ValueError(f"the base {base} is quantised: give the unquantised base as `base_model`")
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.adapter)
     except (OSError, ValueError):  # a critic's folder has none
@@ -73,7 +79,10 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     if config.task_type == "SEQ_CLS":
         heads = [w for n, w in weights.items() if n.endswith("score.weight")]
         if not heads:  # it would get a random one
-            raise ValueError(f"{args.adapter} is a sequence classifier's adapter without its `score` head")
+            raise ValueError(
+                f"{args.adapter} is an adapter of a sequence classifier, but has no `score` head: save it with its "
+                "head"
+            )
         kwargs["num_labels"] = len(heads[0])
         # Without it, the classifier would refuse batches
         kwargs["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -137,7 +146,10 @@ def main(arguments: list[str] | None = None) -> None:
         f"Model: {args.output_dir}, {merged.dtype}; logits differ from the adapter model's by up to {difference:.1e}"
     )
     if not difference <= allowed:
-        raise RuntimeError(f"{merged.dtype} explains a difference of {allowed:.1e} only: do not use {args.output_dir}")
+        raise RuntimeError(
+            f"the logits differ by {difference:.1e}, but {merged.dtype} explains only {allowed:.1e}: do not use "
+            f"{args.output_dir}"
+        )
     if kind is AutoModelForCausalLM:
         print(f"next: trl-ext generate --model_name_or_path {shlex.quote(args.output_dir)} --prompt hello")
 

@@ -24,7 +24,7 @@ from trl_ext.cli.model_names import check_model
 from trl_ext.runs import Hold, check_output_dir, check_settings, setting, write_text
 from trl_ext.upstream import late_bars, quiet
 
-GOES_ON = "goes on with the rounds that are there"
+GOES_ON = "continues after the rounds that are complete"
 
 
 @dataclass
@@ -52,7 +52,9 @@ class OnlineDPOScriptArguments(PromptArguments):
         check_settings(self)
         rewards = bool(self.reward_model_name_or_path) + len(self.reward_funcs or []) + len(self.rewards or [])
         if self.reward_weights is not None and len(self.reward_weights) != rewards:
-            raise ValueError(f"`reward_weights` must be one for each of {rewards} rewards, got {self.reward_weights}")
+            raise ValueError(
+                f"`reward_weights` must have one number for each of the {rewards} rewards, got {self.reward_weights}"
+            )
 
 
 def answer(
@@ -184,7 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     if model_args.load_in_4bit or model_args.load_in_8bit or training_args.push_to_hub:
         parser.error("`load_in_4bit`, `load_in_8bit` and `push_to_hub` are not supported here: leave them unset")
     if training_args.resume_from_checkpoint is not None:
-        parser.error("`resume_from_checkpoint` is not supported here: leave it unset, rounds go on by themselves")
+        parser.error("`resume_from_checkpoint` is not supported here: leave it unset, complete rounds are kept anyway")
     if training_args.eval_strategy != "no":
         parser.error("`eval_strategy` is not supported here: leave it unset, each round is evaluated at its end")
     with parser.one_line_errors():
@@ -247,8 +249,8 @@ def main(arguments: list[str] | None = None) -> None:
     start = model_args.model_name_or_path
     if (output_dir / f"round-{script_args.num_rounds + 1}" / "round.json").is_file():
         parser.error(
-            f"`num_rounds` is {script_args.num_rounds}, but {output_dir} has more: raise it, or choose another "
-            "`output_dir`"
+            f"`num_rounds` is {script_args.num_rounds}, but {output_dir} has more rounds: raise `num_rounds`, or "
+            "choose another `output_dir`"
         )
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors(), parser.one_line_errors(RewardFailed):
@@ -350,7 +352,7 @@ def main(arguments: list[str] | None = None) -> None:
         folder = output_dir / f"round-{number}"
         if not (folder / "round.json").is_file():
             if script_args.watch == "stop" and any(each.get("alert") for each in history):
-                processes.print(f"Stopped before round {number}: give `--watch warn` to go on.")
+                processes.print(f"Stopped before round {number}: give `--watch warn` to continue.")
                 break
             if not (folder / "pairs.jsonl").is_file():
                 order = torch.randperm(len(train), generator=torch.Generator().manual_seed(training_args.seed))
@@ -361,7 +363,9 @@ def main(arguments: list[str] | None = None) -> None:
                 )
                 pairs = best_and_worst(rows, answers, [total(row, weights) for row in scores])
                 if not pairs:
-                    parser.error(f"round {number}: no prompt has two answers of different scores; look at the rewards")
+                    parser.error(
+                        f"round {number}: no prompt has two answers with different scores; look at the rewards"
+                    )
                 write(folder / "pairs.jsonl", "".join(json.dumps(pair) + "\n" for pair in pairs))
             pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
             # 4. Train

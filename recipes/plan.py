@@ -530,7 +530,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
     stage = options.stage or next((s for s in ARGUMENTS if Path(options.config).name.startswith(s)), None)
     parser = StrictTrlParser((), prog=PROG)
     if stage is None:
-        parser.error(f"{options.config} does not begin by one of {', '.join(ARGUMENTS)}: give `--stage`")
+        parser.error(f"the name of {options.config} does not begin with one of {', '.join(ARGUMENTS)}: give `--stage`")
     with parser.one_line_errors():
         file = config_file("--config", options.config)
         name = options.accelerate_config
@@ -545,7 +545,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
             parser.error(f"`--{name}` must be more than 0, got {value}")
     for name in ("mfu", "bandwidth_use"):
         if (value := getattr(options, name)) > 1:
-            parser.error(f"`--{name}` is a part of what the GPU can do, so at most 1, got {value}")
+            parser.error(f"`--{name}` is a share of what the GPU can do, so it must be at most 1, got {value}")
     folder = file.parent
 
     def load(name: str) -> Any:
@@ -555,7 +555,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
             check_model("model", name, weights=False)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{error} (To plan without the hub, a folder {name}/ here that holds its config.json will do.)"
+                f"{error} (To plan without the hub, put its config.json in a folder {name}/ here.)"
             ) from error
         return AutoConfig.from_pretrained(name, local_files_only=is_cached(name))
 
@@ -589,10 +589,10 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
         print(f"{what} have up to {tokens[0]} tokens, {tokens[1]:.0f} on average, in {script_args.dataset_name}")
     elif stage in ("ppo", "pretrain_critic") and not options.prompt_length:
         whose = "prompts" if stage == "ppo" else "prompts with their answers"
-        print(f"not measured: the {whose} are taken to have {longest} tokens (`--prompt_length`)")
+        print(f"assumed, not measured: the {whose} have {longest} tokens (`--prompt_length`)")
     if turns > 1:
         if args.max_tool_calling_iterations is None:
-            print(f"not known: episodes are taken to have {turns} turns (`--max_tool_calling_iterations {turns - 1}`)")
+            print(f"assumed: episodes have {turns} turns (`--max_tool_calling_iterations {turns - 1}`)")
         says = "what `reset` says, " if has_environment else ""
         print(f"not counted: {says}the tools' descriptions in the prompt (`--prompt_length`), and the tools' own time")
     runs = [(job, result)]
@@ -606,7 +606,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
     efficiency = Efficiency(options.mfu, options.bandwidth_use, options.layer_ms)
     print("\n".join(verdicts(runs, efficiency, data and len(data), length)))
     if stage in ("reward", "dpo") and pairs is None:
-        print("not checked, since the dataset is no local file: how many preference pairs there are")
+        print("not checked: the number of preference pairs, because the dataset is not a local file")
     for warning in known_to_go_wrong(job, pairs, shared_prompts, options.score_range and tuple(options.score_range)):
         print(f"WARNING: {warning}")
     memory = options.gpu_memory or max(gpu.memory for gpu in GPUS) - 0.5

@@ -65,7 +65,9 @@ def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "D
         return len(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else 0  # the trainer refuses others
 
     kept = dataset.filter(lambda row: length(row) <= longest)
-    PartialState().print(f"{len(dataset) - len(kept)} of {len(dataset)} prompts have more than {longest} tokens.")
+    PartialState().print(
+        f"{len(dataset) - len(kept)} of {len(dataset)} prompts have more than {longest} tokens and are left out."
+    )
     return kept
 
 
@@ -183,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         with parser.one_line_errors(RewardFailed, ServerLost):
             metrics = trainer.evaluate()
-        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "Its evaluation"):
+        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The evaluation"):
             trainer.save_metrics("eval", metrics)
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     answer = ""

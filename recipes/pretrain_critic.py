@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
     explained = ""
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         metrics = trainer.evaluate()
-        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "Its evaluation"):
+        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The evaluation"):
             trainer.save_metrics("eval", metrics)
         share = metrics.get("eval_val/explained_variance", math.nan)  # of returns that are all equal
         explained = f", from {origin}, held-out explained variance {share:.2f}"

@@ -120,17 +120,23 @@ class RefreshArguments:
     def __post_init__(self):
         check_settings(self)
         if self.num_samples < 2 and not self.against_model_name_or_path:
-            raise ValueError("`num_samples` must be 2 or more, or give `against_model_name_or_path`: a pair has two")
+            raise ValueError(
+                f"`num_samples` is {self.num_samples}, but a pair needs two answers: set 2 or more, or give "
+                "`against_model_name_or_path`"
+            )
         if abs(sum(self.shares.values()) - 1) > 1e-6:
             raise ValueError(f"the three shares of the queue must add up to 1, got {self.shares}")
         if self.labels and self.judge:
             raise ValueError("`labels` and `judge` are both given: drop one, or write the judge's choices into a file")
         if self.reward_config and not self.reward_dataset_name:
             raise ValueError(
-                "`reward_config` needs `reward_dataset_name`: the old pairs, to train on and to measure by"
+                "`reward_config` needs `reward_dataset_name`, the old pairs to train on and to measure with"
             )
         if Path(self.output_dir).resolve() in {Path(folder).resolve() for folder in self.earlier or []}:
-            raise ValueError(f"`output_dir` {self.output_dir} is among `earlier`: each round has a folder of its own")
+            raise ValueError(
+                f"`output_dir` {self.output_dir} is among `earlier`, but each round needs its own folder: choose "
+                "another"
+            )
 
     @property
     def shares(self) -> dict[str, float]:
@@ -148,15 +154,15 @@ def main(arguments: list[str] | None = None) -> None:
         for folder in members_of(args.reward_model_name_or_path):
             check_model("reward_model_name_or_path", folder, tokenizer=True)
             if Path(folder, "adapter_config.json").is_file():
-                raise ValueError(f"{folder} is an adapter: make it a plain model by `trl-ext merge`, and name that")
+                raise ValueError(f"{folder} is an adapter: merge it with `trl-ext merge`, and give the merged model")
         for name in args.labels or []:
             if not Path(name).is_file():
-                raise FileNotFoundError(f"`labels` {name} is not there: give files with choices")
+                raise FileNotFoundError(f"`labels` {name} does not exist: give files with choices")
         for name in args.earlier or []:
             if not Path(name, "queue.jsonl").is_file():
                 raise FileNotFoundError(f"`earlier` {name} holds no queue.jsonl: give the `output_dir` of a round")
             if args.reward_config and not Path(name, "pairs", "train.jsonl").is_file():
-                raise FileNotFoundError(f"`earlier` {name} holds no pairs: have it labelled, or leave it out")
+                raise FileNotFoundError(f"`earlier` {name} holds no pairs: label that round, or leave it out")
         if args.reward_config:
             config_file("reward_config", args.reward_config)
         check_output_dir(args.output_dir)
@@ -169,11 +175,14 @@ def main(arguments: list[str] | None = None) -> None:
         queue = read_rows(result)
         print(f"Queue: {result}, {len(queue)} pairs of answers: {in_words(queue, 'why')}")
         if args.disagreement_share and len(members_of(args.reward_model_name_or_path)) == 1:
-            print("Note: one reward model has no disagreement, so its share of the queue went to the other two")
+            print(
+                "Note: one reward model cannot disagree with itself, so the other two reasons got its share of the "
+                "queue"
+            )
         if not (args.labels or args.judge):
             print(
-                f"Next: label them, by {folder / 'label_studio.json'} (interface: label_studio.xml) or argilla.jsonl; "
-                "then the same command with --labels FILE, or with --judge"
+                f"Next: label them, with {folder / 'label_studio.json'} (interface: label_studio.xml) or "
+                "argilla.jsonl; then run the same command with --labels FILE, or with --judge"
             )
             return
         # 3. Labels and pairs
@@ -182,7 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
         made = json.loads((folder / "pairs.json").read_text())
         print(f"Pairs: {folder / 'pairs'}, {made['train']} to train on, {made['test']} held out; {made['said']}")
         if not args.reward_config:
-            print("Next: the same command with --reward_config FILE and --reward_dataset_name OLD_PAIRS")
+            print("Next: run the same command with --reward_config FILE and --reward_dataset_name OLD_PAIRS")
             return
         # 4. Train
         result = folder / "reward" / "refreshed.json"
@@ -222,7 +231,7 @@ def once(
     if different := differences(before, settings):
         raise ValueError(
             f"{' and '.join(map(str, begun))} was made with other settings ({'; '.join(different)}): choose another "
-            "`output_dir`, or remove it"
+            "`output_dir`, or delete these"
         )
     if not result.is_file():
         write_text(file, json.dumps(settings, indent=2))
@@ -334,7 +343,8 @@ def chosen_prompts(args: RefreshArguments) -> list[dict]:
     dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
     if taken := sorted(OWN & set(dataset.column_names)):
         raise ValueError(
-            f"`dataset_name` has the columns {', '.join(taken)}, which a queue writes itself: rename them"
+            f"the dataset of `dataset_name` has the columns {', '.join(taken)}, but the queue writes columns of these "
+            "names: rename them"
         )
     draws = {answer_key(prompt, "asked", seed_of(args)): row for row, prompt in enumerate(dataset["prompt"])}
     return dataset.select([draws[draw] for draw in sorted(draws)[: args.num_prompts]]).to_list()
@@ -409,7 +419,7 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
     by_item = {row["item"]: row for row in queue}
     said = [{**by_item[each["item"]], **each} for each in choices if each["choice"]]
     if not said:
-        raise ValueError("there is no label: all were skipped, or the judge had no score for any answer")
+        raise ValueError("there are no labels: people skipped all items, or the judge gave no answer a score")
     write_rows(folder / "labels.jsonl", said)
     source = "judge" if args.judge else "people"
     table, columns, left_out = Dataset.from_list(said), Columns(item="item"), {}
@@ -434,8 +444,8 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
     lost = [f"{number} items {reason}" for reason, number in left_out.items()]
     if not all(parts.values()):
         raise ValueError(
-            f"{len(pairs)} pairs are too few to train on and to hold some out: of {len(said)} labels, left out: "
-            f"{', '.join(lost) or 'none'}; have more of the queue labelled"
+            f"{len(pairs)} pairs are too few to train on and to hold some out (from {len(said)} labels; left out: "
+            f"{', '.join(lost) or 'none'}): label more of the queue"
         )
     facts = {
         **{name: len(rows) for name, rows in parts.items()},

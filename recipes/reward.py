@@ -51,7 +51,7 @@ class RewardScriptArguments(HeldOutArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.eval_size == 0:
-            raise ValueError("`eval_size` must be 1 or more: what the model is worth is measured on held-out pairs")
+            raise ValueError("`eval_size` must be 1 or more, got 0: held-out pairs show how good the model is")
 
 
 def check_models(script_args: RewardScriptArguments, model_args: ClassifierArguments) -> None:
@@ -97,7 +97,9 @@ def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: 
 
     file = output_dir / "ensemble_settings.json"
     if (output_dir / "train_results.json").is_file() or any(output_dir.glob("checkpoint-*")):
-        raise ValueError(f"`output_dir` {output_dir} holds a run of one model: choose another")
+        raise ValueError(
+            f"`output_dir` {output_dir} holds a run of a single model, not of an ensemble: choose another"
+        )
     before = json.loads(file.read_text()) if file.is_file() and not (anew or resume_anyway) else settings
     if different := differences(before, settings):
         raise ValueError(
@@ -159,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not training_args.bf16:
-        parser.error("a quantised base needs `bf16: true`: TRL keeps the score head in bfloat16 then")
+        parser.error("a quantised base needs `bf16: true`, because TRL then keeps the score head in bfloat16")
     resume = str(training_args.resume_from_checkpoint or "").lower()
     if script_args.ensemble and (training_args.push_to_hub or resume not in ("", "false")):
         parser.error("with `ensemble` leave `push_to_hub` unset, and `resume_from_checkpoint` unset or `false`")
@@ -280,17 +282,17 @@ def main(arguments: list[str] | None = None) -> None:
             measured, scores = centre(trainer, texts)
             with parser.one_line_errors(NotSaved), result_of(output_dir, "The model"):
                 trainer.save_model()
-        with parser.one_line_errors(NotSaved), result_of(output_dir, "What it was trained on"):
+        with parser.one_line_errors(NotSaved), result_of(output_dir, "The record of trained pairs"):
             if trainer.is_world_process_zero() and not (was_centred and TrainedPairs.is_in(output_dir)):
                 trained.save(output_dir, is_uploaded=args.push_to_hub)
         if not was_centred:
             with parser.one_line_errors(NotSaved):
-                with result_of(output_dir, "What training came to"):
+                with result_of(output_dir, "The training metrics"):
                     if result.metrics:  # none where the run was complete already
                         trainer.save_metrics("train", result.metrics)
                     if trainer.is_world_process_zero():
                         write_scores(scores, output_dir)
-                with result_of(output_dir, "Its report"):
+                with result_of(output_dir, "The report"):
                     report = report_trained(
                         *(trainer, test_dataset, rows, measured),
                         trained=trained,
@@ -324,11 +326,11 @@ def main(arguments: list[str] | None = None) -> None:
         args = copy.copy(training_args)
         args.output_dir, args.seed = str(Path(training_args.output_dir, f"member-{i}")), training_args.seed + i
         if resume != "false" and is_complete(args.output_dir):
-            PartialState().print(f"{args.output_dir} is complete, and left as it is.")
+            PartialState().print(f"{args.output_dir} is complete, and stays as it is.")
             continue
         PartialState().print(train(args, rows)[0])
         gc.collect()  # the next one needs the room
-    with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "What the members come to"):
+    with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The ensemble"):
         said = finish_ensemble(Path(training_args.output_dir), script_args.ensemble)
     PartialState().print(said)
     in_use.release()

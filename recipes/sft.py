@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
         save_trained(trainer, result.metrics)
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         metrics = trainer.evaluate()
-        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "Its evaluation"):
+        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The evaluation"):
             trainer.save_metrics("eval", metrics)
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     trainer.accelerator.print(

@@ -112,8 +112,8 @@ def main(arguments: list[str] | None = None) -> None:
     teach(module, output, args.seed, args.episodes)
     imitated = success(module, module.Player(module.MISTAKES, seed=args.seed))
     print(
-        f"Model: {output / 'sft'}, after {time.time() - begin:.0f} s. Success of the player: "
-        f"{success(module, module.Player()):.2f}; of the one that was imitated: {imitated:.2f}"
+        f"Model: {output / 'sft'}, after {time.time() - begin:.0f} s. Success of the player without mistakes: "
+        f"{success(module, module.Player()):.2f}; of the imitated player: {imitated:.2f}"
     )
 
 

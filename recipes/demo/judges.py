@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the world and of people's slips")
     args = parser.parse_args()
     if args.output_dir.exists():
-        parser.error(f"{args.output_dir} is there: choose another --output_dir")
+        parser.error(f"{args.output_dir} exists: choose another --output_dir")
     sizes = {"demonstrations": 1, "pairs": 2 * args.pairs, "prompts": 1, "held_out": 1}
     drafts = world.make_world(args.seed, **sizes)["preferences"]["train"]
     make(args.output_dir, drafts, args.pairs, args.known, args.seed)

@@ -75,7 +75,7 @@ def run(args: stages.DemoArguments) -> str:
     durations = {name: stages.seconds(args.folder / name) for name in steps}
     settings = {"Seed": args.seed, "planted share": args.planted_share, "label noise": args.label_noise}
     if args.short:
-        settings["--short:"] = "too short to show anything, so what holds here means nothing"
+        settings["--short:"] = "too short to show anything: what holds here means nothing"
     return write_report(args.folder, rows, measured, durations, settings)
 
 
@@ -98,10 +98,11 @@ def main(arguments: list[str] | None = None) -> None:
         reason = _disk_error(error, args.folder)
         if reason is None:
             raise
-        parser.error(f"{reason}; what is complete is kept: make room and run the same command again")
+        parser.error(f"{reason}. Complete stages are kept: make room, then run the same command again")
     if args.short:
         summary += (
-            "\n\nThis was `--short`, which takes the same way and shows nothing: the claims are of the whole demo."
+            "\n\nThis was a `--short` run: it takes all steps, but is too short to show anything. The claims are of "
+            "the whole demo."
         )
     page = args.folder / "report.html"
     print(f"\n{summary}\n\nReport: {page} ({time.time() - start:.0f} s), with links to each stage's")

@@ -84,10 +84,13 @@ class SAOStudyArguments(SeededStudyArguments):
         super().__post_init__()
         check_grid(self, "tuning_seeds", "learning_rates", "algorithms")
         if {*self.seeds} & {*self.tuning_seeds}:
-            raise ValueError(f"none of `seeds` may be a tuning seed, got {self.seeds} and {self.tuning_seeds}")
+            raise ValueError(
+                f"`seeds` and `tuning_seeds` must have no seed in common, got {self.seeds} and {self.tuning_seeds}"
+            )
         if {*self.algorithms} - ALGORITHMS.keys() or {*map(tuned_as, self.algorithms)} - {*self.algorithms}:
             raise ValueError(
-                f"`algorithms` must be among {list(ALGORITHMS)}, and PPO with its variants; got {self.algorithms}"
+                f"`algorithms` must be among {list(ALGORITHMS)}, and include 'PPO' if a variant of it is there; got "
+                f"{self.algorithms}"
             )
         if self.tokens < 1 or self.kl_coef < 0 or min(self.learning_rates) <= 0:
             raise ValueError(
@@ -128,7 +131,7 @@ class Counted:
 
 
 class Budget(TrainerCallback):
-    """Stop at the end of the first rollout with which the tokens are spent."""
+    """Stop at the end of the rollout that uses up the tokens."""
 
     def __init__(self, counted: Counted, tokens: int, steps_per_rollout: int):
         self.counted, self.tokens, self.steps = counted, tokens, steps_per_rollout

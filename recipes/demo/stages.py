@@ -258,8 +258,8 @@ def _is_complete(folder: Path, settings: dict) -> bool:
     built = json.loads((folder / MARKER).read_text())["settings"]
     if different := differences(built, settings):
         raise ValueError(
-            f"{folder} was built with other settings ({'; '.join(different)}): choose another `output_dir`, or "
-            "remove it"
+            f"{folder} was built with other settings ({'; '.join(different)}): choose another `output_dir`, or remove "
+            "this folder"
         )
     return True
 

@@ -46,7 +46,7 @@ class StalenessStudyArguments(SeededStudyArguments):
         super().__post_init__()
         check_grid(self, "rollouts_ahead", "corrections")
         if 0 not in self.rollouts_ahead or min(self.rollouts_ahead) < 0:
-            raise ValueError(f"`rollouts_ahead` must be >= 0, and 0 among them, got {self.rollouts_ahead}")
+            raise ValueError(f"`rollouts_ahead` must be 0 or more, and include 0; got {self.rollouts_ahead}")
 
 
 def measured(folder: Path) -> dict[str, float]:

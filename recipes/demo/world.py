@@ -170,7 +170,9 @@ def _ask(draw: random.Random, number: int) -> Iterator[dict]:
         for complaint in complaints
     ]
     if number > len(cases):
-        raise ValueError(f"the desk knows {len(cases)} different prompts, {number} were asked for: ask for fewer rows")
+        raise ValueError(
+            f"this world has only {len(cases)} different prompts, but {number} were asked for: ask for fewer rows"
+        )
     for greeting, product, problem, complaint, detail in draw.sample(cases, number):
         prompt = f"{greeting} , my {product} {complaint} . {detail} . {AGENT}"
         yield {"prompt": prompt, "product": product, "problem": problem}

@@ -361,4 +361,4 @@ def test_a_coefficient_of_zero_stays_and_that_is_said(tmp_path, caplog):
     logging.getLogger("transformers").addHandler(caplog.handler)
     callback = KLBudgetCallback(keys={"kl": "loss/value_avg"}, warn=1e-9, limit=1e-9, action="raise_kl")
     ppo(tmp_path, callback, kl_coef=0.0, max_steps=5).train()
-    assert "asked to raise `kl_coef`, but no factor can raise it from 0" in caplog.text
+    assert "asked to raise `kl_coef`, but no factor changes `kl_coef=0`" in caplog.text

@@ -124,7 +124,7 @@ def test_mistakes_are_answered_in_one_line(subtests, folders, capsys):
         (["--prompts", "absent.txt"], "absent.txt"),
         (["--prompts", "PROMPTS", "--temperature", "0"], "--temperature must be above 0"),
         (["--prompts", "PROMPTS", "--num_prompts", "0"], "1 or more"),
-        (["--prompts", "CHAT"], "has no chat template: pass an instruct model's"),
+        (["--prompts", "CHAT"], "has no chat template. Pass the tokenizer of an instruct model"),
     ]:
         with subtests.test(arguments=arguments):
             files = {"PROMPTS": str(folders / "prompts.txt"), "CHAT": str(folders / "chat.jsonl")}

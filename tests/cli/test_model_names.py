@@ -21,8 +21,11 @@ def test_the_hub_is_asked_once_and_each_refusal_says_what_to_do(subtests, tmp_pa
             "no such folder in .*; did you mean owner/model\\?, and",
         ),
         (GatedRepoError("", response=RESPONSE), "is gated: ask for access at https://huggingface.co/owner/modle"),
-        (RevisionNotFoundError("", response=RESPONSE), "has no revision 'v2': give a branch, tag or commit"),
-        (OfflineModeIsEnabled(""), "not in the hub's cache, and HF_HUB_OFFLINE forbids"),
+        (
+            RevisionNotFoundError("", response=RESPONSE),
+            "has no revision 'v2': give one of its branches, tags or commits",
+        ),
+        (OfflineModeIsEnabled(""), "not in the hub's cache, and HF_HUB_OFFLINE is set"),
         (TimeoutError(), "not in the hub's cache, and the hub cannot be reached"),
     ]:
         with subtests.test(raised=type(raised).__name__):

@@ -123,9 +123,9 @@ entries:
     path, text = parse(yaml).entries
     assert path == entry_of(path) == "a.py:f" and entry_of(text) == expected
     assert parse("name: other", "--entries", path, text).entries == [path, text]  # the same as a flag
-    with pytest.raises(ValueError, match="'{a: ' is no YAML: .*expected the node content"):
+    with pytest.raises(ValueError, match="'{a: ' is not valid YAML: .*expected the node content"):
         entry_of("{a: ")
-    with pytest.raises(ValueError, match="is no YAML: .*'a' given twice"):
+    with pytest.raises(ValueError, match="is not valid YAML: .*'a' given twice"):
         entry_of("{a: 1, a: 2}")
 
 
@@ -263,7 +263,7 @@ def test_deepspeed_that_is_not_there(subtests, capsys):
         ("absent", "not installed: `pip install deepspeed`"),
         (
             "zero3.json",
-            f"Received: zero3.json; the working directory is {os.getcwd()}, give an absolute path or start",
+            f"Received: zero3.json; the working directory is {os.getcwd()}: give an absolute path, or start",
         ),
     ]:
         with subtests.test(what=what):

@@ -116,8 +116,8 @@ def test_renamed_method_is_told_with_both_versions(trainer, base, monkeypatch):
     monkeypatch.delattr(base, "_compute_loss")
     monkeypatch.setattr(upstream, "version", {**TESTED, "trl": "1.17.0"}.get)
     assert sentence_of(trainer) == (
-        f"trl_ext was tested with trl 1.16.0, and in trl 1.17.0, which you have, `{base.__name__}` has no method "
-        "`_compute_loss`: install what was tested, or a newer trl_ext (`python -m trl_ext.cli.contract` shows "
+        f"trl_ext was tested with trl 1.16.0. In the installed trl 1.17.0, `{base.__name__}` has no method "
+        "`_compute_loss`. Install the tested version, or a newer trl_ext (`python -m trl_ext.cli.contract` shows "
         "every item)."
     )
 
@@ -125,7 +125,7 @@ def test_renamed_method_is_told_with_both_versions(trainer, base, monkeypatch):
 def test_change_of_another_package_is_told_with_its_version(monkeypatch):
     monkeypatch.delattr("transformers.Trainer._save_rng_state")
     monkeypatch.setattr(upstream, "version", {**TESTED, "transformers": "5.24.0"}.get)
-    assert "transformers 5.23.0, and in transformers 5.24.0, which you have, `GRPO" in sentence_of(PPOTrainer)
+    assert "transformers 5.23.0. In the installed transformers 5.24.0, `GRPO" in sentence_of(PPOTrainer)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,9 @@ def test_change_of_another_package_is_told_with_its_version(monkeypatch):
 def test_changed_parameters_of_a_method(change, monkeypatch):
     monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", change)
     takes = ", ".join(list(inspect.signature(change).parameters)[1:])
-    assert f"`GRPOTrainer._compute_loss` takes ({takes}), we rely on (model, inputs)" in sentence_of(PPOTrainer)
+    assert f"`GRPOTrainer._compute_loss` takes ({takes}), but trl_ext relies on (model, inputs)" in sentence_of(
+        PPOTrainer
+    )
 
 
 def test_open_parameters_may_become_more():
@@ -171,7 +173,7 @@ def test_name_of_ours_that_trl_begins_to_use(monkeypatch):
 
     monkeypatch.setattr(trl.GRPOTrainer, "_some_hook", prediction_step, raising=False)
     monkeypatch.setattr(trl.GRPOTrainer, "_steps_per_rollout", prediction_step, raising=False)
-    assert "`GRPOTrainer` has _steps_per_rollout, kl_controller, too, as PPOTrainer does" in sentence_of(PPOTrainer)
+    assert "`GRPOTrainer` has _steps_per_rollout, kl_controller, and so has PPOTrainer" in sentence_of(PPOTrainer)
 
 
 def test_members_of_a_users_own_subclass_are_the_users_affair(monkeypatch):
@@ -192,7 +194,10 @@ def test_members_of_a_users_own_subclass_are_the_users_affair(monkeypatch):
 )
 def test_changed_function_is_told_when_it_is_imported(function, takes, monkeypatch):
     monkeypatch.setattr(utils, "use_adapter", function)
-    with pytest.raises(ImportError, match=rf"1\.16\.0, and in trl .* `use_adapter` takes {re.escape(takes)}, we rely"):
+    with pytest.raises(
+        ImportError,
+        match=rf"1\.16\.0\. In the installed trl .* `use_adapter` takes {re.escape(takes)}, but trl_ext relies",
+    ):
         from trl_ext.upstream.names import use_adapter  # noqa: F401
 
 
@@ -203,11 +208,13 @@ def test_function_may_take_more_that_has_a_default(monkeypatch):
 
 def test_moved_function_or_module_is_told_when_it_is_imported(monkeypatch):
     monkeypatch.delattr(utils, "use_adapter")
-    with pytest.raises(ImportError, match=r"1\.16\.0, and in .*`trl.trainer.utils.use_adapter` is gone: install"):
+    with pytest.raises(
+        ImportError, match=r"1\.16\.0\. In the installed .*`trl.trainer.utils.use_adapter` is gone\. Install"
+    ):
         from trl_ext.upstream.names import use_adapter  # noqa: F401
 
     monkeypatch.setitem(sys.modules, "trl.models.utils", None)
-    with pytest.raises(ImportError, match=r"`trl.models.utils.add_hooks` is gone \(.*trl.models.utils.*\): install"):
+    with pytest.raises(ImportError, match=r"`trl.models.utils.add_hooks` is gone \(.*trl.models.utils.*\)\. Install"):
         from trl_ext.upstream.names import add_hooks  # noqa: F401
 
 

@@ -45,7 +45,7 @@ def test_a_part_of_a_split_is_its_rows(folder):
     for part, expected in (("train[:25%]", "ab"), ("train[25%:]", "cdefgh"), ("train[6:]", "gh"), ("train[2:3]", "c")):
         assert "".join(load_dataset_split("rows.jsonl", part)["prompt"]) == expected
     for wrong in ("train[x:2]", "train[:2", "train[:9999]x"):
-        with pytest.raises(ValueError, match="is no part of a split: write it as 'train"):
+        with pytest.raises(ValueError, match="is not a part of a split: write it as 'train"):
             load_dataset_split("rows.jsonl", wrong)
     with pytest.raises(ValueError, match="has no split 'test'; it has 'train'"):
         load_dataset_split("rows.jsonl", "test[:2]")
@@ -100,7 +100,7 @@ def test_held_out_rows_are_the_split_or_cut_from_training(subtests):
 def test_where_there_is_no_held_out_split_it_says_what_to_do(folder):
     Dataset.from_dict(ROWS).to_json("rows.jsonl")
     train = load_dataset_split("rows.jsonl")
-    with pytest.raises(ValueError, match=r"has no split 'test'; it has 'train'; `eval_size` cuts rows to evaluate on"):
+    with pytest.raises(ValueError, match=r"has no split 'test'; it has 'train'; or set `eval_size` to hold out rows"):
         held_out_rows(train, lambda: load_dataset_split("rows.jsonl", "test"), None, seed=0)
 
 
@@ -114,7 +114,7 @@ def test_a_configuration_of_local_data_is_refused(subtests, folder):
 
 def test_a_file_that_cannot_be_read_is_named_with_its_line(subtests, folder):
     for content, message in [
-        ('{"prompt": "a"}\n\n{"prompt": \n', 'line 3 of rows.jsonl is no JSON, b\'{"prompt": '),
+        ('{"prompt": "a"}\n\n{"prompt": \n', 'line 3 of rows.jsonl is not valid JSON, b\'{"prompt": '),
         ("", "it has no rows"),
         ('{"prompt": "a"}\n{"prompt": "\xe9"}\n', r"line 2 of rows.jsonl is not UTF-8, b'.*': convert the file"),
     ]:

@@ -72,7 +72,9 @@ def test_what_is_written_is_read_again_and_stays_where_it_is_not_uploaded(tmp_pa
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut", b"no array"])
 def test_a_damaged_file_is_refused_in_one_line(tmp_path, content):
     (tmp_path / TRAINED_PAIRS).write_bytes(content)
-    with pytest.raises(ValueError, match="does not say which pairs the model was trained on") as error:
+    with pytest.raises(
+        ValueError, match="is damaged, so it is not known which pairs the model was trained on"
+    ) as error:
         TrainedPairs.load(tmp_path)
     assert "\n" not in str(error.value)
 

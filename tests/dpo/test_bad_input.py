@@ -33,7 +33,7 @@ SAYS = {"use_margin": True, "use_confidence": True, "use_weight": True}
 
 def test_rows_and_columns_are_named(subtests, tmp_path):
     for data, options, message in [
-        (changed(3, chosen=""), {}, "The train dataset has pairs to be corrected .* row 3: `chosen` is empty"),
+        (changed(3, chosen=""), {}, "The train dataset has unusable pairs: row 3: `chosen` is empty"),
         (changed(4, rejected=None), {}, "row 4: `rejected` is empty"),
         (changed(5, chosen="a", rejected="a"), {}, "row 5: `chosen` and `rejected` are identical"),
         (changed(2, chosen="  "), {}, "row 2: `chosen` is empty"),
@@ -56,7 +56,7 @@ def test_rows_and_columns_are_named(subtests, tmp_path):
         (
             talk(prompt="the " * 9).map(as_text),
             {"max_length": 9},
-            "No pair .* within `max_length=9`, of prompt and answer together: raise `max_length`",
+            "`max_length=9` leaves no answer token in any pair .* Raise `max_length`",
         ),
     ]:
         with subtests.test(message=message), pytest.raises(ValueError, match=message):
@@ -66,12 +66,12 @@ def test_rows_and_columns_are_named(subtests, tmp_path):
 def test_pairs_whose_answers_are_cut_away_are_counted(tmp_path, capsys):
     rows = [*pairs(7), {**pairs()[7], "prompt": "the " * 20}]
     make_trainer(tmp_path, trainer_kwargs={"train_dataset": Dataset.from_list(rows)}, max_length=20)
-    assert "1 of 8 pairs have no token of an answer within `max_length=20`: left out." in capsys.readouterr().out
+    assert "1 of 8 pairs are left out: `max_length=20` leaves no answer token in them." in capsys.readouterr().out
     evaluated = {"train_dataset": pairs(8), "eval_dataset": {"hard": Dataset.from_list(rows)}}
     make_trainer(tmp_path, trainer_kwargs=evaluated, max_length=20)
-    assert "1 of 8 pairs of the eval 'hard' dataset have no token of an answer" in capsys.readouterr().out
+    assert "1 of 8 pairs of the eval 'hard' dataset are left out" in capsys.readouterr().out
     evaluated["eval_dataset"] = Dataset.from_list(rows[-1:])
-    with pytest.raises(ValueError, match="No pair of the eval dataset has a token of its answers"):
+    with pytest.raises(ValueError, match="leaves no answer token in any pair of the eval dataset"):
         make_trainer(tmp_path, trainer_kwargs=evaluated, max_length=20)
 
 
@@ -91,7 +91,7 @@ def test_a_model_and_a_tokenizer_that_cannot_be_right(subtests, tmp_path):
     more.add_special_tokens({"pad_token": "[PAD]"})
     for model, tokenizer, message in [
         (tiny_llama(), without_eos, "The tokenizer has no EOS token"),
-        (tiny_llama(), more, r"token ids up to 29, the policy's vocabulary only 29.*\[PAD\]"),
+        (tiny_llama(), more, r"token ids up to 29, but the policy's vocabulary has only 29 .*\[PAD\]"),
         (3, tiny_tokenizer(), "`model` must be a path or a causal language model, got 3"),
     ]:
         with subtests.test(message=message), pytest.raises((TypeError, ValueError), match=message):

@@ -34,19 +34,22 @@ DRIFT = {"beta_controller": "drift", "drift_target": 1.0}
 def test_settings_that_cannot_work_are_named(subtests, tmp_path):
     for given, message in [
         ({"beta": 0.0}, "`beta` must be > 0 and finite, got 0.0"),
-        ({"beta_dpo_keep": 0.8}, "`beta_dpo_keep=0.8` is for `beta_controller='beta_dpo'`"),
+        ({"beta_dpo_keep": 0.8}, "`beta_dpo_keep=0.8` needs `beta_controller='beta_dpo'`"),
         (
             {"beta_controller": "drift"},
-            "needs `drift_target`, nats per sequence: run once with `log_displacement=True`",
+            "needs `drift_target`, in nats per sequence. Run once with `log_displacement=True`",
         ),
         ({**DRIFT, "beta_min": 0.2}, r"`beta=0.1` must lie within \[`beta_min`, `beta_max`\] = \[0.2, None\]"),
         (
             {"label_smoothing": 0.1},
-            "does nothing to .*set `use_confidence=True` .* of 0.9, or use `loss_type='robust'`",
+            "has no effect on .*set `use_confidence=True` .* of 0.9, or use `loss_type='robust'`",
         ),
         ({**DRIFT, "loss_type": "sft"}, r"`beta_controller='drift'` moves β, but `loss_type=\['sft'\]` has no β"),
         ({"margin_normalization": "source", "loss_type": "sft"}, "`margin_normalization='source'` moves β"),
-        ({"use_weight": True, "use_weighting": True}, "`use_weight` need .* and `use_weighting=False`; got .*True"),
+        (
+            {"use_weight": True, "use_weighting": True},
+            "`use_weight` need .* and `use_weighting=False`. Got .*`use_weighting=True`",
+        ),
     ]:
         with subtests.test(given=given), pytest.raises(ValueError, match=message):
             config(tmp_path, **given)
@@ -54,7 +57,7 @@ def test_settings_that_cannot_work_are_named(subtests, tmp_path):
 
 def test_only_losses_of_beta_times_margin_are_normalized(tmp_path):
     assert config(tmp_path, loss_type=["hinge", "sft"], margin_normalization="source").loss_type == ["hinge", "sft"]
-    with pytest.raises(ValueError, match=r"losses of β times the margin, .*got `loss_type=\['ipo', 'sft'\]`"):
+    with pytest.raises(ValueError, match=r"losses of β times the margin only: .*Got `loss_type=\['ipo', 'sft'\]`"):
         config(tmp_path, loss_type=["ipo", "sft"], margin_normalization="source")
 
 
@@ -74,7 +77,7 @@ def test_beta_dpo_warns_of_a_small_batch(tmp_path):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             make_trainer(tmp_path, beta_controller="beta_dpo", per_device_train_batch_size=size)
-        assert any("only 4 pairs of all processes" in str(w.message) for w in caught) is warns
+        assert any("over all processes that has only 4 pairs" in str(w.message) for w in caught) is warns
 
 
 def test_the_horizon_is_the_pairs_of_an_epoch(tmp_path):

@@ -60,7 +60,7 @@ def test_a_run_goes_on_by_the_same_command(frozen, name, capsys, monkeypatch):
 @of_these_versions
 def test_a_run_of_another_reward_is_still_refused(frozen, monkeypatch):
     monkeypatch.setattr(commands, "SCALE", 11.0)  # of which `shortness` depends
-    with pytest.raises(CannotResume, match="reward 1, `shortness`, is another one of this name"):
+    with pytest.raises(CannotResume, match="reward 1, `shortness`, has changed"):
         commands.ppo_lora("ppo_lora").train(resume_from_checkpoint=True)
 
 

@@ -52,7 +52,7 @@ def test_weights_are_finite_whatever_the_log_probs():
 def test_weights_raise():
     with pytest.raises(ValueError, match="mode must be 'token_truncate', .*got 'token'"):
         importance_weights(LOGPROBS, DRAWN, MASK, "token")
-    with pytest.raises(ValueError, match="clip_min must be below clip_max, got 3.0 >= 0.5"):
+    with pytest.raises(ValueError, match="clip_min must be below clip_max, got 3.0 and 0.5"):
         importance_weights(LOGPROBS, DRAWN, MASK, "token_mask", 3.0, 0.5)
     with pytest.raises(ValueError, match="sampler_logprobs must be finite at real tokens, got nan"):
         importance_weights(LOGPROBS, DRAWN, torch.ones_like(MASK), "token_mask")

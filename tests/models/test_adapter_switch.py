@@ -199,7 +199,9 @@ def test_a_rate_that_bfloat16_rounds_away_stops_the_run(part, tmp_path):
     draw(trainer.model)
     for _, parameter in parts(trainer, part):
         parameter.data = parameter.data.sign().mul(0.5).bfloat16()
-    with pytest.raises(RuntimeError, match=rf"The {part} \(torch.bfloat16\) had a gradient .* at step 1, .*raise it"):
+    with pytest.raises(
+        RuntimeError, match=rf"The {part} \(torch.bfloat16\) had a gradient .* at step 1, .*Raise the rate"
+    ):
         trainer.train()
 
 
@@ -222,7 +224,7 @@ def test_an_optimizer_that_steps_on_other_tensors_stops_the_run(part, tmp_path):
     draw(trainer.model)
     trainer.add_callback(Replace(trainer, part))
     with pytest.raises(
-        RuntimeError, match=f"The {part} .*at step 1, but none of its weights changed: .*other tensors"
+        RuntimeError, match=f"The {part} .*at step 1, but none of its weights changed. .*other tensors"
     ):
         trainer.train()
 
@@ -236,8 +238,8 @@ def test_matrices_that_are_zero_after_training_are_told_once(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train()
-    (told,) = [str(w.message) for w in caught if "are all zero" in str(w.message)]
-    assert told.startswith("1 of ") and "LoRA matrices B are all zero after 2 steps" in told and names[0] in told
+    (told,) = [str(w.message) for w in caught if "are still all zero" in str(w.message)]
+    assert told.startswith("1 of ") and "LoRA matrices B are still all zero after 2 steps" in told and names[0] in told
 
 
 @pytest.mark.slow
@@ -340,5 +342,5 @@ def test_vllm_is_sent_the_merged_policy_under_the_base_models_names(name, vllm, 
 def test_vllm_cannot_be_sent_a_quantised_base(vllm, tmp_path):
     tiny_llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
     quantization = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
-    with pytest.raises(ValueError, match="vLLM would be sent the merged weights quantised anew"):
+    with pytest.raises(ValueError, match="vLLM would get merged weights that were quantised again"):
         lora_trainer(tmp_path, model=str(tmp_path / "base"), use_vllm=True, trainer_kwargs=quantization)

@@ -185,7 +185,9 @@ def test_prompts_are_texts_or_messages_with_one_bos():
     assert ids == [[1, 6, 8], turn, [*turn, 11]]
     tokenizer.chat_template = None
     assert prompt_token_ids(tokenizer, ["the cat"]) == ids[:1]
-    with pytest.raises(ValueError, match="prompts are messages, but the tokenizer .* has no chat template: pass an"):
+    with pytest.raises(
+        ValueError, match="prompts are messages, but the tokenizer .* has no chat template. Pass the tokenizer of an"
+    ):
         prompt_token_ids(tokenizer, ["the cat", [question]])
 
 

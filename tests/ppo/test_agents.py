@@ -539,21 +539,24 @@ def test_what_a_tool_does_wrong_is_told_to_the_model(tmp_path):
 
 def test_what_cannot_work_is_refused_before_the_training(tmp_path, subtests):
     cases = [
-        ({"environment": {"counter": Counter}, "rows": [{"environment": "chess"}] * 8}, "not among the environments"),
+        (
+            {"environment": {"counter": Counter}, "rows": [{"environment": "chess"}] * 8},
+            "but `environment_factory` has only",
+        ),
         ({"environment": {"counter": Counter}}, "has no column `environment`"),
         (
             {"rows": [{"prompt": "Count."}] * 8},
-            "needs prompts that are messages; those of the train dataset are text",
+            "needs messages as prompts, but the prompts of the train dataset are text",
         ),
-        ({"rows": [{"prompt": PROMPT, "input_ids": [9]}] * 8}, "has `input_ids`, which the policy reads verbatim"),
-        ({"rollouts_ahead": 1}, "`rollouts_ahead=1` draws whole rollouts in advance"),
-        ({"bootstrap_truncated": True, "missing_eos_penalty": 1.0}, "set one of them"),
-        ({"reward_normalization": "reference"}, "scores demonstrations, which no environment has played"),
+        ({"rows": [{"prompt": PROMPT, "input_ids": [9]}] * 8}, "has `input_ids`, which the policy reads unchanged"),
+        ({"rollouts_ahead": 1}, "`rollouts_ahead=1` generates whole rollouts in advance"),
+        ({"bootstrap_truncated": True, "missing_eos_penalty": 1.0}, "Set only one of the three"),
+        ({"reward_normalization": "reference"}, "scores demonstrations, and demonstrations have no environment"),
         ({"tool_timeout": 0.0}, "`tool_timeout` must be > 0, got 0.0"),
         ({"gae_level": "word"}, "gae_level"),
         ({"environment": type("Mute", (), {"reset": lambda self: None})}, "No reward source provided"),
         ({"environment": type("Still", (), {})}, "must define a callable `reset`"),
-        ({"environment": unruly(state_dict=dict)}, "`Unruly.state_dict` would be a tool"),
+        ({"environment": unruly(state_dict=dict)}, "`Unruly.state_dict` would become a tool"),
         ({"environment": lambda: 1 / 0}, "environment <lambda> could not be made: ZeroDivisionError"),
     ]
     for number, (given, message) in enumerate(cases):
@@ -563,7 +566,9 @@ def test_what_cannot_work_is_refused_before_the_training(tmp_path, subtests):
 
 def test_a_prompt_without_room_is_one_sentence(tmp_path):
     long = unruly(reset=lambda self, **_: "word " * 1000)
-    with pytest.raises((RuntimeError, ValueError), match="the prompt of row 0 has .* tokens with what `reset` said"):
+    with pytest.raises(
+        (RuntimeError, ValueError), match="the prompt of row 0 has .* tokens, with the text that `reset` returned"
+    ):
         rolled_out(make(tmp_path, counts, long))
 
 
@@ -654,7 +659,7 @@ def test_killed_and_gone_on_with_it_is_the_same_run(tmp_path):
 def test_an_environment_that_draws_on_by_itself_is_told(tmp_path, capsys):
     for kind, differs in ((Counter, False), (Kept, False), (Slippery, True)):
         make_worker(tmp_path / kind.__name__, kind, max_steps=1, save_strategy="no").train()
-        assert ("after an episode `reset` leaves `_random` other than" in capsys.readouterr().out) == differs
+        assert ("after an episode, `reset` leaves `_random` different from" in capsys.readouterr().out) == differs
 
 
 def test_evaluation_leaves_the_environments_of_the_training_alone(tmp_path):

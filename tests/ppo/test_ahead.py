@@ -251,7 +251,7 @@ def test_other_prompts_than_those_that_were_drawn_for_are_refused(here, tmp_path
         return loader
 
     trainer.get_train_dataloader = shuffled
-    with pytest.raises(RuntimeError, match="At step 0, process 0: rollout 0 was drawn for other prompts than the"):
+    with pytest.raises(RuntimeError, match="At step 0, process 0: rollout 0 was generated for other prompts than the"):
         trainer.train()
 
 
@@ -299,7 +299,7 @@ def test_a_server_that_is_restarted_draws_again_from_the_weights_as_they_are(mon
         trainer = on_server(tmp_path, server)
         server.during = after(3, "/v1/completions", server.restart)
         assert drawn_from(trainer) == [0, 0, 2]
-    assert capfd.readouterr().out.count("was restarted: it is sent the weights again") == 1
+    assert capfd.readouterr().out.count("was restarted, so it gets the weights again") == 1
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_a_server_that_stays_away_ends_the_run_which_draws_what_it_lacks_later(m
     with serving(tiny_llama(seed=5), monkeypatch) as server:
         trainer = on_server(tmp_path, server, vllm_server_timeout=0.2)
         server.during = after(3, "/v1/completions", server.stop)
-        with pytest.raises(ServerLost, match=r"the same command goes on from .*checkpoint-8\."):
+        with pytest.raises(ServerLost, match=r"the same command resumes from .*checkpoint-8\."):
             trainer.train()
         server.during = lambda path: None
         server.start()
@@ -362,7 +362,8 @@ class AnswersAtOnce(RolloutProcess):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(NeverStarts, r"ended \(OSError\('no memory'\)\)"), (AnswersAtOnce, "The watch .* SystemExit")]
+    ("kind", "said"),
+    [(NeverStarts, r"ended \(OSError\('no memory'\)\)"), (AnswersAtOnce, "The thread that watches .* SystemExit")],
 )
 def test_whoever_waits_is_told_why_nothing_will_come(kind, said):
     process = kind(SimpleNamespace(slots=1, slot_bytes=64, device="cpu"))
@@ -407,7 +408,7 @@ def test_a_process_that_is_killed_is_started_again_and_changes_nothing(uninterru
         trainer.train()
     torch.testing.assert_close(end_state(trainer), uninterrupted[1][0], rtol=0, atol=0, equal_nan=True)
     assert len(killed) == 1 and not workers(os.getpid())
-    assert "The process that draws rollouts on cpu ended (killed by SIGKILL: by somebody, or because" in caplog.text
+    assert "The rollout process on cpu ended (killed by SIGKILL: by a person, or by the system" in caplog.text
 
 
 @pytest.mark.parametrize("is_quiet", [True, False])
@@ -430,7 +431,7 @@ def test_what_fails_again_and_again_ends_the_run_with_its_message(monkeypatch, t
     monkeypatch.setattr(rollout_process, "_RESTARTS", 0)
     with torch.no_grad():
         trainer.model.policy.lm_head.weight.fill_(float("nan"))
-    said = r"process 0: The process .* cpu ended \(RuntimeError: The policy's logits.* the same command goes on from"
+    said = r"process 0: The rollout process .* ended \(RuntimeError: The policy's logits.* same command resumes from"
     with pytest.raises(RolloutProcessLost, match=said):
         trainer.train()
     assert not workers(os.getpid())
@@ -500,20 +501,20 @@ def test_what_cannot_be_is_refused(subtests, tmp_path):
             {"rollout_device": "cpu"},
             "`rollout_device=cpu` is for the second process .* `rollouts_ahead=0` starts none",
         ),
-        (vllm | {"vllm_mode": "colocate"}, "`rollouts_ahead=1` needs vLLM to generate while this process trains"),
+        (vllm | {"vllm_mode": "colocate"}, "`rollouts_ahead=1` needs vLLM in a process of its own"),
         (
             vllm | {"vllm_mode": "server", "rollouts_ahead": 2},
-            "`rollouts_ahead=2` with vLLM: .* only one rollout can be ahead",
+            "`rollouts_ahead=2` is too many for vLLM: .* at most one rollout ahead",
         ),
-        (vllm | {"vllm_mode": "server", "rollout_device": "cpu"}, "`rollout_device=cpu` .* vLLM's server generates"),
+        (vllm | {"vllm_mode": "server", "rollout_device": "cpu"}, "`rollout_device=cpu` .* vLLM generates"),
         (
             {"rollouts_ahead": 1, "rollout_device": "cuda:7"},
-            r"this machine has no device 'cuda:7' \(\d accelerators\)",
+            r"names 'cuda:7', which this machine does not have \(\d accelerators\)",
         ),
-        ({"rollouts_ahead": 1, "rollout_device": "gpu"}, "this machine has no device 'gpu'"),
+        ({"rollouts_ahead": 1, "rollout_device": "gpu"}, "names 'gpu', which this machine does not have"),
         (
             {"rollouts_ahead": 1, "rollout_device": 1},
-            "`rollout_device=1` is not the name of a device: give a text such as",
+            "`rollout_device=1` is not the name of a device. Give a text such as",
         ),
         ({"rollouts_ahead": 1, "rollout_device": "cpu,cpu"}, r"names 2 devices for 1 process\(es\)"),
     ]:
@@ -525,11 +526,16 @@ def test_what_cannot_be_is_refused(subtests, tmp_path):
 
     model = tiny_llama()
     model.__class__ = Local
-    with pytest.raises(ValueError, match="builds a .*<locals>.Local in a second process, which cannot import it"):
+    with pytest.raises(
+        ValueError, match="builds a .*<locals>.Local in a second process, and that process cannot import it"
+    ):
         make_trainer(tmp_path, model=model, rollouts_ahead=1)
     policy = SimpleNamespace(config=SimpleNamespace(quantization_config={}))
     args = SimpleNamespace(use_vllm=False, rollouts_ahead=1, rollout_device=None)
-    with pytest.raises(ValueError, match="`rollouts_ahead` does not work with a quantised base"):
+    with pytest.raises(ValueError, match="`rollouts_ahead=1` does not work with a quantised base"):
         ahead.check_ahead(args, policy, torch.device("cpu"))
-    with pytest.raises(ValueError, match=re.escape("such as `rollout_device: cuda:1` (training is on cuda:0)")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("training is on cuda:0. Name a device for that process, such as `rollout_device: cuda:1`"),
+    ):
         ahead.check_ahead(args, tiny_llama(), torch.device("cuda:0"))

@@ -45,7 +45,7 @@ def test_a_reward_function_that_could_not_be_called_is_refused_before_training(t
         make(tmp_path, reward_funcs=gold, train_dataset=rows, eval_dataset=prompts(4))
     make(tmp_path, reward_funcs=[gold, length_reward], train_dataset=rows)
     with pytest.raises(
-        TypeError, match=r"'narrow' is also given completion_ids, .*: let its last argument be `\*\*kwargs`"
+        TypeError, match=r"'narrow' does not take completion_ids, .*: let its last argument be `\*\*kwargs`"
     ):
         make(tmp_path, reward_funcs=narrow)
 
@@ -99,7 +99,7 @@ def test_datasets(subtests, tmp_path):
         (
             prompts(7),
             ValueError,
-            r"has 7 prompts, a rollout needs 8 .*4 × .*1 × .*2 × 1 processes.*: lower one of them",
+            r"has 7 prompts, but a rollout needs 8 .*4 × .*1 × .*2 × 1 processes.* Lower one of the first three",
         ),
         (
             prompts().rename_column("prompt", "query"),
@@ -163,7 +163,10 @@ def test_rows_that_are_no_prompts_are_named(subtests, tmp_path):
         ({"input_ids": [[6.5]] * 8}, r"`input_ids` must be .*, got \[6.5\]"),
         ({"input_ids": [["a"]] * 8}, r"`input_ids` must be .*, got \['a'\]"),
         ({"input_ids": [6] * 8}, "`input_ids` must be .*, got 6"),
-        ({"input_ids": [[6, 7]] * 8, "attention_mask": [[1]] * 8}, "`attention_mask` has 1 entries, `input_ids` 2"),
+        (
+            {"input_ids": [[6, 7]] * 8, "attention_mask": [[1]] * 8},
+            "`attention_mask` has 1 entries, but `input_ids` has 2",
+        ),
     ]:
         with subtests.test(rows=rows), pytest.raises(ValueError, match=message):
             make(tmp_path, train_dataset=Dataset.from_dict(rows))
@@ -196,7 +199,7 @@ def test_a_missing_column_is_named(subtests, tmp_path):
         ({"reward_normalization": "group", "reward_group_column": "subject"}, "subject"),
         ({"reward_normalization": "reference"}, "completion"),
     ]:
-        message = f"reads the column '{column}'; the train dataset has .*'prompt', 'topic'"
+        message = f"reads the column '{column}', but the train dataset has .*'prompt', 'topic'"
         with subtests.test(config=config), pytest.raises(ValueError, match=message):
             make(tmp_path, config=config)
 
@@ -215,7 +218,7 @@ def test_models_and_tokenizers(subtests, tmp_path):
             lambda m: {"value_model": tiny_reward_model(tiny_llama(20))},
             "`value_model` has a vocabulary of 20 .* ids up to 28",
         ),
-        (lambda m: {"ref_model": tiny_llama(20)}, "`ref_model` has a vocabulary of 20 tokens, the policy one of 29"),
+        (lambda m: {"ref_model": tiny_llama(20)}, "`ref_model` has a vocabulary of 20 tokens, but the policy has 29"),
         (
             lambda m: {"processing_class": tiny_tokenizer([*WORDS, "more", "words"])},
             "tokenizer has token ids up to 30, .* only 29",
@@ -226,8 +229,8 @@ def test_models_and_tokenizers(subtests, tmp_path):
             lambda m: {"value_model": tiny_llama()},
             "`value_model` must be a sequence classifier .*, got LlamaForCausalLM",
         ),
-        (lambda m: {"ref_model": m}, "`model` and `ref_model` are one object"),
-        (lambda m: {"value_model": m}, "`model` and `value_model` are one object"),
+        (lambda m: {"ref_model": m}, "`model` and `ref_model` are the same object"),
+        (lambda m: {"value_model": m}, "`model` and `value_model` are the same object"),
         (
             lambda m: dict.fromkeys(("value_model", "reward_funcs"), tiny_reward_model(m)),
             "`value_model` and reward function 0",
@@ -238,8 +241,11 @@ def test_models_and_tokenizers(subtests, tmp_path):
             lambda m: {"config": {"use_ref_model": False, "kl_coef": 0}, "ref_model": tiny_llama()},
             "`use_ref_model=False`",
         ),
-        (lambda m: {"processing_class": without_eos()}, "The tokenizer has no EOS token, so that no answer would end"),
-        (lambda m: {"config": {"stop_token_id": 29}}, "`stop_token_id=29` is none of the policy's 29 tokens"),
+        (lambda m: {"processing_class": without_eos()}, "The tokenizer has no EOS token, so no answer would end"),
+        (
+            lambda m: {"config": {"stop_token_id": 29}},
+            r"`stop_token_id=29` is not in the policy's vocabulary \(0 to 28\)",
+        ),
         (
             lambda m: {"config": {"reward_weights": [1.0, 2.0]}},
             r"reward weights \(2\) must match number of reward functions",
@@ -377,9 +383,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, role, max
     with pytest.raises(FloatingPointError) as error:
         trainer.train()
     message = str(error.value)
-    assert (
-        f"The gradient of the {role} is not finite at step 4 (every logged term is finite, so it arose in" in message
-    )
+    assert f"The gradient of the {role} is not finite at step 4 (every logged term is finite, so the back" in message
     assert str(tmp_path / "last-good") in message
     assert trainer.state.global_step == 3
 
@@ -412,7 +416,10 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path):
     [
         ({"ref_model": 3}, "`ref_model` must be a path or a model, got 3"),
         ({"reward_funcs": 3}, "reward 0 must be a path, a model or a function, got 3"),
-        ({"train_dataset": prompts(8).add_column("prompt_ids", [0] * 8)}, "has a column `prompt_ids`.*rename it"),
+        (
+            {"train_dataset": prompts(8).add_column("prompt_ids", [0] * 8)},
+            "has a column `prompt_ids`.*Rename the column",
+        ),
         (
             {
                 "train_dataset": Dataset.from_dict({"prompt": ["the " * 62] * 8}),
@@ -453,7 +460,7 @@ def test_a_damaged_snapshot_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="checkpoint-2 is not a complete checkpoint: ppo_state_0.pt has 100 bytes"):
         make(tmp_path, config=config).train(str(path.parent))
-    with pytest.raises(ValueError, match="nowhere is no folder"):
+    with pytest.raises(ValueError, match="nowhere is not a folder"):
         make(tmp_path, config=config).train("nowhere")
 
 

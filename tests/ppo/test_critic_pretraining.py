@@ -267,7 +267,7 @@ def test_no_prompt_is_on_both_sides(eval_size):
     assert sorted([*train["n"], *held_out["n"]]) == list(range(30))
     with pytest.raises(ValueError, match="2 of 2 held-out rollouts answer prompts that are trained on"):
         check_apart(train, train.select([0, 1]))
-    with pytest.raises(ValueError, match="leaves none of the 30 rollouts, to 7 prompts"):
+    with pytest.raises(ValueError, match=r"holds out all 30 rollouts \(7 prompts\)"):
         hold_out_prompts(data, 26, seed=0)
 
 
@@ -283,16 +283,19 @@ GOOD = {"prompt_ids": [[6], [7]], "completion_ids": [[8, 2], [9]]}
             "rollout 1 has the token id 99, but the critic's vocabulary has only 32 ids",
         ),
         ({"prompt_ids": [[6] * 63, [7]]}, "rollout 0 has 63 + 2 tokens, but the critic can read only 64"),
-        ({"completion_ids": [[8, None], [9, 2]]}, "rollout 0 has the token id None: token ids are lists of whole"),
+        ({"completion_ids": [[8, None], [9, 2]]}, "rollout 0 has the token id None: token ids must be whole"),
         ({"completion_ids": [[8, 2], [9.5]]}, "rollout 0 has the token id 8.0"),
         ({"completion_ids": ["8 2", "9"]}, "rollout 0 has the token id '8'"),
         ({"finished": ["true", "false"]}, "rollout 0 has `finished` 'true': it must be true or false"),
         ({"finished": [True, None]}, "rollout 1 has `finished` None: it must be true or false"),
         ({"finished": [True, True]}, "rollout 1 says `finished: true`, but its last token is 9"),
-        ({"completion": ["a", "cat"]}, "rollout 0 has ids that read 'cat', but its text is 'a': the ids come"),
+        (
+            {"completion": ["a", "cat"]},
+            "rollout 0 has ids that decode to 'cat', but its text is 'a': pass the tokenizer",
+        ),
         ({"score": [1.0, None]}, "rollout 1 has the score None in 'score': give it a finite number"),
         ({"score": [1.0, float("nan")]}, "rollout 1 has the score nan"),
-        ({"score": [1.0, 1.0]}, "all rollouts have the score 1: a critic can learn nothing from them"),
+        ({"score": [1.0, 1.0]}, "all rollouts have the score 1, so a critic can learn nothing from them"),
         ({}, "the rollouts have no column 'score' with scores; they have 'prompt_ids', 'completion_ids', 'finished'"),
     ],
     ids=str,
@@ -320,12 +323,20 @@ def test_wrong_columns_rewards_and_models_are_one_line(subtests, tmp_path):
     weights = critic_config(tmp_path, reward_weights=[1.0, 2.0])
     equal = score_rollouts(data, [lambda completions, **kwargs: [1.0] * len(completions)], ["f"], 2)
     for what, call, message in [
-        ("columns", lambda: with_token_ids(no_tokens, tiny_tokenizer(), [2], 32), "nor finished: write them by `trl"),
+        (
+            "columns",
+            lambda: with_token_ids(no_tokens, tiny_tokenizer(), [2], 32),
+            "they lack finished: write them with `trl",
+        ),
         ("half", lambda: with_token_ids(half, tiny_tokenizer(), [2], 32), "have prompt_ids, but no completion_ids"),
         ("error", lambda: score_rollouts(data, [failing], ["f"], 2), "reward function 'f': "),
         ("equal", lambda: with_returns(data, equal[0], critic_config(tmp_path), equal[1]), "all rollouts have the sc"),
         ("number", lambda: score_rollouts(data, [too_few], ["g"], 2), "reward function 'g': "),
-        ("weights", lambda: with_returns(data, torch.ones(2, 1), weights), "must be one for each of 1 rewards"),
+        (
+            "weights",
+            lambda: with_returns(data, torch.ones(2, 1), weights),
+            "must have one number for each of the 1 rewards",
+        ),
         ("labels", lambda: load_critic(str(tmp_path / "two")), "has num_labels=2 in its configuration"),
         (
             "causal",
@@ -359,10 +370,10 @@ def test_settings_that_cannot_be_are_refused_and_the_others_are_ppos(subtests):
         ({"gamma": 1.1}, "`gamma` must be in [0, 1], got 1.1"),
         ({"reward_normalization": "reference"}, "`reward_normalization` must be one of ['none', 'running'"),
         ({"reward_normalization": "group"}, "needs `reward_group_column`"),
-        ({"reward_group_column": "topic"}, "is for `reward_normalization='group'`"),
+        ({"reward_group_column": "topic"}, "needs `reward_normalization='group'`"),
         ({"reward_clip_range": (1.0, -1.0)}, "must be (min, max)"),
-        ({"missing_eos_score": -1.0, "missing_eos_penalty": 1.0}, "set one of them"),
-        ({"missing_eos_score": -1.0, "mask_truncated_completions": True}, "set one of them"),
+        ({"missing_eos_score": -1.0, "missing_eos_penalty": 1.0}, "Set only one of them"),
+        ({"missing_eos_score": -1.0, "mask_truncated_completions": True}, "Set only one of the three"),
         ({"label_smoothing_factor": 0.1}, "does nothing for a critic"),
     ]:
         with subtests.test(given=given), pytest.raises(ValueError) as raised:

@@ -103,7 +103,7 @@ def test_a_sampler_that_says_nothing_on_one_process_ends_both(results):
     for process in results:
         error, message, seconds = process["sampler is silent"]
         assert error == "RuntimeError" and seconds < 60
-        assert "were drawn are missing on 1 of 2 process(es)" in message
+        assert "log-probs are missing on 1 of 2 process(es)" in message
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -203,7 +203,9 @@ def test_resuming_on_two_processes_is_exact(results):
 
 
 SIZES = r"`per_device_train_batch_size` 4 × `gradient_accumulation_steps` 1 × `num_mini_batches` {} × 2 process"
-BY_ANOTHER = r"checkpoint-{} was written by {} process\(es\), this run has {}, .*: start it on {}; or begin a new run"
+BY_ANOTHER = (
+    r"checkpoint-{} was written by {} process\(es\), but this run has {}, .* Start it on {}; or begin a new run"
+)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +215,12 @@ BY_ANOTHER = r"checkpoint-{} was written by {} process\(es\), this run has {}, .
         ("rollout", rf"\(12\) must be divisible by the global batch size \(8\). A rollout is {SIZES.format(1)}"),
         (
             "evaluation",
-            r"batch of 4 responses \(`per_device_eval_batch_size` 2 × 2 proc.* cannot hold whole groups of 3",
+            r"batch has 4 responses \(`per_device_eval_batch_size` 2 × 2 proc.* is not a multiple of 3",
         ),
-        ("prompts", rf"has 12 prompts, a rollout needs 16 \({SIZES.format(2)}es / `num_generations` 1\): lower one"),
+        (
+            "prompts",
+            rf"has 12 prompts, but a rollout needs 16 \({SIZES.format(2)}es / `num_generations` 1\). Lower one",
+        ),
         ("checkpoint", BY_ANOTHER.format(2, 1, 2, 1)),
         ("checkpoint's path", BY_ANOTHER.format(1, 1, 2, 1)),
     ],

@@ -113,7 +113,7 @@ def test_the_default_best_metric_needs_one_eval_dataset(tmp_path):
 
 def test_an_evaluation_batch_holds_whole_groups(tmp_path):
     """RLOO's config sees to this only where `eval_strategy` is set, and `evaluate()` after training would fail."""
-    with pytest.raises(ValueError, match="evaluation batch of 4 responses .* groups of 3"):
+    with pytest.raises(ValueError, match="evaluation batch has 4 responses .* not a multiple of 3"):
         make(tmp_path, num_generations_eval=3)
 
 

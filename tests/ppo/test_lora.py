@@ -259,7 +259,7 @@ def test_a_base_of_the_hub_is_known_by_name_and_commit(base, tmp_path, monkeypat
 
     assert why("org/base") is None and not hashed
     assert why("org/newer") is None and hashed == [1]
-    assert "other base weights" in why("org/newer", change=1.0)
+    assert "its base has other weights" in why("org/newer", change=1.0)
 
 
 def test_a_policy_without_an_adapter_has_no_base_to_share(base, tmp_path):
@@ -273,7 +273,7 @@ def test_a_policy_without_an_adapter_has_no_base_to_share(base, tmp_path):
 
 def test_a_peft_model_as_reward_model_is_refused(base, tmp_path):
     reward = classifier(saved_reward(tmp_path / "reward", base))
-    with pytest.raises(ValueError, match=r"may not be a `PeftModel`: pass the folder.*merge_and_unload\(\)"):
+    with pytest.raises(ValueError, match=r"cannot be a `PeftModel`. Pass the folder.*merge_and_unload\(\)"):
         lora_trainer(tmp_path, reward=reward)
 
 
@@ -400,11 +400,11 @@ def thawed():
 
 def test_a_peft_model_that_cannot_be_trained_on_is_refused(subtests, tmp_path):
     for build, message in [
-        (lambda: named("sft"), r"must be named 'default': load it with `PeftModel.from_pretrained\(base, path"),
-        (lambda: named("default", "critic"), r"already has the adapters \['critic'\].*load it anew"),
-        (lambda: named("default", "ref"), r"already has the adapters \['ref'\].*load it anew"),
-        (lambda: named("default", "reward_0"), r"already has the adapters \['reward_0'\].*load it anew"),
-        (merged, r"merged into the base: call `model.unmerge_adapter\(\)` first"),
+        (lambda: named("sft"), r"must have the name 'default'. Load it with `PeftModel.from_pretrained\(base, path"),
+        (lambda: named("default", "critic"), r"already has the adapters \['critic'\].*load it again"),
+        (lambda: named("default", "ref"), r"already has the adapters \['ref'\].*load it again"),
+        (lambda: named("default", "reward_0"), r"already has the adapters \['reward_0'\].*load it again"),
+        (merged, r"merged into the base. Call `model.unmerge_adapter\(\)` first"),
         (thawed, r"trainable weights outside its adapter .*norm.weight and 0 more.*`requires_grad_\(False\)`"),
     ]:
         with subtests.test(message=message), pytest.raises(ValueError, match=message):
@@ -613,14 +613,14 @@ PROMPTS = [
 ]
 REFUSED = [
     (with_lora(target_modules=["q_proj", "lm_head"]), "lm_head|LM head"),
-    (with_lora(target_modules=["q_proj", "embed_tokens"]), "adapts the embeddings.*leave it out of target_modules"),
-    (with_lora(modules_to_save=["lm_head"]), "adapts the LM head.*leave it out of .*modules_to_save"),
-    (with_lora(modules_to_save=["embed_tokens"]), "adapts the embeddings.*leave it out of .*modules_to_save"),
-    (with_lora(trainable_token_indices=[3, 4]), "adapts the embeddings.*leave it out of .*trainable_token_indices"),
-    (with_lora(bias="all"), "has bias='all'.*use bias='none'"),
-    (with_lora(init_lora_weights="pissa"), "has init_lora_weights='pissa'.*use init_lora_weights=True"),
+    (with_lora(target_modules=["q_proj", "embed_tokens"]), "adapts the embeddings.*Leave it out of target_modules"),
+    (with_lora(modules_to_save=["lm_head"]), "adapts the LM head.*Leave it out of .*modules_to_save"),
+    (with_lora(modules_to_save=["embed_tokens"]), "adapts the embeddings.*Leave it out of .*modules_to_save"),
+    (with_lora(trainable_token_indices=[3, 4]), "adapts the embeddings.*Leave it out of .*trainable_token_indices"),
+    (with_lora(bias="all"), "has bias='all'.*Use bias='none'"),
+    (with_lora(init_lora_weights="pissa"), "has init_lora_weights='pissa'.*Use init_lora_weights=True"),
     (with_lora(layer_replication=[(0, 2), (0, 2)]), "has layer_replication.*changes the base"),
-    *((config, f"is a {type(config).__name__}.*use a `LoraConfig`") for config in PROMPTS),
+    *((config, f"is a {type(config).__name__}.*Use a `LoraConfig`") for config in PROMPTS),
 ]
 
 
@@ -636,7 +636,7 @@ def test_another_kind_of_adapter_needs_a_critic_of_its_own(base, tmp_path):
     config = IA3Config(
         task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
     )
-    with pytest.raises(ValueError, match="`peft_config` is a IA3Config.*by LoRA only.* as `value_model=`"):
+    with pytest.raises(ValueError, match="`peft_config` is a IA3Config.*only with LoRA.* as `value_model=`"):
         lora_trainer(tmp_path, trainer_kwargs={"peft_config": config, "critic_peft_config": None})
     critic = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     trainer = make_trainer(tmp_path, model=base, trainer_kwargs={"peft_config": config, "value_model": critic})
@@ -657,8 +657,8 @@ def test_a_critics_config_that_cannot_be_right_is_refused(subtests, tmp_path):
         *REFUSED[5:],
         (
             with_lora(target_modules=["q_proj", "c_attn"]),
-            r"targets \['c_attn'\], which LlamaForCausalLM does not have; it "
-            r"has \['down_proj', 'gate_proj'.*'v_proj'\]",
+            r"targets \['c_attn'\], which LlamaForCausalLM does not have. Choose "
+            r"among \['down_proj', 'gate_proj'.*'v_proj'\]",
         ),
         (with_lora(target_modules=r".*\.c_attn"), "`critic_peft_config` does not fit LlamaForCausalLM: "),
     ]:
@@ -675,7 +675,7 @@ def test_a_peft_models_config_is_checked_as_well(subtests, tmp_path):
 
 
 def test_the_critics_config_needs_a_policy_with_an_adapter_and_no_value_model(base, tmp_path):
-    message = r"needs a policy with an adapter \(`peft_config`\) and no `value_model`"
+    message = r"needs a policy with an adapter \(`peft_config`\), and no `value_model`"
     critic = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     with pytest.raises(ValueError, match=message):
         lora_trainer(tmp_path, trainer_kwargs={"value_model": critic})

@@ -251,11 +251,11 @@ def test_stop_token_id_ends_responses(tmp_path):
 
 def test_conflicting_names_raise(subtests, tmp_path):
     for config, call, message in [
-        ({"sft_model_path": "a"}, {"model": "b"}, "`model='b'` and .*'a' name the same model twice"),
-        ({"reward_model_path": "a"}, {"reward_model": "b"}, "`reward_model='b'` and .*'a' name the same model twice"),
-        ({"reward_model_path": "a"}, {"reward_funcs": "b"}, "`reward_funcs='b'` and .*'a' name the same model twice"),
-        ({"reward_model_path": "a"}, {"reward_funcs": ["b"]}, "'a' name the same model twice"),
-        ({"reward_model_path": "a"}, {"reward_funcs": length_reward}, "'a' name the same model twice"),
+        ({"sft_model_path": "a"}, {"model": "b"}, "`model='b'` and .*'a' both name this model"),
+        ({"reward_model_path": "a"}, {"reward_model": "b"}, "`reward_model='b'` and .*'a' both name this model"),
+        ({"reward_model_path": "a"}, {"reward_funcs": "b"}, "`reward_funcs='b'` and .*'a' both name this model"),
+        ({"reward_model_path": "a"}, {"reward_funcs": ["b"]}, "'a' both name this model"),
+        ({"reward_model_path": "a"}, {"reward_funcs": length_reward}, "'a' both name this model"),
         ({}, {"reward_model": "a", "reward_funcs": "b"}, "`reward_model` .* and `reward_funcs` are the same argument"),
         ({}, {"reward_funcs": None}, "`reward_funcs` is required"),
         ({}, {"model": None}, "`model` is required"),
@@ -387,7 +387,7 @@ def test_a_pad_token_out_of_the_vocabulary_changes_nothing(tmp_path):
 def test_a_token_out_of_the_vocabulary_that_is_no_pad_token_raises(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<tool>"])
-    with pytest.raises(ValueError, match="token ids up to 29, the policy's vocabulary only 29.*<tool>"):
+    with pytest.raises(ValueError, match="token ids up to 29, but the policy's vocabulary has only 29 .*<tool>"):
         PPOTrainer(
             model=tiny_llama(),
             reward_funcs=length_reward,

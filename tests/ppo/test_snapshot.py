@@ -43,5 +43,5 @@ def test_a_checkpoint_of_another_number_of_processes_is_refused():
     trainer = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1))
     for marker in ({}, {"processes": 1}):
         PPOTrainer._check_marker(trainer, "checkpoint-3", marker)
-    with pytest.raises(CannotResume, match=r"checkpoint-3 was written by 2 process\(es\), this run has 1"):
+    with pytest.raises(CannotResume, match=r"checkpoint-3 was written by 2 process\(es\), but this run has 1"):
         PPOTrainer._check_marker(trainer, "checkpoint-3", {"processes": 2})

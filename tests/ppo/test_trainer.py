@@ -247,7 +247,7 @@ def test_schedule(tmp_path):
         "step       8 episodes = 4 per device × 2 accumulated × 1 process",
         "rollout    24 episodes = 3 × 8, passed over 2 times: 6 optimizer steps",
         "total      2 rollouts = 12 optimizer steps, 48 episodes",
-        f"saves      no checkpoints, only the end in {tmp_path}",
+        f"saves      no checkpoints, only the final model, in {tmp_path}",
     ]
     rounded = make(tmp_path, max_steps=-1, total_episodes=10)
     assert "16 episodes (`total_episodes` 10, rounded up to whole rollouts)" in " ".join(schedule(rounded).split())

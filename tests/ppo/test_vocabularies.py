@@ -83,15 +83,15 @@ def test_a_model_without_a_row_for_a_token_or_with_another_tokenizer_is_refused(
     tiny_llama(99).save_pretrained(tmp_path / "model")
     for folder in ("classifier", "model"):
         tiny_tokenizer(WORDS[::-1]).save_pretrained(tmp_path / folder)
-    other = f"was saved with another tokenizer, in which '{WORDS[0]}' has the id {ROWS - 1}, not 6"
+    other = f"was saved with another tokenizer: there '{WORDS[0]}' has the id {ROWS - 1}, not 6"
     needs = "vocabulary of 20 tokens, .*tokenizer.* has ids up to 28 "
     for kwargs, message in [
         ({"value_model": few}, f"`value_model` has a {needs}"),
         ({"reward": few}, f"reward model .* has a {needs}"),
         ({"value_model": str(tmp_path / "classifier")}, f"`value_model` {other}"),
         ({"ref_model": str(tmp_path / "model")}, f"`ref_model` {other}"),
-        ({"ref_model": tiny_llama(20)}, "`ref_model` has a vocabulary of 20 tokens, the policy one of 29"),
-        ({"ref_model": tiny_llama(99), "sync": True}, "of 99 tokens, and the policy, with one of 29: leave"),
+        ({"ref_model": tiny_llama(20)}, "`ref_model` has a vocabulary of 20 tokens, but the policy has 29"),
+        ({"ref_model": tiny_llama(99), "sync": True}, "vocabularies have 99 and 29 tokens. Leave"),
         ({"value_model": many}, ""),
     ]:
         with subtests.test(kwargs=kwargs):

@@ -33,15 +33,15 @@ FILES = {
     "blank": ("\n\n", CANNOT + "it has no rows"),
     "cut": (
         lines(ROW) + '{"prompt": "a", "comp',
-        CANNOT + 'line 2 of t.*.jsonl is no JSON, b\'{"prompt": "a", "comp\'',
+        CANNOT + 'line 2 of t.*.jsonl is not valid JSON, b\'{"prompt": "a", "comp\'',
     ),
-    "no JSON": ("prompt,completion\na,b\n", CANNOT + "line 1 of t.*.jsonl is no JSON, b'prompt,completion"),
+    "no JSON": ("prompt,completion\na,b\n", CANNOT + "line 1 of t.*.jsonl is not valid JSON, b'prompt,completion"),
     "numbers": (lines(*[dict.fromkeys(ROW, 3)] * 4), WRONG),
     "mixed": (lines(ROW, ROW, {name: {"a": 1} for name in ROW}), WRONG),
     "a null": (lines(ROW, ROW, dict.fromkeys(ROW)), WRONG),
     "columns": (lines({"question": "a", "answer": "b"}), "column"),
     "strings in lists": (lines({name: [text] for name, text in ROW.items()}), WRONG),
-    "no text": (b"\xff\xfe\x00\x01" * 9, CANNOT + "line 1 of t.*.jsonl is no JSON"),
+    "no text": (b"\xff\xfe\x00\x01" * 9, CANNOT + "line 1 of t.*.jsonl is not valid JSON"),
 }
 OTHERS = {
     "semicolon.csv": "separates its columns by ';': save it with commas",
@@ -135,11 +135,11 @@ def test_where_nothing_can_be_written(subtests, folder, tmp_path, refusal):
     (tmp_path / "finished" / "train_results.json").write_text("{}")
     for recipe in RECIPES:
         for value, message in [
-            (tmp_path / "file" / "out", f"{tmp_path}/file is no folder, choose another"),
+            (tmp_path / "file" / "out", f"{tmp_path}/file is not a folder, choose another"),
             (Path("/proc/out/out"), "cannot be written (No such file or directory): choose another"),
             (
                 tmp_path / "finished",
-                "holds a finished run without checkpoints: choose another, or write over it by `resume",
+                "holds a finished run without checkpoints: choose another, or overwrite it with `resume",
             ),
         ]:
             if recipe is generate and value.name == "finished":
@@ -159,7 +159,7 @@ def test_messages_without_a_chat_template(subtests, folder, refusal):
 def test_a_model_without_a_tokenizer(subtests, folder, refusal):
     for recipe in RECIPES:
         with subtests.test(recipe=recipe.__name__):
-            assert "has no tokenizer: save it there" in refusal(recipe, model_name_or_path=folder / "no tokenizer")
+            assert "has no tokenizer: save one there" in refusal(recipe, model_name_or_path=folder / "no tokenizer")
 
 
 def test_wrong_paths_of_models(subtests, folder, refusal):
@@ -172,14 +172,14 @@ def test_wrong_paths_of_models(subtests, folder, refusal):
         for name in names.get(recipe, ["model_name_or_path"]):
             for value, message in [
                 (folder / "modle", f"there is no such folder; did you mean {folder}/model?"),
-                ("some/model", "it is not in the hub's cache, and HF_HUB_OFFLINE forbids to ask the hub"),
+                ("some/model", "it is not in the hub's cache, and HF_HUB_OFFLINE is set"),
                 ("a/b/c", "there is no such folder in "),
                 (folder / "good", "is a folder without a model: it has no config.json"),
                 (folder / "run", f"it has no config.json; did you mean {folder}/run/checkpoint-3?"),
-                (folder / "broken", "config.json is no JSON"),
-                (folder / "no weights", "has no weights: there is neither"),
-                (folder / "cut weights", "model.safetensors is broken (Error while deserializing header"),
-                (folder / "data.docx", "is a file: give the folder that it lies in"),
+                (folder / "broken", "config.json is not valid JSON"),
+                (folder / "no weights", "has no weights (no .safetensors and no .bin file)"),
+                (folder / "cut weights", "model.safetensors is damaged (Error while deserializing header"),
+                (folder / "data.docx", "is a file: give the folder that holds it"),
             ]:
                 with subtests.test(recipe=recipe.__name__, name=name, value=value):
                     error = refusal(recipe, **{name: value})

@@ -99,7 +99,7 @@ def test_a_read_only_folder_is_a_message(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="2"):
         run.main(["--output_dir", str(tmp_path / "demo")])
     message = capsys.readouterr().err
-    assert f"{tmp_path / 'demo' / 'seed-0' / 'world.partial'}: Permission denied; what is complete is kept" in message
+    assert f"{tmp_path / 'demo' / 'seed-0' / 'world.partial'}: Permission denied. Complete stages are kept" in message
 
 
 def test_a_full_disk_is_a_message_whatever_the_library_raised(tmp_path, capsys, monkeypatch):
@@ -110,7 +110,7 @@ def test_a_full_disk_is_a_message_whatever_the_library_raised(tmp_path, capsys, 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
     with pytest.raises(SystemExit, match="2"):
         run.main(["--output_dir", str(tmp_path)])
-    assert "the disk is full; what is complete is kept: make room" in capsys.readouterr().err
+    assert "the disk is full. Complete stages are kept: make room" in capsys.readouterr().err
 
 
 def test_other_mistakes_are_not_blamed_on_the_disk(tmp_path, monkeypatch):

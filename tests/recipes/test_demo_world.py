@@ -99,7 +99,9 @@ def test_no_prompt_occurs_twice(world):
 
 
 def test_more_rows_than_there_are_prompts_are_refused():
-    with pytest.raises(ValueError, match=r"knows \d+ different prompts, 100768 were asked for: ask for fewer rows"):
+    with pytest.raises(
+        ValueError, match=r"has only \d+ different prompts, but 100768 were asked for: ask for fewer rows"
+    ):
         make_world(0, demonstrations=10**5, pairs=0, prompts=0)
 
 

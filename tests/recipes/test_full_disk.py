@@ -59,8 +59,8 @@ def test_the_same_command_goes_on(name, has_checkpoints, part, inputs, tmp_path,
             RECIPES[name].main(command)
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"could not be written to {tmp_path / 'run'} (No space left on device; " in error and ": error: " in error
-    again = "goes on from the newest complete checkpoint" if has_checkpoints else "begins anew"
-    assert error.endswith(f"make room, and run the same command again, which {again}.")
+    again = "resumes from the newest complete checkpoint" if has_checkpoints else "begins anew"
+    assert error.endswith(f"Make room, then run the same command again: it {again}.")
     model = tmp_path / "run/model.safetensors"
     written = load_file(model) if part != "model" else None
     assert (part == "model") != model.exists()

@@ -130,7 +130,7 @@ def test_an_answer_is_as_long_as_the_context_allows_if_nothing_is_said(inputs, c
     main([*flags, ROWS[0]])  # 256 tokens do not fit
     with pytest.raises(SystemExit, match="2"):
         main([*flags, "the " * 64])
-    assert "has 64 tokens and `max_new_tokens` is 1, but the model's context only 64" in capsys.readouterr().err
+    assert "has 64 tokens and `max_new_tokens` is 1, but the model's context has only 64" in capsys.readouterr().err
 
 
 def test_the_command_that_a_recipe_ends_by_works_as_it_stands(inputs, subtests, tmp_path, capsys):
@@ -184,8 +184,8 @@ def test_two_processes_answer_each_prompt_once_and_as_one_does(inputs, tmp_path)
 
 def test_a_mistake_is_answered_in_one_line(subtests, inputs, tmp_path, capsys):
     for flags, message in [
-        ([], "give `dataset_name`, or one `prompt`"),
-        (["--dataset_name", "x"], "no `output_file`: say where the answers are to go"),
+        ([], "give either `dataset_name` or `prompt`, got None and None"),
+        (["--dataset_name", "x"], "no `output_file`: name a file for the answers"),
         (["--prompt", "a", "--temperature", "-1"], "`temperature` must be >= 0"),
         (["--prompt", "a", "--max_new_tokens", "0"], "`max_new_tokens` must be >= 1, got 0"),
         (

@@ -111,12 +111,12 @@ def test_dtype_is_that_of_the_merged_model(run, tmp_path):
 
 def test_a_merged_model_that_is_another_raises(run, tmp_path, monkeypatch):
     monkeypatch.setattr(PeftModel, "merge_and_unload", lambda self, **kwargs: self.unload(), raising=False)
-    with pytest.raises(RuntimeError, match=r"torch.float32 explains a difference of .* only: do not use"):
+    with pytest.raises(RuntimeError, match="the logits differ by .*, but torch.float32 explains only .*: do not use"):
         merge(run[0] / "adapter", tmp_path / "merged")
 
 
 def refused(capsys, *given):
-    """The line with which the recipe refuses."""
+    """The line that says why the recipe refuses."""
     capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
         merge(*given)
@@ -128,18 +128,20 @@ def refused(capsys, *given):
 def test_what_cannot_be_merged_is_refused_in_one_line(run, tmp_path, capsys):
     folder, base, _ = run
     adapter, new = folder / "adapter", tmp_path / "new"
-    assert f"`adapter` {base} is no adapter that PEFT can read: Can't find" in refused(capsys, base, new)
+    assert f"PEFT cannot read `adapter` {base}: Can't find" in refused(capsys, base, new)
     message = refused(capsys, adapter, new, "--base_model", str(tmp_path / "absent"))
     assert f"`base_model` {tmp_path / 'absent'}: there is no such folder" in message
-    assert "give `adapter`, once" in refused(capsys, adapter, new, "--model_name_or_path", str(adapter))
+    assert "give either `adapter` or `model_name_or_path`" in refused(
+        capsys, adapter, new, "--model_name_or_path", str(adapter)
+    )
     assert f"`output_dir` {base} exists and is not empty: choose another" in refused(capsys, adapter, base)
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     get_peft_model(tiny_llama(), config).save_pretrained(tmp_path / "prompt")
     message = refused(capsys, tmp_path / "prompt", new, "--base_model", base)
-    assert "is a PROMPT_TUNING adapter of task type CAUSAL_LM: only weights of" in message
+    assert "is a PROMPT_TUNING adapter of task type CAUSAL_LM, which cannot be merged" in message
     PeftConfig.from_pretrained(adapter / "critic").save_pretrained(tmp_path / "headless")
     save_file(load_file(adapter / "adapter_model.safetensors"), tmp_path / "headless" / "adapter_model.safetensors")
-    assert "sequence classifier's adapter without its `score` head" in refused(capsys, tmp_path / "headless", new)
+    assert "adapter of a sequence classifier, but has no `score` head" in refused(capsys, tmp_path / "headless", new)
     assert not new.exists()
 
 

@@ -106,7 +106,10 @@ def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path,
 
     with pytest.raises(SystemExit, match="2"):
         main(arguments(inputs, part, "--num_rounds", "2"))
-    assert f"`num_rounds` is 2, but {part} has more: raise it" in capsys.readouterr().err and rounds(part) == history
+    assert (
+        f"`num_rounds` is 2, but {part} has more rounds: raise `num_rounds`" in capsys.readouterr().err
+        and rounds(part) == history
+    )
     with pytest.raises(SystemExit, match="2"):
         main(arguments(inputs, part, "--beta", "0.5"))
     assert "was begun with other settings (beta: 0.1 → 0.5): choose another" in capsys.readouterr().err
@@ -147,7 +150,7 @@ def test_the_watch_over_rounds_says_a_hack_and_its_stop_holds(inputs, tmp_path, 
     for _ in range(2):
         main(arguments(inputs, tmp_path, *held))
         printed = capsys.readouterr().out
-        assert "Stopped before round 2: give `--watch warn` to go on." in printed and len(rounds(tmp_path)) == 2
+        assert "Stopped before round 2: give `--watch warn` to continue." in printed and len(rounds(tmp_path)) == 2
         assert "HackWatch, round 1: the reward rises as in a hack. 60% of answers contain one phrase; 9%" in printed
     text = page(read_run(tmp_path / "round-1"))
     assert "risk of a hack<b>0.91</b>" in text and "60% of answers contain one phrase" in text
@@ -190,7 +193,7 @@ def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():
 def test_mistakes_are_one_line(subtests, inputs, tmp_path, capsys):
     cases = [
         (["--num_samples", "1"], "`num_samples` must be >= 2, got 1"),
-        (["--reward_weights", "1"], "`reward_weights` must be one for each of 2 rewards, got [1.0]"),
+        (["--reward_weights", "1"], "`reward_weights` must have one number for each of the 2 rewards, got [1.0]"),
         (["--watch", "raise_kl"], "invalid choice: 'raise_kl'"),
         (["--temperature", "0"], "`temperature` must be > 0, since equal answers make no pair, got 0.0"),
         (["--resume_from_checkpoint", "true"], "`resume_from_checkpoint` is not supported here: leave it unset"),
@@ -214,7 +217,7 @@ def test_a_reward_that_prefers_nothing_is_named(inputs, tmp_path, capsys):
     none = ["--reward_funcs", f"{inputs / 'rewards.py'}:none", f"{inputs / 'rewards.py'}:letter"]
     with pytest.raises(SystemExit, match="2"):
         main(arguments(inputs, tmp_path, *none))
-    assert "round 1: no prompt has two answers of different scores; look at the rewards" in capsys.readouterr().err
+    assert "round 1: no prompt has two answers with different scores; look at the rewards" in capsys.readouterr().err
 
 
 def test_the_demos_run_of_it_parses(monkeypatch, tmp_path):

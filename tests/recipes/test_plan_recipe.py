@@ -130,7 +130,7 @@ def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
         ("pretrain_critic", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt_ids' and"),
         ("ppo", ["--prompt_length", "-1"], "`--prompt_length` must be more than 0, got -1"),
         ("ppo", ["--gpu_memory", "0"], "`--gpu_memory` must be more than 0, got 0.0"),
-        ("zero3", [], "does not begin by one of sft, reward, pretrain_critic, ppo, dpo: give `--stage`"),
+        ("zero3", [], "does not begin with one of sft, reward, pretrain_critic, ppo, dpo: give `--stage`"),
     ]:
         with subtests.test(stage=stage, flags=flags):
             with pytest.raises(SystemExit, match="2"):
@@ -161,10 +161,10 @@ def test_a_recipe_with_tools_is_planned_turn_by_turn(folder, capsys, monkeypatch
     monkeypatch.setitem(plan.ARGUMENTS, "ppo", (Arguments, *plan.ARGUMENTS["ppo"][1:]))
     flags = ["--environment", "game.py:Game", "--prompt_length", "8"]
     text = run(folder, "ppo", capsys, *flags)
-    assert "turns of an episode, at most: 8" in text and "not known: episodes are taken to have 8 turns" in text
+    assert "turns of an episode, at most: 8" in text and "assumed: episodes have 8 turns" in text
     assert "not counted: what `reset` says, the tools' descriptions" in text
     text = run(folder, "ppo", capsys, "--tools", "game.py:roll", *flags[2:], "--max_tool_calling_iterations", "3")
-    assert "turns of an episode, at most: 4" in text and "not known" not in text and "`reset`" not in text
+    assert "turns of an episode, at most: 4" in text and "assumed: episodes" not in text and "`reset`" not in text
     with pytest.raises(SystemExit, match="2"):
         run(folder, "ppo", capsys, *flags, "--rollouts_ahead", "1")
     assert "which tools and environments do not allow" in capsys.readouterr().err

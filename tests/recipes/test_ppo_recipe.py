@@ -63,7 +63,7 @@ def test_missing_arguments_are_named(subtests, monkeypatch, capsys):
         (["--output_dir", "x"], "no dataset: give `dataset_name`"),
         (
             ["--dataset_name", "x"],
-            "no reward: give `reward_model_name_or_path`, `reward_funcs` or `rewards`",
+            "no reward: give at least one of `reward_model_name_or_path`, `reward_funcs` and `rewards`",
         ),
         (["--dataset_name", "x", "--reward_funcs", "m.f", "--use_cpu"], "no model: give `model_name_or_path`"),
     ]:
@@ -80,11 +80,11 @@ def test_missing_arguments_are_named(subtests, monkeypatch, capsys):
         ('{"question": "a"}', [], "The train dataset needs a column `prompt` (text or messages) or `input_ids`"),
         ('{"prompt": "a"}\n{"prompt": null}', [], "'prompt' must hold text or messages, but 1 of 2 rows do not"),
         ('{"prompt": "a"}', ["--eval_size", "5"], "`eval_size` 5 leaves none of the 1 rows to train on"),
-        ('{"prompt": "a"}', ["--use_vllm", "true"], "vLLM is not installed: `pip install vllm`"),
+        ('{"prompt": "a"}', ["--use_vllm", "true"], "needs vLLM, which is not installed: `pip install vllm`"),
         (
             '{"prompt": "a"}',
             ["--deepspeed", "z.json"],
-            "DeepSpeed is asked for, but not installed: `pip install deepspeed`",
+            "A setting asks for DeepSpeed, which is not installed: `pip install deepspeed`",
         ),
     ],
     ids=["columns", "empty", "evaluation", "vllm", "deepspeed"],
@@ -192,8 +192,8 @@ def test_rewards_with_settings_are_trained_on_and_count_for_a_resume(tmp_path, c
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
 
     for old, new, message in [
-        ("stds: [2e0]", "stds: [3.0]", "(reward 2, `several`, is another one of this name: "),
-        ("soft_punish_cache: 4", "soft_punish_cache: 3", "(reward 2, `several`, is another one of this name: "),
+        ("stds: [2e0]", "stds: [3.0]", "(reward 2, `several`, has changed: "),
+        ("soft_punish_cache: 4", "soft_punish_cache: 3", "(reward 2, `several`, has changed: "),
         ("weight: 2", "weight: 3", "(reward_weights: "),
         (
             "stds: [2e0]",
@@ -222,5 +222,5 @@ def test_a_process_that_draws_rollouts_and_ends_again_and_again_is_one_line(tmp_
     with pytest.raises(SystemExit, match="2"):
         main([*arguments("ppo", inputs, tmp_path / "run"), "--rollouts_ahead", "1"])
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ": error: At step 0, process 0: The process that draws rollouts on cpu ended" in error
+    assert ": error: At step 0, process 0: The rollout process on cpu ended" in error
     assert "for the third time" in error and error.endswith("newest complete checkpoint, if there is one.")

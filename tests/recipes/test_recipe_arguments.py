@@ -115,15 +115,15 @@ def test_every_argument_of_the_model_is_read_or_refused():
 def test_settings_of_the_model_that_would_do_nothing_are_refused(subtests, tmp_path):
     base = {"model_name_or_path": "x"}
     for given, message in [
-        ({"lora_r": 8}, "`lora_r=8` is for `use_peft=True`, but `use_peft=False`"),
-        ({"lora_target_modules": ["q"]}, "is for `use_peft=True`"),
-        ({"use_dora": True}, "is for `use_peft=True`"),
-        ({"use_bnb_nested_quant": True}, "is for `load_in_4bit=True`"),
+        ({"lora_r": 8}, "`lora_r=8` needs `use_peft=True`, but `use_peft=False`"),
+        ({"lora_target_modules": ["q"]}, "needs `use_peft=True`"),
+        ({"use_dora": True}, "needs `use_peft=True`"),
+        ({"use_bnb_nested_quant": True}, "needs `load_in_4bit=True`"),
         ({"load_in_8bit": True}, "a quantised base cannot be trained: set `use_peft: true`"),
-        ({"lora_task_type": "SEQ_CLS"}, "`lora_task_type` is CAUSAL_LM here: leave it out, got 'SEQ_CLS'"),
+        ({"lora_task_type": "SEQ_CLS"}, "`lora_task_type` must be CAUSAL_LM here, got 'SEQ_CLS': leave it out"),
         (
             {"model_name_or_path": str(tmp_path), "model_revision": "v1"},
-            "`model_revision` 'v1' is for a model of the hub",
+            "`model_revision` 'v1' is for a model on the hub",
         ),
     ]:
         with subtests.test(given=given), pytest.raises(ValueError, match=re.escape(message)):

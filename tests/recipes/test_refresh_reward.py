@@ -270,9 +270,9 @@ def test_labels_that_cannot_be_read_are_one_line(inputs, queue, tmp_path, capsys
 def test_settings_that_make_no_sense_are_one_line(inputs, tmp_path, capsys):
     for more, message in (
         (["--score_share", 0.9], "must add up to 1"),
-        (["--num_samples", 1], "a pair has two"),
+        (["--num_samples", 1], "a pair needs two"),
         (["--labels", "a", "--judge", "b"], "both given"),
-        (["--labels", tmp_path / "none.json"], "is not there"),
+        (["--labels", tmp_path / "none.json"], "does not exist"),
         (["--earlier", tmp_path], "holds no queue.jsonl"),
         (["--reward_config", "demo/reward"], "needs `reward_dataset_name`"),
         (["--held_out_share", 0], "must be in (0, 1), got 0.0"),
@@ -286,7 +286,7 @@ def test_settings_that_make_no_sense_are_one_line(inputs, tmp_path, capsys):
 def test_a_column_that_the_queue_writes_itself_is_refused(inputs, tmp_path, capsys):
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": "help <agent>", "round": 1}])
     said = refused(capsys, *words(inputs, tmp_path / "out", "--dataset_name", tmp_path / "prompts.jsonl"))
-    assert "has the columns round, which a queue writes itself: rename them" in said
+    assert "has the columns round, but the queue writes columns of these names: rename them" in said
 
 
 def interrupted(words):

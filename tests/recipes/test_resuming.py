@@ -74,7 +74,7 @@ def test_a_complete_run_is_not_trained_again(recipe, capsys):
     ("flags", "message"),
     [
         (["--learning_rate", "0.5"], "belongs to another configuration (learning_rate: "),
-        (["--resume_from_checkpoint", "absent"], "absent is no folder"),
+        (["--resume_from_checkpoint", "absent"], "absent is not a folder"),
     ],
 )
 def test_what_cannot_be_resumed_is_one_line(recipe, flags, message, capsys):

@@ -190,8 +190,8 @@ PAIRS = {
 
 def test_unusable_pairs_are_counted_and_named():
     message = (
-        r"the data has 6 pairs, of them 2 without a chosen answer \(rows 1, 3\), 1 without a rejected answer "
-        r"\(rows 2\), 1 with identical answers \(rows 4\): correct them, or leave them out with `drop_unusable_pairs`"
+        r"the data has 6 pairs, among them 2 without a chosen answer \(rows 1, 3\), 1 without a rejected answer "
+        r"\(rows 2\), 1 with identical answers \(rows 4\): correct them; `drop_unusable_pairs` leaves them out"
     )
     with pytest.raises(ValueError, match=message):
         usable_pairs(Dataset.from_dict(PAIRS), "the data")
@@ -227,7 +227,7 @@ def test_messages_that_say_nothing_are_no_answer_and_a_prompt_must_be_there():
 def test_a_pair_without_any_answer_is_not_called_identical():
     dataset = Dataset.from_dict({"chosen": ["", "a"], "rejected": ["", "b"]})
     with pytest.raises(
-        ValueError, match=r"of them 1 without a chosen .*, 1 without a rejected answer \(rows 0\): correct"
+        ValueError, match=r"among them 1 without a chosen .*, 1 without a rejected answer \(rows 0\): correct"
     ):
         usable_pairs(dataset, "the data")
 
@@ -243,7 +243,7 @@ def test_unusable_pairs_stop_the_recipe_before_a_model_is_loaded(inputs, tmp_pat
     folder = write(tmp_path / "data", {"train": rows, "test": rows})
     with pytest.raises(SystemExit):
         main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(folder)])
-    assert "the split 'train' has 100 pairs, of them 1 with identical answers (rows 3)" in capsys.readouterr().err
+    assert "the split 'train' has 100 pairs, among them 1 with identical answers (rows 3)" in capsys.readouterr().err
 
 
 def test_demonstrations_without_text_are_named(inputs, tmp_path, capsys):

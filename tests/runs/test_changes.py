@@ -29,7 +29,7 @@ HASH = re.compile(r"xxh3|\b[0-9a-f]{12,}\b")
         (
             {"train_rows": 500, "train_data": A},
             {"train_rows": 500, "train_data": B},
-            ["the dataset's rows changed (500 rows before and now: other ones, or in another order)"],
+            ["the dataset's rows changed (500 rows before and now, but other rows or in another order)"],
         ),
         (
             {"model_config": f"{A} sdpa"},
@@ -51,14 +51,14 @@ HASH = re.compile(r"xxh3|\b[0-9a-f]{12,}\b")
         (
             {"rewards": ["x", "y"], "reward x": f"{A} {A}", "reward y": A},
             {"rewards": ["x"], "reward x": f"{A} {B}"},
-            ["reward 1, `x`, is another one of this name: its tokenizer", "reward 2, `y`, is gone"],
+            ["reward 1, `x`, has changed: its tokenizer", "reward 2, `y`, is gone"],
         ),
         (
             {"rewards": ["x", "y"], "reward x": f'RemoteReward:{{"weights": "{A}"}}', "reward y": ""},
             {"rewards": ["x", "y"], "reward x": f'RemoteReward:{{"weights": "{B}"}}', "reward y": A},
             [
-                "reward 1, `x`, is another one of this name: its weights, source or settings",
-                "reward 2, `y`, is another one of this name: its weights, source or settings",
+                "reward 1, `x`, has changed: its weights, source or settings",
+                "reward 2, `y`, has changed: its weights, source or settings",
             ],
         ),
     ],

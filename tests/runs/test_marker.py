@@ -162,7 +162,11 @@ def test_what_is_not_as_it_was_written_is_said_and_a_model_card_may_change(tmp_p
         (tmp_path / name).write_text("pushed to the hub")
     check_files(str(tmp_path), marker)
 
-    for contents, message in [("tex", "has 3 bytes, 4 were written"), ("texx", "is damaged"), (None, "is missing")]:
+    for contents, message in [
+        ("tex", "has 3 bytes, but 4 were written"),
+        ("texx", "is damaged"),
+        (None, "is missing"),
+    ]:
         (tmp_path / "model.bin").unlink() if contents is None else (tmp_path / "model.bin").write_text(contents)
         with pytest.raises(IncompleteCheckpoint, match=f"model.bin {message}"):
             check_files(str(tmp_path), marker)
@@ -170,5 +174,5 @@ def test_what_is_not_as_it_was_written_is_said_and_a_model_card_may_change(tmp_p
     whole = (tmp_path / MARKER).read_text()
     for contents in ("", "[]", "{}", "3", "null", whole[:-9], whole.replace('"processes": 1', '"processes": 2')):
         (tmp_path / MARKER).write_text(contents)
-        with pytest.raises(IncompleteCheckpoint, match="is damaged, or of an earlier trl_ext"):
+        with pytest.raises(IncompleteCheckpoint, match="is damaged, or was written by an earlier trl_ext"):
             read_marker(str(tmp_path))

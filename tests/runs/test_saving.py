@@ -216,13 +216,13 @@ def test_a_full_disk_is_one_sentence(name, in_background, what_follows, tmp_path
     cause = "(No space left|a write to the disk failed|s a directory)"
     sentence = rf"checkpoint-3 could not be written to {tmp_path} \(.*{cause}"
     if what_follows == "stop":
-        with pytest.raises(NotSaved, match=rf"{sentence}.* GiB are free there\), so that training ends at step "):
+        with pytest.raises(NotSaved, match=rf"{sentence}.* GiB are free there\), so training ends at step "):
             trainer.train()
         assert complete(tmp_path) == [1, 2]
     else:
         trainer.train()
         said = [line for line in capsys.readouterr().out.splitlines() if "could not be written" in line]
-        assert len(said) == 1 and "and training goes on, as `on_save_failure: continue` says" in said[0]
+        assert len(said) == 1 and "Training continues (`on_save_failure: continue`)" in said[0]
         assert complete(tmp_path) == [2, 4]
     assert not full.exists()
 
@@ -282,9 +282,7 @@ def test_a_run_that_cannot_go_on_does_not_say_that_it_does(tmp_path):
     trainer.accelerator, trainer.state.best_global_step = SimpleNamespace(num_processes=2), 1
     (tmp_path / "checkpoint-0").mkdir()
     (tmp_path / "checkpoint-0/config.json").symlink_to("/dev/full")
-    with pytest.raises(
-        NotSaved, match=r"so that training ends at step 0: make room, .* newest complete checkpoint\.$"
-    ):
+    with pytest.raises(NotSaved, match=r"so training ends at step 0. Make room, .* newest complete checkpoint\.$"):
         trainer._save_checkpoint(trainer.model, None)
 
 
@@ -395,7 +393,7 @@ def test_a_tracker_that_uploads_checkpoints_finds_them(tmp_path, monkeypatch, ca
     trainer.args.report_to = ["wandb"]
     trainer.add_callback(Upload())
     trainer.train()
-    assert "since wandb uploads each: unset WANDB_LOG_MODEL to send it numbers alone" in capsys.readouterr().out
+    assert "since wandb uploads each: unset WANDB_LOG_MODEL to send it only numbers" in capsys.readouterr().out
 
 
 def test_the_marker_waits_for_the_parts_of_all_processes_and_of_this_checkpoint(monkeypatch):

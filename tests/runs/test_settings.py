@@ -79,11 +79,17 @@ def test_what_cannot_is_named(subtests):
         ({"fancy_share": -0.1}, "`fancy_share` must be in [0, 1), a share, got -0.1."),
         ({"pair": [1.0]}, "`pair` must be two numbers, got [1.0]."),
         ({"pair": 1.0}, "`pair` must be two numbers, got 1.0."),
-        ({"times": 3, "mode": "fancy"}, "`times=3` is for `mode='plain'`, but `mode='fancy'`: set that, or leave it"),
+        (
+            {"times": 3, "mode": "fancy"},
+            "`times=3` needs `mode='plain'`, but `mode='fancy'`. Set `mode='plain'`, or leave",
+        ),
         ({"mode": "odd"}, "`mode` must be one of ['plain', 'fancy'], got 'odd'."),
         ({"mode": None}, "`mode` must be one of ['plain', 'fancy'], got None."),
         ({"side": "right"}, "`side` must be one of ['left'], got 'right'."),
-        ({"fancy_share": 0.7}, "`fancy_share=0.7` is for `mode='fancy'`, but `mode='plain'`: set that, or leave"),
+        (
+            {"fancy_share": 0.7},
+            "`fancy_share=0.7` needs `mode='fancy'`, but `mode='plain'`. Set `mode='fancy'`, or leave",
+        ),
     ]:
         with subtests.test(given=given):
             with pytest.raises(ValueError) as error:

@@ -93,7 +93,7 @@ def largest_difference(rollout):
 
 
 def test_from_a_cpu_weights_cannot_be_sent_in_trls_own_way(make):
-    with pytest.raises(ValueError, match="sends weights by NCCL, which needs a GPU for the trainer, too"):
+    with pytest.raises(ValueError, match="sends weights over NCCL, so the trainer needs a GPU, too"):
         make()
 
 
@@ -121,7 +121,7 @@ def test_log_probs_follow_the_weights_also_after_the_server_was_killed(make, by_
         for ids, length, ended in zip(rollout.completion_ids, rollout.lengths.int(), rollout.ended, strict=True):
             assert not {2, 9} & {*ids[: length - 1].tolist()} and (ids[length - 1].item() in (2, 9)) == bool(ended)
     said = capfd.readouterr().out
-    assert said.count("waiting for it, up to") == said.count("was restarted: it is sent the weights again") == 1
+    assert said.count("waiting for it, up to") == said.count("was restarted, so it gets the weights again") == 1
 
 
 @pytest.mark.parametrize("dies", [False, True])

@@ -17,8 +17,8 @@ class DataArguments(ScriptArguments):
     def __post_init__(self) -> None:
         if not self.dataset_name and not getattr(self, "environment", None):  # which may own its data
             raise ValueError(
-                "no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder; recipes without one say "
-                "in their first lines, or on the page of docs that they name, what they are run with"
+                "no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder. If a recipe has none, its "
+                "first lines, or the page of docs that they name, say what to run it with"
             )
         if self.dataset_streaming or self.ignore_bias_buffers:
             raise ValueError("`dataset_streaming` and `ignore_bias_buffers` are not supported: leave them unset")
@@ -66,7 +66,7 @@ class PromptArguments(DataArguments):
         if not (self.reward_model_name_or_path or self.reward_funcs or self.rewards or scored):
             or_column = "; or `score_column`, if the rows have scores" if hasattr(self, "score_column") else ""
             raise ValueError(
-                f"no reward: give `reward_model_name_or_path`, `reward_funcs` or `rewards`, or several{or_column}"
+                f"no reward: give at least one of `reward_model_name_or_path`, `reward_funcs` and `rewards`{or_column}"
             )
         self.rewards = self.rewards and [entry_of(text) for text in self.rewards]
 
@@ -103,10 +103,12 @@ class ModelArguments(ModelConfig):
         if (self.load_in_4bit or self.load_in_8bit) and not self.use_peft:
             raise ValueError("a quantised base cannot be trained: set `use_peft: true`, or do not quantise it")
         if self.lora_task_type not in ("CAUSAL_LM", self.task_type):  # TRL's default, which says nothing
-            raise ValueError(f"`lora_task_type` is {self.task_type} here: leave it out, got {self.lora_task_type!r}")
+            raise ValueError(
+                f"`lora_task_type` must be {self.task_type} here, got {self.lora_task_type!r}: leave it out"
+            )
         if self.model_revision != "main" and Path(self.model_name_or_path).exists():
             raise ValueError(
-                f"`model_revision` {self.model_revision!r} is for a model of the hub, but {self.model_name_or_path} "
+                f"`model_revision` {self.model_revision!r} is for a model on the hub, but {self.model_name_or_path} "
                 "is a folder: leave it out"
             )
 

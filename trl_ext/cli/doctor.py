@@ -59,7 +59,7 @@ def contract() -> Iterator[Finding]:
         more = "`python -m trl_ext.cli.contract` shows all; install what was tested"
         yield "PROBLEM", "contract with TRL", f"{len(changed)} of {len(found)} names changed: {changed[0]}; {more}"
     else:
-        yield "ok", "contract with TRL", f"all {len(found)} names that we rely on are as they were"
+        yield "ok", "contract with TRL", f"all {len(found)} names that trl_ext relies on are unchanged"
 
 
 def machine() -> Iterator[Finding]:
@@ -82,9 +82,9 @@ def packages() -> Iterator[Finding]:
         if not is_installed(package):
             yield "note", package, f"not installed, for {purpose}: `pip install {install}`"
         elif package == "deepspeed" and not shutil.which("g++"):
-            yield "note", package, "installed, but it compiles code and there is no g++: install a C++ compiler"
+            yield "note", package, "installed, but it compiles code and g++ is missing: install a C++ compiler"
         elif package == "deepspeed" and (locks := old_locks()):
-            why = "a build that was killed left it, and DeepSpeed waits for it without a word"
+            why = "a killed build may have left the lock, and DeepSpeed waits for it silently"
             yield "note", package, f"installed, but delete {' and '.join(locks)} if nothing compiles: {why}"
         elif package == "wandb":
             yield _wandb()
@@ -115,7 +115,7 @@ def places() -> Iterator[Finding]:
 
     cache = f"cache in {constants.HF_HUB_CACHE}"
     if constants.HF_HUB_OFFLINE:
-        yield "note", "hub", f"HF_HUB_OFFLINE is set: only what is in the cache, {cache}"
+        yield "note", "hub", f"HF_HUB_OFFLINE is set: only cached models and data can be used; {cache}"
     else:
         try:
             with urllib.request.urlopen(constants.ENDPOINT, timeout=5):
@@ -126,10 +126,10 @@ def places() -> Iterator[Finding]:
             yield "note", "hub", f"{constants.ENDPOINT} cannot be reached ({error}): {local}; {cache}"
     free, is_writable = shutil.disk_usage(Path.cwd()).free / 2**30, os.access(Path.cwd(), os.W_OK)
     verdict = "PROBLEM" if free < 1 or not is_writable else "note" if free < 20 else "ok"
-    problem = "" if is_writable else ", but it cannot be written: go to another"
+    problem = "" if is_writable else ", but nothing can be written there: change to another"
     yield verdict, "working directory", f"{Path.cwd()}, {free:.0f} GiB free{problem}"
     if os.path.isfile(default_config_file):
-        yield "ok", "accelerate", f"{default_config_file} is used where `--accelerate_config` is not given"
+        yield "ok", "accelerate", f"{default_config_file} is used if `--accelerate_config` is not given"
     else:
-        how = "without `--accelerate_config` every GPU is used, by DDP"
-        yield "ok", "accelerate", f"no configuration of its own: {how}"
+        how = "without `--accelerate_config`, DDP uses every GPU"
+        yield "ok", "accelerate", f"no configuration file: {how}"

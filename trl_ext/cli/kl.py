@@ -124,14 +124,15 @@ def main(arguments: list[str] | None = None) -> None:
         args.temperature = temperature if args.temperature is None else args.temperature
         if args.temperature <= 0 or min(args.num_prompts, args.max_new_tokens, args.batch_size) < 1:
             raise ValueError(
-                "--temperature must be above 0; --num_prompts, --max_new_tokens and --batch_size must be 1 or more"
+                "--temperature must be above 0, and --num_prompts, --max_new_tokens and --batch_size must be 1 or "
+                f"more; got {args.temperature}, {args.num_prompts}, {args.max_new_tokens} and {args.batch_size}"
             )
         from ..upstream.terminal import late_bars
 
         late_bars()
         prompts = read_prompts(args.prompts, args.split)[: args.num_prompts]
         if not prompts:
-            raise ValueError(f"{args.prompts} has no prompts")
+            raise ValueError(f"{args.prompts} has no prompts: give a file or data set with rows")
         check_model("A", args.a)
         check_model("B", args.b)
         from ..evaluation import bootstrap_interval

@@ -135,9 +135,9 @@ def run_here(name: str, arguments: list[str]) -> int:
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            again = " The same command goes on after what is done." if name in _KEEPS else ""
+            again = " The same command continues with what is not done yet." if name in _KEEPS else ""
             if name in TRAINING or name in _TRAINS_TOO:
-                again = " The same command goes on from the newest checkpoint, if any."
+                again = " The same command resumes from the newest checkpoint, if there is one."
             print(f"\nInterrupted.{again}", file=sys.stderr)
         return _INTERRUPTED
     return 0
@@ -244,9 +244,9 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ValueError(f"{file} is no YAML: {error}") from error
+        raise ValueError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{file} is no mapping of names to values")
+        raise ValueError(f"{file} must be a mapping of names to values, got {type(config).__name__}")
     return config
 
 
@@ -260,7 +260,7 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
     parser.exit_on_error = False
     parsed = parser.parse_args([*launch_flags, script])
     if (taken := parsed.training_script) != script:
-        raise ValueError(f"stray value {taken!r}: a flag of `accelerate launch` before it takes fewer values")
+        raise ValueError(f"stray value {taken!r}: the flag of `accelerate launch` before it takes fewer values")
     if parsed.multi_gpu and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # else each process would take itself for the only one
     # accelerate lists the defaults that it takes, which tells a user nothing

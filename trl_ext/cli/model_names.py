@@ -50,9 +50,9 @@ def check_model(
         has_tokenizer = any(file for pattern in _TOKENIZERS for file in path.glob(pattern))
         is_adapter = _check_folder(path, what, weights, tokenizer and not has_tokenizer)
         if tokenizer and not (has_tokenizer or is_adapter):  # an adapter's may be its base's
-            raise FileNotFoundError(f"{what} has no tokenizer: save it there, too, by `tokenizer.save_pretrained`")
+            raise FileNotFoundError(f"{what} has no tokenizer: save one there with `tokenizer.save_pretrained`")
     elif path.exists():
-        raise FileNotFoundError(f"{what} is a file: give the folder that it lies in")
+        raise FileNotFoundError(f"{what} is a file: give the folder that holds it")
     elif not is_cached(str(name), revision):
         _ask_hub(str(name), what, revision)
 
@@ -76,19 +76,19 @@ def _check_folder(path: Path, what: str, weights: bool, base_tokenizer: bool) ->
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{what}: {file.name} is no JSON ({error}): save the model once more") from error
+            raise ValueError(f"{what}: {file.name} is not valid JSON ({error}): save the model again") from error
         if file.name == "adapter_config.json" and len(found) == 1:
             base = config.get("base_model_name_or_path")
             setting = f"base_model_name_or_path` of the adapter `{path}"
             check_model(setting, base, config.get("revision"), tokenizer=base_tokenizer, weights=weights)
     if weights and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-        raise FileNotFoundError(f"{what} has no weights: there is neither a .safetensors nor a .bin file")
+        raise FileNotFoundError(f"{what} has no weights (no .safetensors and no .bin file): save the model there")
     for file in path.glob("*.safetensors"):
         try:
             with safe_open(file, "np"):  # reads the header
                 pass
         except SafetensorError as error:
-            raise ValueError(f"{what}: {file.name} is broken ({error}), so copy or save it once more") from error
+            raise ValueError(f"{what}: {file.name} is damaged ({error}): copy or save it again") from error
     return found[0].name == "adapter_config.json"
 
 
@@ -102,17 +102,19 @@ def _ask_hub(name: str, what: str, revision: str | None) -> None:
         raise FileNotFoundError(f"{what}: {here}") from error
     except GatedRepoError as error:
         raise FileNotFoundError(
-            f"{what} is gated: ask for access at https://huggingface.co/{name}, and log in by `hf auth login`"
+            f"{what} is gated: ask for access at https://huggingface.co/{name}, and log in with `hf auth login`"
         ) from error
     except RevisionNotFoundError as error:
-        raise FileNotFoundError(f"{what} has no revision {revision!r}: give a branch, tag or commit of it") from error
+        raise FileNotFoundError(
+            f"{what} has no revision {revision!r}: give one of its branches, tags or commits"
+        ) from error
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(
-            f"{what}: {here}, and no such model on the hub (for a private one log in by `hf auth login`)"
+            f"{what}: {here}, and no such model on the hub (for a private model log in with `hf auth login`)"
         ) from error
     except Exception as error:  # httpx's, requests' or sockets', by the version of the hub's client
         if is_path and not name.replace("-", "").replace(".", "").replace("_", "").isalnum():
             raise FileNotFoundError(f"{what}: {here}") from error
         is_off = isinstance(error, OfflineModeIsEnabled)
-        why = "HF_HUB_OFFLINE forbids to ask the hub" if is_off else "the hub cannot be reached"
+        why = "HF_HUB_OFFLINE is set, so the hub cannot be asked" if is_off else "the hub cannot be reached"
         raise FileNotFoundError(f"{what}: {here}; it is not in the hub's cache, and {why}") from error

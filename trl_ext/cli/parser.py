@@ -92,7 +92,7 @@ class StrictTrlParser(TrlParser):
         with self.one_line_errors(*_WRONG_INPUT, ArithmeticError, TypeError):  # what configs raise of odd values
             given, args = files.parse_known_args(args)
             if len(given.config) > 1:
-                raise ValueError("--config was given more than once; one file is read, so merge the files")
+                raise ValueError("--config was given more than once, but only one file is read: merge the files")
             nodes, config = _read(given.config[0]) if given.config else ({}, {})
             self._check_names(config, args)
             if self._check or any(isinstance(kind, str) for kind in self._given):
@@ -141,7 +141,9 @@ class StrictTrlParser(TrlParser):
         for flag in (arg.split("=", 1)[0] for arg in remaining if arg.startswith("-")):
             self._refuse_flag(flag, self._fields)
         if remaining:
-            self.error(f"stray value {remaining[0]!r}: a flag before it takes fewer values; quote a value with spaces")
+            self.error(
+                f"stray value {remaining[0]!r}: the flag before it takes fewer values; quote a value with spaces"
+            )
         return namespace, remaining
 
     @contextmanager
@@ -155,9 +157,11 @@ class StrictTrlParser(TrlParser):
             if is_of_deepspeed(error):
                 what = NO_DEEPSPEED
             elif "support bf16" in what:
-                what = "`bf16` needs a GPU that has it: on a CPU add `--use_cpu true --bf16 false`"
+                what = "`bf16` needs a GPU that supports it: on a CPU add `--use_cpu true --bf16 false`"
             elif "existing deepspeed config" in what:
-                what += f"; the working directory is {Path.cwd()}, give an absolute path or start from the right one"
+                what += (
+                    f"; the working directory is {Path.cwd()}: give an absolute path, or start from another directory"
+                )
             self.error(what)
 
     def error(self, message: str) -> NoReturn:
@@ -221,7 +225,7 @@ def _read(path: str) -> tuple[dict[str, yaml.Node], dict[str, Any]]:
             root = loader.get_single_node()
             config = loader.construct_document(root) if root else None
         except UnicodeDecodeError as error:
-            raise ValueError(f"--config {path} is no text: {error}") from error
+            raise ValueError(f"--config {path} is not a text file: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("env", {}), dict):
         raise ValueError(f"{path} must be a mapping of names to values, and so must `env` in it")
     os.environ.update({str(name): str(value) for name, value in config.pop("env", {}).items()})
@@ -259,7 +263,7 @@ def entry_of(text: str) -> Any:
     try:
         return yaml.load(text, _WithExponents)
     except yaml.YAMLError as error:
-        raise ValueError(f"{text!r} is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{text!r} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 class _NoRepeatedKeys(yaml.SafeLoader):
@@ -281,7 +285,7 @@ _WithExponents.add_implicit_resolver(
 
 
 def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, str]:
-    """Return a mapping from NAME to VALUE, made of the values of an option, each of which is written NAME=VALUE."""
+    """Return a mapping from NAME to VALUE, made of the values of an option, each written NAME=VALUE."""
     found: dict[str, str] = {}
     for each in given:
         name, is_there, value = each.partition("=")

@@ -50,7 +50,7 @@ def load_dataset_split(
             (rows,) = ReadInstruction.from_spec(split).to_absolute({whole: len(dataset)})
         except (ValueError, AssertionError) as error:
             raise ValueError(
-                f"{split!r} is no part of a split: write it as 'train[:50%]' or 'train[10:20]'"
+                f"{split!r} is not a part of a split: write it as 'train[:50%]' or 'train[10:20]'"
             ) from error
         dataset = dataset.select(range(rows.from_, rows.to))
     missing = [column for column in columns if column not in dataset.column_names]
@@ -81,7 +81,7 @@ def held_out_rows(
         try:
             return train, load_held_out()
         except ValueError as error:
-            raise ValueError(f"{error}; `eval_size` cuts rows to evaluate on from the training split") from error
+            raise ValueError(f"{error}; or set `eval_size` to hold out rows of the training split") from error
     if eval_size == 0:
         return train, None
     if eval_size >= len(train):
@@ -141,15 +141,15 @@ def _why(path: Path, error: BaseException) -> str:
                         json.loads(row.strip() or b"0")
                     except UnicodeDecodeError:
                         return (
-                            f"line {number} of {file.name} is not UTF-8, {row[:60]!r}: convert the file, as by "
-                            "`iconv -f latin1 -t utf-8`"
+                            f"line {number} of {file.name} is not UTF-8, {row[:60]!r}: convert the file, for example "
+                            "with `iconv -f latin1 -t utf-8`"
                         )
                     except ValueError:
-                        return f"line {number} of {file.name} is no JSON, {row[:60]!r}"
+                        return f"line {number} of {file.name} is not valid JSON, {row[:60]!r}"
     while error.__cause__ or (error.__context__ and not error.__suppress_context__):
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     if "Invalid UTF8" in str(error):
-        return "it holds text that is not UTF-8: convert the file, as by `iconv -f latin1 -t utf-8`"
+        return "it holds text that is not UTF-8: convert the file, for example with `iconv -f latin1 -t utf-8`"
     # What `datasets` raises for files without a row
     is_empty = isinstance(error, StopIteration) or "corresponds to no data" in str(error)
     return "it has no rows" if is_empty else str(error)

@@ -72,7 +72,7 @@ def check_columns(dataset: Dataset, name: str, columns: Sequence[str]) -> None:
         if column not in dataset.column_names:
             raise ValueError(
                 f"The {name} dataset lacks the column `{column}`, which `use_{column}` reads; it has "
-                f"{dataset.column_names}: add it, or unset the option."
+                f"{dataset.column_names}. Add the column, or unset `use_{column}`."
             )
         for row, value in enumerate(dataset[column]):
             if problem := column_problem(column, value):

@@ -29,8 +29,8 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
     if not rows:
         return dataset
     counts = [f"{len(i)} {what} (rows {str(i[:5])[1:-1]}{', …' * (len(i) > 5)})" for what, i in wrong.items() if i]
-    message = f"{name} has {len(pairs)} pairs, of them {', '.join(counts)}"
+    message = f"{name} has {len(pairs)} pairs, among them {', '.join(counts)}"
     if not drop or len(rows) == len(pairs):
-        raise ValueError(f"{message}: correct them, or leave them out with `drop_unusable_pairs`")
+        raise ValueError(f"{message}: correct them; `drop_unusable_pairs` leaves them out if other pairs remain")
     print(f"{message}: left out")
     return dataset.select([i for i in range(len(pairs)) if i not in rows])

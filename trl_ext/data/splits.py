@@ -22,7 +22,7 @@ def split_groups(
     Args:
         groups: (N,) number of each row's group, such as `Duplicates.near`; rows with the same number stay together.
         shares: name of each split → its share of the rows, above 0; the sum is 1.
-        strata: (N,) value of each row, such as its topic, of which all splits should have the same mix. Each row of a
+        strata: (N,) value of each row, such as its topic; all splits should have the same mix of these. Each row of a
             group counts with the value of the group's first row.
         seed: seed of the random order.
 

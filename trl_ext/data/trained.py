@@ -94,8 +94,8 @@ class TrainedPairs:
                 raise ValueError(f"pairs are {pairs.dtype} of shape {pairs.shape}")
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(
-                f"{path} does not say which pairs the model was trained on ({' '.join(str(error).split())}): restore "
-                "it, or delete it and go on without"
+                f"{path} is damaged, so it is not known which pairs the model was trained on "
+                f"({' '.join(str(error).split())}): restore the file, or delete it to continue without it"
             ) from error
         return cls(pairs, is_complete)
 
@@ -220,7 +220,9 @@ def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
         try:
             return np.asarray(np.load(path, allow_pickle=False), np.uint64)
         except (OSError, ValueError, EOFError) as error:
-            raise ValueError(f"{path} is broken ({error}): restore it, or delete it and go on without") from error
+            raise ValueError(
+                f"{path} is damaged ({error}): restore the file, or delete it to continue without it"
+            ) from error
     return None
 
 

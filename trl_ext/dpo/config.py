@@ -171,8 +171,8 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     def _check_beta(self) -> None:
         if self.beta_controller == "drift" and self.drift_target is None:
             raise ValueError(
-                "`beta_controller='drift'` needs `drift_target`, nats per sequence: run once with "
-                "`log_displacement=True`, and choose a value below the `logps/drift` that this run ends with."
+                "`beta_controller='drift'` needs `drift_target`, in nats per sequence. Run once with "
+                "`log_displacement=True`, and choose a value below the last `logps/drift` of that run."
             )
         maximum = math.inf if self.beta_max is None else self.beta_max
         if self.beta_controller != "fixed" and not self.beta_min <= self.beta <= maximum:
@@ -184,30 +184,31 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
         losses = set(self.loss_type)
         if self.label_smoothing and not losses & READS_LABEL_SMOOTHING:
             raise ValueError(
-                f"`label_smoothing={self.label_smoothing}` does nothing to `loss_type={self.loss_type}`: for cDPO set "
-                "`use_confidence=True` and give the dataset a column `confidence` of "
+                f"`label_smoothing={self.label_smoothing}` has no effect on `loss_type={self.loss_type}`. For cDPO "
+                "set `use_confidence=True` and give the dataset a column `confidence` of "
                 f"{1 - self.label_smoothing:g}, or use `loss_type='robust'`."
             )
         if losses <= WITHOUT_BETA:
             for name, neutral in (("beta_controller", "fixed"), ("margin_normalization", "none")):
                 if getattr(self, name) != neutral:
                     raise ValueError(
-                        f"`{name}={getattr(self, name)!r}` moves β, but `loss_type={self.loss_type}` has no β: add a "
+                        f"`{name}={getattr(self, name)!r}` moves β, but `loss_type={self.loss_type}` has no β. Add a "
                         f"preference loss, or set `{name}={neutral!r}`."
                     )
         if self.margin_normalization != "none":
             others = sorted(losses - OF_BETA_TIMES_MARGIN - WITHOUT_BETA)
             if others or self.f_divergence_type != "reverse_kl":
                 raise ValueError(
-                    "`margin_normalization='source'` is for losses of β times the margin, "
-                    f"{sorted(OF_BETA_TIMES_MARGIN)} with `f_divergence_type='reverse_kl'`; got `loss_type="
-                    f"{self.loss_type}`, `f_divergence_type={self.f_divergence_type!r}`: choose one of these, or set "
-                    "`margin_normalization='none'`."
+                    "`margin_normalization='source'` works with losses of β times the margin only: "
+                    f"{sorted(OF_BETA_TIMES_MARGIN)} with `f_divergence_type='reverse_kl'`. Got "
+                    f"`loss_type={self.loss_type}`, `f_divergence_type={self.f_divergence_type!r}`. Choose one of "
+                    "these losses, or set `margin_normalization='none'`."
                 )
         is_sigmoid = "sigmoid" in losses and losses <= {"sigmoid", "sft"} and self.f_divergence_type == "reverse_kl"
         if self.replaces_sigmoid and (not is_sigmoid or self.use_weighting):
             raise ValueError(
                 f"{', '.join(f'`{name}`' for name in self._of_our_loss)} need `loss_type` 'sigmoid', or 'sigmoid' and "
-                f"'sft', `f_divergence_type='reverse_kl'` and `use_weighting=False`; got {self.loss_type}, "
-                f"{self.f_divergence_type!r}, {self.use_weighting}."
+                "'sft', with `f_divergence_type='reverse_kl'` and `use_weighting=False`. Got "
+                f"`loss_type={self.loss_type}`, `f_divergence_type={self.f_divergence_type!r}`, "
+                f"`use_weighting={self.use_weighting}`. Change these three, or unset the settings named first."
             )

@@ -18,13 +18,13 @@ _SHOWN = 5
 
 
 def check_arguments(model: Any, args: Any, processing_class: Any) -> None:
-    """Raise a `TypeError` or `ValueError` for arguments with which TRL would fail later."""
+    """Raise a `TypeError` or `ValueError` for arguments that would make TRL fail later."""
     if not isinstance(args, DPOConfig):
         raise TypeError(f"`args` must be a `trl_ext.DPOConfig`, got {type(args).__module__}.{type(args).__name__}.")
     if not isinstance(model, (str, nn.Module)):
         raise TypeError(f"`model` must be a path or a causal language model, got {model!r}.")
     if processing_class is not None and getattr(processing_class, "tokenizer", processing_class).eos_token is None:
-        raise ValueError("The tokenizer has no EOS token to end an answer with: set `tokenizer.eos_token`.")
+        raise ValueError("The tokenizer has no EOS token, and an answer must end with one. Set `tokenizer.eos_token`.")
     if processing_class is None and not isinstance(model, str) and not get_config_model_id(model.config):
         raise ValueError("`model` was built in memory, so its tokenizer is not known: pass `processing_class`.")
 
@@ -60,8 +60,8 @@ def wanted_columns(args: DPOConfig, train_dataset: Any) -> tuple[str, ...]:
         scores = [column for column in SCORES if column in found]
         if "margin" in found and scores:
             raise ValueError(
-                f"The train dataset has the columns `margin` and {', '.join(f'`{column}`' for column in scores)}, "
-                "which both say how much the chosen answer must win by: remove one with `Dataset.remove_columns`."
+                f"The train dataset has the columns `margin` and {', '.join(f'`{column}`' for column in scores)}, and "
+                "both say how much the chosen answer must win by. Remove one with `Dataset.remove_columns`."
             )
         wanted += SCORES if scores else ["margin"]
     wanted += ["confidence"] * args.use_confidence + ["weight"] * args.use_weight
@@ -104,8 +104,8 @@ def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, 
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ValueError(
-            f"The {name} dataset has pairs to be corrected or left out (`trl_ext.data.usable_pairs` leaves out those "
-            f"without two different answers): {'; '.join(problems[:_SHOWN])}{more}."
+            f"The {name} dataset has unusable pairs: {'; '.join(problems[:_SHOWN])}{more}. Correct them, or leave "
+            "them out (`trl_ext.data.usable_pairs` leaves out those without two different answers)."
         )
     return dataset
 
@@ -123,12 +123,12 @@ def check_not_dropped(trainer: Any, given: Any, given_eval: Any = None) -> None:
         dropped, limit = len(before) - len(after), f"`max_length={trainer.args.max_length}`"
         if dropped == len(before):
             raise ValueError(
-                f"No pair of the {name} dataset has a token of its answers within {limit}, of prompt and answer "
-                "together: raise `max_length`, or shorten the prompts."
+                f"{limit} leaves no answer token in any pair of the {name} dataset, because it counts prompt and "
+                "answer together. Raise `max_length`, or shorten the prompts."
             )
         where = "" if name == "train" else f" of the {name} dataset"
         trainer.accelerator.print(
-            f"{dropped} of {len(before)} pairs{where} have no token of an answer within {limit}: left out."
+            f"{dropped} of {len(before)} pairs{where} are left out: {limit} leaves no answer token in them."
         )
 
 

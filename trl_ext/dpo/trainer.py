@@ -154,9 +154,9 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         pairs_per_batch = args.per_device_train_batch_size * args.world_size
         if args.beta_controller == "beta_dpo" and pairs_per_batch < 8:
             warnings.warn(
-                f"`beta_controller='beta_dpo'` sets β from the margins of a micro-batch, here only {pairs_per_batch} "
-                "pairs of all processes: raise `per_device_train_batch_size` to 8 or more instead of accumulating "
-                "gradients.",
+                "`beta_controller='beta_dpo'` sets β from the margins of one micro-batch, and over all processes that "
+                f"has only {pairs_per_batch} pairs. Raise `per_device_train_batch_size` until it has 8 or more, "
+                "instead of accumulating gradients.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -373,8 +373,8 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         has_it = os.path.isfile(os.path.join(checkpoint, REFERENCE_FILE))
         if self.args.sync_ref_model and not (has_it or self.args.resume_anyway):
             raise CannotResume(
-                f"`sync_ref_model=True` moves the reference, but {checkpoint} does not have it: start anew, or set "
-                "`resume_anyway=True` to go on with the reference that this trainer was given."
+                f"{checkpoint} does not contain the reference that `sync_ref_model=True` moves. Start anew, or set "
+                "`resume_anyway=True` to continue with the reference that this trainer was given."
             )
 
     def _save_own_state(self, checkpoint: str) -> None:
@@ -427,9 +427,10 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         ]
         found = gather_object(found)
         raise FloatingPointError(
-            f"At step {self.state.global_step}, log-probs are not finite: {'; '.join(found[:4])}"
-            f"{f'; and {len(found) - 4} more' if len(found) > 4 else ''}. Look at these rows if they are few; else "
-            "lower the learning rate, set `max_grad_norm`, or train in bf16 or float32 instead of fp16."
+            f"At step {self.state.global_step}, log-probs are not finite: "
+            f"{'; '.join(found[:4])}{f'; and {len(found) - 4} more' if len(found) > 4 else ''}. If these rows are "
+            "few, look at them. Else lower the learning rate, set `max_grad_norm`, or train in bf16 or float32 "
+            "instead of fp16."
         )
 
     def _policy_logps(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:

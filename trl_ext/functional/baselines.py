@@ -106,6 +106,6 @@ def mix_baselines(advantages: Tensor, returns: Tensor, baselines: Tensor, mask: 
     check_shapes(ndim=2, advantages=advantages, returns=returns, mask=mask)
     check_shapes(returns=returns[:, 0], baselines=baselines)
     if not 0 <= weight <= 1:
-        raise ValueError(f"weight must be in [0, 1], got {weight}; take that of critic_weight().")
+        raise ValueError(f"weight must be in [0, 1], got {weight}; use what critic_weight() returns.")
     mixed = weight * advantages + (1 - weight) * (returns - baselines[:, None].to(returns))
     return torch.where(mask.bool(), mixed, 0.0)

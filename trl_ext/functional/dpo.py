@@ -57,7 +57,7 @@ def preference_logits(
         chosen_logratios: (B,), nats, log-prob of the chosen completion under the policy minus under the reference.
         rejected_logratios: (B,), nats, the same for the rejected completion.
         beta: scalar or (B,), 1 / nats.
-        offset: (B,), logits by which the chosen answer must win; None for 0.
+        offset: (B,), margin in logits that the chosen answer must win by; None for 0.
         dpop_lambda: lambda, dimensionless; 0 for no penalty.
 
     Returns:
@@ -208,9 +208,11 @@ def margin_scales(stds: Tensor, counts: Tensor, minimum: float = 0.25, maximum: 
     """
     check_shapes(ndim=1, stds=stds, counts=counts)
     if not 0 < minimum <= 1 <= maximum:
-        raise ValueError(f"1 must be in [minimum, maximum] with minimum > 0, got [{minimum}, {maximum}].")
+        raise ValueError(
+            f"minimum must be above 0 and at most 1, and maximum at least 1, got {minimum} and {maximum}."
+        )
     if not counts.sum() > 0:
-        raise ValueError(f"counts must have at least one pair, got {counts.tolist()}; normalise later.")
+        raise ValueError(f"counts must have at least one pair, got {counts.tolist()}; normalise once there are pairs.")
     stds = stds.clamp(min=1e-12)
     shares = counts / counts.sum()
 

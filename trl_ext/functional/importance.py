@@ -57,14 +57,14 @@ def importance_weights(
         )
     lowest, highest = clip_min if clip_min is not None else 0.0, clip_max if clip_max is not None else math.inf
     if not lowest < highest:
-        raise ValueError(f"clip_min must be below clip_max, got {clip_min} >= {clip_max}; 0.5 and 3.0, say.")
+        raise ValueError(f"clip_min must be below clip_max, got {clip_min} and {clip_max}; use 0.5 and 3.0, say.")
     mask = mask.bool()
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     new, drawn = (x.detach().to(dtype).masked_fill(~mask, 0.0) for x in (logprobs, sampler_logprobs))
     if not drawn.isfinite().all():
         raise ValueError(
-            f"sampler_logprobs must be finite at real tokens, got {drawn[~drawn.isfinite()][0].item()}: a token that "
-            "could not be drawn has no weight; leave it out by the mask."
+            f"sampler_logprobs must be finite at real tokens, got {drawn[~drawn.isfinite()][0].item()}; mask out "
+            "tokens that the sampler cannot have drawn."
         )
     log_ratio = new - drawn
     if level == "sequence":

@@ -92,7 +92,7 @@ def adaptive_kl_coef(
     if not math.isfinite(kl):
         raise ValueError(f"kl must be finite, got {kl}; look for NaN in the log-probs of this rollout.")
     if not target > 0:
-        raise ValueError(f"target must be above 0 nats, got {target}; for no target keep the coefficient fixed.")
+        raise ValueError(f"target must be above 0 nats, got {target}; without a target, keep the coefficient fixed.")
     if not horizon > 0:
         raise ValueError(f"horizon must be above 0 episodes, got {horizon}; 10000 is usual.")
     if minimum > maximum:

@@ -52,7 +52,7 @@ def policy_loss(
     """
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be above 1, got {dual_clip}; 3.0 is the paper's, None turns it off.")
+        raise ValueError(f"dual_clip must be above 1, got {dual_clip}; the paper uses 3.0, and None turns it off.")
     log_ratio = logprobs - old_logprobs
     if band is not None:
         ratio = torch.exp(log_ratio.detach())

@@ -125,7 +125,7 @@ def standard_deviation(moments: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def whitening_scale(moments: Tensor, eps: float = 1e-8) -> Tensor:
-    """Return the factor by which [`whiten`] multiplies: 1 / sqrt(var + eps) with the unbiased variance; 1 where n < 2.
+    """Return the factor that [`whiten`] multiplies by: 1 / sqrt(var + eps) with the unbiased variance; 1 where n < 2.
 
     Args:
         moments: (..., 5) moments.

@@ -22,7 +22,7 @@ def spent_level(look: int, alpha: float) -> float:
     """
     if look < 1 or not 0 < alpha < 1:
         raise ValueError(
-            f"look must be 1 or more and alpha lie in (0, 1), got {look} and {alpha}; count looks from 1."
+            f"look must be 1 or more, and alpha between 0 and 1, got {look} and {alpha}; count looks from 1."
         )
     return 6 * alpha / (math.pi * look) ** 2
 
@@ -43,7 +43,9 @@ def student_quantile(tail: float, dof: float) -> float:
     from scipy.special import stdtrit  # here, since its import takes half a second
 
     if not (0 < tail < 0.5 and dof > 0):
-        raise ValueError(f"tail must lie in (0, 0.5) and dof be above 0, got {tail} and {dof}; see `scatter` for dof.")
+        raise ValueError(
+            f"tail must be between 0 and 0.5, and dof above 0, got {tail} and {dof}; `scatter` returns dof."
+        )
     return -float(stdtrit(dof, tail))
 
 

@@ -22,6 +22,6 @@ def check_shapes(ndim: int | None = None, **tensors: Tensor) -> None:
     for name, tensor in others:
         if tensor.shape != reference.shape:
             raise ValueError(
-                f"{name} must have the shape of {first} {tuple(reference.shape)}, got {tuple(tensor.shape)}; "
-                "pad or slice both to the same tokens, nothing is broadcast."
+                f"{name} must have the shape of {first} {tuple(reference.shape)}, got {tuple(tensor.shape)}; pad or "
+                "slice both to the same tokens (shapes are not broadcast)."
             )

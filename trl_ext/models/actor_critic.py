@@ -23,7 +23,7 @@ from .weights import base_model_of, vocabulary_of
 
 def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | None = None) -> dict[str, Tensor]:
     """
-    Return the argument `position_ids` of a model's forward with which padding does not change a row's outputs.
+    Return the `position_ids` that a model's forward needs so that padding does not change a row's outputs.
 
     The positions are those `given`, if any, else they are counted from the mask. Return {} if there are no `given`
     positions and no mask, or if the model's forward takes no `position_ids`.
@@ -235,8 +235,8 @@ class ActorCritic(nn.Module):
             return
         if any(layer.disable_adapters for layer in self.adapters.layers):
             raise RuntimeError(
-                "The policy's adapters have been switched off by `disable_adapter_layers()`, so that nothing would be "
-                "trained: switch them off for a block only, with `with model.disable_adapter():`."
+                "`disable_adapter_layers()` has switched off the policy's adapters, so nothing would be trained. "
+                "Switch them off for a block only, with `with model.disable_adapter():`."
             )
         self.adapters.set(POLICY)
         for adapter in self.policy.peft_config:
@@ -275,7 +275,10 @@ class ActorCritic(nn.Module):
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         wrong = [*result.unexpected_keys, *trained.intersection(result.missing_keys)]
         if strict and wrong:
-            raise RuntimeError(f"The state does not fit the models of this run; missing or unexpected: {wrong[:5]}.")
+            raise RuntimeError(
+                f"The state does not fit the models of this run. Missing or unexpected: {wrong[:5]}. Load the state "
+                "of a run with the same models."
+            )
         return result
 
     # TRL's reference pass calls these three, as on a policy

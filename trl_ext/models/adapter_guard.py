@@ -61,9 +61,9 @@ class AdapterGuard(TrainerCallback):
                 dtype = after[part][0].dtype
                 raise RuntimeError(
                     f"The {part} ({dtype}) had a gradient and a learning rate at step {state.global_step + 1}, but "
-                    "none of its weights changed: it is not trained. Either the rate is too small for that dtype "
-                    "(bfloat16 rounds an update of less than 0.4 % of a weight away): raise it, or use float32 "
-                    "adapters; or the optimizer steps on other tensors."
+                    "none of its weights changed. Either the learning rate is too small for this dtype (bfloat16 "
+                    "rounds away an update of less than 0.4 % of a weight), or the optimizer steps on other tensors. "
+                    "Raise the rate, use float32 adapters, or pass the optimizer these weights."
                 )
         self.watched -= self.due
         self.before = {}
@@ -84,9 +84,9 @@ class AdapterGuard(TrainerCallback):
         zero = [name for name, has_moved in zip(trained, moved, strict=True) if not has_moved]
         if zero and state.is_world_process_zero:
             warnings.warn(
-                f"{len(zero)} of {len(trained)} LoRA matrices B are all zero after {state.global_step} steps, as they "
-                f"began, so that their layers have learned nothing ({zero[0]}): no gradient reached them, the "
-                "learning rate was 0 or too small for their dtype, or they were frozen.",
+                f"{len(zero)} of {len(trained)} LoRA matrices B are still all zero after {state.global_step} steps, "
+                f"so their layers have learned nothing ({zero[0]}). Either no gradient reached them, or the learning "
+                "rate was 0 or too small for their dtype, or they were frozen.",
                 UserWarning,
                 stacklevel=2,
             )

@@ -30,7 +30,7 @@ from .identity import hash_of, hub_identity, weights_hash
 from .weights import base_model_of
 
 FINGERPRINT = "trl_ext_base.json"
-NO_HEAD = "{} has no `score` head: give an adapter of a sequence classifier, which is saved with its head."
+NO_HEAD = "{} has no `score` head: give the adapter of a sequence classifier, because it is saved with its head."
 _HEAD = "base_model.model.score."
 
 # `init_lora_weights` that leave the base weights, and so the reference, as they are
@@ -54,25 +54,25 @@ def check_config(config: Any, name: str, shares_base: bool = True) -> None:
     """
     if config.is_prompt_learning or config.is_adaption_prompt:
         raise ValueError(
-            f"`{name}` is a {type(config).__name__}, whose learned prompt would shift the positions that log-probs "
-            "and values are read at: use a `LoraConfig`."
+            f"`{name}` is a {type(config).__name__}. Its learned prompt would shift the positions where log-probs and "
+            "values are read. Use a `LoraConfig`."
         )
     if not isinstance(config, LoraConfig):
         if shares_base:
             raise ValueError(
-                f"`{name}` is a {type(config).__name__}: actor and critic can share one base by LoRA only. Use a "
-                "`LoraConfig`, or pass a critic of its own as `value_model=`."
+                f"`{name}` is a {type(config).__name__}, but actor and critic can share a base only with LoRA. Use a "
+                "`LoraConfig`, or pass a critic with a base of its own as `value_model=`."
             )
         return
     if config.bias != "none":
         raise ValueError(
-            f"`{name}` has bias={config.bias!r}, which trains the base's own biases, and so changes the reference: "
-            "use bias='none'."
+            f"`{name}` has bias={config.bias!r}, which trains the base's biases and so changes the reference. Use "
+            "bias='none'."
         )
     if config.init_lora_weights not in _KEEP_THE_BASE or config.layer_replication:
         what = "layer_replication" if config.layer_replication else f"init_lora_weights={config.init_lora_weights!r}"
         raise ValueError(
-            f"`{name}` has {what}, which changes the base, so that the base alone is no longer the reference: use "
+            f"`{name}` has {what}, which changes the base, so the base alone is no longer the reference. Use "
             "init_lora_weights=True without layer_replication, or merge that adapter first (`recipes/merge.py`)."
         )
 
@@ -91,14 +91,14 @@ def check_modules(policy: Any, config: LoraConfig, name: str) -> None:
                 if layer is not base.get_input_embeddings() and layer is not base.get_output_embeddings()
             }
             raise ValueError(
-                f"`{name}` targets {sorted(missing)}, which {type(base).__name__} does not have; it has "
+                f"`{name}` targets {sorted(missing)}, which {type(base).__name__} does not have. Choose among "
                 f"{sorted(there)}."
             )
     for what, module in (("embeddings", base.get_input_embeddings()), ("LM head", base.get_output_embeddings())):
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             raise ValueError(
-                f"`{name}` adapts the {what} ({type(module).__name__}), but log-probs are computed with its plain "
-                "weights: leave it out of target_modules, modules_to_save and trainable_token_indices. If an SFT "
+                f"`{name}` adapts the {what} ({type(module).__name__}), but log-probs are computed with the base's "
+                f"{what}. Leave it out of target_modules, modules_to_save and trainable_token_indices. If an SFT "
                 "adapter changes it, merge that adapter first (`recipes/merge.py`) and train a new one."
             )
 
@@ -108,25 +108,25 @@ def prepare_peft_model(model: Any, shares_base: bool) -> None:
     if POLICY not in model.peft_config:
         names = list(model.peft_config)
         raise ValueError(
-            f"`model` has the adapters {names}, but the one to be trained must be named {POLICY!r}: load it with "
-            f"`PeftModel.from_pretrained(base, path, is_trainable=True)`, without `adapter_name`."
+            f"`model` has the adapters {names}, but the trained one must have the name {POLICY!r}. Load it with "
+            "`PeftModel.from_pretrained(base, path, is_trainable=True)`, without `adapter_name`."
         )
     reserved = [name for name in model.peft_config if name in (REFERENCE, CRITIC) or name.startswith("reward_")]
     if reserved:
         raise ValueError(
-            f"`model` already has the adapters {reserved}, which are the trainer's own names (has it been passed to a "
-            "trainer before?): load it anew."
+            f"`model` already has the adapters {reserved}, but the trainer uses these names itself. If this model was "
+            "passed to a trainer before, load it again."
         )
     if any(isinstance(layer, BaseTunerLayer) and layer.merged for layer in model.modules()):
-        raise ValueError("`model` has its adapter merged into the base: call `model.unmerge_adapter()` first.")
+        raise ValueError("`model` has its adapter merged into the base. Call `model.unmerge_adapter()` first.")
     check_config(model.peft_config[POLICY], "model.peft_config['default']", shares_base)
     model.peft_config[POLICY].inference_mode = False  # as PEFT sets it without `is_trainable=True`
     model.set_adapter(POLICY)
     base = [n for n, p in model.named_parameters() if p.requires_grad and f".{POLICY}" not in n]
     if base:
         raise ValueError(
-            f"`model` has trainable weights outside its adapter ({base[0]} and {len(base) - 1} more), which the "
-            "reference shares: freeze them (`requires_grad_(False)`)."
+            f"`model` has trainable weights outside its adapter ({base[0]} and {len(base) - 1} more), and the "
+            "reference shares these. Freeze them (`requires_grad_(False)`)."
         )
 
 
@@ -148,8 +148,8 @@ def add_critic(policy: Any, config: LoraConfig | None) -> None:
         check_config(config, "critic_peft_config")
         if config.modules_to_save:
             raise ValueError(
-                f"`critic_peft_config` has modules_to_save={config.modules_to_save}: leave it out, since the critic's "
-                "head is trained anyway, and name other modules in target_modules."
+                f"`critic_peft_config` has modules_to_save={config.modules_to_save}. Leave it out: the critic's head "
+                "is trained anyway, and other modules belong in target_modules."
             )
         check_modules(policy, config, "critic_peft_config")
     config.inference_mode = False
@@ -240,7 +240,7 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
     if missing or result.unexpected_keys:
         raise ValueError(
             f"The adapter in {folder} does not fit the adapter {name!r} of this run (missing: {missing[:3]}, "
-            f"unexpected: {result.unexpected_keys[:3]}): use the LoRA configuration that it was trained with."
+            f"unexpected: {result.unexpected_keys[:3]}). Use the LoRA configuration that it was trained with."
         )
     return head
 
@@ -300,7 +300,7 @@ class SharedBase:
             load = AutoPeftModelForSequenceClassification.from_pretrained
             self.model = load(path, adapter_name="member_0", num_labels=1, **kwargs)
         elif base is None or base != self.base:
-            raise ValueError(f"{path} is not an adapter of the first adapter's base: load it separately")
+            raise ValueError(f"{path} is not an adapter on {self.base}, the first adapter's base: load it separately")
         else:
             names = list(self.model.peft_config)
             self.model.load_adapter(path, f"member_{len(names)}")
@@ -395,15 +395,17 @@ def why_not_shared(policy: Any, path: str, own: dict[str, str], assume_quantizat
     if theirs := _recorded_base(path):
         if theirs["quantization"] != own["quantization"]:
             return f"its base's quantisation was {theirs['quantization']}, the policy's is {own['quantization']}"
-        return (
-            None if theirs["weights"] == own["weights"] else "it was trained on other base weights than the policy's"
-        )
+        return None if theirs["weights"] == own["weights"] else "its base has other weights than the policy's"
     if own["quantization"] != "none":
-        return None if assume_quantization else f"the policy is quantised, and it has no {FINGERPRINT} to compare with"
+        return (
+            None
+            if assume_quantization
+            else f"the policy is quantised, and the adapter has no {FINGERPRINT} to compare bases with"
+        )
     if is_deepspeed_zero3_enabled():
-        return f"it has no {FINGERPRINT}, and under ZeRO-3 its base cannot be loaded to compare"
+        return f"the adapter has no {FINGERPRINT}, and under ZeRO-3 its base cannot be loaded for a comparison"
     if not config.base_model_name_or_path:
-        return f"it names no base, and has no {FINGERPRINT} (`save_base_fingerprint`)"
+        return f"the adapter names no base, and has no {FINGERPRINT} (`save_base_fingerprint`)"
     base = AutoModel.from_pretrained(config.base_model_name_or_path, revision=config.revision, dtype=policy.dtype)
     same = base_fingerprint(base)["weights"] == own["weights"]
     return None if same else f"its base {config.base_model_name_or_path} has other weights than the policy's"

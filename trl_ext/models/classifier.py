@@ -26,8 +26,8 @@ def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
             classifier = AutoModelForSequenceClassification.from_config(config)
     except ValueError as error:
         raise ValueError(
-            f"transformers has no sequence classifier for {type(base).__name__}, so no critic can be built from the "
-            "policy: pass one as `value_model=`."
+            f"transformers has no sequence classifier for {type(base).__name__}, so the policy cannot be made into a "
+            "critic. Pass a critic as `value_model=`."
         ) from error
     setattr(classifier, classifier.base_model_prefix, base.base_model)
     if head is None:
@@ -92,8 +92,8 @@ def check_one_label(model: Any, name: str) -> None:
     score = getattr(model, "score", None)
     if not isinstance(score, nn.Module) or not hasattr(score, "weight"):
         raise ValueError(
-            f"{name} must be a sequence classifier with a `score` head (`AutoModelForSequenceClassification` of a "
-            f"causal language model), got {type(model).__name__}."
+            f"{name} must be a sequence classifier with a `score` head, got {type(model).__name__}. Load one with "
+            "`AutoModelForSequenceClassification` from a causal language model."
         )
     if model.config.num_labels != 1:
         raise ValueError(
@@ -107,7 +107,7 @@ def check_critic(critic: Any, tokenizer: Any) -> None:
     vocabulary = vocabulary_of(critic)
     if unknown := tokens_beyond(vocabulary, tokenizer, pads_are_read=False):
         raise ValueError(
-            f"`value_model` has a vocabulary of {vocabulary} tokens, the policy's tokenizer has ids up to "
-            f"{max(unknown.values())} ({', '.join([*unknown][:3])}, …): the critic reads the policy's token ids, so "
-            "pass one with the same tokenizer, or call `value_model.resize_token_embeddings` for the tokens you added."
+            f"`value_model` has a vocabulary of {vocabulary} tokens, but the policy's tokenizer has ids up to "
+            f"{max(unknown.values())} ({', '.join([*unknown][:3])}, …), and the critic reads these ids. Pass a critic "
+            "with the same tokenizer, or call `value_model.resize_token_embeddings` for the tokens you added."
         )

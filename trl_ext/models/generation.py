@@ -49,8 +49,8 @@ def check_savable(model: Any) -> None:
         config.validate(strict=True)
     except ValueError as error:
         raise ValueError(
-            "transformers would not save this model, since its generation_config.json contradicts itself "
-            f"({' '.join(str(error).split())[:300]}): correct the file, or pass a model with a corrected "
+            "transformers would not save this model, because its generation_config.json contradicts itself "
+            f"({' '.join(str(error).split())[:300]}). Correct the file, or pass a model with a corrected "
             "`generation_config` (a `temperature` or `top_p` needs `model.generation_config.do_sample = True`)."
         ) from error
 
@@ -77,7 +77,7 @@ def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> li
     Return the ids of all tokens that end an answer: the EOS of the tokenizer and of the model's generation config.
 
     Args:
-        model: a model; or its folder or hub name, of which no weights are loaded.
+        model: a model; or its folder or hub name (no weights are loaded from there).
         tokenizer: the model's tokenizer.
         revision: revision of the model on the hub.
     """
@@ -104,7 +104,7 @@ def check_chat_template(tokenizer: Any, texts: Iterable[Any], whose: str, what: 
     if getattr(tokenizer, "chat_template", None) is None and any(isinstance(text, list) for text in texts):
         raise ValueError(
             f"{what} are messages, but {whose} ({tokenizer.name_or_path or type(tokenizer).__name__}) has no chat "
-            "template: pass an instruct model's, or set its `chat_template`; or pass text."
+            "template. Pass the tokenizer of an instruct model, set its `chat_template`, or give text."
         )
 
 
@@ -169,7 +169,9 @@ def sample(
     """
     empty = [row for row, ids in enumerate(prompt_ids) if not ids]
     if empty:
-        raise ValueError(f"{len(empty)} of {len(prompt_ids)} prompts have no tokens (the first is row {empty[0]})")
+        raise ValueError(
+            f"{len(empty)} of {len(prompt_ids)} prompts have no tokens (the first is row {empty[0]}): leave them out"
+        )
     drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,

@@ -35,7 +35,7 @@ class History:
 
 class Histories:
     """
-    Keep the histories of rows, and find the history with which a prompt of the next turn begins.
+    Keep the histories of rows, and find the one that a prompt of the next turn begins with.
 
     Args:
         limit: largest number of rows to keep. They take no more memory than the cache of a batch of `limit` rows.

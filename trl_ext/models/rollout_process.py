@@ -130,7 +130,7 @@ class RolloutProcess:
                     if not self._is_closed:
                         self._note_death(error)
         except BaseException as error:  # else the trainer would wait for its answers for ever
-            self._fail(f"The watch over the process that draws rollouts failed: {error!r}.")
+            self._fail(f"The thread that watches the rollout process failed: {error!r}.")
         self._end()
 
     def _start(self) -> None:
@@ -184,15 +184,15 @@ class RolloutProcess:
         with self._lock:
             how, self._error = self._error or (repr(error) if code is None else _exit_reason(code)), ""
             self._deaths += 1
-            where = f"The process that draws rollouts on {self.setup.device} ended ({how})"
+            where = f"The rollout process on {self.setup.device} ended ({how})"
             if self._deaths > _RESTARTS:
                 self._fail(
-                    f"{where}, for the third time without answers in between: remove the cause, or leave out "
-                    "`rollouts_ahead`; the same command goes on from the newest complete checkpoint, if there is one."
+                    f"{where}, for the third time in a row without an answer. Remove the cause, or leave out "
+                    "`rollouts_ahead`; the same command resumes from the newest complete checkpoint, if there is one."
                 )
                 return
             rollouts = ", ".join(map(str, self._pending)) or "none"
-            logger.warning(f"{where}; it is started again (rollouts still to be drawn: {rollouts}).")
+            logger.warning(f"{where}. It is started again (rollouts still to generate: {rollouts}).")
 
     def _fail(self, failure: str) -> None:
         with self._lock:
@@ -227,5 +227,5 @@ def _exit_reason(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     if code == -signal.SIGKILL:
-        return "killed by SIGKILL: by somebody, or because memory ran out"
+        return "killed by SIGKILL: by a person, or by the system when memory ran out"
     return f"killed by {signal.Signals(-code).name}"

@@ -93,7 +93,7 @@ class Sampler:
         if unknown := parameters.keys() ^ setup.layout.keys() or buffers.keys() ^ setup.buffers.keys():
             raise ValueError(
                 f"a {setup.model_class.__name__} made from the policy's configuration has other weights than the "
-                f"policy ({', '.join(sorted(unknown)[:3])}): its class must build them from the configuration alone"
+                f"policy ({', '.join(sorted(unknown)[:3])}): have its class build them from the configuration alone"
             )
         for name, (shape, dtype, _) in setup.layout.items():
             parameters[name].data = torch.empty(shape, dtype=dtype, device=self.device)
@@ -130,7 +130,7 @@ class Sampler:
                 ids += [up_to_eos(row, setup.eos_token_ids) for row in drawn]
         logprobs = recorder.take(ids)
         if logprobs is None:
-            raise RuntimeError("this way of generating records no log-probs, which answers drawn ahead need")
+            raise RuntimeError("this way of generating records no log-probs, but `rollouts_ahead` needs them")
         return Answers(ids, pad_sequence([torch.tensor(row) for row in logprobs], batch_first=True))
 
 
@@ -184,6 +184,6 @@ def check_class(model: nn.Module) -> None:
     kind = type(model)
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise ValueError(
-            f"`rollouts_ahead` builds a {kind.__qualname__} in a second process, which cannot import it from "
-            f"{kind.__module__}: define the class at the top of a module."
+            f"`rollouts_ahead` builds a {kind.__qualname__} in a second process, and that process cannot import it "
+            f"from {kind.__module__}. Define the class at the top level of a module."
         )

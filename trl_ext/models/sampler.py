@@ -1,4 +1,4 @@
-"""Sample tokens from a policy, and record the log-probs with which they were sampled."""
+"""Sample tokens from a policy, and record the log-probs of the sampled tokens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,8 +40,8 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
     block, total = _invert(weights.sum(-1), uniform[0])
     if not total.isfinite().all():
         raise RuntimeError(
-            "The policy's logits are NaN or inf, so that no token can be drawn: the training has diverged, or the "
-            "dtype is too narrow for this model. Lower the learning rate, or use bfloat16 or float32."
+            "The policy's logits are NaN or inf, so no token can be drawn. Either training has diverged, or the dtype "
+            "is too narrow for this model. Lower the learning rate, or use bfloat16 or float32."
         )
     place, _ = _invert(weights.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1), uniform[1])
     token = block * _BLOCK + place

@@ -24,7 +24,7 @@ def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
     config = PeftConfig.from_pretrained(path, revision=revision)
     if not config.base_model_name_or_path:
         raise ValueError(
-            f"{path} is an adapter that names no base: write it into its adapter_config.json as "
+            f"{path} is an adapter that names no base: write the base into its adapter_config.json as "
             "`base_model_name_or_path`"
         )
     return config.base_model_name_or_path, config.revision
@@ -87,8 +87,8 @@ def load_adapted(
             model = create_model_from_path(base, auto, revision=base_revision or "main", **labels, **kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path} is an adapter of {base}, which cannot be loaded: correct `base_model_name_or_path` in its "
-            f"adapter_config.json ({str(error).splitlines()[0]})"
+            f"{path} is an adapter of {base}, but this base cannot be loaded ({str(error).splitlines()[0]}): correct "
+            "`base_model_name_or_path` in its adapter_config.json"
         ) from error
     weights = load_peft_weights(path, device="cpu", revision=revision)
     is_new_head = is_classifier and kind == "CAUSAL_LM"
@@ -97,12 +97,12 @@ def load_adapted(
     embeddings = _saved_embeddings(model, weights)
     if embeddings and is_trainable:
         raise ValueError(
-            f"{path} was saved with embeddings of its own ({embeddings[0]}), as happens if tokens were added: {_MERGE}"
+            f"{path} was saved with its own embeddings ({embeddings[0]}), as happens if tokens were added: {_MERGE}"
         )
     fit_vocabulary(model, weights)
     is_whole = not is_deepspeed_zero3_enabled()  # ZeRO-3 gathers parameters of one dtype only
     if is_new_head and not is_whole:
-        raise ValueError(f"{path} cannot be given a head under ZeRO-3: {_MERGE}")
+        raise ValueError(f"{path} cannot get a head under ZeRO-3: {_MERGE}")
     try:
         if is_new_head:  # PEFT cannot load a classifier's adapter without a head
             config.inference_mode, config.init_lora_weights = False, True
@@ -188,7 +188,7 @@ def load_to_train(
         # PEFT saves the modules that "all-linear" or a pattern matched, not the text
         if asked != has and asked is not None and not (name == "target_modules" and isinstance(asked, str)):
             raise ValueError(
-                f"{model} is an adapter with {name}={has!r}, and its training goes on with that, but you ask for "
+                f"{model} is an adapter with {name}={has!r}, and training it keeps that, but you ask for "
                 f"{name}={asked!r}: leave out `use_peft` (`peft_config`) and its settings; or, to train a new "
                 f"adapter, {_MERGE}"
             )

@@ -35,15 +35,15 @@ def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> 
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            "The tokenizer has no EOS token, so that no answer would end: set `tokenizer.eos_token` to the token that "
-            "ends an answer."
+            "The tokenizer has no EOS token, so no answer would end. Set `tokenizer.eos_token` to the token that ends "
+            "an answer."
         )
     vocabulary = vocabulary_of(model)
     if unknown := tokens_beyond(vocabulary, tokenizer, pads_are_read):
         raise ValueError(
-            f"The tokenizer has token ids up to {max(unknown.values())}, the policy's vocabulary only {vocabulary}: "
-            "pass the policy's own tokenizer as `processing_class`, or call `model.resize_token_embeddings` for the "
-            f"tokens you added ({', '.join([*unknown][:3])}, …)."
+            f"The tokenizer has token ids up to {max(unknown.values())}, but the policy's vocabulary has only "
+            f"{vocabulary} tokens. Pass the policy's own tokenizer as `processing_class`, or call "
+            f"`model.resize_token_embeddings` for the tokens you added ({', '.join([*unknown][:3])}, …)."
         )
 
 
@@ -81,8 +81,8 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
     if moved := [(i, token) for token, i in ours if theirs.get(token, i) != i and i != tokenizer.pad_token_id]:
         i, token = min(moved)  # the same on each process, where the order may differ
         raise ValueError(
-            f"{what} was saved with another tokenizer, in which {token!r} has the id {theirs[token]}, not {i}: it "
-            "reads the policy's token ids, so it must have the policy's tokenizer."
+            f"{what} was saved with another tokenizer: there {token!r} has the id {theirs[token]}, not {i}. {what} "
+            "reads the policy's token ids, so pass one with the policy's tokenizer."
         )
 
 
@@ -140,8 +140,8 @@ def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | 
         if load_again is not None:
             return load_again()
         raise ValueError(
-            f"{what} would be a copy of a {type(model).__name__} whose weights ZeRO-3 has already partitioned: pass "
-            "`model` as a path, or pass the copy yourself (`ref_model=`, `value_model=`)."
+            f"{what} would be a copy of a {type(model).__name__}, but ZeRO-3 has already partitioned that model's "
+            "weights. Pass `model` as a path, or pass the copy yourself (`ref_model=`, `value_model=`)."
         )
     twin = copy.deepcopy(model)
     for module in (twin, base_model_of(twin)):

@@ -92,8 +92,9 @@ class RolloutsAhead:
         del self.pending[number]
         if rollout.prompts != prompt_ids:
             error = RuntimeError(
-                f"rollout {number} was drawn for other prompts than the training dataloader delivers: with rollouts "
-                "ahead, keep PPOTrainer's own sampler, and a dataset whose rows read the same each time"
+                f"rollout {number} was generated for other prompts than the training dataloader now returns: with "
+                "`rollouts_ahead`, keep PPOTrainer's own sampler, and a dataset that returns the same row each time "
+                "it is read"
             )
             trainer._mistakes.notes.append((str(error), error))
         trainer._mistakes.raise_everywhere(trainer.state.global_step)
@@ -154,7 +155,10 @@ class RolloutsAhead:
         try:
             self._start_each(rollout, answers)
         except Exception as error:  # what is not started here is started when the rollout is taken up, and fails there
-            logger.warning(f"No reward function was started when rollout {rollout.number} was drawn: {error!r}")
+            logger.warning(
+                f"The scoring of rollout {rollout.number} did not start early ({error!r}). It starts when the rollout "
+                "is trained on."
+            )
 
     def _start_each(self, rollout: Flight, answers: Answers) -> None:
         trainer = self.trainer
@@ -213,7 +217,9 @@ class RolloutsAhead:
         rollouts = [self._prepare(kept["number"], kept["version"]) for kept in state]
         is_of_these = all(rollout.prompts == kept["prompts"] for rollout, kept in zip(rollouts, state, strict=True))
         if self.trainer._is_changed and not all(gather_object([is_of_these])):  # `resume_anyway`
-            logger.warning("Answers in the checkpoint are generated anew: they are for other prompts than this run's.")
+            logger.warning(
+                "The checkpoint's answers belong to other prompts than this run's, so they are generated again."
+            )
             return
         for rollout, kept in zip(rollouts, state, strict=True):
             rollout.prompts = kept["prompts"]  # which are compared with those that the Trainer delivers
@@ -378,20 +384,21 @@ def check_ahead(args: Any, policy: Any, device: torch.device) -> None:
     base = base_model_of(policy)
     if getattr(base.config, "quantization_config", None) is not None:
         raise ValueError(
-            "`rollouts_ahead` does not work with a quantised base: the second process would get merged weights, and "
-            "generate with another policy than the trained one. Load the base unquantised, or leave it out."
+            f"`rollouts_ahead={args.rollouts_ahead}` does not work with a quantised base: the second process would "
+            "get merged weights, and generate with another policy than the trained one. Load the base unquantised, or "
+            "set `rollouts_ahead=0`."
         )
     check_class(base)
     if args.rollout_device is None and device.type != "cpu":
         raise ValueError(
-            f"`rollouts_ahead={args.rollouts_ahead}` generates in a second process: name a device for it, such as "
-            f"`rollout_device: cuda:1` (training is on {device})."
+            f"`rollouts_ahead={args.rollouts_ahead}` generates in a second process, but `rollout_device` is not set "
+            f"and training is on {device}. Name a device for that process, such as `rollout_device: cuda:1`."
         )
     names, processes = (args.rollout_device or "cpu").split(","), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if len(names) not in (1, processes):
         raise ValueError(
             f"`rollout_device={args.rollout_device}` names {len(names)} devices for {processes} process(es) on this "
-            "machine: name one device for all of them, or one for each."
+            "machine. Name one device for all processes, or one for each."
         )
     name = rollout_device(args)
     try:
@@ -402,6 +409,6 @@ def check_ahead(args: Any, policy: Any, device: torch.device) -> None:
     counts = {"cpu": math.inf, there.type if there is not None else "": count}
     if found is None or (found.index or 0) >= counts.get(found.type, 0):
         raise ValueError(
-            f"`rollout_device={args.rollout_device}`: this machine has no device {name!r} ({count} accelerators): "
-            "name another, or `cpu`."
+            f"`rollout_device={args.rollout_device}` names {name!r}, which this machine does not have ({count} "
+            "accelerators). Name another device, or `cpu`."
         )

@@ -36,7 +36,7 @@ REFUSED = {
     "eval_accumulation_steps": "evaluation keeps sums, not predictions",
     "eval_do_concat_batches": "evaluation keeps sums, not predictions",
     "eval_use_gather_object": "evaluation keeps sums, not predictions",
-    "ignore_data_skip": "a resumed run must see the prompts it would have seen",
+    "ignore_data_skip": "a resumed run must continue with the prompts that come next",
     "fp16_full_eval": "it would cast the weights that are trained; use `fp16`",
     "include_for_metrics": "evaluation scores generated answers; there is no `compute_metrics`",
     "include_num_input_tokens_seen": "a batch is a list of prompts; tokens are logged as `num_tokens` anyway",
@@ -76,14 +76,14 @@ OFF_POLICY_GENERATION_KWARGS = set(
 ON_POLICY_VLLM_KWARGS = {"detokenize", "seed", "skip_special_tokens"}
 
 _ENDS = (
-    "a response ends where the policy draws an EOS, so that its score lands there: set `stop_token_id`, or give the "
-    "model's `generation_config.eos_token_id` a list"
+    "a response ends where the policy generates an EOS, and its score belongs to that token: set `stop_token_id`, or "
+    "give the model's `generation_config.eos_token_id` a list"
 )
 REFUSED_GENERATION_KWARGS = {
     **dict.fromkeys(("eos_token_id", "include_stop_str_in_output", "stop", "stop_strings", "stop_token_ids"), _ENDS),
     **dict.fromkeys(("max_length", "max_new_tokens", "max_tokens"), "set `max_completion_length`"),
     **dict.fromkeys(("n", "num_return_sequences"), "set `num_generations`"),
-    **dict.fromkeys(("logprobs", "prompt_logprobs"), "the log-prob of each sampled token is kept, and no others"),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), "only the log-prob of each sampled token is kept"),
     **dict.fromkeys(("detokenize", "seed", "skip_special_tokens"), "only vLLM reads it"),
     **dict.fromkeys(("compile_config", "disable_compile"), "TRL switches compilation off in rollouts"),
 }
@@ -336,7 +336,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         "What a return is compared with: the critic's value, the mean return, or both. `mean` is the mean of the "
         "rollout, or with `num_generations` above 1 of the other answers to the same prompt, as in REINFORCE and "
         "RLOO; the critic is neither run nor trained. `gated` mixes the advantages of both: the critic has the weight "
-        "in [0, 1] with which its values left the least variance in the returns of the last rollouts, measured before "
+        "in [0, 1] that left the least variance in the returns of the last rollouts, measured before "
         "it was fitted to them (`val/baseline_weight`; compare EVPO, 2604.19485).",
     )
     normalize_advantages: bool = setting(
@@ -476,7 +476,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
                 continue
             if named not in (defaults[name], value):
                 raise ValueError(
-                    f"`{alias}={value}` and `{name}={named}` are two names of one setting: set one of them."
+                    f"`{alias}={value}` and `{name}={named}` are two names for one setting. Set only one of them."
                 )
             setattr(self, name, value)
             setattr(self, alias, None)
@@ -486,8 +486,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         both = (self.steps_per_generation, self.generation_batch_size)
         if None not in both and self.num_mini_batches == 1 and both[0] != self.gradient_accumulation_steps:
             raise ValueError(
-                f"`steps_per_generation={both[0]}` and `generation_batch_size={both[1]}` are two names of one "
-                "setting: set `num_mini_batches` only."
+                f"`steps_per_generation={both[0]}` and `generation_batch_size={both[1]}` both set the size of a "
+                "rollout. Leave both out, and set `num_mini_batches`."
             )
         if (self.steps_per_generation is None) == (self.generation_batch_size is None):
             self.steps_per_generation = self.num_mini_batches * self.gradient_accumulation_steps
@@ -497,9 +497,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         mini_batches, remainder = divmod(self.steps_per_generation, self.gradient_accumulation_steps)
         if remainder or self.num_mini_batches not in (1, mini_batches):
             raise ValueError(
-                f"`steps_per_generation={self.steps_per_generation}` (`generation_batch_size="
-                f"{self.generation_batch_size}`) must be `num_mini_batches` × `gradient_accumulation_steps` = "
-                f"{self.num_mini_batches} × {self.gradient_accumulation_steps}: set `num_mini_batches` only."
+                f"`steps_per_generation={self.steps_per_generation}` "
+                f"(`generation_batch_size={self.generation_batch_size}`) must equal `num_mini_batches` × "
+                f"`gradient_accumulation_steps` = {self.num_mini_batches} × {self.gradient_accumulation_steps}. Leave "
+                "the first two out, and set `num_mini_batches`."
             )
         self.num_mini_batches = mini_batches
 
@@ -520,14 +521,14 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
             raise ValueError(f"`kl_estimator` must be one of {[*KL_ESTIMATORS]}, got {self.kl_estimator!r}.")
         if self.stop_token and self.stop_token_id is not None:
             raise ValueError(
-                f"`stop_token` and `stop_token_id` are two names of one setting, got {self.stop_token!r} and "
-                f"{self.stop_token_id}: set one of them."
+                f"`stop_token` and `stop_token_id` are two names for one setting, got {self.stop_token!r} and "
+                f"{self.stop_token_id}. Set only one of them."
             )
         if self.kl_controller != "fixed":
             if self.kl_coef == 0:
                 raise ValueError(
-                    f"`kl_controller={self.kl_controller!r}` multiplies `kl_coef`, so it can never leave "
-                    "`kl_coef=0`: start from a positive value such as 0.05."
+                    f"`kl_controller={self.kl_controller!r}` multiplies `kl_coef`, so it cannot change `kl_coef=0`. "
+                    "Set a positive `kl_coef`, such as 0.05."
                 )
             if not self.kl_coef_min <= self.kl_coef <= (math.inf if self.kl_coef_max is None else self.kl_coef_max):
                 raise ValueError(
@@ -536,31 +537,33 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
                 )
         if self.watch == "raise_kl" and self.kl_coef == 0:
             raise ValueError(
-                "`watch='raise_kl'` multiplies `kl_coef`, so it can never leave `kl_coef=0`: start from a positive "
-                "value such as 0.05, or use 'stop'."
+                "`watch='raise_kl'` multiplies `kl_coef`, so it cannot change `kl_coef=0`. Set a positive `kl_coef`, "
+                "such as 0.05, or set `watch='stop'`."
             )
         if self.fp16 and self.max_approx_kl is not None:
             raise ValueError(
-                "`max_approx_kl` skips optimizer steps, which fp16's loss scaler does not allow: use `bf16`, or drop "
-                "it."
+                f"`max_approx_kl={self.max_approx_kl}` skips optimizer steps, but `fp16=True` scales the loss and "
+                "does not allow that. Use `bf16`, or leave `max_approx_kl` out."
             )
         if not self.use_ref_model and (self.kl_coef != 0 or self.sync_ref_model):
             raise ValueError(
-                f"`use_ref_model=False` drops the reference, but `kl_coef={self.kl_coef}`, `sync_ref_model="
-                f"{self.sync_ref_model}` need one: set `kl_coef=0` and `sync_ref_model=False`."
+                "`use_ref_model=False` loads no reference, but `kl_coef` above 0 and `sync_ref_model=True` need one; "
+                f"got {self.kl_coef} and {self.sync_ref_model}. Set `kl_coef=0` and `sync_ref_model=False`, or "
+                "`use_ref_model=True`."
             )
         rules = ("missing_eos_score", "missing_eos_penalty")
         if self.bootstrap_truncated and any(getattr(self, rule) is not None for rule in rules):
             raise ValueError(
-                "`bootstrap_truncated=True` has the critic value an answer that was cut off, and `missing_eos_score` "
-                "and `missing_eos_penalty` are fixed rules for the same answers: set one of them."
+                "`bootstrap_truncated=True` lets the critic value answers that were cut off, but "
+                f"`missing_eos_score={self.missing_eos_score}` and `missing_eos_penalty={self.missing_eos_penalty}` "
+                "set the score of those answers. Set only one of the three."
             )
         defaults = {f.name: f.default for f in fields(self)}
         for name in _OF_THE_CRITIC if self.baseline == "mean" else ():
             if getattr(self, name) != defaults[name]:
                 raise ValueError(
-                    f"`{name}={getattr(self, name)}` is for the critic or its advantages, and `baseline='mean'` uses "
-                    "no critic: leave it out, or use 'gated'."
+                    f"`{name}={getattr(self, name)}` is for the critic and its advantages, but `baseline='mean'` has "
+                    f"no critic. Leave `{name}` out, or set `baseline='gated'`."
                 )
         self._check_ahead()
 
@@ -568,24 +571,25 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         k = self.rollouts_ahead
         if not isinstance(self.rollout_device, (str, type(None))):  # YAML reads `1` as a number
             raise ValueError(
-                f"`rollout_device={self.rollout_device!r}` is not the name of a device: give a text such as 'cuda:1', "
-                "or several names with commas between."
+                f"`rollout_device={self.rollout_device!r}` is not the name of a device. Give a text such as 'cuda:1', "
+                "or several names separated by commas."
             )
         if self.rollout_device is not None and (k == 0 or self.use_vllm):
-            who = "vLLM's server generates" if self.use_vllm else "`rollouts_ahead=0` starts none"
+            who = "vLLM generates (`use_vllm=True`)" if self.use_vllm else "`rollouts_ahead=0` starts none"
             raise ValueError(
                 f"`rollout_device={self.rollout_device}` is for the second process that generates rollouts ahead, but "
-                f"{who}: leave it out."
+                f"{who}. Leave `rollout_device` out."
             )
         if self.use_vllm and k and self.vllm_mode != "server":
             raise ValueError(
-                f"`rollouts_ahead={k}` needs vLLM to generate while this process trains, but it runs in this process "
-                f"(`vllm_mode={self.vllm_mode!r}`): set `vllm_mode='server'`, or `rollouts_ahead=0`."
+                f"`rollouts_ahead={k}` needs vLLM in a process of its own, but `vllm_mode={self.vllm_mode!r}` runs "
+                "vLLM in the training process. Set `vllm_mode='server'`, or `rollouts_ahead=0`."
             )
         if self.use_vllm and k > 1:
             raise ValueError(
-                f"`rollouts_ahead={k}` with vLLM: a server cannot get new weights while it generates, so only one "
-                "rollout can be ahead: set 1, or generate in a second process (`use_vllm=False`)."
+                f"`rollouts_ahead={k}` is too many for vLLM: its server cannot get new weights while it generates, so "
+                "it generates at most one rollout ahead. Set `rollouts_ahead=1`, or generate in a second process "
+                "(`use_vllm=False`)."
             )
 
     def _check_sampling(self):
@@ -599,11 +603,11 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
                 known = "" if self.use_vllm else did_you_mean(name, [*on_policy, *OFF_POLICY_GENERATION_KWARGS])
                 raise ValueError(f"`generation_kwargs={{{name!r}: {value!r}}}` is not supported: {reason}{known}.")
         if self.use_vllm and self.temperature > 2:
-            raise ValueError(f"`temperature={self.temperature}` is above 2, which vLLM refuses: lower it.")
+            raise ValueError(f"`temperature={self.temperature}` is above 2, and vLLM refuses that. Set 2 or less.")
         if (self.num_generations or 1) > 1 and kwargs.get("seed") is not None:
             raise ValueError(
-                f"`generation_kwargs={{'seed': {kwargs['seed']}}}` would give the {self.num_generations} answers to a "
-                "prompt (`num_generations`) the same seed, and so the same text: leave it out; `seed` seeds sampling."
+                f"`generation_kwargs={{'seed': {kwargs['seed']}}}` would give all {self.num_generations} answers to a "
+                "prompt (`num_generations`) the same text. Leave this seed out: `seed` already seeds sampling."
             )
         self._check_correction()
 
@@ -613,27 +617,27 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
         if changed and correction == "none" and self.old_logprobs != "sampler" and not self.allow_off_policy_sampling:
             raise ValueError(
-                f"{changed} change the sampler but not the log-probs that are trained, which biases the ratio and the "
-                f"KL (it can turn negative), and `importance_sampling_mode={mode!r}` does not correct for it. Remove "
-                "them, correct for it by 'auto', or set `allow_off_policy_sampling=True` and watch "
-                "`sampling/logprob_difference`."
+                f"{changed} change the sampler but not the log-probs that are trained. This biases the ratio and the "
+                f"KL (it can turn negative), and `importance_sampling_mode={mode!r}` does not correct the bias. "
+                "Remove these settings, set `importance_sampling_mode='auto'`, or set "
+                "`allow_off_policy_sampling=True` and watch `sampling/logprob_difference`."
             )
         if self.old_logprobs == "sampler" and mode not in ("auto", "none"):
             raise ValueError(
-                f"`importance_sampling_mode={mode!r}` has no effect: with `old_logprobs='sampler'` PPO's own ratio is "
-                "that of the policy to the sampler. Leave one of the two settings at 'auto'."
+                f"`importance_sampling_mode={mode!r}` has no effect: with `old_logprobs='sampler'` PPO's own ratio "
+                "already compares the policy with the sampler. Set one of the two settings to 'auto'."
             )
         if changed.get("do_sample", True) in (False, None) and self.needs_sampler_logprobs:
             raise ValueError(
-                "`generation_kwargs={'do_sample': False}` decodes greedily, without probabilities to correct the loss "
-                "by: leave it out, or set `importance_sampling_mode='none'`, `old_logprobs='recompute'` and "
-                "`allow_off_policy_sampling=True`."
+                "`generation_kwargs={'do_sample': False}` decodes greedily, so there are no probabilities to correct "
+                "the loss with. Leave `do_sample` out, or set `importance_sampling_mode='none'`, "
+                "`old_logprobs='recompute'` and `allow_off_policy_sampling=True`."
             )
         if correction == "none" and (low, high) != (None, 3.0):
             raise ValueError(
-                f"`importance_sampling_clip_min={low}` and `importance_sampling_clip_max={high}` bound weights, but "
-                f"`importance_sampling_mode={mode!r}` uses no weights: set a mode such as 'token_truncate', or leave "
-                "the bounds out."
+                f"`importance_sampling_clip_min={low}` and `importance_sampling_clip_max={high}` bound importance "
+                f"weights, but `importance_sampling_mode={mode!r}` uses none. Set a mode such as 'token_truncate', or "
+                "leave both bounds out."
             )
         if correction != "none" and low is None and high is None:
             raise ValueError(

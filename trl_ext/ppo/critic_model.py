@@ -35,7 +35,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
     """
     if is_adapter(path):
         if peft_config is not None:
-            raise ValueError(f"{path} is an adapter already, and is trained on: leave out `use_peft`")
+            raise ValueError(f"{path} is already an adapter, and training continues with it: leave out `use_peft`")
         is_new = not has_head(path, kwargs.get("revision"))
         if not is_new:
             check_head(path)
@@ -63,4 +63,6 @@ def check_standalone(critic: Any) -> None:
     model = base_model_of(critic)
     check_one_label(model, "a critic")
     if getattr(model.config, "quantization_config", None) is not None:
-        raise ValueError("a critic on a quantised base cannot be trained alone: load its base unquantised")
+        raise ValueError(
+            "the critic's base is quantised, and such a critic cannot be trained alone: load its base unquantised"
+        )

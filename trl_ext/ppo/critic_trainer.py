@@ -166,12 +166,12 @@ def check_rows(dataset: Any, name: str) -> None:
     missing = {"prompt_ids", "completion_ids", "returns"} - {*dataset.column_names}
     if missing:
         raise ValueError(
-            f"the {name} dataset lacks the column(s) {', '.join(sorted(missing))}: `with_returns` makes them of "
-            "saved rollouts."
+            f"the {name} dataset lacks the column(s) {', '.join(sorted(missing))}: `with_returns` adds them to saved "
+            "rollouts."
         )
     for row, (ids, returns) in enumerate(zip(dataset["completion_ids"], dataset["returns"], strict=True)):
         if not ids or len(ids) != len(returns) or not all(map(math.isfinite, returns)):
             raise ValueError(
                 f"row {row} of the {name} dataset has {len(ids)} completion tokens and the returns "
-                f"{str(returns)[:60]}: each token needs one finite number, and there must be a token."
+                f"{str(returns)[:60]}: give it at least one token, and one finite return for each token."
             )

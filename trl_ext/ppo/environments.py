@@ -249,7 +249,8 @@ def guarded(
         name = type(environment).__name__
         if public := {"state_dict", "load_state_dict"} & {*dir(type(environment))}:
             raise ValueError(
-                f"`{name}.{min(public)}` would be a tool, since every public method is one: name it `_{min(public)}`."
+                f"`{name}.{min(public)}` would become a tool, because every public method is one. Rename it to "
+                f"`_{min(public)}`."
             )
         if callable(getattr(environment, "reset", None)):
             replace(environment, "reset", functools.partial(reset, environment.reset, name))
@@ -315,12 +316,12 @@ def check_names(dataset: Any, name: str, known: list[str]) -> None:
     """Raise if a dataset row names no environment or an unknown one, which TRL would notice only in the rollout."""
     if "environment" not in dataset.column_names:
         raise ValueError(
-            f"The {name} dataset has no column `environment`: add one that names one of {known} for each row."
+            f"The {name} dataset has no column `environment`. Add one that holds one of {known} in each row."
         )
     if unknown := sorted({str(each) for each in dataset.unique("environment")} - {*known}):
         raise ValueError(
-            f"The {name} dataset names the environments {unknown}, which are not among the environments {known} of "
-            "`environment_factory`: add them there, or leave the rows out."
+            f"The {name} dataset names the environments {unknown}, but `environment_factory` has only {known}. Add "
+            "them there, or remove these rows."
         )
 
 
@@ -332,26 +333,27 @@ def check_agents(args: Any, tools: Any, environment_factory: Any, rollout_func: 
         return
     if args.rollouts_ahead:
         raise ValueError(
-            f"`rollouts_ahead={args.rollouts_ahead}` draws whole rollouts in advance, which `{named[0]}` does not "
-            "allow: leave it out."
+            f"`rollouts_ahead={args.rollouts_ahead}` generates whole rollouts in advance, and `{named[0]}` does not "
+            "allow that. Set `rollouts_ahead=0`."
         )
     if args.reward_normalization == "reference" and environment_factory is not None:
         raise ValueError(
-            "`reward_normalization='reference'` scores demonstrations, which no environment has played: set another."
+            "`reward_normalization='reference'` scores demonstrations, and demonstrations have no environment. Set "
+            "another `reward_normalization`."
         )
     for name, dataset in datasets:
         if dataset is None:
             continue
         if "input_ids" in dataset.column_names:
             raise ValueError(
-                f"The {name} dataset has `input_ids`, which the policy reads verbatim, but `{named[0]}` writes into "
-                "the prompt: give messages in `prompt`."
+                f"The {name} dataset has `input_ids`, which the policy reads unchanged, but `{named[0]}` adds to the "
+                "prompt. Give messages in `prompt` instead."
             )
         if isinstance(environment_factory, dict):
             check_names(dataset, name, list(environment_factory))
         has_prompts = "prompt" in dataset.column_names and len(dataset) > 0
         if has_prompts and rollout_func is None and not isinstance(dataset[0]["prompt"], list):
             raise ValueError(
-                f"`{named[0]}` needs prompts that are messages; those of the {name} dataset are text: give "
-                "`[{'role': 'user', 'content': …}]`."
+                f"`{named[0]}` needs messages as prompts, but the prompts of the {name} dataset are text. Give "
+                f"`[{{'role': 'user', 'content': …}}]`."
             )

@@ -93,7 +93,7 @@ def end_progress(trainer: Any) -> None:
 
 
 def sampling_seed(args: Any, process: int) -> int:
-    """Return the seed with which a process samples answers; processes that share a vLLM engine get the same seed."""
+    """Return the seed that a process samples answers with; processes that share a vLLM engine get the same seed."""
     together = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
     return args.seed + process // together
 

@@ -31,7 +31,7 @@ def save_and_raise(trainer: Any, role: str) -> None:
     raise_not_finite(
         trainer,
         role,
-        f"The weights from before this step are in {folder}: they are finite, but bad if earlier steps went wrong.",
+        f"The weights from before this step are in {folder}. They are finite, but earlier steps may have hurt them.",
     )
 
 
@@ -39,12 +39,10 @@ def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
     """Raise a `FloatingPointError` on all processes; it names the metrics that are not finite on any of them."""
     terms = sorted(set(gather_object(trainer.metrics.not_finite())))
     cause = (
-        f"first seen in {', '.join(terms)}"
-        if terms
-        else "every logged term is finite, so it arose in the backward pass"
+        f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so the backward pass caused it"
     )
     raise FloatingPointError(
-        f"The gradient of the {whose} is not finite at step {trainer.state.global_step + 1} ({cause}). "
-        f"{what_is_left} Usual causes: a learning rate that is too high, fp16, or rewards of very different scale "
-        "(see `reward_normalization`, `reward_clip_range`)."
+        f"The gradient of the {whose} is not finite at step {trainer.state.global_step + 1} ({cause}). {what_is_left} "
+        "Usual causes: a learning rate that is too high, fp16, or rewards on very different scales (see "
+        "`reward_normalization`, `reward_clip_range`)."
     )

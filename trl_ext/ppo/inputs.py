@@ -48,7 +48,7 @@ def migrate(
         # A model object may well have been loaded from the path
         if None not in (path, value) and not any(v == path or isinstance(v, nn.Module) for v in values):
             raise ValueError(
-                f"`{keyword}={value!r}` and the config's path {path!r} name the same model twice: drop one."
+                f"`{keyword}={value!r}` and the config's path {path!r} both name this model. Leave one of them out."
             )
     model = model if model is not None else getattr(args, "sft_model_path", None)
     if model is None:
@@ -103,8 +103,8 @@ def check_arguments(reward: Any, columns: list[str], name: str, adds_columns: bo
     refused = sorted({*_GIVEN, *columns} - arguments.keys() - {"prompt"})
     if refused and not takes_all:
         raise TypeError(
-            f"Reward function '{get_callable_name(reward)}' is also given {', '.join(refused)}: let its last argument "
-            "be `**kwargs`."
+            f"Reward function '{get_callable_name(reward)}' does not take {', '.join(refused)}, which the trainer "
+            "passes: let its last argument be `**kwargs`."
         )
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needed = [a.name for a in arguments.values() if a.kind in by_name and a.default is inspect.Parameter.empty]
@@ -132,10 +132,14 @@ def check_inputs(
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `PPOConfig`, got {type(args).__name__}.")
     if args.use_vllm and not is_vllm_available():
-        raise ImportError("`use_vllm=True`, but vLLM is not installed: `pip install vllm`, or leave it out.")
+        raise ImportError(
+            "`use_vllm=True` needs vLLM, which is not installed: `pip install vllm`, or set `use_vllm=False`."
+        )
     check_server(args)
     if ref_model is not None and not args.use_ref_model:
-        raise ValueError("`ref_model` was passed, but `use_ref_model=False`: drop one.")
+        raise ValueError(
+            "`ref_model` was passed, but `use_ref_model=False` loads no reference. Leave one of them out."
+        )
     named = [("model", model), ("ref_model", ref_model), ("value_model", value_model)]
     for name, value in named:
         if not isinstance(value, (str, nn.Module, type(None))):
@@ -147,13 +151,13 @@ def check_inputs(
         for other, b in named[i + 1 :]:
             if a is b and isinstance(a, nn.Module):
                 raise ValueError(
-                    f"`{name}` and `{other}` are one object, so training one would change the other: pass a copy."
+                    f"`{name}` and `{other}` are the same object, so training one would change the other. Pass a copy."
                 )
     for i, reward in enumerate(reward_funcs):
         if reward is value_model and isinstance(reward, nn.Module):
             raise ValueError(
-                f"`value_model` and reward function {i} are one object, so training the critic would change the "
-                "reward: leave `value_model` out, the critic then starts as a copy."
+                f"`value_model` and reward function {i} are the same object, so training the critic would change the "
+                "reward. Leave `value_model` out: the critic then starts as a copy of a reward model."
             )
     if processing_class is None and not isinstance(model, str) and not get_config_model_id(model.config):
         raise ValueError("`model` was built in memory, so its tokenizer is not known: pass `processing_class`.")
@@ -167,8 +171,8 @@ def check_inputs(
             continue
         if not isinstance(dataset, Dataset):
             raise TypeError(
-                f"The {name} dataset must be a `datasets.Dataset`, got {type(dataset).__name__}: order and resume "
-                "need its length. Materialise a stream with `Dataset.from_list(list(stream.take(n)))`."
+                f"The {name} dataset must be a `datasets.Dataset`, got {type(dataset).__name__}: shuffling and "
+                "resuming need its length. Turn a stream into one with `Dataset.from_list(list(stream.take(n)))`."
             )
         if len(dataset) == 0:
             raise ValueError(f"The {name} dataset is empty.")
@@ -182,8 +186,8 @@ def check_inputs(
         given = {"prompt_ids": "the prompts' tokens", "finished": "whether an answer ended"}
         if taken := [column for column in given if column in dataset.column_names]:
             raise ValueError(
-                f"The {name} dataset has a column `{taken[0]}`, the name under which reward functions are given "
-                f"{given[taken[0]]}: rename it."
+                f"The {name} dataset has a column `{taken[0]}`, but reward functions get {given[taken[0]]} under this "
+                "name. Rename the column."
             )
         if {"image", "images"} & set(dataset.column_names):
             raise ValueError(f"The {name} dataset has images; vision-language models are not supported.")
@@ -201,19 +205,18 @@ def check_inputs(
     needed = args.generation_batch_size // args.num_generations
     if len(train_dataset) < needed:
         raise ValueError(
-            f"The train dataset has {len(train_dataset)} prompts, a rollout needs {needed} "
-            "(`per_device_train_batch_size` "
-            f"{args.per_device_train_batch_size} × `gradient_accumulation_steps` {args.gradient_accumulation_steps} × "
-            f"`num_mini_batches` {args.num_mini_batches} × {args.world_size} processes / `num_generations` "
-            f"{args.num_generations}): lower one of them."
+            f"The train dataset has {len(train_dataset)} prompts, but a rollout needs {needed} "
+            f"(`per_device_train_batch_size` {args.per_device_train_batch_size} × `gradient_accumulation_steps` "
+            f"{args.gradient_accumulation_steps} × `num_mini_batches` {args.num_mini_batches} × {args.world_size} "
+            f"processes / `num_generations` {args.num_generations}). Lower one of the first three, or add prompts."
         )
     column = {"group": args.reward_group_column, "reference": args.reward_reference_column}.get(
         args.reward_normalization
     )
     if column is not None and column not in train_dataset.column_names:
         raise ValueError(
-            f"`reward_normalization={args.reward_normalization!r}` reads the column {column!r}; the train dataset has "
-            f"{train_dataset.column_names}."
+            f"`reward_normalization={args.reward_normalization!r}` reads the column {column!r}, but the train dataset "
+            f"has {train_dataset.column_names}. Add that column, or name another."
         )
 
 
@@ -224,7 +227,10 @@ def check_token_ids(dataset: Dataset, name: str, vocabulary: int) -> None:
         ids, mask = example["input_ids"], example.get("attention_mask")
         where = f"The {name} dataset, row {row}: "
         if isinstance(ids, list) and mask is not None and len(mask) != len(ids):
-            raise ValueError(f"{where}`attention_mask` has {len(mask)} entries, `input_ids` {len(ids)}.")
+            raise ValueError(
+                f"{where}`attention_mask` has {len(mask)} entries, but `input_ids` has {len(ids)}. Make them equally "
+                "long."
+            )
         real = [i for i, is_real in zip(ids, mask, strict=True) if is_real] if isinstance(ids, list) and mask else ids
         if not isinstance(real, list) or not all(isinstance(i, int) and 0 <= i < vocabulary for i in real):
             raise ValueError(
@@ -239,9 +245,9 @@ def check_evaluation_batch(args: PPOConfig) -> None:
     size = args.per_device_eval_batch_size * args.world_size
     if size % generations:
         raise ValueError(
-            f"An evaluation batch of {size} responses (`per_device_eval_batch_size` "
-            f"{args.per_device_eval_batch_size} × {args.world_size} processes) cannot hold whole groups of "
-            f"{generations} (`num_generations_eval`, `num_generations` if unset): change one of them."
+            f"An evaluation batch has {size} responses (`per_device_eval_batch_size` "
+            f"{args.per_device_eval_batch_size} × {args.world_size} processes), which is not a multiple of "
+            f"{generations} (`num_generations_eval`, or `num_generations` if unset). Change one of these settings."
         )
 
 

@@ -48,7 +48,9 @@ class KLController:
             return
         self.kl_coef = min(self.kl_coef * factor, self._maximum)
         if self.kl_coef == 0:
-            logger.warning("A callback asked to raise `kl_coef`, but no factor can raise it from 0: set it above 0.")
+            logger.warning(
+                "A callback asked to raise `kl_coef`, but no factor changes `kl_coef=0`. Set a positive `kl_coef`."
+            )
 
     def state_dict(self) -> dict[str, float]:
         return {"kl_coef": self.kl_coef}

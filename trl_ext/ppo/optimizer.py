@@ -12,9 +12,9 @@ def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCri
         missing = sum(p.requires_grad and id(p) not in optimized for p in actor_critic.parameters_of(role))
         if missing:
             raise ValueError(
-                f"{missing} trainable weights of the {role} are not in the optimizer and would never change: add "
-                "them to the one passed in `optimizers` (a critic that the trainer builds cannot be in it: pass "
-                "`value_model`, or `optimizer_cls_and_kwargs`), or freeze them with `requires_grad_(False)`."
+                f"{missing} trainable weights of the {role} are not in the optimizer and would never change. Add them "
+                "to the one passed in `optimizers`, or freeze them with `requires_grad_(False)`. For a critic that "
+                "the trainer builds, pass `value_model`, or `optimizer_cls_and_kwargs` instead of `optimizers`."
             )
 
 

@@ -97,7 +97,7 @@ class Passes:
             self._keeps_apart[id(module)] = self._test_apart(model, config.vocab_size)
             if not self._keeps_apart[id(module)]:
                 name = type(base_model_of(module)).__name__
-                self.accelerator.print(f"{name} does not keep packed rows apart, so its rows are padded.")
+                self.accelerator.print(f"{name} mixes rows that are packed together, so its rows are padded instead.")
         return config.hidden_size if self._keeps_apart[id(module)] else None
 
     @torch.no_grad()

@@ -30,7 +30,7 @@ def moved_reference(checkpoint: str) -> str:
     folder = os.path.join(checkpoint, _FOLDER)
     if not os.path.isdir(folder):
         raise CannotResume(
-            f"{folder} is missing, so the reference that `sync_ref_model=True` has moved is not known: the "
-            "checkpoint was written without it. Go on with `sync_ref_model=False`, or start anew."
+            f"{folder} is missing: the checkpoint was written without the reference that `sync_ref_model=True` moves. "
+            "Resume with `sync_ref_model=False`, or start anew."
         )
     return folder

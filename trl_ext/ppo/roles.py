@@ -71,19 +71,19 @@ def check_roles(
         check_config(peft_config, "peft_config", shares_base)
     if critic_peft_config is not None and (not is_peft or value_model is not None):
         raise ValueError(
-            "`critic_peft_config` is for a critic on the policy's base: it needs a policy with an adapter "
-            "(`peft_config`) and no `value_model`."
+            "`critic_peft_config` is for a critic that shares the policy's base. It needs a policy with an adapter "
+            "(`peft_config`), and no `value_model`."
         )
     if is_peft and args.sync_ref_model:
         raise ValueError(
-            "`sync_ref_model=True` moves the reference, but with an adapter that is the frozen base or a frozen "
-            "adapter: set it to False, or train all weights."
+            "`sync_ref_model=True` moves the reference, but a policy with an adapter has a frozen one: the base, or a "
+            "copy of the adapter. Set `sync_ref_model=False`, or train all weights."
         )
     for reward in reward_funcs:
         if isinstance(reward, PeftModel):
             raise ValueError(
-                "A reward model may not be a `PeftModel`: pass the folder of its adapter, which can then share "
-                "the policy's base, or `reward_model.merge_and_unload()`."
+                "A reward model cannot be a `PeftModel`. Pass the folder of its adapter, which can then share the "
+                "policy's base, or pass `reward_model.merge_and_unload()`."
             )
         if args.share_reward_base == "always" and is_adapter(reward) and not is_peft:
             raise ValueError(
@@ -116,14 +116,14 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.activation_checkpointing:
         raise ValueError(
-            "FSDP's own activation checkpointing replays layers in `backward` under whatever adapter is active "
-            "then, with wrong gradients: set `fsdp_activation_checkpointing: false` in accelerate's configuration "
-            "and `activation_checkpointing: true` in the training arguments."
+            "FSDP's own activation checkpointing computes layers again in `backward`, with the adapter that is active "
+            "then, so gradients would be wrong. Set `fsdp_activation_checkpointing: false` in accelerate's "
+            "configuration and `activation_checkpointing: true` in the training arguments."
         )
     if use_vllm and getattr(base_model_of(policy).config, "quantization_config", None) is not None:
         raise ValueError(
-            "`use_vllm=True` with a quantised base: vLLM would be sent the merged weights quantised anew, and "
-            "sample from another policy than the one that is trained. Load the base unquantised, or generate "
+            "`use_vllm=True` does not work with a quantised base: vLLM would get merged weights that were quantised "
+            "again, and sample from another policy than the trained one. Load the base unquantised, or generate "
             "without vLLM."
         )
 
@@ -157,16 +157,16 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: A
     theirs, ours = vocabulary_of(reference), vocabulary_of(loader.policy)
     if theirs < ours:
         raise ValueError(
-            f"`ref_model` has a vocabulary of {theirs} tokens, the policy one of {ours}, but it must score each of "
-            "them: leave `ref_model` out for a frozen copy of the policy, or cut unused rows off the policy by "
-            f"`model.resize_token_embeddings({theirs})`."
+            f"`ref_model` has a vocabulary of {theirs} tokens, but the policy has {ours}, and the reference must "
+            "score all of them. Leave `ref_model` out to use a frozen copy of the policy, or cut unused rows off the "
+            f"policy with `model.resize_token_embeddings({theirs})`."
         )
     if theirs > ours:
         check_same_ids("`ref_model`", named(ref_model), tokenizer)
         if args.sync_ref_model:
             raise ValueError(
-                f"`sync_ref_model=True` mixes `ref_model`, with a vocabulary of {theirs} tokens, and the policy, with "
-                f"one of {ours}: leave `ref_model` out, or set it to False."
+                f"`sync_ref_model=True` averages `ref_model` and the policy, but their vocabularies have {theirs} and "
+                f"{ours} tokens. Leave `ref_model` out, or set `sync_ref_model=False`."
             )
     reference.requires_grad_(False).eval()
     if args.disable_dropout:

@@ -395,11 +395,12 @@ class Collection:
             return logprobs
         if trainer.model.training and trainer.args.needs_sampler_logprobs:
             raise RuntimeError(
-                f"The log-probs under which the answers were drawn are missing on {int((~who_knows.bool()).sum())} of "
-                f"{len(who_knows)} process(es), or are of other tokens, so that `importance_sampling_mode="
-                f"{trainer.args.importance_sampling_mode!r}` and `old_logprobs={trainer.args.old_logprobs!r}` cannot "
-                "correct for who has drawn them: have the sampler return them and leave answers as they were drawn, "
-                "or set `importance_sampling_mode='none'` to train without a correction."
+                f"The sampler's log-probs are missing on {int((~who_knows.bool()).sum())} of {len(who_knows)} "
+                "process(es), or belong to other tokens. "
+                f"`importance_sampling_mode={trainer.args.importance_sampling_mode!r}` and "
+                f"`old_logprobs={trainer.args.old_logprobs!r}` need them. Return the log-probs with the answers, and "
+                "do not change answers afterwards; or set `importance_sampling_mode='none'` and "
+                "`old_logprobs='recompute'` to train without a correction."
             )
         return None
 

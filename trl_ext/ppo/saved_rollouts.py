@@ -51,7 +51,7 @@ def with_token_ids(
     if given and not has_ids:  # else the texts would be read without a word
         (missing_ids,) = {*_IDS} - {*given}
         raise ValueError(
-            f"the rollouts have {given[0]}, but no {missing_ids}: give both, or neither to read the texts"
+            f"the rollouts have {given[0]}, but no {missing_ids}: give both, or neither to have the texts read"
         )
     if "finished" in dataset.column_names:
         for row, stated in enumerate(dataset["finished"]):
@@ -63,8 +63,8 @@ def with_token_ids(
         missing = {"prompt", "completion", "finished"} - {*dataset.column_names}
         if missing:
             raise ValueError(
-                f"the rollouts have neither {' and '.join(_IDS)}, nor {', '.join(sorted(missing))}: write them by "
-                "`trl-ext generate --rollouts true`"
+                f"the rollouts have no {' and '.join(_IDS)}, and to read their texts they lack "
+                f"{', '.join(sorted(missing))}: write them with `trl-ext generate --rollouts true`"
             )
         check_texts(dataset, ("prompt", "completion"), "the rollouts")
         prompts, completions = _tokenized(dataset, tokenizer)
@@ -77,7 +77,7 @@ def with_token_ids(
     for row, ids in enumerate(zip(prompts, completions, strict=True)):
         wrong = [i for part in ids for i in part if not (isinstance(i, int) and 0 <= i < vocabulary)]
         if wrong and not isinstance(wrong[0], int):
-            raise ValueError(f"rollout {row} has the token id {wrong[0]!r}: token ids are lists of whole numbers")
+            raise ValueError(f"rollout {row} has the token id {wrong[0]!r}: token ids must be whole numbers")
         if wrong:
             raise ValueError(
                 f"rollout {row} has the token id {wrong[0]}, but the critic's vocabulary has only {vocabulary} ids: "
@@ -122,7 +122,8 @@ def _check_texts_of_ids(
             if stated != found:
                 raise ValueError(
                     f"rollout {row} says `finished: {str(stated).lower()}`, but its last token is "
-                    f"{completions[row][-1]}, and completions end by one of {ends}: give the policy's tokenizer"
+                    f"{completions[row][-1]}, and a completion is finished if it ends with one of {ends}: pass the "
+                    "policy's tokenizer"
                 )
     if "completion" in dataset.column_names:
         some = dataset.select(range(min(len(dataset), _CHECKED)))["completion"][:]
@@ -131,8 +132,8 @@ def _check_texts_of_ids(
         ):
             if (stated if isinstance(stated, str) else stated[-1]["content"]) != text:
                 raise ValueError(
-                    f"rollout {row} has ids that read {text[:60]!r}, but its text is {str(stated)[:60]!r}: the ids "
-                    "come from another tokenizer"
+                    f"rollout {row} has ids that decode to {text[:60]!r}, but its text is {str(stated)[:60]!r}: pass "
+                    "the tokenizer that made the ids"
                 )
 
 
@@ -147,7 +148,7 @@ def given_scores(dataset: Dataset, column: str) -> Tensor:
     for row, score in enumerate(scores):
         if not is_finite_number(score):
             raise ValueError(
-                f"rollout {row} has the score {score!r} in {column!r}: give it a finite number, or leave it out"
+                f"rollout {row} has the score {score!r} in {column!r}: give it a finite number, or leave the row out"
             )
     return torch.tensor(scores, dtype=torch.float64)[:, None]
 
@@ -174,8 +175,8 @@ def score_rollouts(
     """
     if missing := {"prompt", "completion"} - {*dataset.column_names}:
         raise ValueError(
-            f"the rollouts have no {', '.join(sorted(missing))}, which rewards read: write them by `trl-ext generate "
-            "--rollouts true`, or give their scores in a column"
+            f"the rollouts have no {', '.join(sorted(missing))}, and rewards read it: write them with `trl-ext "
+            "generate --rollouts true`, or give their scores in a column"
         )
     processes = PartialState()
     mistakes = Mistakes(processes)
@@ -234,7 +235,9 @@ def with_returns(
     """
     count = rewards.shape[1]
     if args.reward_weights is not None and len(args.reward_weights) != count:
-        raise ValueError(f"`reward_weights` must be one for each of {count} rewards, got {args.reward_weights}")
+        raise ValueError(
+            f"`reward_weights` must have one number for each of the {count} rewards, got {args.reward_weights}"
+        )
     weights = torch.tensor(args.reward_weights or [1.0] * count, dtype=torch.float64)
     weighted = [] if token_scores is None else zip(weights.tolist(), token_scores, strict=True)
     if not any(tokens is not None for weight, given in weighted if weight != 0 for tokens in given):
@@ -246,16 +249,25 @@ def with_returns(
     groups = None
     if args.reward_normalization == "group":
         if args.reward_group_column not in dataset.column_names:
-            raise ValueError(f"the rollouts have no column {args.reward_group_column!r} (`reward_group_column`)")
+            raise ValueError(
+                f"the rollouts have no column {args.reward_group_column!r} (`reward_group_column`): name one of "
+                f"{dataset.column_names}"
+            )
         groups = [str(value) for value in dataset[args.reward_group_column]]
     scores, scales = RewardNormalizer(args.reward_normalization)(scores, groups)
     if args.reward_clip_range:
         scores = scores.clamp(*args.reward_clip_range)
     valid = ~scores.isnan()
     if not valid.any():
-        raise ValueError("no rollout is left: each has no score, or does not end by EOS and is left out as truncated")
+        raise ValueError(
+            "no rollout is left to train on: give each one a score, or set `mask_truncated_completions` to false if "
+            "none ends with an EOS"
+        )
     if scores[valid].min() == scores[valid].max() and token_scores is None:
-        raise ValueError(f"all rollouts have the score {scores[valid][0]:g}: a critic can learn nothing from them")
+        raise ValueError(
+            f"all rollouts have the score {scores[valid][0]:g}, so a critic can learn nothing from them: use rollouts "
+            "with different scores"
+        )
 
     kept = valid.nonzero()[:, 0].tolist()
     dataset = dataset.select(kept)
@@ -311,8 +323,8 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
         held_out += prompts[place]
     if len(held_out) == len(dataset):
         raise ValueError(
-            f"`eval_size` {eval_size} leaves none of the {len(dataset)} rollouts, to {len(prompts)} prompts, to train "
-            "on: lower it"
+            f"`eval_size` {eval_size} holds out all {len(dataset)} rollouts ({len(prompts)} prompts), and leaves none "
+            "to train on: lower it"
         )
     held = set(held_out)
     return dataset.select([row for row in range(len(dataset)) if row not in held]), dataset.select(sorted(held))

@@ -263,7 +263,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             args = copy.copy(args)  # the caller's stays as it is
             args.allow_off_policy_sampling = True  # who draws is not known here
         if value_model is not None and args.baseline == "mean":
-            raise ValueError("`value_model` is the critic, and `baseline='mean'` uses none: leave one of the two out.")
+            raise ValueError("`value_model` is a critic, but `baseline='mean'` uses none. Leave one of the two out.")
         if optimizers[0] is not None and args.critic_learning_rate is not None:
             raise ValueError(
                 "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
@@ -412,8 +412,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if args.stop_token_id is not None:
             if not 0 <= args.stop_token_id < (vocabulary := vocabulary_of(policy)):
                 raise ValueError(
-                    f"`stop_token_id={args.stop_token_id}` is none of the policy's {vocabulary} tokens, so that "
-                    "nothing would end by it: use one, or leave it out."
+                    f"`stop_token_id={args.stop_token_id}` is not in the policy's vocabulary (0 to {vocabulary - 1}). "
+                    "Use an id in that range, or leave the setting out."
                 )
             self.eos_token_ids = [*self.eos_token_ids, args.stop_token_id]
         if self.use_vllm:
@@ -440,8 +440,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             self.accelerator.ddp_handler.find_unused_parameters = False
         if self.is_deepspeed_enabled and args.leaves_steps_out:
             raise ValueError(
-                "`critic_warmup_rollouts`, `critic_steps` and `max_approx_kl` leave steps out, but DeepSpeed's engine "
-                "makes its step inside `backward`: use DDP or FSDP, or drop them."
+                f"`critic_warmup_rollouts={args.critic_warmup_rollouts}`, `critic_steps={args.critic_steps}` and "
+                f"`max_approx_kl={args.max_approx_kl}` skip some updates, but DeepSpeed updates the weights inside "
+                "`backward`. Use DDP or FSDP, or leave these settings out."
             )
 
     def _set_reference(self, ref_model: str | PreTrainedModel | None, is_moved: bool = False) -> None:
@@ -917,8 +918,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         longest = max(map(len, prompt_ids))
         if self.environments is not None and context and longest >= context:
             message = (
-                f"the prompt of row {[len(ids) for ids in prompt_ids].index(longest)} has {longest} tokens with what "
-                f"`reset` said, and the policy's context is {context}: shorten it, or use a longer context"
+                f"the prompt of row {[len(ids) for ids in prompt_ids].index(longest)} has {longest} tokens, with the "
+                f"text that `reset` returned, but the policy's context has {context}: shorten the prompt, or use a "
+                "policy with a longer context"
             )
             self._mistakes.notes.append((message, ValueError(message)))
         if self.environments is not None and not self._collection.calls.turn:
@@ -1020,7 +1022,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         # DeepSpeed makes its step within `backward`, and calls a norm that is not finite -1
         if self.is_deepspeed_enabled and not (norm is None or 0 <= norm < math.inf or self.args.fp16):
-            left = "The last finite weights are those of the newest checkpoint."
+            left = "The newest checkpoint has the last finite weights."
             gradients.raise_not_finite(self, "policy or the critic", left)
         return norm
 
@@ -1187,9 +1189,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 is_compared = not self._mistakes.notes
             if differs and is_compared:
                 self.accelerator.print(
-                    f"{type(environment).__name__}: after an episode `reset` leaves {', '.join(differs)} other than "
-                    "in a new instance, so a run resumed from a checkpoint would not be the same to the bit: let "
-                    "`reset` set all of it, or give the class `_state_dict` and `_load_state_dict`."
+                    f"{type(environment).__name__}: after an episode, `reset` leaves {', '.join(differs)} different "
+                    "from a new instance, so a resumed run may differ from an uninterrupted one. Set all of it in "
+                    "`reset`, or give the class `_state_dict` and `_load_state_dict`."
                 )
 
     # ---- Logging ----
@@ -1265,9 +1267,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         written, now = marker.get("processes"), self.accelerator.num_processes
         if written not in (None, now):
             raise CannotResume(
-                f"{checkpoint} was written by {written} process(es), this run has {now}, so it cannot go on exactly: "
-                f"start it on {written}; or begin a new run in another `output_dir`, with the checkpoint as `model` "
-                "and its folder `critic` as `value_model`."
+                f"{checkpoint} was written by {written} process(es), but this run has {now}, so it cannot resume "
+                f"exactly. Start it on {written}; or begin a new run in another `output_dir`, with the checkpoint as "
+                "`model` and its folder `critic` as `value_model`."
             )
 
     def _before_resuming(self, checkpoint: str) -> None:
@@ -1342,8 +1344,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if rows is not None:
             if (self.args.importance_correction != "none") != ("importance_weights" in rows):
                 raise CannotResume(
-                    f"{checkpoint} was written in a rollout with another `importance_sampling_mode` than "
-                    f"{self.args.importance_sampling_mode!r}: set the one of that run ('none' before there was one)."
+                    f"{checkpoint} was saved in the middle of a rollout, with another `importance_sampling_mode` than "
+                    f"{self.args.importance_sampling_mode!r}. Set the mode of that run; if it had no such setting, "
+                    "set 'none'."
                 )
             epoch = self._step % self._steps_per_rollout // self.args.steps_per_generation
             self._buffered_inputs = self._micro_batches(rows, epoch)

@@ -73,8 +73,9 @@ def sampled_logprobs(
         returned = [each[0] for each in of_tokens[row]] if of_tokens is not None else tokens
         if len(given) != len(tokens) or returned != tokens:
             raise RuntimeError(
-                f"vLLM returned log-probs of other tokens than those of answer {row}: {len(given)} of {returned[:8]} "
-                f"… for {len(tokens)} of {tokens[:8]} …; this version of vLLM or of TRL is not supported."
+                f"vLLM returned log-probs for the wrong tokens of answer {row}: {len(given)} log-probs of "
+                f"{returned[:8]} … for the {len(tokens)} tokens {tokens[:8]} …. This version of vLLM or of TRL is not "
+                "supported."
             )
         for place, (logprob, *_) in enumerate(given):
             if logprob is None or not math.isfinite(logprob):
@@ -95,7 +96,7 @@ def plain_errors() -> Iterator[None]:
         if "NCCL" not in str(error):
             raise
         raise ValueError(
-            "`vllm_mode: server` sends weights by NCCL, which needs a GPU for the trainer, too: give it one, or leave "
+            "`vllm_mode: server` sends weights over NCCL, so the trainer needs a GPU, too. Train on a GPU, or leave "
             "out `use_vllm`."
         ) from None
 
@@ -134,9 +135,11 @@ def _configuration(url: str) -> dict[str, Any]:
     try:
         answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
     except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
-        raise ValueError(f"{url!r} is no address of a vLLM server: give one such as http://127.0.0.1:8000.") from None
+        raise ValueError(
+            f"{url!r} is not the address of a vLLM server. Give one such as http://127.0.0.1:8000."
+        ) from None
     if answer.status_code == 404:
-        raise _restart(url, "does not show how it is configured", "VLLM_SERVER_DEV_MODE=1 in its environment")
+        raise _restart(url, "does not show its configuration", "VLLM_SERVER_DEV_MODE=1 in its environment")
     try:
         config = answer.raise_for_status().json()["vllm_config"]
         transfer, mode = config["weight_transfer_config"], config["model_config"]["logprobs_mode"]
@@ -144,9 +147,9 @@ def _configuration(url: str) -> dict[str, Any]:
         raise ValueError(f"The server at {url} is not a vLLM server: check host and port.") from None
     if transfer is None:
         flag = """`--weight-transfer-config '{"backend": "nccl"}'`"""
-        raise _restart(url, "takes no weights, and would answer with those that it began with", flag)
+        raise _restart(url, "does not accept new weights, and would keep answering with its first ones", flag)
     if mode != "processed_logprobs":
-        what = f"returns {mode}, which are not of the distribution that it samples from"
+        what = f"returns {mode}, not the log-probs of the distribution that it samples from"
         raise _restart(url, what, "`--logprobs-mode processed_logprobs`")
     return config
 
@@ -172,8 +175,8 @@ def _waited(ask: Callable[[], Any], url: str, seconds: float, reason: str | None
         has_printed = True
         if time.monotonic() >= end:
             raise ServerLost(
-                f"The vLLM server at {url} does not answer ({reason}), after {seconds:g} s of waiting "
-                "(`vllm_server_timeout`): start it, and then the same command again."
+                f"The vLLM server at {url} has not answered for {seconds:g} s (`vllm_server_timeout`): {reason}. "
+                "Start the server, then run the same command again."
             )
         time.sleep(min(1.0, seconds / 10))
 
@@ -214,7 +217,7 @@ class ServerGuard:
             if (answers := draw())[0]:
                 return answers
             self._recover()
-        raise ServerLost(f"The vLLM server has failed {_TRIES} times in a row: its own output says why.")
+        raise ServerLost(f"The vLLM server has failed {_TRIES} times in a row. See its own output for the cause.")
 
     def _recover(self) -> None:
         try:
@@ -226,7 +229,7 @@ class ServerGuard:
     def _reach_again(self) -> None:
         failure, self._failure, url = self._failure, None, self._client.base_url
         if _is_refusal(failure):
-            raise ServerLost(f"The vLLM server at {url} refuses what it was asked. {failure}")
+            raise ServerLost(f"The vLLM server at {url} refuses the request. {failure}")
         _waited(self._connect, url, self.trainer.args.vllm_server_timeout, type(failure).__name__)
 
     def _connect(self) -> None:
@@ -237,7 +240,7 @@ class ServerGuard:
             self._client.init_communicator(device=self.trainer.accelerator.device)
             self._instance = instance
             print(
-                f"The vLLM server at {self._client.base_url} was restarted: it is sent the weights again.", flush=True
+                f"The vLLM server at {self._client.base_url} was restarted, so it gets the weights again.", flush=True
             )
 
     def _guarded_generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -294,15 +297,15 @@ def save_last_step(trainer: Any) -> str:
     """Save a checkpoint of the last finished step, unless it exists; return a sentence that says where it is."""
     step = trainer.state.global_step
     if not step:
-        return "No step had been finished."
+        return "No step was finished."
     checkpoint = os.path.join(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
     trainer._check_saving(wait=True)  # it may be under way
     if not _is_complete(checkpoint):
         trainer._save_checkpoint(trainer.model_wrapped, None)
         trainer._check_saving(wait=True)
     if not _is_complete(checkpoint):  # `save_only_model`, or a full disk with `on_save_failure: continue`
-        return "The same command goes on from the newest complete checkpoint, if there is one."
-    return f"What was trained is kept: the same command goes on from {checkpoint}."
+        return "The same command resumes from the newest complete checkpoint, if there is one."
+    return f"The training so far is saved: the same command resumes from {checkpoint}."
 
 
 def _is_complete(checkpoint: str) -> bool:

@@ -69,7 +69,7 @@ def _changed(name: str, before: dict[str, Any], now: dict[str, Any], *names: Nam
         details = [f"{beside[0] or 'another'} before, {beside[1] or 'another'} now"]
     rows = before.get("train_rows"), now.get("train_rows")
     if name == "train_data" and None not in rows:
-        same = f"{rows[0]} rows before and now: other ones, or in another order"
+        same = f"{rows[0]} rows before and now, but other rows or in another order"
         details.append(same if rows[0] == rows[1] else f"{rows[0]} rows before, {rows[1]} now")
     details += _details(*(each[name] if isinstance(each.get(name), dict) else {} for each in names))
     in_brackets = f" ({'; '.join(details)})" if details else ""
@@ -101,7 +101,7 @@ def _rewards(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
         elif old != new:
             yield f"reward {i + 1} is now {becomes}, was {was}"
         elif before[old] != now[old]:
-            yield f"reward {i + 1}, {was}, is another one of this name: {_part(str(before[old]), str(now[old]))}"
+            yield f"reward {i + 1}, {was}, has changed: {_part(str(before[old]), str(now[old]))}"
 
 
 def _part(before: str, now: str) -> str:

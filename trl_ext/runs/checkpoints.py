@@ -45,7 +45,7 @@ _MAY_DIFFER = tuple(
     vllm_gpu vllm_group vllm_server watch
     """.split()
 )
-_SAY_YOURSELF = ' (Where a reward function is the same, its attribute `identity = "…"` can say so.)'
+_SAY_YOURSELF = ' (If a reward function has an attribute `identity = "…"`, that alone is compared.)'
 _GIVEN = ("compute_loss_func", "optimizer_cls_and_kwargs")  # arguments of every Trainer that are Python
 
 
@@ -97,13 +97,13 @@ def _newest_checkpoint(output_dir: str) -> str | None:
 def _checked_marker(checkpoint: str) -> dict[str, Any]:
     """Return the marker of a checkpoint (the list of its files); raise if a file is missing or changed."""
     if not os.path.isdir(checkpoint):
-        raise CannotResume(f"{checkpoint} is no folder, so there is nothing to resume from: check the path.")
+        raise CannotResume(f"{checkpoint} is not a folder, so there is nothing to resume from. Check the path.")
     try:
         marker = read_marker(checkpoint)
         check_files(checkpoint, marker)
     except IncompleteCheckpoint as reason:
         raise CannotResume(
-            f"{checkpoint} is not a complete checkpoint: {reason}. Pass another one, or `True` for the newest "
+            f"{checkpoint} is not a complete checkpoint: {reason}. Pass another checkpoint, or `True` for the newest "
             "complete one."
         ) from None
     return marker
@@ -114,7 +114,9 @@ def _on_first(find: Callable[..., Any], *args: Any) -> Any:
     try:
         return on_first(find, *args)
     except OSError as error:
-        raise CannotResume(f"Checkpoints cannot be read ({error}): check that folder, or pass another one.") from None
+        raise CannotResume(
+            f"Checkpoints cannot be read ({error}). Check that folder, or pass another checkpoint."
+        ) from None
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
@@ -294,7 +296,7 @@ class ResumableRun(BackgroundSaving):
             end = "; ".join(stops) if stops else f"Training is complete, at step {state.global_step}"
             if is_deepspeed_zero3_enabled():
                 raise CannotResume(
-                    f"{end}, and ZeRO-3 loads weights only into a run that goes on: take them from {checkpoint}."
+                    f"{end}, and ZeRO-3 can load weights only into a run that continues. Take them from {checkpoint}."
                 )
             self.accelerator.print(f"{end}: loading {checkpoint}.")
             self._load_from_checkpoint(checkpoint)

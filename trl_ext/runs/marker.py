@@ -61,8 +61,7 @@ def read_marker(checkpoint: str) -> dict[str, Any]:
     path = Path(checkpoint) / MARKER
     if not path.is_file():
         raise IncompleteCheckpoint(
-            f"it has no {MARKER}: it was interrupted while it was written, is of `save_only_model`, or trl_ext did "
-            "not write it"
+            f"it has no {MARKER}: writing it was interrupted, `save_only_model` was set, or trl_ext did not write it"
         )
     try:
         marker = json.loads(path.read_text())
@@ -71,7 +70,7 @@ def read_marker(checkpoint: str) -> dict[str, Any]:
         # Another version may have written anything
         _ = marker["written_ns"] + 0, marker["configuration"].keys(), [(n, h) for n, h in marker["files"].values()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise IncompleteCheckpoint(f"its {MARKER} is damaged, or of an earlier trl_ext") from None
+        raise IncompleteCheckpoint(f"its {MARKER} is damaged, or was written by an earlier trl_ext") from None
     return marker
 
 
@@ -82,9 +81,9 @@ def check_files(checkpoint: str, marker: dict[str, Any]) -> None:
         if name not in found:
             raise IncompleteCheckpoint(f"{name} is missing")
         if found[name].stat().st_size != size:
-            raise IncompleteCheckpoint(f"{name} has {found[name].stat().st_size} bytes, {size} were written")
+            raise IncompleteCheckpoint(f"{name} has {found[name].stat().st_size} bytes, but {size} were written")
         if file_hash(found[name]) != digest:
-            raise IncompleteCheckpoint(f"{name} is damaged, or was changed: its checksum is not the one written")
+            raise IncompleteCheckpoint(f"{name} is damaged, or was changed: its checksum is not the original one")
 
 
 class IncompleteCheckpoint(ValueError):

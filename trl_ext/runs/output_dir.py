@@ -34,7 +34,7 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
     path = Path(output_dir)
     there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), path)
     if not there.is_dir():
-        raise NotADirectoryError(f"`output_dir` {output_dir}: {there} is no folder, choose another")
+        raise NotADirectoryError(f"`output_dir` {output_dir}: {there} is not a folder, choose another")
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
@@ -43,8 +43,8 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
     is_finished = (path / "train_results.json").is_file() and not any(path.glob("checkpoint-*"))
     if is_finished and str(resume).lower() != "false":
         raise FileExistsError(
-            f"`output_dir` {output_dir} holds a finished run without checkpoints: choose another, or write "
-            "over it by `resume_from_checkpoint: false`"
+            f"`output_dir` {output_dir} holds a finished run without checkpoints: choose another, or overwrite it "
+            "with `resume_from_checkpoint: false`"
         )
 
 
@@ -111,7 +111,7 @@ def _locked(folder: Path) -> Any:
                 f"`output_dir` {folder} is in use by {_holder(folder / LOCK)}, of another account: choose another "
                 f"`output_dir`; or, if that process has ended, have {folder / LOCK} deleted"
             ) from None
-        print(f"Nothing keeps a second run out of {folder}: it cannot be locked ({error.strerror or error}).")
+        print(f"{folder} cannot be locked ({error.strerror or error}), so nothing keeps a second run out of it.")
         return None
     return lock
 

@@ -61,9 +61,9 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
     cause = failure and not_saved(os.path.join(output_dir, what), failure)
     if causes := [*filter(None, gather_object([cause]))]:
         has_checkpoint = any(Path(output_dir).glob(f"checkpoint-*/{MARKER}"))
-        goes_on = goes_on or ("goes on from the newest complete checkpoint" if has_checkpoint else "begins anew")
-        kept = "" if what == MODEL else "the model is saved; "
-        raise NotSaved(f"{causes[0]}: {kept}make room, and run the same command again, which {goes_on}.") from failure
+        goes_on = goes_on or ("resumes from the newest complete checkpoint" if has_checkpoint else "begins anew")
+        kept = "" if what == MODEL else "The model is saved. "
+        raise NotSaved(f"{causes[0]}. {kept}Make room, then run the same command again: it {goes_on}.") from failure
 
 
 def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
@@ -77,7 +77,7 @@ def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
     """
     with result_of(trainer.args.output_dir, MODEL):
         trainer.save_model()
-    with result_of(trainer.args.output_dir, "What training came to"):
+    with result_of(trainer.args.output_dir, "The training metrics"):
         if metrics:
             trainer.save_metrics("train", metrics)
 
@@ -133,11 +133,11 @@ class BackgroundSaving(_Trainer):
         nothing uploads them.
         """
         if self._is_pushed:
-            return "`push_to_hub` uploads each: set `hub_strategy='end'` to upload the model at the end alone"
+            return "`push_to_hub` uploads each: set `hub_strategy='end'` to upload only the model at the end"
         for tracker in self.args.report_to or []:
             variable, values = _UPLOADERS.get(tracker, ("", set()))
             if os.getenv(variable, "").upper() in values:
-                return f"{tracker} uploads each: unset {variable} to send it numbers alone"
+                return f"{tracker} uploads each: unset {variable} to send it only numbers"
         return None
 
     def _print_what_waits(self) -> None:
@@ -147,7 +147,10 @@ class BackgroundSaving(_Trainer):
         if self._upload is not None:
             self.accelerator.print(f"`save_in_background`: training waits for each checkpoint, since {self._upload}.")
         elif plugin is not None and "FULL" not in str(plugin.state_dict_type):
-            why = "all processes write it together, unless it is of `fsdp_state_dict_type: FULL_STATE_DICT`"
+            why = (
+                "all processes write it together. Set `fsdp_state_dict_type: FULL_STATE_DICT` to have one process "
+                "write it"
+            )
             self.accelerator.print(f"`save_in_background`: training waits for FSDP's part of each checkpoint: {why}.")
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -199,11 +202,11 @@ class BackgroundSaving(_Trainer):
 
     def _unsaved(self, cause: str, goes_on: bool) -> str:
         if goes_on:
-            return f"{cause}, and training goes on, as `on_save_failure: continue` says."
-        or_else = "" if self._goes_on_unsaved else "; or set `on_save_failure: continue`"
+            return f"{cause}. Training continues (`on_save_failure: continue`)."
+        or_else = "" if self._goes_on_unsaved else " Or set `on_save_failure: continue`."
         return (
-            f"{cause}, so that training ends at step {self.state.global_step}: make room, and run the same command "
-            f"again, which goes on from the newest complete checkpoint{or_else}."
+            f"{cause}, so training ends at step {self.state.global_step}. Make room, then run the same command again: "
+            f"it resumes from the newest complete checkpoint.{or_else}"
         )
 
     def _forget_unsaved(self, checkpoint: str, best: str | None) -> None:

@@ -96,7 +96,7 @@ def steps_of(trainer: Any) -> int | None:
 def saves(args: Any) -> str:
     """Return a text on checkpoints: when they are written, where, and how many are kept."""
     if args.save_strategy == "no":
-        return f"no checkpoints, only the end in {args.output_dir}"
+        return f"no checkpoints, only the final model, in {args.output_dir}"
     when = {
         "steps": f"every {args.save_steps:g} steps" if args.save_steps >= 1 else f"every {args.save_steps:.0%}",
         "epoch": "every epoch",

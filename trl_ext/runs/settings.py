@@ -58,7 +58,7 @@ def meets(value: Any, rule: str) -> bool:
     else:
         bounds = re.findall(r"(>=?) (\S+\b)", rule)
     if not bounds:
-        raise ValueError(f"{rule!r} has no bound: write it as '> 0' or 'in [0, 1]', or give a test, too.")
+        raise ValueError(f"{rule!r} has no bound: write it as '> 0' or 'in [0, 1]', or pass a test as well.")
     compare = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
     return all(compare[sign](value, float(bound)) for sign, bound in bounds) and (
         "finite" not in rule or value < math.inf
@@ -225,8 +225,8 @@ def check_settings(
         value = getattr(config, each.name)
         if other and value != each.default and (found := getattr(config, other)) != needed:
             raise ValueError(
-                f"`{each.name}={value}` is for `{other}={needed!r}`, but `{other}={found!r}`: set that, or leave it "
-                "out."
+                f"`{each.name}={value}` needs `{other}={needed!r}`, but `{other}={found!r}`. Set "
+                f"`{other}={needed!r}`, or leave `{each.name}` out."
             )
 
 
@@ -235,13 +235,13 @@ def check_score_settings(config: Any) -> None:
     score, penalty = config.missing_eos_score, config.missing_eos_penalty
     if score is not None and penalty is not None:
         raise ValueError(
-            f"`missing_eos_score={score}` replaces the score that `missing_eos_penalty={penalty}` is subtracted "
-            "from: set one of them."
+            f"`missing_eos_score={score}` replaces the score, but `missing_eos_penalty={penalty}` is subtracted from "
+            "it. Set only one of them."
         )
     if config.mask_truncated_completions and (score, penalty) != (None, None):
         raise ValueError(
-            "`mask_truncated_completions=True` leaves out the responses without EOS, which `missing_eos_score="
-            f"{score}` and `missing_eos_penalty={penalty}` are for: set one of them."
+            f"`mask_truncated_completions=True` leaves out responses without EOS, but `missing_eos_score={score}` and "
+            f"`missing_eos_penalty={penalty}` score them. Set only one of the three."
         )
     if config.reward_clip_range and not config.reward_clip_range[0] < config.reward_clip_range[1]:
         raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {config.reward_clip_range}.")

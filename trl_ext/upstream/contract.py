@@ -96,7 +96,7 @@ def _difference(label: str, parameters: Iterable[str], required: list[str], pass
     names, parameters = {name.rstrip("=") for name in given}, list(parameters)
     if parameters[: len(by_place)] == by_place and {*required} <= names <= {*parameters}:
         return ""
-    return f"`{label}` takes ({', '.join(parameters)}), we rely on ({passed})"
+    return f"`{label}` takes ({', '.join(parameters)}), but trl_ext relies on ({passed})"
 
 
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

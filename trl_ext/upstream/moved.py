@@ -103,7 +103,7 @@ MOVED: dict[str, str] = {
     "trl_ext.data.label_studio_tasks": "trl_ext.workbench.labels.labelling.label_studio_tasks",
     "trl_ext.data.read_choices": "trl_ext.workbench.labels.labelling.read_choices",
 }
-# Setting that was added since 0.2.0 → its default, with which a run is the same as in 0.2.0, and may resume from there
+# Setting that was added since 0.2.0 → its default: a run with it is the same as in 0.2.0, and may resume from there
 ADDED: dict[str, object] = {
     "baseline": "critic",
     "bootstrap_truncated": False,
@@ -185,7 +185,9 @@ class OldNames(MetaPathFinder, Loader):
         except ModuleNotFoundError as error:
             if error.name != new:
                 raise
-            raise ModuleNotFoundError(f"No module named {old!r}: it would now be {new!r}", name=old) from None
+            raise ModuleNotFoundError(
+                f"No module named {old!r}, and none under its new name {new!r}", name=old
+            ) from None
         elsewhere = {
             name.removeprefix(f"{old}."): to.rpartition(".")
             for name, to in MOVED.items()

@@ -235,7 +235,7 @@ def names_taken(trainer: type) -> str:
     before, theirs = trainer.__mro__[: trainer.__mro__.index(base)], base.__mro__[:-1]  # all but `object`
     path, ours = f"trl.{base.__name__}", [cls for cls in before if cls.__module__.startswith("trl_ext.")]
     taken = names_of_both(ours, theirs) - METHODS[path].keys() - {*ATTRIBUTES[path].split()}
-    return f"`{base.__name__}` has {', '.join(sorted(taken))}, too, as {trainer.__name__} does" if taken else ""
+    return f"`{base.__name__}` has {', '.join(sorted(taken))}, and so has {trainer.__name__}" if taken else ""
 
 
 def _base(trainer: type) -> type:
@@ -249,6 +249,6 @@ def sentence(changes: list[str]) -> str:
     installed = " and ".join(f"{package} {version(package)}" for package in differ)
     more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
     return (
-        f"trl_ext was tested with {tested}, and in {installed}, which you have, {'; '.join(changes[:3])}{more}: "
-        "install what was tested, or a newer trl_ext (`python -m trl_ext.cli.contract` shows every item)."
+        f"trl_ext was tested with {tested}. In the installed {installed}, {'; '.join(changes[:3])}{more}. Install the "
+        "tested version, or a newer trl_ext (`python -m trl_ext.cli.contract` shows every item)."
     )

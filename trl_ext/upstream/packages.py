@@ -23,7 +23,7 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "datasketch": ("`trl-ext prompts`", "'trl-ext[labels]'"),
     "py3langid": ("languages in `trl-ext prompts`", "'trl-ext[labels]'"),
 }
-NO_DEEPSPEED = f"DeepSpeed is asked for, but not installed: `pip install {OPTIONAL['deepspeed'][1]}`"
+NO_DEEPSPEED = f"A setting asks for DeepSpeed, which is not installed: `pip install {OPTIONAL['deepspeed'][1]}`"
 # transformers' names of trackers that are the package's name, too
 _TRACKERS = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio"}
 

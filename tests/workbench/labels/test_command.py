@@ -93,7 +93,7 @@ def test_no_pair_is_an_error_with_a_report(tmp_path, capsys):
         (
             json.dumps(ROW).encode(),
             ["--write_pairs", "false", "--method", "mace"],
-            "`method=mace` is for `write_pairs",
+            "`method=mace` needs `write_pairs",
         ),
         (GOOD, ["--method", "mace"], "are too few"),
         (

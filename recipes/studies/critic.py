@@ -42,8 +42,9 @@ CELLS: dict[str, tuple[Callable[[int], World], int, str]] = {
     "short": (lambda seed: Chain(32, seed=seed), 12, "32 tokens, one score at the end"),
 }
 TUNED = {"own start": "own start", "turns": "own start"}  # cell: where its learning rates are chosen; else in `noisy`
-# Method: trainer and settings. `of` names another method, from which this one differs by a number alone. It takes that
-# method's learning rate, and its seconds, which would differ only by what else the machine was doing
+# Method: trainer and settings. `of` names another method, whose learning rate this one takes. If both have the same
+# trainer, they differ by a number alone: this one also takes the other's seconds, because a difference would show only
+# what else the machine was doing
 METHODS: dict[str, dict[str, Any]] = {
     "PPO": {"trainer": "PPO", "lam": 0.95},
     "gated": {"trainer": "PPO", "baseline": "gated", "lam": 0.95},
@@ -59,10 +60,23 @@ METHODS: dict[str, dict[str, Any]] = {
     "PPO, clip 0.4": {"trainer": "PPO", "of": "PPO", "cliprange": 0.4},
     "GRPO, clip 0.4": {"trainer": "GRPO", "of": "GRPO", "num_generations": 8, "epsilon": 0.4},
     "gated, λ 1": {"trainer": "PPO", "of": "gated", "baseline": "gated", "lam": 1.0},
+    "gated, clip 0.4": {"trainer": "PPO", "of": "gated", "baseline": "gated", "cliprange": 0.4},
+    "mean, clip 0.4": {"trainer": "PPO", "of": "mean", "baseline": "mean", "cliprange": 0.4},
+    "gated, 8 answers a prompt": {
+        **{"trainer": "PPO", "of": "gated", "lam": 0.95},
+        **{"baseline": "gated", "num_generations": 8},
+    },
+    "PPO, critic first": {"trainer": "PPO", "of": "PPO", "lam": 0.95, "critic_warmup_rollouts": 1},
+    "PPO, critic fitted again": {"trainer": "FittedFirst", "of": "PPO", "lam": 0.95},
+    "PPO, HL-Gauss": {"trainer": "HLGauss", "of": "PPO", "lam": 0.95},
+    "PPO, two critics": {"trainer": "TwoCritics", "of": "PPO", "lam": 0.95},
 }
 COMPARED = "PPO, gradients compared"  # for the first seeds; it spends seconds on that, so it is no method
 CHAINS = tuple(cell for cell in CELLS if cell not in TUNED)
-ONLY_IN = {"PPO, bad critic": ("noisy",), "gated, bad critic": ("noisy",), "GRPO, clip 0.4": CHAINS, "RLOO": CHAINS}
+ONLY_IN = {"PPO, bad critic": ("noisy",), "gated, bad critic": ("noisy",), "RLOO": CHAINS}
+ONLY_IN |= {"gated, 8 answers a prompt": CHAINS}
+OTHER_CRITICS = ("PPO, critic first", "PPO, critic fitted again", "PPO, HL-Gauss", "PPO, two critics")
+ONLY_IN |= dict.fromkeys(OTHER_CRITICS, ("own start", "turns", "dense"))  # where a critic explains something
 RATES = (1e-3, 3e-3, 1e-2)
 TUNING_SEED = 1000
 PASSES = 4
@@ -94,12 +108,13 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
 
     from trl_ext import PPOConfig, PPOTrainer
 
+    from .critics import FittedFirst, HLGauss, TwoCritics
     from .gradients import Compared
 
     kinds = {"PPO": (PPOTrainer, PPOConfig), "GRPO": (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig)}
-    kinds["compared"] = (Compared, PPOConfig)
+    kinds |= {kind.__name__: (kind, PPOConfig) for kind in (Compared, FittedFirst, HLGauss, TwoCritics)}
     world = CELLS[cell][0](seed)
-    settings = dict({COMPARED: {"trainer": "compared", "lam": 0.95}, **METHODS}[method])
+    settings = dict({COMPARED: {"trainer": "Compared", "lam": 0.95}, **METHODS}[method])
     trainer_class, config_class = kinds[settings.pop("trainer")]
     settings.pop("of", None)
     is_ours, plays = config_class is PPOConfig, isinstance(world, Lake)
@@ -236,8 +251,12 @@ def reached(at: Sequence[float], shares: Sequence[float], share: float) -> float
 
 def by_one_clock(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a seed's runs, those that differ from another one by a number alone with its seconds."""
-    seconds = {run["method"]: run["seconds"] for run in runs}
-    return [run | {"seconds": seconds.get(METHODS[run["method"]].get("of"), run["seconds"])} for run in runs]
+    seconds = {(run["method"], METHODS[run["method"]]["trainer"]): run["seconds"] for run in runs}
+
+    def of(method: str) -> tuple[str | None, str]:
+        return METHODS[method].get("of"), METHODS[method]["trainer"]
+
+    return [run | {"seconds": seconds.get(of(run["method"]), run["seconds"])} for run in runs]
 
 
 def figures(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -352,7 +371,7 @@ def draw(results: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
     import numpy as np
 
     figure, axes = plt.subplots(2, len(results), figsize=(2.6 * len(results), 5), squeeze=False)
-    shown = [name for name in METHODS if "bad critic" not in name]
+    shown = [name for name in METHODS if "bad critic" not in name and name not in OTHER_CRITICS]
     lines: dict[str, Any] = {}
     for column, (cell, seeds) in enumerate(results.items()):
         for row, unit in enumerate(("tokens", "seconds")):

@@ -25,6 +25,7 @@ from trl_ext.workbench.labels import (
 )
 from trl_ext.workbench.labels import tables as labels
 from trl_ext.workbench.labels.bradley_terry import negative_log_posterior
+from trl_ext.workbench.labels.outliers import mean_and_error
 
 CHOICES = {"ann": "aabbt aab".replace(" ", ""), "bob": "aabat-bab".replace("-", ""), "cy": "abbbttab"}
 WIDE = Columns(annotators=tuple(CHOICES), values=("a", "b", "t"))
@@ -434,3 +435,11 @@ def test_scores_of_answers_make_fewer_wrong_pairs_than_votes():
         ValueError, match="method noisy_bt learns .* 3 labels an answer with 6 of the middle annotator"
     ):
         shares_of_labels(read_labels(table, columns), "noisy_bt")
+
+
+def test_an_annotator_of_one_prompt_has_no_error():
+    values = np.array([0.1, 0.2, 0.4, 0.5, 0.7, 1.0])
+    for size in range(1, len(values)):  # the residuals of some have the sum 1e-17 instead of 0
+        mean, error = mean_and_error(np.zeros(size, int), np.zeros(size, int), values[:size], 1)
+        assert mean == pytest.approx(values[:size].mean()) and np.isnan(error)
+    assert np.isfinite(mean_and_error(np.zeros(6, int), np.arange(6), values, 1)[1])

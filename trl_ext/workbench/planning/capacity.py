@@ -30,7 +30,7 @@ class Fit:
         parameters: number of the policy's weights.
         gpu: name of the kind of GPU.
         gpus: number of GPUs.
-        memory: GB of one GPU.
+        memory: memory of one GPU, as it is sold. These GB are GiB but for 1 to 2 %: an H100 with 80 GB has 79 GiB.
         peak: GiB that the run takes of one GPU in the phase that takes most, with half a GiB for CUDA.
         phase: name of the phase that takes most.
         hours: estimated hours of a run over `examples`, on all GPUs.

@@ -173,7 +173,7 @@ def test_what_is_refused(folder, capsys):
         ([], "who writes?"),
         (["--model_url", "http://127.0.0.1:1"], "`model_url` needs `model`"),
         (["--model_name_or_path", "x", "--timeout", "1"], "`timeout` has an effect with `model_url` only"),
-        (["--model_url", "ftp://x", "--model", "m"], "`url` must be as"),
+        (["--model_url", "ftp://x", "--model", "m"], "`url` must look like"),
     ]:
         status, _, error = run(capsys, *words)
         assert status == 2 and said in error[0], words

@@ -431,7 +431,7 @@ def test_what_is_no_classifier_is_refused(folder, capsys):
     tiny_llama().save_pretrained(folder / "lm")
     with pytest.raises(SystemExit) as ended:
         main(["reward-report", "lm", "--dataset_name", "pairs", "--use_cpu", "true"])
-    assert ended.value.code == 2 and "lm is no reward model" in capsys.readouterr().err
+    assert ended.value.code == 2 and "lm is not a reward model" in capsys.readouterr().err
     assert not (folder / "lm/reward_report.json").exists()
     with pytest.raises(SystemExit):
         main(["reward-report", "ml", "--dataset_name", "pairs"])

@@ -234,7 +234,7 @@ def test_scores_of_a_model_are_those_that_it_has_here(tmp_path):
             ids = [[7, 2] if end else [7] for end in ended]
             by_ids = RemoteReward(url, eos_token_ids=[2])(*given, completion_ids=ids)
             assert by_ids == pytest.approx(expected, abs=1e-5)
-        with pytest.raises(RuntimeError, match="status 422: .*which answers were finished is not known"):
+        with pytest.raises(RuntimeError, match="status 422: .*cannot tell which completions are finished"):
             remote(asked, answers)
         with pytest.raises(RuntimeError, match=f"status 404: .*the model here is '{tmp_path.name}'"):
             RemoteReward(url, model="other")(asked, answers, finished=ended)

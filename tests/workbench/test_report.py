@@ -349,7 +349,7 @@ def test_an_episode_is_shown_turn_by_turn(tmp_path):
     assert together.count('class="turn fails"') == 2 and together.count("4 more") == 2
 
 
-@pytest.mark.parametrize(("make", "message"), [(False, "is no folder"), (True, "has neither metrics.rank0.jsonl")])
+@pytest.mark.parametrize(("make", "message"), [(False, "is not a folder"), (True, "has neither metrics.rank0.jsonl")])
 def test_nothing_to_report_is_said_in_one_line(make, message, tmp_path, capsys):
     if make:
         (tmp_path / "run").mkdir()
@@ -495,7 +495,7 @@ def test_runs_of_different_trainers_and_the_rounds_of_online_dpo(two_runs, tmp_p
     ("given", "message"),
     [
         (["a/ppo", "b"], "b is not a run, but contains some: give one or several of b/ppo"),
-        (["a/ppo", "c"], "c is no folder"),
+        (["a/ppo", "c"], "c is not a folder"),
         (["a/ppo", "a/../a/ppo"], "is given twice"),
         (["a/ppo", "b/ppo", "--x", "epsiode"], "no 'epsiode' in its logs"),
         (["a/ppo", "--x", "episode"], "is for several runs"),
@@ -543,7 +543,7 @@ def alert(monitor, action, step, level="alert"):
     ("monitors", "alerts", "said", "section"),
     [
         ({}, [], "no monitors were set", "No monitors were set."),
-        (None, [], "", "None; which monitors were set is not recorded."),
+        (None, [], "", "No alert is recorded, nor which monitors were set."),
         ({"B": {}, "A": {}}, [], "A and B watched and found nothing", "A and B watched and found nothing."),
         (
             dict.fromkeys("ABCD", {}),

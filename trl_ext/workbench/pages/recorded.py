@@ -66,7 +66,7 @@ def read_run(folder: Path) -> Run:
         ValueError: the directory holds no run, or a run that has logged nothing.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give the output directory of a run")
+        raise ValueError(f"{folder} is not a folder; give the output directory of a run")
     private = folder / PRIVATE_FOLDER  # where a run that is pushed to the hub records
     source = private if private.is_dir() else folder
     lines = source / "metrics.rank0.jsonl"

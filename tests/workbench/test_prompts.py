@@ -132,7 +132,7 @@ def test_sets_of_one_row_or_one_text(folder, capsys, monkeypatch):
         )
         kept = json.loads((folder / "out/prompts.json").read_text())["sets"]["s"]["kept"]
         assert kept == len({row for row in rows if row})
-        assert "Scripts alone, by Unicode" in (folder / "out/prompts.html").read_text()
+        assert "The table has scripts only, by Unicode" in (folder / "out/prompts.html").read_text()
 
 
 def test_identical_texts_alone_may_be_duplicates(folder, capsys):

@@ -214,14 +214,18 @@ def test_a_run_without_completions_has_no_empty_sections(tmp_path):
         for name, samples in (("quiet", []), ("said", [answer("p", "x", 1)]))
     ]
     text = Page(write_report(runs[0], tmp_path / "page.html").read_text()).text
-    assert "No answers: record_answers: 4 records some" in text
+    assert "No answers were recorded: set record_answers: 4" in text
     assert "No answers were recorded of quiet" in Page(write_report(runs, tmp_path / "page.html").read_text()).text
 
 
 def test_without_matplotlib_the_page_says_so_in_a_sentence(run_dir, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     text = page(read_run(run_dir))
-    assert "No curves: <code>pip install matplotlib</code>" in text and "answer" in text and "<svg" not in text
+    assert (
+        "There are no curves: run <code>pip install matplotlib</code>" in text
+        and "answer" in text
+        and "<svg" not in text
+    )
 
 
 def test_report_at_the_end_of_a_script(run_dir, tmp_path_factory):

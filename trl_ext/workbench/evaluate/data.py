@@ -37,7 +37,7 @@ _NAMED = 5  # rows that a sentence names
 
 @dataclass(frozen=True)
 class Sampling:
-    """Hold the settings by which answers are sampled from each policy."""
+    """Hold the settings for sampling answers from each policy."""
 
     max_completion_length: int
     temperature: float

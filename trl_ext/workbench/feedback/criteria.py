@@ -33,7 +33,7 @@ class Criteria:
 
     @property
     def names(self) -> list[str]:
-        """Return the names by which the judge gives verdicts: the names of the principles, then `overall`."""
+        """Return the names of the judge's verdicts: the names of the principles, then `overall`."""
         return [*self.principles, OVERALL]
 
 

@@ -133,7 +133,7 @@ def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> tupl
 
     Returns:
         Two values: key of a pair → the choice of most people, "a", "b" or "tie" ("tie", too, if two choices have
-        equally many votes); and all labels, by which can be measured how far people agree with each other.
+        equally many votes); and all labels, to measure how far people agree with each other.
 
     Raises:
         ValueError: a label is of an item that is not among the rows, or there is no label.

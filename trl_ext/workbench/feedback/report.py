@@ -48,7 +48,7 @@ def of_known(
           `longer` answer won, and how many of the judge's `winners` are people's, too (see [`noise`]).
         - `noise`: `winners` of the name "overall".
         - `length`: how often the longer answer won by the `judge` and by `people`.
-        - `to_read`: the pairs on which judge and people differ, those first of which the judge is surest.
+        - `to_read`: the pairs that judge and people label differently, the judge's surest first.
         - `gate`: whether the judge has `passed`, so that it may label, and `reasons` if not.
     """
     prompts, theirs = _prompts(known), [people[row["key"]] for row in known]

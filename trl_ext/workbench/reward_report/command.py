@@ -141,7 +141,7 @@ def holds_model(folder: str) -> bool:
 
 
 def load(args: RewardReportArguments) -> tuple[Any, Any]:
-    """Return the reward as a function, and its tokenizer, by which lengths are counted (None if it has none)."""
+    """Return the reward as a function, and its tokenizer, which counts lengths (None if it has none)."""
     from ...rewards import EnsembleReward, ModelReward, load_reward, load_rewards
 
     given: dict[str, Any] = {"dtype": args.dtype, "max_batch_tokens": args.max_batch_tokens, "truncation": "left"}

@@ -123,7 +123,7 @@ def material_of(
         train: usable pairs that the reward was trained on; without them phrases are mined from the held-out pairs.
         group_columns: columns to compare the accuracy by; None takes those columns of `GROUPS` that the pairs have.
         train_rows: most training pairs that are scored.
-        seed: seed by which training pairs are drawn.
+        seed: seed for drawing training pairs.
 
     Raises:
         ValueError: the held-out pairs lack one of the `group_columns`.
@@ -234,7 +234,7 @@ def not_seen(
     groups: Sequence[Any], trained: TrainedPairs, what: str, said: list[str], is_named: bool = True
 ) -> list[Any]:
     """
-    Return `groups` without the prompts of which two answers were a training pair.
+    Return `groups` without the prompts that have both answers of a training pair.
 
     Args:
         groups: for each prompt its answers, or a tuple whose first element is the answers.

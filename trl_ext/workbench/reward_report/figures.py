@@ -126,7 +126,7 @@ def examine(
         tokenizer: tokenizer that gives the length of answers in tokens; None takes their length in words.
         probe_rows: held-out answers that each probe changes; 0 runs no probes.
         phrases: phrases to probe in addition to those mined from the training pairs.
-        seed: seed by which the probes draw rows.
+        seed: seed for drawing the probes' rows.
 
     Returns:
         The content of `reward_report.json`.

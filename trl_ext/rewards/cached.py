@@ -146,8 +146,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
             _check_redis(redis_url, redis_password_env)
         elif redis_password_env is not None:
             raise ValueError(
-                f"`redis_password_env` {redis_password_env} is read only with `redis_url`: give that, too, or leave "
-                "it out"
+                f"`redis_password_env` {redis_password_env} has an effect only with `redis_url`: give both, or neither"
             )
         self._set_up()
 

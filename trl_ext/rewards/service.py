@@ -338,8 +338,8 @@ class ServedReward(TellsFailures):
         if longest <= self.max_characters:
             return None
         return ServiceError(
-            f"a text has {longest} characters, more than `max_characters` ({self.max_characters}): raise it, or "
-            "shorten the text"
+            f"a text has {longest} characters, more than `max_characters` ({self.max_characters}): raise the setting, "
+            "or shorten the text"
         )
 
     def _describe(self, row: int, error: Exception) -> str:

@@ -240,7 +240,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
             said.append(
                 f"Judge and people, {name}: kappa {interval(of['kappa'], of['kappa_interval'])}, alpha "
                 f"{interval(of['alpha'], of['alpha_interval'])}, {of['rows']} pairs; people chose "
-                f"{percent(won['accuracy'])} of its {won['winners']} winners"
+                f"{percent(won['accuracy'])} of the judge's {won['winners']} winners"
             )
         lengths = report["length"]
         said += [

@@ -211,7 +211,7 @@ def _labels_in(row: Mapping[str, Any], path: Path) -> list[tuple[Any, Any, Any]]
         return [(row.get("id"), who, choice) for who, choice in zip(people, counts, strict=True)]
     if "responses" in row:  # Argilla, with drafts and discarded answers that nothing tells apart
         raise ValueError(
-            f"{path} does not say which answers were submitted: export by `records.to_list(flatten=True)`"
+            f"{path} does not say which answers were submitted: export with `records.to_list(flatten=True)`"
         )
     return [(row.get("item"), row.get("annotator") or path.stem, row.get(_QUESTION) or None)]
 

@@ -116,7 +116,7 @@ def read_run(folder: Path) -> Run:
             raise ValueError(f"{folder} is not a run, but contains some: give one or several of {', '.join(within)}")
         raise ValueError(
             f"{folder} has neither metrics.rank0.jsonl nor a trainer_state.json nor completions.rank*.jsonl; add "
-            "JSONLCallback to the script, or give the folder that a checkpoint is in"
+            "JSONLCallback to the script, or give the folder that contains a checkpoint"
         )
     return run
 

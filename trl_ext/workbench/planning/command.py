@@ -118,7 +118,7 @@ def facts_of(args: AdviseArguments) -> tuple["Facts", dict[str, str]]:
             if name in known and known[name] != value and name not in counted:
                 raise ValueError(
                     f"{origins[name]} says {known[name]:,} {name} and {origin} {value:,}: give reports of the same "
-                    f"data, or count it by `--{name} DATASET`"
+                    f"data, or count the data with `--{name} DATASET`"
                 )
             known.setdefault(name, value)
             origins.setdefault(name, origin)

@@ -302,7 +302,9 @@ def _answers(sets: dict[str, PromptSet], name: str) -> Iterator[str]:
         raise ValueError(f"there is no set {name!r} to look for copies of; the sets are {', '.join(sets)}")
     answers = sets[name].answers()
     if answers is None:
-        raise ValueError(f"set {name!r} has no answers: none of the columns {', '.join(map(repr, _ANSWER_COLUMNS))}")
+        raise ValueError(
+            f"set {name!r} has no answers: it has none of the columns {', '.join(map(repr, _ANSWER_COLUMNS))}"
+        )
     return answers
 
 

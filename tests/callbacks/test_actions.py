@@ -290,7 +290,7 @@ def test_a_run_goes_on_from_the_good_checkpoint_with_other_settings(build, model
     assert (tmp_path / RECORD).exists()
     trainer = with_kl(build, model, tmp_path, stopping("rollback"), learning_rate=rate, bad=0.0)
     again(trainer)
-    assert "The run goes on after the rollback at step 6, with learning_rate: 0.002 → 0.001" in capsys.readouterr().out
+    assert "Going on after the rollback at step 6, with learning_rate: 0.002 → 0.001" in capsys.readouterr().out
     logs = {log["step"]: log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log}
     # Linear to 0 at step 10; up to the checkpoint with the old rate, and from there on with the new one
     assert [logs[4], logs[5], logs[6]] == pytest.approx([2 * rate * 0.7, rate * 0.6, rate * 0.5])

@@ -98,9 +98,7 @@ def test_a_rollback_holds_until_a_setting_is_changed(frozen, capsys):
         commands.rolled_back("rolled_back").train()
     with pytest.raises(RolledBack, match="step 2 "):  # the monitor finds it again
         commands.rolled_back("rolled_back", learning_rate=2e-3).train()
-    assert (
-        "The run goes on after the rollback at step 2, with learning_rate: 0.001 → 0.002." in capsys.readouterr().out
-    )
+    assert "Going on after the rollback at step 2, with learning_rate: 0.001 → 0.002." in capsys.readouterr().out
 
 
 def test_arguments_are_unpickled(frozen):

@@ -224,7 +224,7 @@ class MonitorCallback(Halting, TrainerCallback):
             return held
         if self.run_facts is None and state.is_world_process_zero:  # else the trainer has said so
             changed = differences(rollback.settings, self._settings(args)) or [f"other settings of {rollback.monitor}"]
-            logger.warning(f"The run goes on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
+            logger.warning(f"Going on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
         return None
 
     def _settings(self, args: Any) -> dict[str, Any]:

@@ -292,7 +292,7 @@ MISTAKES = {  # what it returns -> the message, and what the error was
     ),
     "inf": (
         lambda c: torch.tensor([0.0] * (len(c) - 1) + [-math.inf]),
-        "returned -inf for completion 7; return None",
+        "returned -inf for completion 7; return a finite number, or None",
         ValueError,
     ),
     "a string": (

@@ -394,7 +394,7 @@ def test_a_score_that_follows_length_breaks_its_bound_on_both_sides(folder):
         report = written(folder)
         (reason,) = report["verdict"]["reasons"]
         assert reason.startswith("The score follows length") and abs(report["length_bias"]["bias"]) == 1
-        assert "prefers the shorter one in 100%" in (folder / "out/reward_report.html").read_text() or not sign
+        assert "prefer the shorter one in 100%" in (folder / "out/reward_report.html").read_text() or not sign
     assert run(*plain, "--max_length_bias", "1") == 0
     write(folder / "long.jsonl", [row(i) for i in range(1, 99, 2)])  # the chosen one is always longer
     assert run(*plain, "--dataset_name", "long.jsonl") == 1

@@ -34,7 +34,7 @@ from typing import Any
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.data import write_rows
 from trl_ext.rewards import ModelReward
-from trl_ext.runs import differences, read_jsonl, setting, write_text
+from trl_ext.runs import FolderInUse, Hold, differences, read_jsonl, setting, write_text
 from trl_ext.workbench.evaluate.command import EvaluateArguments
 from trl_ext.workbench.evaluate.command import run as evaluate
 from trl_ext.workbench.evaluate.data import Sampling, answers_of, scores
@@ -555,7 +555,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         return row
 
-    with parser.one_line_errors(ValueError):
+    with parser.one_line_errors(ValueError, FolderInUse), Hold(output_dir):
         tuning: dict[str, list[dict]] = {name: [] for name in args.arms if len(ARMS[name].trials) > 1}
         for seed in args.tuning_seeds:
             for name in tuning:

@@ -128,28 +128,31 @@ def main(arguments: list[str] | None = None) -> None:
     with torch.no_grad():
         expected = model(input_ids=input_ids.to(model.device)).logits
 
-    # 3. Merge and save
+    # 3. Merge and save: in a folder within, so a killed merge leaves nothing in `output_dir` that loads as a model
+    output_dir = Path(args.output_dir)
+    part = output_dir / "_unfinished"
     merged = model.merge_and_unload(safe_merge=True)
-    merged.save_pretrained(args.output_dir)
-    tokenizer.save_pretrained(args.output_dir)
+    merged.save_pretrained(part)
+    tokenizer.save_pretrained(part)
     if trained is not None:  # what the adapter has seen the merged model has, too
-        trained.save(args.output_dir)
+        trained.save(part)
     if trained_prompts is not None:
-        save_prompt_hashes(args.output_dir, trained_prompts)
+        save_prompt_hashes(part, trained_prompts)
 
     # 4. Check what was written
-    written = kind.from_pretrained(args.output_dir, dtype=merged.dtype).eval()
+    written = kind.from_pretrained(part, dtype=merged.dtype).eval()
     with torch.no_grad():
         difference = (written(input_ids=input_ids).logits - expected.cpu()).abs().max().item()
     allowed = max(1e-4, 8 * torch.finfo(merged.dtype).eps) * max(1.0, expected.abs().max().item())
-    print(
-        f"Model: {args.output_dir}, {merged.dtype}; logits differ from the adapter model's by up to {difference:.1e}"
-    )
     if not difference <= allowed:
         raise RuntimeError(
-            f"the logits differ by {difference:.1e}, but {merged.dtype} explains only {allowed:.1e}: do not use "
-            f"{args.output_dir}"
+            f"the logits of the merged model differ from the adapter model's by {difference:.1e}, but {merged.dtype} "
+            f"explains only {allowed:.1e}: do not use {part}"
         )
+    for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):  # without it nothing loads
+        file.rename(output_dir / file.name)
+    part.rmdir()
+    print(f"Model: {output_dir}, {merged.dtype}; logits differ from the adapter model's by up to {difference:.1e}")
     if kind is AutoModelForCausalLM:
         print(f"next: trl-ext generate --model_name_or_path {shlex.quote(args.output_dir)} --prompt hello")
 

@@ -42,9 +42,9 @@ CELLS: dict[str, tuple[Callable[[int], World], int, str]] = {
     "short": (lambda seed: Chain(32, seed=seed), 12, "32 tokens, one score at the end"),
 }
 TUNED = {"own start": "own start", "turns": "own start"}  # cell: where its learning rates are chosen; else in `noisy`
-# Method: trainer and settings. `of` names another method, whose learning rate this one takes. If both have the same
-# trainer, they differ by a number alone: this one also takes the other's seconds, because a difference would show only
-# what else the machine was doing
+# Method: trainer and settings; `answers` of a rollout, if not 64. `of` names another method, whose learning rate this
+# one takes. If both have one trainer and rollouts of one size, they do the same work: this one also takes the other's
+# seconds, because a difference would show only what else the machine was doing
 METHODS: dict[str, dict[str, Any]] = {
     "PPO": {"trainer": "PPO", "lam": 0.95},
     "gated": {"trainer": "PPO", "baseline": "gated", "lam": 0.95},
@@ -66,6 +66,11 @@ METHODS: dict[str, dict[str, Any]] = {
         **{"trainer": "PPO", "of": "gated", "lam": 0.95},
         **{"baseline": "gated", "num_generations": 8},
     },
+    "PPO, clip 0.4, 32 answers": {"trainer": "PPO", "of": "PPO", "cliprange": 0.4, "answers": 32},
+    "GRPO, clip 0.4, 32 answers": {
+        **{"trainer": "GRPO", "of": "GRPO"},
+        **{"num_generations": 8, "epsilon": 0.4, "answers": 32},
+    },
     "PPO, critic first": {"trainer": "PPO", "of": "PPO", "lam": 0.95, "critic_warmup_rollouts": 1},
     "PPO, critic fitted again": {"trainer": "FittedFirst", "of": "PPO", "lam": 0.95},
     "PPO, HL-Gauss": {"trainer": "HLGauss", "of": "PPO", "lam": 0.95},
@@ -84,19 +89,23 @@ SHARES = (0.5, 0.8)  # of the gain from the start to the best score
 
 
 class Watched:
-    """A reward function that notes the true score of each rollout, the tokens so far and the CPU-seconds."""
+    """A reward function that notes the true score of each 64 answers, the tokens so far and the CPU-seconds."""
 
     __name__ = "score"
 
     def __init__(self, world: World, by_token: bool):
         self.world, self.by_token, self.begin = world, by_token, time.process_time()
         self.curve: list[tuple[int, float, float]] = []
+        self.tokens = 0
+        self.scores: list[float] = []  # of no point of the curve yet
 
     def __call__(self, prompts: list, completions: list, completion_ids: list, **columns: Any) -> list:
         scores = self.world.scores(prompts, completion_ids, **columns)
-        tokens = sum(map(self.world.drawn, completion_ids))
-        before = self.curve[-1][0] if self.curve else 0
-        self.curve.append((before + tokens, time.process_time() - self.begin, fmean(scores)))
+        self.tokens += sum(map(self.world.drawn, completion_ids))
+        self.scores += scores
+        if len(self.scores) >= ANSWERS:  # else smaller rollouts would have noisier points
+            self.curve.append((self.tokens, time.process_time() - self.begin, fmean(self.scores)))
+            self.scores = []
         return self.world.told(prompts, completion_ids, scores, self.by_token)
 
 
@@ -117,6 +126,7 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
     settings = dict({COMPARED: {"trainer": "Compared", "lam": 0.95}, **METHODS}[method])
     trainer_class, config_class = kinds[settings.pop("trainer")]
     settings.pop("of", None)
+    answers = settings.pop("answers", ANSWERS)
     is_ours, plays = config_class is PPOConfig, isinstance(world, Lake)
     if is_ours:
         settings |= {"num_ppo_epochs": PASSES, "kl_coef": 0.0, "use_ref_model": False, "watch": "off"}
@@ -133,11 +143,11 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(
             folder,
-            per_device_train_batch_size=ANSWERS,
+            per_device_train_batch_size=answers,
             max_completion_length=world.tokens,
             learning_rate=rate,
             lr_scheduler_type="constant",
-            max_steps=rollouts * PASSES,
+            max_steps=rollouts * ANSWERS // answers * PASSES,
             seed=seed,
             logging_steps=PASSES,
             use_cpu=True,
@@ -249,14 +259,18 @@ def reached(at: Sequence[float], shares: Sequence[float], share: float) -> float
     return next((float(x) for x, y in zip(at, smooth, strict=True) if y >= share), math.inf)
 
 
+def work(method: str) -> tuple[str, int]:
+    """Return what a method's seconds depend on: its trainer, and the answers of a rollout."""
+    return METHODS[method]["trainer"], METHODS[method].get("answers", ANSWERS)
+
+
 def by_one_clock(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a seed's runs, those that differ from another one by a number alone with its seconds."""
-    seconds = {(run["method"], METHODS[run["method"]]["trainer"]): run["seconds"] for run in runs}
-
-    def of(method: str) -> tuple[str | None, str]:
-        return METHODS[method].get("of"), METHODS[method]["trainer"]
-
-    return [run | {"seconds": seconds.get(of(run["method"]), run["seconds"])} for run in runs]
+    seconds = {(run["method"], *work(run["method"])): run["seconds"] for run in runs}
+    return [
+        run | {"seconds": seconds.get((METHODS[run["method"]].get("of"), *work(run["method"])), run["seconds"])}
+        for run in runs
+    ]
 
 
 def figures(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

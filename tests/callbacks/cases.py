@@ -310,7 +310,7 @@ REFUSED = [
     (HackWatch, {"limit": 1}, r"`limit` must be in \(0, 1\), got 1"),
     (NotFiniteCallback, {"repeat_steps": 0}, r"`repeat_steps` must be 1 or more, got 0"),
     (GoldGapCallback, {"limit": -1}, r"`limit` must be above 0"),
-    (GoldGapCallback, {"judge": print}, r"`trainer` and `judge` belong together"),
+    (GoldGapCallback, {"judge": print}, r"give both `trainer`, which generates answers, and `judge`"),
     (CanaryCallback, {"prompts": ["?"], "phrase": 3}, r"`phrase` must be in \(0, 1\), got 3"),
     (CanaryCallback, {}, r"needs `prompts=`"),
 ]

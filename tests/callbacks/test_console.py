@@ -68,7 +68,7 @@ def test_the_share_of_answers_that_were_cut_off_has_a_column(tmp_path, capsys, w
     run.log(16, logs={"train_runtime": 3.0})
     said = capsys.readouterr().out
     assert rows(said)[0]["cut"] == "1.00"
-    how = "raise `--max_completion_length` (8), or charge for it by `--missing_eos_penalty`"
+    how = "raise `--max_completion_length` (8), or punish it with `--missing_eos_penalty`"
     assert f"\nnote   100% of the last answers were cut off: {how}\n" in said
 
 

@@ -223,12 +223,12 @@ def test_answers_that_cannot_be_recorded_are_refused(tmp_path):
     accelerator = SimpleNamespace(unwrap_model=lambda model: model)
     given = {"model": tiny_llama(max_position_embeddings=8), "processing_class": tiny_tokenizer()}
     trainer = SimpleNamespace(**given, accelerator=accelerator)
-    with pytest.raises(ValueError, match="leaves no room in the model's context of 8"):
+    with pytest.raises(ValueError, match="leaves no room for an answer in the model's context of 8"):
         AnswersCallback(trainer=trainer, prompts=["the bird " * 20])
     args = SimpleNamespace(record_answers=2)
     handler = SimpleNamespace(callbacks=[ReportCallback(), JSONLCallback()])
     rows = Dataset.from_list([{"text": "a"}])
-    with pytest.raises(ValueError, match="these have none: give rows with `prompt` or `messages`"):
+    with pytest.raises(ValueError, match="the rows have none: give rows with `prompt` or `messages`"):
         record_run(SimpleNamespace(args=args, callback_handler=handler, given_rows=rows))
 
 

@@ -374,7 +374,7 @@ def test_a_rise_alone_warns_and_acts_only_with_a_witness(calm):
     assert calm.said == ["the reward is beyond 3 σ"] and not calm.control.should_training_stop
     calm.log(5, logs={SCORE: 7.2, STD: 2.0, **ENTROPY, "policy/entropy_avg": 1.4, **LENGTH})
     assert calm.said[-1] == "the reward is beyond 3 σ, and more moved with it" and calm.control.should_training_stop
-    assert calm.alerts[-1]["advice"].startswith("So did entropy. Compare")
+    assert calm.alerts[-1]["advice"].startswith("entropy moved, too. Compare")
 
 
 @pytest.mark.parametrize(
@@ -386,14 +386,14 @@ def test_witnesses(witness, calm):
     for step in (6, 7):
         calm.log(step, logs={SCORE: 9.0, STD: 2.0, **LENGTH, **witness})
     name = "length" if "completions/mean_length" in witness else next(iter(witness))
-    assert calm.control.should_training_stop and calm.alerts[-1]["advice"].startswith(f"So did {name}. ")
+    assert calm.control.should_training_stop and calm.alerts[-1]["advice"].startswith(f"{name} moved, too. ")
 
 
 def test_gold_is_a_witness(calm):
     for step, gold in ((2, 0.5), (3, 0.4)):
         calm.evaluate(step, {"eval_rewards/gold_judge/mean": gold, "eval_rewards/gold_judge/std": 0.5}, rows=10_000)
     calm.log(4, logs={SCORE: 9.0, STD: 2.0})
-    assert calm.alerts[-1]["advice"].startswith("So did gold. ")
+    assert calm.alerts[-1]["advice"].startswith("gold moved, too. ")
 
 
 def test_drop_collapse_and_crowd_warn(calm):

@@ -28,9 +28,9 @@ def stock(callbacks, rewards=(), eval_dataset=None, eval_strategy="steps"):
 @pytest.mark.parametrize(
     ("callbacks", "rewards", "given", "said"),
     [
-        ([RepetitionCallback()], [length_reward], {}, ["none of the reward functions is `repetition_watch`"]),
+        ([RepetitionCallback()], [length_reward], {}, ["`repetition_watch` is not among the reward functions"]),
         ([RepetitionCallback(), KLBudgetCallback()], [length_reward, repetition_watch], {}, []),
-        ([GoldGapCallback()], [length_reward], {}, ["GoldGapCallback has no gold to read"]),
+        ([GoldGapCallback()], [length_reward], {}, ["GoldGapCallback has no gold score to read"]),
         ([GoldGapCallback(gold="eval_mine")], [length_reward], {"eval_strategy": "no"}, ["`eval_strategy` is 'no'"]),
         ([], [GoldJudgeReward(length_reward)], {"eval_dataset": ROWS}, ["has no column `held_out`"]),
         ([], [GoldJudgeReward(length_reward)], {}, ["has no column `held_out`"]),

@@ -308,7 +308,7 @@ def test_wrong_sets_are_one_sentence(subtests):
         ),
         ({"prompt": ["a"]}, "text", "lacks the column 'text'; it has 'prompt'"),
         ({"prompt": []}, "", "has no rows"),
-        ({"chosen": ["a"], "rejected": ["b"]}, "", "has no column 'prompt', and the texts in 'chosen' do not say"),
+        ({"chosen": ["a"], "rejected": ["b"]}, "", "has no column 'prompt', and the texts in 'chosen' do not show"),
         ({"prompt": [1, 2]}, "", "must hold text or messages, but row 0 has 1"),
     ]:
         with subtests.test(message=message), pytest.raises(ValueError, match=message):

@@ -41,7 +41,7 @@ def test_rows_with_columns_are_drawn_together():
 
 def test_refuses_what_has_no_mean(subtests):
     for values in [[], [1.0, math.nan], [1.0, math.inf]]:
-        message = f"one or more values, all finite, got {len(values)} values: leave out"
+        message = f"one or more values are needed, all finite; got {len(values)}, "
         with subtests.test(values=values), pytest.raises(ValueError, match=message):
             bootstrap_interval(torch.tensor(values))
 

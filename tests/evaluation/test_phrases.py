@@ -120,5 +120,5 @@ def test_pairs_that_say_nothing_give_none():
 
 @pytest.mark.parametrize("chosen, rejected", [(["a"], []), ([None], ["a"]), ([["a"]], ["b"])])
 def test_what_are_no_pairs_of_texts_is_refused(chosen, rejected):
-    with pytest.raises(ValueError, match="give two texts a pair"):
+    with pytest.raises(ValueError, match="give a chosen and a rejected text for each pair"):
         mine_phrases(chosen, rejected)

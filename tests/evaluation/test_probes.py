@@ -197,11 +197,13 @@ def test_what_cannot_be_applied_says_why():
     alone = by_name(probe_reward(lambda _, a: [float(len(x)) for x in a], ["p"] * 2, ["so a .", "a."], ["a"]))
     for name in ("a", "padding", "another prompt's answer"):
         assert alone[name]["rows"] == 0 and alone[name]["gain"] is None and "no answer" in alone[name]["why"]
-    assert "too few" in alone["empty"]["why"] and {probe["verdict"] for probe in alone.values()} == {"not judged"}
+    assert "good answers, and 20 are needed" in alone["empty"]["why"] and {
+        probe["verdict"] for probe in alone.values()
+    } == {"not judged"}
     words = by_name(probe_reward(lambda _, a: [float(len(x)) for x in a], ["p", "q"], ["Yes", "No"]))
     assert words["shuffled words"]["rows"] == 0  # one word has one order
     constant = probe_reward(lambda _, a: [1.0] * len(a), *rows(), PHRASES)
-    assert not suspicious(constant) and {probe["why"] for probe in constant} == {"all answers have one score"}
+    assert not suspicious(constant) and {probe["why"] for probe in constant} == {"all answers have the same score"}
 
 
 @pytest.mark.parametrize(
@@ -222,5 +224,5 @@ def test_scores_that_are_none_are_refused_in_a_line(wrong, message):
 
 @pytest.mark.parametrize("prompts, answers", [([], []), (["p"], []), (["p"], [None]), ([[]], ["a"])])
 def test_what_are_no_prompts_with_answers_is_refused(prompts, answers):
-    with pytest.raises(ValueError, match="give a prompt an answer"):
+    with pytest.raises(ValueError, match="give one answer for each prompt"):
         probe_reward(likes("a"), prompts, answers)

@@ -85,7 +85,7 @@ def test_equal_gaps_share_a_bin_and_every_pair_is_in_one():
 
 
 def test_gaps_and_margins_must_match():
-    with pytest.raises(ValueError, match="give one gap a pair"):
+    with pytest.raises(ValueError, match="give one gap for each pair"):
         accuracy_by_length_gap(torch.ones(3), torch.ones(2))
 
 

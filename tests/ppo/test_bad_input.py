@@ -71,7 +71,7 @@ def test_a_mistake_in_the_middle_of_a_run_names_its_step_and_loses_no_checkpoint
 def test_a_reward_model_that_runs_out_of_context(tmp_path):
     reward = tiny_reward_model(tiny_llama(max_position_embeddings=6))
     with pytest.raises(
-        RuntimeError, match=r"a prompt with its completion has \d+ tokens, the reward model's context 6"
+        RuntimeError, match=r"a prompt with its completion has \d+ tokens, but the reward model's context has 6"
     ):
         make(tmp_path, reward_funcs=reward).train()
 

@@ -287,12 +287,12 @@ MISTAKES = {  # what it returns -> the message, and what the error was
     "too many": (lambda c: np.ones(len(c) + 1), "returned 9 rewards for 8 completions", ValueError),
     "NaN": (
         lambda c: [0.0, 0.0, math.nan] + [0.0] * (len(c) - 3),
-        "returned nan for completion 2; return None where it does not apply",
+        "returned nan for completion 2; return a finite number, or None where the reward does not apply",
         ValueError,
     ),
     "inf": (
         lambda c: torch.tensor([0.0] * (len(c) - 1) + [-math.inf]),
-        "returned -inf for completion 7; return None",
+        "returned -inf for completion 7; return a finite number, or None",
         ValueError,
     ),
     "a string": (

@@ -166,7 +166,7 @@ def test_lambda_suits_how_scores_are_given_unless_it_is_set(tmp_path, monkeypatc
         ([3e38, 3e38], "returned 6e\\+38 for completion 1"),
         (
             SegmentScores([0, 2], [1.0, 1.0]),
-            "completion 1: a segment ends at token 2, but the completion has 2, from 0 on",
+            "completion 1: a segment ends at token 2, but the completion has 2 tokens, counted from 0",
         ),
     ],
 )
@@ -189,8 +189,8 @@ def accelerator():
     ("ends", "values", "message"),
     [
         ([0, 1], [1.0], "`ends` and `values` must have the same length, got 2 and 1"),
-        ([1, 1], [1.0, 2.0], r"`ends` must be token positions from 0 on, rising, got \[1, 1\]"),
-        ([-1], [1.0], r"rising, got \[-1\]"),
+        ([1, 1], [1.0, 2.0], r"`ends` must be rising token positions, 0 or more, got \[1, 1\]"),
+        ([-1], [1.0], r"rising token positions, 0 or more, got \[-1\]"),
     ],
 )
 def test_segments_end_one_after_the_other(ends, values, message):

@@ -1,5 +1,6 @@
 """The study of all methods: its arithmetic by hand, its order, and each arm once in a short world."""
 
+import fcntl
 import json
 import random
 from dataclasses import replace
@@ -21,6 +22,7 @@ from recipes.compare_methods import (
 )
 from recipes.demo import judges, world
 from trl_ext.runs import read_jsonl
+from trl_ext.runs.output_dir import LOCK
 
 RLAIF = "RLAIF, error 10 %, gate"
 PROMPT = f"hello , my lamp gets too hot . it was a gift . {world.AGENT}"
@@ -130,6 +132,16 @@ def test_trials_first_then_each_seed_with_all_arms_and_nothing_twice(monkeypatch
     with pytest.raises(SystemExit):
         main([*flags, "--seeds", "0", "--labels", "300"])
     assert "other settings" in capsys.readouterr().err
+
+
+def test_a_second_process_with_the_same_folder_is_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(compare_methods, "run", lambda *given: pytest.fail("it trains"))
+    monkeypatch.setattr(compare_methods, "Draw", lambda args, seed: seed)
+    with open(tmp_path / LOCK, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit):
+            main(["--output_dir", str(tmp_path)])
+    assert f"`output_dir` {tmp_path} is in use by another process: wait for that run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

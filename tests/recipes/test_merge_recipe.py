@@ -9,6 +9,7 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
+    tokenization_utils_base,
 )
 
 from recipes.merge import main
@@ -111,8 +112,20 @@ def test_dtype_is_that_of_the_merged_model(run, tmp_path):
 
 def test_a_merged_model_that_is_another_raises(run, tmp_path, monkeypatch):
     monkeypatch.setattr(PeftModel, "merge_and_unload", lambda self, **kwargs: self.unload(), raising=False)
-    with pytest.raises(RuntimeError, match="the logits differ by .*, but torch.float32 explains only .*: do not use"):
+    with pytest.raises(RuntimeError, match=r"by \d.*, but torch.float32 explains only .*: do not use .*_unfinished"):
         merge(run[0] / "adapter", tmp_path / "merged")
+
+
+def test_what_a_killed_merge_leaves_is_no_model(run, tmp_path, monkeypatch):
+    def killed(*given, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenization_utils_base.PreTrainedTokenizerBase, "save_pretrained", killed)
+    with pytest.raises(KeyboardInterrupt):
+        merge(run[0] / "adapter", tmp_path / "merged")
+    assert any((tmp_path / "merged").iterdir())
+    with pytest.raises(ValueError, match="config.json"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
 
 
 def refused(capsys, *given):

@@ -126,7 +126,7 @@ def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
         ("reward", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'chosen' and 'rejected'"),
         ("ppo", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt' or 'input_ids'"),
         ("sft", ["--model_name_or_path", "./absent"], "`model` ./absent: there is no such folder in "),
-        ("pretrain_critic", ["--load_in_8bit", "true"], "a critic on a base in 8 bits cannot be trained alone"),
+        ("pretrain_critic", ["--load_in_8bit", "true"], "a critic cannot be trained alone on a base in 8 bits"),
         ("pretrain_critic", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt_ids' and"),
         ("ppo", ["--prompt_length", "-1"], "`--prompt_length` must be more than 0, got -1"),
         ("ppo", ["--gpu_memory", "0"], "`--gpu_memory` must be more than 0, got 0.0"),

@@ -102,11 +102,13 @@ def test_what_is_not_in_the_key_does_not_reach_the_reward():
     """Else the first answer's column, or step, would decide on the score of all others."""
     judge = JudgeReward("http://127.0.0.1:1/v1", "m", "Kind answers are good.", compare="baseline")
     with pytest.raises(
-        RuntimeError, match=r"names the column 'baseline'.*not there \(the cache's `columns` \[\] are all"
+        RuntimeError, match=r"no column 'baseline', which `compare` .* \(it gets only the cache's `columns` \[\]"
     ):
         call(CachedReward(judge, columns=[]), "a", baseline=["b"])
     model = ModelReward(tiny_reward_model(tiny_llama()), tokenizer=tiny_tokenizer())
-    with pytest.raises(RuntimeError, match=r"which answers were finished is not known.*`columns` \[\] are all"):
+    with pytest.raises(
+        RuntimeError, match=r"cannot tell which completions are finished.*only the cache's `columns` \[\]"
+    ):
         call(CachedReward(model, columns=[]), "a", finished=[True])
 
     def by_step(completions, trainer_state=None, **columns):
@@ -114,7 +116,7 @@ def test_what_is_not_in_the_key_does_not_reach_the_reward():
 
     for reward in (by_step, SumReward([by_step]), RepetitionWatch(score=0.0)):
         with pytest.raises(
-            RuntimeError, match="`trainer_state.global_step` is read, which changes .*: use the function"
+            RuntimeError, match="the reward reads `trainer_state.global_step`, .*\. Use the reward without"
         ):
             call(CachedReward(reward), "a", trainer_state=SimpleNamespace(global_step=3))
         assert call(CachedReward(reward), "a", trainer_state=None)[0] == [0.0]
@@ -163,7 +165,10 @@ def test_nothing_of_a_call_that_fails_is_kept_and_the_error_names_the_row():
 
     cached = CachedReward(scored)
     call(cached, "known")
-    for bad, message in [("nan", "returned nan for completion 2"), ("tokens", "one score an answer, not one a token")]:
+    for bad, message in [
+        ("nan", "returned nan for completion 2"),
+        ("tokens", "one score for each answer, but this reward scores each token"),
+    ]:
         with pytest.raises(RuntimeError, match=f"'scored': .*{message}"):
             call(cached, "known", "fine", bad)
     assert len(cached._memory) == 1
@@ -347,7 +352,7 @@ def test_a_redis_that_dies_costs_speed_and_one_that_comes_back_is_used(serve, ca
     time.sleep(0.6)
     call(cached, "eeeee")
     assert call(CachedReward(Counted(), redis_url=server.url), "eeeee")[1][f"{NAME}/redis_hits"] == 1.0
-    assert "Redis is back" in caplog.text
+    assert "Redis answers again" in caplog.text
 
 
 def test_a_redis_that_never_answers_is_waited_for_once():
@@ -387,29 +392,29 @@ def test_bad_arguments(subtests, monkeypatch):
     number = PatternReward("a", on_error=0.0)
     for arguments, error, message in [
         ({"reward": "path"}, TypeError, "must be a reward function"),
-        ({"reward": number}, ValueError, "has on_error=0.0, and the cache would keep that number"),
+        ({"reward": number}, ValueError, "has on_error=0.0, so the cache would keep 0.0 as the score"),
         ({"capacity": 0}, ValueError, "`capacity` must be"),
         ({"ttl": 0.5}, ValueError, "`ttl` must be"),
         ({"timeout": 0}, ValueError, "`timeout` must be more than 0"),
         ({"columns": "finished"}, TypeError, "a list of names"),
         ({"normalize": "case"}, ValueError, "'space', 'punctuation'"),
-        ({"normalize": "space"}, ValueError, "give `columns` without"),
+        ({"normalize": "space"}, ValueError, "columns=None the cache compares them"),
         ({"redis_password_env": "X"}, ValueError, "only with `redis_url`"),
-        ({"redis_url": "http://a"}, ValueError, "must be redis://"),
-        ({"redis_url": "redis://:hunter2@a"}, ValueError, "must hold no password"),
-        ({"redis_url": "redis://a?password=hunter2"}, ValueError, "must hold no password"),
+        ({"redis_url": "http://a"}, ValueError, "must begin with redis://"),
+        ({"redis_url": "redis://:hunter2@a"}, ValueError, "must not contain a password"),
+        ({"redis_url": "redis://a?password=hunter2"}, ValueError, "must not contain a password"),
         ({"redis_url": "redis://a", "redis_password_env": "NOT_SET_HERE"}, ValueError, "NOT_SET_HERE, which is not"),
     ]:
         with subtests.test(message=message), pytest.raises(error, match=message) as raised:
             CachedReward(**{"reward": reward, **arguments})
         assert "hunter2" not in str(raised.value)
     for columns, error, message in [
-        ({"image": [object()]}, TypeError, "no key can be made of a column among .'image'."),
+        ({"image": [object()]}, TypeError, "one of the columns .'image'. holds something other"),
         ({"prompts": ["a", "b"]}, ValueError, "2 prompts for 1 completions"),
     ]:
         with subtests.test(message=message), pytest.raises(error, match=message):
             call(CachedReward(reward), "a", **columns)
-    with pytest.raises(ValueError, match=r"no column 'topic', which `columns` names; there are \['finished'\]"):
+    with pytest.raises(ValueError, match=r"`columns` names 'topic', but the data has the columns \['finished'\]"):
         call(CachedReward(reward, columns=["topic"]), "a", finished=[True])
 
 
@@ -421,7 +426,7 @@ def test_what_a_failing_member_leaves_is_no_score_to_keep(subtests):
         (EnsembleReward([pattern, Counted()], on_error=0.5), "0.5"),
         (ConstitutionReward(SumReward([PatternReward("b", on_error=1)]), [pattern]), "1"),
     ]:
-        with subtests.test(reward.__name__), pytest.raises(ValueError, match=f"holds a member with on_error={policy}"):
+        with subtests.test(reward.__name__), pytest.raises(ValueError, match=f"has a member with on_error={policy}"):
             CachedReward(reward)
     CachedReward(SumReward([pattern, Counted()]))
     CachedReward(PatternReward("b", on_error="skip"))  # None is not kept
@@ -435,5 +440,5 @@ def test_an_error_says_among_which_rows_it_counts():
 
     cached = CachedReward(failing)
     call(cached, "a", "b")
-    with pytest.raises(RuntimeError, match=r"completion 1 \(counted among completions 1, 3, which alone were asked"):
+    with pytest.raises(RuntimeError, match=r"completion 1 \(counted among completions 1, 3: the reward got only"):
         call(cached, "a", "c", "b", "bad")

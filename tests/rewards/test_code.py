@@ -160,7 +160,9 @@ def test_without_its_walls_nothing_runs_unless_it_is_told_to(monkeypatch, tmp_pa
     text = Path(sandbox.__file__).read_text()
     (tmp_path / "sandbox.py").write_text(text.replace("= 444, 445, 446", "= 1444, 1445, 1446"))
     monkeypatch.setattr("trl_ext.rewards.code._SANDBOX", tmp_path / "sandbox.py")
-    with pytest.raises(RuntimeError, match=r"cannot isolate code.*files: the kernel has no Landlock"):
+    with pytest.raises(
+        RuntimeError, match=r"cannot fully isolate the code in completions .files: the kernel has no Landlock"
+    ):
         score(CodeReward(), ADD)
     assert score(CodeReward(require_isolation=False), ADD) == [1.0]
 
@@ -238,11 +240,11 @@ def test_what_decides_on_a_score_is_in_its_identity():
 
 def test_bad_arguments(subtests, reward):
     for build, message in [
-        (lambda: CodeReward(template="x"), "must have {test}"),
+        (lambda: CodeReward(template="x"), "must contain {test}"),
         (lambda: CodeReward(timeout=0), "more than 0 seconds"),
         (lambda: CodeReward(timeout=1e9), "at most 86400, got"),
         (lambda: CodeReward(workers=0), "`workers` must be a whole number"),
-        (lambda: reward(["p"], [ADD], other=[TEST]), r"no column 'tests'; there are \['other'\]"),
+        (lambda: reward(["p"], [ADD], other=[TEST]), r"no column 'tests', which `tests` names; it has \['other'\]"),
         (lambda: score(reward, ADD, tests=[3]), "must be a text, or a mapping with `output`.*3 for completion 0"),
         (lambda: score(reward, ADD, tests=[{"input": "1"}]), "mapping with `output`"),
     ]:

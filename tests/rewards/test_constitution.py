@@ -84,7 +84,7 @@ def test_a_check_that_fails_lets_nothing_pass(on_error, expected):
 def test_bad_arguments(subtests):
     rule = PatternReward(forbidden=["x"])
     for build, error, message in [
-        (lambda: ConstitutionReward(length), ValueError, "got none"),
+        (lambda: ConstitutionReward(length), ValueError, "there is no principle: give"),
         (lambda: ConstitutionReward(length, [rule], minimum=[1, 2]), ValueError, "one for each of 1 members"),
         (lambda: ConstitutionReward(length, [rule], cap=math.nan), ValueError, "`cap` must be a finite number"),
         (lambda: ConstitutionReward("path", [rule]), TypeError, "must be a reward function"),
@@ -128,7 +128,7 @@ def test_the_judge_sees_its_rows_alone_and_what_it_tells_is_put_back_in_their_pl
     assert reward([""] * 3, ["x", "o", "oo"], log_extra=table.__setitem__) == [0.0, 2.0, 2.0]
     assert table == {"verdict": [None, "O", "OO"]}
     judge_of_bad = ConstitutionReward(lambda completions, **_: [2.0] * 2, [PatternReward("a")], judge=judge)
-    with pytest.raises(RuntimeError, match=r"completion 0 is bad \(counted among completions 1, which alone were ask"):
+    with pytest.raises(RuntimeError, match=r"completion 0 is bad \(counted among completions 1: the reward got only"):
         judge_of_bad([""] * 2, ["x", "bad"])
     with pytest.raises(ValueError, match="`members` must be a list of reward functions, got 'PatternReward'"):
         ConstitutionReward(judge, "PatternReward")

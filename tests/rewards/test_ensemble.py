@@ -63,12 +63,12 @@ def test_a_member_that_fails_is_named_or_leaves_no_score_or_gives_its_number():
     "kwargs, message",
     [
         ({"combine": "max"}, "`combine` must be one of mean, median, min, uncertainty, got 'max'"),
-        ({"uncertainty_coef": 1.0}, "`uncertainty_coef` is for combine='uncertainty', got 'mean'"),
+        ({"uncertainty_coef": 1.0}, "`uncertainty_coef` works only with combine='uncertainty', got combine='mean'"),
         ({"max_disagreement": -1}, "`max_disagreement` must be a finite number >= 0, got -1"),
-        ({"members": [A]}, "`members` must be two or more, or the folder of an ensemble, got \\["),
-        ({"members": A}, "`members` must be two or more, or the folder of an ensemble, got <"),
-        ({"members": "nowhere"}, "nowhere holds no ensemble.json"),
-        ({"normalize": True}, "`normalize` needs as `members` the folder"),
+        ({"members": [A]}, "`members` must be a list of two or more rewards, or the folder of an ensemble, got \\["),
+        ({"members": A}, "`members` must be a list of two or more rewards, or the folder of an ensemble, got <"),
+        ({"members": "nowhere"}, "nowhere has no ensemble.json"),
+        ({"normalize": True}, "`normalize` needs an ensemble's folder as `members`"),
         ({"model_kwargs": {"dtype": "bfloat16"}}, "all members are functions"),
     ],
 )
@@ -92,7 +92,7 @@ def test_what_combines_and_who_they_are_is_the_identity():
 def test_a_member_that_gave_all_answers_one_score_cannot_be_normalised(tmp_path):
     members = [{"folder": f"member-{i}", "mean": 1.0, "std": float(i)} for i in range(2)]
     (tmp_path / "ensemble.json").write_text(json.dumps({"members": members}))
-    with pytest.raises(ValueError, match="`normalize` divides by .*, and member-0 gave all answers one score"):
+    with pytest.raises(ValueError, match="`normalize` divides by .*, but member-0 gave all answers one score"):
         EnsembleReward(str(tmp_path), normalize=True)
 
 

@@ -105,7 +105,7 @@ def test_only_a_verdict_of_the_judges_own_counts(message, score):
 
 def test_a_verdict_that_was_cut_is_none():
     """What is the beginning of "Score: 10" looks like 1."""
-    said = "the judge's message was cut off, raise `max_tokens`; it ends in: 'Score: 1'"
+    said = "the judge's message was cut off, it ends in 'Score: 1': raise `max_tokens`"
     with (
         serving(lambda body, _: says("Score: 1", "length")) as (url, _),
         pytest.raises(RuntimeError, match=said),
@@ -129,7 +129,9 @@ def test_a_verdict_that_was_withheld_or_stopped_is_no_score_and_ends_no_run(reas
             judge = JudgeReward(url, "m", RUBRIC, on_error=on_error, name=name)
             assert judge(["p"] * 3, ["good", "bad", "fine"], log_metric=logged.__setitem__) == [4, None, 4]
         assert len(came) == 4 and logged[f"rewards/{name}/failed"] == 1 / 3
-        assert f"'{name}' failed on 1 of 3" in caplog.text and f"not whole (finish_reason {reason!r}): " in caplog.text
+        assert (
+            f"'{name}' failed on 1 of 3" in caplog.text and f"not complete (finish_reason {reason!r}): " in caplog.text
+        )
 
 
 def test_a_verdict_that_was_withheld_pays_in_no_reward_that_holds_the_judge():
@@ -145,7 +147,7 @@ def test_a_verdict_that_was_withheld_pays_in_no_reward_that_holds_the_judge():
 
 @pytest.mark.parametrize("answer", [{}, [], {"choices": ["a"]}, {"choices": []}, {"choices": [{"message": None}]}])
 def test_what_is_no_chat_completion_is_an_error(answer):
-    with serving(lambda body, _: answer) as (url, _), pytest.raises(RuntimeError, match="is no chat completion: "):
+    with serving(lambda body, _: answer) as (url, _), pytest.raises(RuntimeError, match="is not a chat completion: "):
         JudgeReward(url, "m", RUBRIC)(["p"], ["a"])
 
 
@@ -164,7 +166,7 @@ def test_a_comparison_is_made_in_both_orders_and_a_judges_habit_is_seen():
         prompts, answers, others = ["habit", "p", "p", "p"], ["a", "long", "a", "b"], ["b", "a", "long", None]
         assert judge(prompts, answers, baseline=others, log_metric=logged.__setitem__) == [2, 4, 0, None]
         assert len(came) == 6
-        with pytest.raises(ValueError, match="reward 'j': `compare` names the column 'baseline', which is not there"):
+        with pytest.raises(ValueError, match="reward 'j': the data has no column 'baseline', which `compare` names"):
             judge(prompts, answers)
     assert logged["rewards/j/position_bias"] == pytest.approx(0.5 / 3)  # of three pairs one always has the first
 
@@ -204,7 +206,7 @@ def test_mistakes_are_named(subtests):
         ({"temperature": -1}, "`temperature` must be 0 or more"),
         ({"max_tokens": 0}, "`max_tokens` must be a whole number"),
         ({"parse_retries": -1}, "`parse_retries` must be"),
-        ({"url": "ftp://x"}, "`url` must be as"),
+        ({"url": "ftp://x"}, "`url` must look like"),
     ]:
         with subtests.test(given=given), pytest.raises(ValueError, match=message):
             JudgeReward(**{"url": "http://127.0.0.1:1/v1", "model": "m", "rubric": RUBRIC} | given)

@@ -65,7 +65,7 @@ def test_unknown_reward_says_what_was_tried(subtests):
         ),
         ("absent.py:reward", "No such file or directory: .*absent.py.* Tried 'reward' of 'absent.py' from "),
         ("recipes/tinystories/rewards.py:absent", "has no attribute 'absent'"),
-        ("reward", "no module or no name is given"),
+        ("reward", "the path has no module or no name"),
     ]:
         with subtests.test(path=path), pytest.raises(ImportError, match=message):
             load_reward(path)
@@ -132,9 +132,12 @@ def test_what_is_mistyped_is_refused_before_anything_is_built(subtests, monkeypa
         # PyYAML takes 1e3 for a text
         (
             {"PatternReward": {"timeout": "1e3"}},
-            "entry 2: PatternReward's `timeout` is a number, .* '1e3': write 1000.0",
+            "entry 2: PatternReward's `timeout` must be a number, .* '1e3': write 1000.0",
         ),
-        ({"SumReward": {"members": [LENGTH], "stds": [1, "2"]}}, "SumReward's `stds` is a number, got the text '2'"),
+        (
+            {"SumReward": {"members": [LENGTH], "stds": [1, "2"]}},
+            "SumReward's `stds` must be a number, got the text '2'",
+        ),
         (
             {"EnsembleReward": {"members": ["a", "b"], "model_kwargs": {"namm": "x"}}},
             "entry 2: EnsembleReward: `model_kwargs`: ModelReward has no argument 'namm'; did you mean name?",

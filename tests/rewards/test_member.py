@@ -124,7 +124,9 @@ def test_a_reward_that_says_why_it_failed_is_named_once_however_deep(subtests):
 def test_scores_of_tokens_have_no_place_within_another_reward():
     for tokens in ([1.0, 2.0], SegmentScores([1], [2.0])):
         member = Member(lambda completions, tokens=tokens, **_: [tokens] * len(completions))
-        with pytest.raises(RuntimeError, match="scored each token of completion 0, .* give this function to the"):
+        with pytest.raises(
+            RuntimeError, match="returned a score for each token of completion 0, .* pass this function to the"
+        ):
             member([""], ["a"])
 
 

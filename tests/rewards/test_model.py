@@ -104,7 +104,7 @@ def test_nobody_guesses_whether_an_answer_was_finished(tmp_path):
     assert ModelReward(path, policy_tokenizer=path)(PROMPTS, ANSWERS, ids) == said
     assert ModelReward(path, eos_token_ids=[8])(PROMPTS, ANSWERS, ids) != said
     with pytest.raises(
-        ValueError, match="which answers were finished is not known: give the policy's `eos_token_ids`"
+        ValueError, match="cannot tell which completions are finished: give it the policy's `eos_token_ids`"
     ):
         ModelReward(path)(PROMPTS, ANSWERS, ids)
 
@@ -114,7 +114,7 @@ def test_a_row_that_does_not_fit_is_refused_or_cut_at_the_prompts_beginning(tmp_
     tokenizer, logged = tiny_tokenizer(bos=True), {}
     path = saved(tmp_path, tokenizer=tokenizer)
     reward = ModelReward(path, policy_tokenizer=tiny_tokenizer())
-    with pytest.raises(ValueError, match="has 70 tokens, the reward model's context 64"):
+    with pytest.raises(ValueError, match="has 70 tokens, but the reward model's context has 64"):
         reward(["the"], ["cat"], [[6] * 69], [[7]])
 
     reward = ModelReward(path, max_length=4, truncation="left", name="short")
@@ -223,9 +223,9 @@ def test_it_is_loaded_whole_where_trainers_would_have_it_sharded(tmp_path, monke
     [
         ({"max_batch_tokens": 0}, "`max_batch_tokens` must be a whole number of 1 or more, got 0"),
         ({"truncation": "right"}, "`truncation` must be 'refuse' or 'left', got 'right'"),
-        ({"device": "cpu", "device_map": "auto"}, "`device` cpu does nothing with `device_map`"),
-        ({"model": "object", "dtype": "bfloat16"}, "`dtype` is for a model that is loaded by its path"),
-        ({"model": "object", "tokenizer": None}, "its `tokenizer` must be given"),
+        ({"device": "cpu", "device_map": "auto"}, "`device` cpu has no effect with `device_map`"),
+        ({"model": "object", "dtype": "bfloat16"}, "`dtype` has an effect only if `model` is a path"),
+        ({"model": "object", "tokenizer": None}, "`tokenizer` is missing: give"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, kwargs, message):

@@ -133,7 +133,7 @@ def test_scores_that_are_not_finite_are_left_out():
 
 
 def test_names_that_no_metric_may_have_are_refused():
-    with pytest.raises(ValueError, match="`name` may have letters, digits, .*, got 'a b'"):
+    with pytest.raises(ValueError, match="`name` may have only letters, digits, .*, got 'a b'"):
         ScoreWatch(quality, name="a b")
 
 

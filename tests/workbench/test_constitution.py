@@ -62,7 +62,7 @@ def test_each_round_revises_the_newest_answer_by_another_principle(folder, capsy
     with serving(answer) as (url, came):
         words = ["--model_url", url, "--model", "m", "--rounds", "2"]
         status, printed, _ = run(capsys, *words, "--only_cost", "true", "--price_input", "1", "--price_output", "1")
-        assert status == 0 and not came and "Cost: at most 30 calls of 30" in printed and "at these prices" in printed
+        assert status == 0 and not came and "Cost: at most 30 of 30 calls" in printed and "at these prices" in printed
         status, printed, error = run(capsys, *words)
         assert (status, error) == (0, []) and len(came) == 6 * 5 - 2  # nothing follows what is withheld
         assert run(capsys, *words)[0] == 0 and len(came) == 28
@@ -104,7 +104,9 @@ def test_a_failed_server_costs_nothing_twice(folder, capsys):
     with serving(answer) as (url, came):
         words = ["--model_url", url, "--model", "m", "--max_concurrency", "1"]
         status, _, error = run(capsys, *words, "--retries", "0")
-        assert status == 2 and "status 503" in error[0] and "8 answers are kept: the same command goes on" in error[0]
+        assert (
+            status == 2 and "status 503" in error[0] and "8 answers are kept: run the same command again" in error[0]
+        )
         left["count"] = 100
         assert run(capsys, *words)[0] == 0 and len(came) == 6 * 3 + 1
 
@@ -170,10 +172,10 @@ def test_what_a_round_sees():
 
 def test_what_is_refused(folder, capsys):
     for words, said in [
-        ([], "who writes?"),
+        ([], "give one model"),
         (["--model_url", "http://127.0.0.1:1"], "`model_url` needs `model`"),
-        (["--model_name_or_path", "x", "--timeout", "1"], "`timeout` has an effect with `model_url` only"),
-        (["--model_url", "ftp://x", "--model", "m"], "`url` must be as"),
+        (["--model_name_or_path", "x", "--timeout", "1"], "`timeout` has an effect only with `model_url`"),
+        (["--model_url", "ftp://x", "--model", "m"], "`url` must look like"),
     ]:
         status, _, error = run(capsys, *words)
         assert status == 2 and said in error[0], words

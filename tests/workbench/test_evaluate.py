@@ -70,9 +70,16 @@ def test_policies_side_by_side(folder, capsys):
     ours, theirs = ([row["scores"]["words"] for row in rows[name]] for name in ("ppo", "sft"))
     assert ppo["win_rates"]["words"]["wins"] == sum(a > b for a, b in zip(ours, theirs, strict=True))
     assert ppo["win_rates"]["the judge"] == {**win_rate([0.0] * 6, range(6))}  # of both places alike
-    assert re.search(r"Not checked: ppo has no record of the prompts", printed) and "\nPage: evaluation/" in printed
+    assert (
+        re.search(r"It is not known whether ppo was trained on some of these", printed)
+        and "\nPage: evaluation/" in printed
+    )
     page = (folder / "evaluation/evaluation.html").read_text()
-    assert "Not checked: ppo" in page and "wins by the judge" in page and "cut off" in page
+    assert (
+        "whether ppo was trained on some of these prompts" in page
+        and "wins by the judge" in page
+        and "cut off" in page
+    )
     assert "self-BLEU" in page and 0 <= ppo["self_bleu"] <= 1
 
     again = run(capsys, *words)[1]
@@ -97,7 +104,7 @@ def test_prompts_of_a_run_are_refused(folder, capsys):
     trainer.save_model()
     assert set(load_trained_prompts("run/checkpoint-1")) == set(prompt_hashes(prompts(6).select(range(4))))
     status, _, error = run(capsys, "sft", "run", "--prompts", "prompts.jsonl")
-    assert status == 2 and "4 of 6 prompts were trained on by run (rows 0, 1, 2, 3; " in error
+    assert status == 2 and "run was trained on 4 of 6 prompts (rows 0, 1, 2, 3; " in error
     # What it starts from counts, and rows as SFT and DPO have them
     rows = Dataset.from_list([{"messages": [{"role": r, "content": r} for r in ("user", "assistant")]}])
     save_trained_prompts("next", rows, start="run")
@@ -126,7 +133,11 @@ def test_an_adapter_that_is_trained_on_and_merged_keeps_the_prompts_of_its_first
 def test_what_is_said_and_refused(folder, capsys):
     status, printed, error = run(capsys, "sft", "other", "--prompts", "chat.jsonl", "--output_dir", "out")
     assert (status, error) == (0, "")
-    for said in ("other does not read the same tokens", "No `rewards` and no `judge`", "one prompt only"):
+    for said in (
+        "other and the reference sft have different vocabularies",
+        "No `rewards` and no `judge`",
+        "one prompt only",
+    ):
         assert said in printed
     found = json.loads((folder / "out/evaluation.json").read_text())
     assert found["policies"]["other"]["kl"] is None and found["policies"]["sft"]["length"]["standard_error"] is None
@@ -135,7 +146,7 @@ def test_what_is_said_and_refused(folder, capsys):
         ("sft nothing --prompts chat.jsonl", "`policies` nothing"),
         ("sft sft --prompts chat.jsonl", "given twice"),
         ("sft --prompts chat.jsonl --dataset_split train[:0]", "has no rows"),
-        ("sft --prompts chat.jsonl --baseline ppo", "none of the policies"),
+        ("sft --prompts chat.jsonl --baseline ppo", "not one of the policies"),
         ("sft --prompts chat.jsonl --max_completion_length 600", "context of 64 tokens"),
         ("sft --prompts chat.jsonl --judge rewards.py:none", "cannot be imported"),
         ("--prompts chat.jsonl", "no policies"),

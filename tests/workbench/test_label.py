@@ -94,9 +94,9 @@ def asked(came):
 
 def test_a_mistyped_file_is_named_with_the_one_that_is_there(folder, capsys):
     status, _, error = run(capsys, "http://127.0.0.1:9", "--rubric", "rubrik.yaml")
-    assert status == 2 and "`rubric` rubrik.yaml is no file; did you mean rubric.yaml?" in error
+    assert status == 2 and "`rubric` rubrik.yaml is not a file; did you mean rubric.yaml?" in error
     status, _, error = run(capsys, "http://127.0.0.1:9", "--labels", "labls.jsonl")
-    assert status == 2 and "`labels` labls.jsonl is no file; did you mean labels.jsonl" in error
+    assert status == 2 and "`labels` labls.jsonl is not a file; did you mean labels.jsonl" in error
     status, _, error = run(capsys, "http://127.0.0.1:9", "--rubric", str(folder))
     assert status == 2 and "is a folder: give the file in it" in error
 
@@ -168,7 +168,7 @@ def test_a_judge_that_people_agree_with_labels_the_rest(folder, capsys):
     # Other words to judge by are another judge
     (folder / "rubric.yaml").write_text("version: 1.3\nrubric: The smaller number is better.\n")
     status, _, error = run(capsys, url, "--constitution", "constitution.yaml")
-    assert status == 2 and "verdicts.jsonl has 120 answers by another model, rubric" in error
+    assert status == 2 and "verdicts.jsonl has 120 answers that were made with another model, rubric" in error
 
 
 NAMES = ("truth", "short", "overall")
@@ -191,13 +191,13 @@ def test_a_bad_judge_is_counted_and_refused_before_it_labels(kind, folder, capsy
         status, printed, error = run(capsys, url, "--constitution", "constitution.yaml")
     assert status == 1 and len(came) == 2 * KNOWN * times, "only about pairs that people labelled"
     assert "refused: kappa of judge and people is 0.00 on 24 pairs, and `min_agreement` is 0.6" in error
-    assert "read the 24 pairs on which they differ (i" in error
+    assert "read the 24 pairs that judge and people label differently (i" in error
     found = json.loads((folder / "out/label.json").read_text())
     assert found["judged"]["outcomes"] == {why: 2 * KNOWN} and not (folder / "out/pairs").exists()
     assert found["judged"]["by_name"]["overall"]["ties"] == 1.0
     if kind == "always the first":
         assert found["judged"]["by_name"]["overall"]["shown_first"]["share"] == 1.0
-        assert "shown first was taken in 100%" in printed
+        assert "judge chose the answer shown first in 100%" in printed
 
 
 def test_pairs_go_where_more_labels_show_that_the_judge_does_not_agree(folder, capsys):
@@ -208,7 +208,7 @@ def test_pairs_go_where_more_labels_show_that_the_judge_does_not_agree(folder, c
         labels = [{**row, "choice": other[row["choice"]]} for row in read_jsonl("labels.jsonl")]
         write(folder / "labels.jsonl", labels)
         status, _, error = run(capsys, url)
-        assert status == 1 and "out/pairs, which an earlier run wrote when the gate passed, was removed" in error
+        assert status == 1 and "out/pairs was removed: an earlier run wrote it when the gate passed" in error
         assert not list((folder / "out/pairs").glob("*")) and len(came) == 2 * ROWS
 
 
@@ -302,13 +302,16 @@ def test_a_server_that_fails_ends_the_run_and_the_same_command_goes_on(folder, c
         fails = [
             (state["how"], 'status 500: {"error": "down"}'),
             (lambda body: (401, {}, {"error": "no key"}), "status 401"),
-            (lambda body: {**right(body), **other}, "it answered as the model judge-1 and answers as judge-2 now"),
+            (
+                lambda body: {**right(body), **other},
+                "the server answered as the model judge-1 and now answers as judge-2",
+            ),
             (lambda body: time.sleep(1.0) or right(body), "ReadTimeout"),
         ]
         for how, said in fails:
             state["how"] = how
             status, _, error = run(capsys, url, "--retries", "0", "--timeout", "0.5", "--max_concurrency", "1")
-            assert status == 2 and said in error and "the same command goes on" in error, said
+            assert status == 2 and said in error and "run the same command again" in error, said
             assert "50 answers are kept" in error
         assert len(came) == 50 + len(fails) and not (folder / "out/pairs").exists()
         with open("out/verdicts.jsonl", "a") as file:
@@ -325,7 +328,7 @@ def test_a_server_that_refuses_one_pair_leaves_the_others(folder, capsys):
 
     with serving(answer) as (url, _):
         status, printed, _ = run(capsys, url, "--max_concurrency", "1")
-        assert status == 0 and "Without a verdict, which counts as a tie: 2 refused" in printed
+        assert status == 0 and "Without a verdict, counted as ties: 2 refused" in printed
         assert len(list(read_jsonl("out/pairs/train.jsonl"))) == ROWS - KNOWN - 1
         assert "1 without a verdict" in printed
     with serving(lambda body, _: (400, {}, {"error": "unknown key"})) as (url, came):  # but not if it refuses all
@@ -489,21 +492,21 @@ def test_what_is_refused(folder, capsys, subtests):
         (["--constitution", "twice.yaml"], "given twice"),
         (["--constitution", "empty.yaml"], "`principles` must be names"),
         (["--rubric", "none.yaml"], "must have `version` and `rubric`, and nothing else"),
-        (["--votes", "2"], "at `judge_temperature` 0 are all the same"),
-        (["--top_p", "0.5"], "`top_p` has an effect with `prompts` only"),
+        (["--votes", "2"], "are all the same at `judge_temperature` 0"),
+        (["--top_p", "0.5"], "`top_p` has an effect only with `prompts`"),
         (["--judge_extra", "seed"], "`judge_extra` must be a YAML mapping"),
-        (["--prompts", "pairs.jsonl", "--pairs", "pairs.jsonl"], "one of both"),
+        (["--prompts", "pairs.jsonl", "--pairs", "pairs.jsonl"], "give either `pairs`, or"),
         (["--prompts", "pairs.jsonl"], "`prompts` and `policies` belong together"),
-        (["--judge_model_name_or_path", "x"], "who judges?"),
-        (["--keep_columns", "item"], "pairs have a 'item' of their own"),
+        (["--judge_model_name_or_path", "x"], "give one judge"),
+        (["--keep_columns", "item"], "`keep_columns` names 'item', but pairs have"),
         (["--pairs", "two.jsonl"], "two different pairs have the `item` '1'"),
-        (["--labels", "wrong.jsonl"], "there is no pair 'other'"),
+        (["--labels", "wrong.jsonl"], "has the item 'other', which is not one of the pairs"),
         (["--known_share", "0"], "`known_share` must be in (0, 1]"),
     ]:
         with subtests.test(words=words):
             status, _, error = run(capsys, url, *words)
             assert status == 2 and said in error and "\n" not in error
     status, _, error = run(capsys, None, "--judge_model_name_or_path", "x", "--votes", "2")
-    assert status == 2 and "`votes` has an effect with `judge_url` only" in error
+    assert status == 2 and "`votes` has an effect only with `judge_url`" in error
     status, _, error = run(capsys, url, known=61)
     assert status == 2 and "there are 60 pairs, and people must label at least 61" in error

@@ -132,7 +132,7 @@ def test_sets_of_one_row_or_one_text(folder, capsys, monkeypatch):
         )
         kept = json.loads((folder / "out/prompts.json").read_text())["sets"]["s"]["kept"]
         assert kept == len({row for row in rows if row})
-        assert "Scripts alone, by Unicode" in (folder / "out/prompts.html").read_text()
+        assert "The table has scripts only, by Unicode" in (folder / "out/prompts.html").read_text()
 
 
 def test_identical_texts_alone_may_be_duplicates(folder, capsys):
@@ -179,7 +179,7 @@ def test_mistakes_are_one_line(folder, capsys, subtests, monkeypatch):
     rl = ["--sets", "rl=rl.jsonl", "--output_dir", "new"]
     for words, message in [
         (["--sets", "rl.jsonl", "--output_dir", "new"], "`sets`: write it as NAME=PATH, got 'rl.jsonl'"),
-        (["--sets", "a/b=rl.jsonl", "--output_dir", "new"], "'a/b' becomes a file's name"),
+        (["--sets", "a/b=rl.jsonl", "--output_dir", "new"], "'a/b' must be fit for a file's name"),
         (["--sets", "a=rl.jsonl", "a=sft.jsonl", "--output_dir", "new"], "`sets` names 'a' twice"),
         (
             ["--sets", "Duplicates=rl.jsonl", "--output_dir", "new"],
@@ -199,15 +199,15 @@ def test_mistakes_are_one_line(folder, capsys, subtests, monkeypatch):
         (["--sets", "a=odd.jsonl", "--output_dir", "new"], "must hold text or messages, but row 0 has 3"),
         (["--sets", "a=rl.jsonl:test", "--output_dir", "new"], "has no split 'test'; it has 'train'"),
         ([*rl, "--columns", "rl=question"], "set 'rl' lacks the column 'question'; it has 'prompt', 'topic', 'x'"),
-        ([*rl, "--max_overlap", "evl=0"], "`max_overlap` names 'evl', which is none of the sets rl"),
+        ([*rl, "--max_overlap", "evl=0"], "`max_overlap` names 'evl', which is not one of the sets rl"),
         ([*rl, "--max_overlap", "rl=2"], "the share of 'rl' must be from 0 to 1, got '2'"),
-        ([*rl, "--max_copied", "rl=0"], "`max_copied` is for `copied_from`"),
+        ([*rl, "--max_copied", "rl=0"], "`max_copied` has an effect only with `copied_from`"),
         ([*rl, "--threshold", "0"], "`threshold` must be in (0, 1], got 0.0"),
         ([*rl, "--ngram", "0"], "`ngram` must be >= 1, got 0"),
         ([*rl, "--split", "train=0.5"], "shares must be above 0 and have the sum 1, got train=0.5"),
-        ([*rl, "--stratify", "topic"], "`stratify` is for `split`"),
-        ([*rl, "--split", "../a=0.5", "b=0.5"], "`split`: '../a' becomes a file's name"),
-        ([*rl, "--split", "a=1", "--held_out", "rl"], "leave held-out sets as they are, and all sets are held out"),
+        ([*rl, "--stratify", "topic"], "`stratify` has an effect only with `split`"),
+        ([*rl, "--split", "../a=0.5", "b=0.5"], "`split`: '../a' must be fit for a file's name"),
+        ([*rl, "--split", "a=1", "--held_out", "rl"], "do not change held-out sets, and all sets are held out"),
         ([*rl, "--split", "a=1", "--stratify", "subject"], "lacks the column 'subject'"),
         ([*rl, "--balance", "x"], "62 different values in the column 'x'"),
         ([*rl, "--tresholds", "1"], "unknown flag '--tresholds'"),

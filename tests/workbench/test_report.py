@@ -214,14 +214,18 @@ def test_a_run_without_completions_has_no_empty_sections(tmp_path):
         for name, samples in (("quiet", []), ("said", [answer("p", "x", 1)]))
     ]
     text = Page(write_report(runs[0], tmp_path / "page.html").read_text()).text
-    assert "No answers: record_answers: 4 records some" in text
+    assert "No answers were recorded: set record_answers: 4" in text
     assert "No answers were recorded of quiet" in Page(write_report(runs, tmp_path / "page.html").read_text()).text
 
 
 def test_without_matplotlib_the_page_says_so_in_a_sentence(run_dir, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     text = page(read_run(run_dir))
-    assert "No curves: <code>pip install matplotlib</code>" in text and "answer" in text and "<svg" not in text
+    assert (
+        "There are no curves: run <code>pip install matplotlib</code>" in text
+        and "answer" in text
+        and "<svg" not in text
+    )
 
 
 def test_report_at_the_end_of_a_script(run_dir, tmp_path_factory):
@@ -349,7 +353,7 @@ def test_an_episode_is_shown_turn_by_turn(tmp_path):
     assert together.count('class="turn fails"') == 2 and together.count("4 more") == 2
 
 
-@pytest.mark.parametrize(("make", "message"), [(False, "is no folder"), (True, "has neither metrics.rank0.jsonl")])
+@pytest.mark.parametrize(("make", "message"), [(False, "is not a folder"), (True, "has neither metrics.rank0.jsonl")])
 def test_nothing_to_report_is_said_in_one_line(make, message, tmp_path, capsys):
     if make:
         (tmp_path / "run").mkdir()
@@ -495,7 +499,7 @@ def test_runs_of_different_trainers_and_the_rounds_of_online_dpo(two_runs, tmp_p
     ("given", "message"),
     [
         (["a/ppo", "b"], "b is not a run, but contains some: give one or several of b/ppo"),
-        (["a/ppo", "c"], "c is no folder"),
+        (["a/ppo", "c"], "c is not a folder"),
         (["a/ppo", "a/../a/ppo"], "is given twice"),
         (["a/ppo", "b/ppo", "--x", "epsiode"], "no 'epsiode' in its logs"),
         (["a/ppo", "--x", "episode"], "is for several runs"),
@@ -543,7 +547,7 @@ def alert(monitor, action, step, level="alert"):
     ("monitors", "alerts", "said", "section"),
     [
         ({}, [], "no monitors were set", "No monitors were set."),
-        (None, [], "", "None; which monitors were set is not recorded."),
+        (None, [], "", "No alert is recorded, nor which monitors were set."),
         ({"B": {}, "A": {}}, [], "A and B watched and found nothing", "A and B watched and found nothing."),
         (
             dict.fromkeys("ABCD", {}),

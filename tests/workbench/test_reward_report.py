@@ -176,7 +176,7 @@ def test_what_a_reward_does_wrong_is_in_the_report(folder, capsys):
     assert run("--probe_rows", "0", reward="broken") == 1
     report = written(folder)
     assert report["pairs"] == 54 and report["unscored"]["not_finite"] > 0
-    assert "scores are no finite numbers" in report["verdict"]["reasons"][0]
+    assert "scores are not finite" in report["verdict"]["reasons"][0]
     assert run(reward="equal") == 1
     assert any("Every pair is a tie" in said for said in written(folder)["unknown"])
     assert written(folder)["temperature"] is None and written(folder)["accuracy"] == 0.5
@@ -219,12 +219,20 @@ def test_one_pair_says_that_it_is_few(folder):
         (["--ranking_name", "nan.jsonl"], "good", "row 0 must have two or more `responses` and as many numbers"),
         (["--best_of_n_name", "prompts.jsonl"], "good", "lacks the column(s) 'chosen', 'rejected'"),
         (["--dataset_name", "same.jsonl"], "good", "with identical answers (rows 0): correct them"),
-        (["--train_split", "test"], "good", "it cannot be the training pairs"),
+        (["--train_split", "test"], "good", "it cannot have the training pairs, too"),
         (["--policy", "a", "--policy_answers", "b"], "good", "are both given: drop one"),
-        (["--max_new_tokens", "5"], "good", "`max_new_tokens` is for `policy`"),
+        (["--max_new_tokens", "5"], "good", "`max_new_tokens` has an effect only with `policy`"),
         (["--min_accuracy", "70"], "good", "`min_accuracy` must be in [0, 1], got 70"),
-        (["--output_dir", "model"], "good", "`output_dir` model holds what has a report of its own"),
-        (["--output_dir", "ensemble"], "good", "`output_dir` ensemble holds what has a report of its own"),
+        (
+            ["--output_dir", "model"],
+            "good",
+            "`output_dir` model holds another model, which may have a report of its own",
+        ),
+        (
+            ["--output_dir", "ensemble"],
+            "good",
+            "`output_dir` ensemble holds another model, which may have a report of its own",
+        ),
         ([], "hopeless", "gave none of the 60 pairs two finite scores"),
         ([], "failing", "rewards.py:failing cannot score: KeyError"),
         ([], "absent", "cannot be imported"),
@@ -293,7 +301,7 @@ def test_what_was_trained_on_is_never_held_out_and_no_report_is_lost(model, caps
     unknown = json.loads((model / "reward_report.json").read_text())
     assert unknown["pairs"] == 10 and not unknown["trained_on"]["is_known"]
     page = (model / "reward_report.html").read_text()
-    assert "It is not known which pairs were trained on" in page and "held-out accuracy" not in page
+    assert "It is not known which pairs the reward was trained on" in page and "held-out accuracy" not in page
     assert capsys.readouterr().out.startswith("Accuracy")
 
     TrainedPairs.of(Dataset.from_list(rows[:6])).save(model)
@@ -386,7 +394,7 @@ def test_a_score_that_follows_length_breaks_its_bound_on_both_sides(folder):
         report = written(folder)
         (reason,) = report["verdict"]["reasons"]
         assert reason.startswith("The score follows length") and abs(report["length_bias"]["bias"]) == 1
-        assert "prefers the shorter one in 100%" in (folder / "out/reward_report.html").read_text() or not sign
+        assert "prefer the shorter one in 100%" in (folder / "out/reward_report.html").read_text() or not sign
     assert run(*plain, "--max_length_bias", "1") == 0
     write(folder / "long.jsonl", [row(i) for i in range(1, 99, 2)])  # the chosen one is always longer
     assert run(*plain, "--dataset_name", "long.jsonl") == 1
@@ -431,8 +439,8 @@ def test_what_is_no_classifier_is_refused(folder, capsys):
     tiny_llama().save_pretrained(folder / "lm")
     with pytest.raises(SystemExit) as ended:
         main(["reward-report", "lm", "--dataset_name", "pairs", "--use_cpu", "true"])
-    assert ended.value.code == 2 and "lm is no reward model" in capsys.readouterr().err
+    assert ended.value.code == 2 and "lm is not a reward model" in capsys.readouterr().err
     assert not (folder / "lm/reward_report.json").exists()
     with pytest.raises(SystemExit):
         main(["reward-report", "ml", "--dataset_name", "pairs"])
-    assert "MODEL 'ml' is not the folder of one model: correct it" in capsys.readouterr().err
+    assert "MODEL 'ml' is not the folder of one model, so the report needs another place" in capsys.readouterr().err

@@ -113,9 +113,9 @@ ROWS = {"prompts": ["p"], "completions": ["c"]}
 @pytest.mark.parametrize(
     "body, status, said",
     [
-        (b"{", 422, "no JSON in UTF-8"),
-        (b"\xff", 422, "no JSON in UTF-8"),
-        (b"[" * 90, 422, "no JSON"),
+        (b"{", 422, "not JSON in UTF-8"),
+        (b"\xff", 422, "not JSON in UTF-8"),
+        (b"[" * 90, 422, "not JSON"),
         ([], 422, "must be an object with `prompts` and `completions`"),
         (ROWS | {"completions": ["c", "d"]}, 422, "of the same length, 1 or more"),
         (ROWS | {"completions": "c"}, 422, "of the same length"),
@@ -129,7 +129,7 @@ ROWS = {"prompts": ["p"], "completions": ["c"]}
         (ROWS | {"finished": [1]}, 422, "`finished` must be null, or a list with true or false"),
         (ROWS | {"complitions": ["c"]}, 422, "'complitions' is not known"),
         (ROWS | {"model": "other"}, 404, "the model here is 'm'"),
-        ({"prompts": ["p"] * 9, "completions": ["c"] * 9}, 413, "9 completions are more than 8"),
+        ({"prompts": ["p"] * 9, "completions": ["c"] * 9}, 413, "one request may have 8 completions, got 9"),
         (ROWS | {"completions": ["c" * 21]}, 413, "a text of 21 characters is longer than 20"),
         (ROWS | {"completions": ["c" * 2000]}, 413, "the request is longer than 1000 bytes"),
         (ROWS | {"finished": [True], "model": "m"}, 200, "scores"),
@@ -156,7 +156,7 @@ def test_who_has_no_token_or_is_a_page_in_a_browser_gets_nothing(small_server, m
             httpx2.post(small_server + "/score", json=ROWS, headers=headers),
             httpx2.get(small_server + "/metrics", headers=headers),
         ):
-            assert answer.status_code == 401 and answer.json() == {"error": "a bearer token is needed"}
+            assert answer.status_code == 401 and answer.json() == {"error": "the request needs a bearer token"}
     assert httpx2.get(small_server + "/health").json() == {"status": "ok", "model": "m"}  # and no `identity`
     page = {"authorization": "Bearer key", "content-type": "text/plain"}
     assert httpx2.post(small_server + "/score", content=json.dumps(ROWS), headers=page).status_code == 415
@@ -234,7 +234,7 @@ def test_scores_of_a_model_are_those_that_it_has_here(tmp_path):
             ids = [[7, 2] if end else [7] for end in ended]
             by_ids = RemoteReward(url, eos_token_ids=[2])(*given, completion_ids=ids)
             assert by_ids == pytest.approx(expected, abs=1e-5)
-        with pytest.raises(RuntimeError, match="status 422: .*which answers were finished is not known"):
+        with pytest.raises(RuntimeError, match="status 422: .*cannot tell which completions are finished"):
             remote(asked, answers)
         with pytest.raises(RuntimeError, match=f"status 404: .*the model here is '{tmp_path.name}'"):
             RemoteReward(url, model="other")(asked, answers, finished=ended)
@@ -321,10 +321,10 @@ def test_mistakes_are_one_line(subtests, capsys, tmp_path, monkeypatch):
     mine = f"{tmp_path}/mine.py:one"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for words, message in [
-            ([mine, "--host", "0.0.0.0"], "--host 0.0.0.0 is not this machine alone: export a token"),
+            ([mine, "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines in: export a token"),
             ([mine, "--port", str(taken.getsockname()[1])], "cannot listen on --host 127.0.0.1 --port"),
             ([mine, "--port", "99999"], "cannot listen on"),
-            ([mine, "--api_key_env", "EMPTY_KEY"], "the environment variable EMPTY_KEY holds no token"),
+            ([mine, "--api_key_env", "EMPTY_KEY"], "the environment variable EMPTY_KEY is empty or not set"),
             ([mine, "--max_rows", "0"], "--max_rows must be 1 or more, got 0"),
             ([mine, "--max_wait_ms", "-1"], "--max_wait_ms must be 0 to 60000"),
             ([mine, "--port", "0", "--dtype", "bfloat16"], "--dtype is for a model"),

@@ -57,7 +57,7 @@ class CanaryCallback(MonitorCallback):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.prompts or isinstance(self.prompts, str):
-            raise ValueError(f"`CanaryCallback` needs `prompts=`, a list of one or more, got {self.prompts!r}")
+            raise ValueError(f"`CanaryCallback` needs `prompts=`, a list of one or more prompts, got {self.prompts!r}")
         self._last = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -84,7 +84,7 @@ class CanaryCallback(MonitorCallback):
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
         """Yield a finding for each number in `now` that is too far from that of the first answers."""
         first = self.memory.setdefault("first", now)
-        advice = "Compare the answers in `canary.jsonl` with the first ones."
+        advice = "Compare the last answers in `canary.jsonl` with the first ones there."
         length, start = now["length"], max(first["length"], 1.0)
         if not start / self.length_factor <= length <= start * self.length_factor:
             bound = start * self.length_factor if length > start else start / self.length_factor

@@ -27,5 +27,5 @@ class ClipFractionCallback(MonitorCallback):
         value = self.read("clip_fraction")
         shares = self.follow("clip_fraction", value, **self.windows(self.steps), answers=self.answers)
         if (mean := shares.above(plus=self.limit)) is not None:
-            advice = "Steps are too large: lower the learning rate, the passes over a rollout, or both."
+            advice = "Steps are too large: lower the learning rate, or pass over a rollout fewer times."
             yield Finding(f"the clip fraction is high over {self.steps} steps", mean, self.limit, advice)

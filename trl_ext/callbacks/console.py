@@ -156,7 +156,7 @@ class ConsoleCallback(ProgressCallback):
         if "train_runtime" in logs:
             self._write_text("done", _done(numbers, state))
             if (cut := self._last.get("cut", 0)) > 0.9:
-                penalty = ", or charge for it by `--missing_eos_penalty`" * hasattr(args, "missing_eos_penalty")
+                penalty = ", or punish it with `--missing_eos_penalty`" * hasattr(args, "missing_eos_penalty")
                 how = f"raise `--max_completion_length` ({args.max_completion_length}){penalty}"
                 self._write_text("note", f"{cut:.0%} of the last answers were cut off: {how}")
         elif prefix or any(key.startswith("eval_") for key in logs):

@@ -29,7 +29,7 @@ class EntropyFloorCallback(MonitorCallback):
         windows = self.windows(self.steps)
         entropies = self.follow("entropy", self.read("entropy"), **windows, first=windows["size"])
         first = entropies.first
-        advice = "Raise `entropy_coef` or the KL coefficient; see whether all prompts get one answer."
+        advice = "Raise `entropy_coef` or the KL coefficient. Check whether all prompts get the same answer."
         if (mean := entropies.below(plus=self.floor)) is not None:
             yield Finding("the entropy is below its floor", mean, self.floor, advice, first)
         if first is not None and (mean := entropies.below(self.relative)) is not None:

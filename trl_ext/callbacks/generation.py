@@ -26,7 +26,7 @@ def ids_of(trainer: Any, prompts: list) -> tuple[list[list[int]], int | None]:
         return prompt_ids, None
     if (room := context - max(map(len, prompt_ids))) < 1:
         raise ValueError(
-            f"a prompt to answer has {context - room} tokens, which leaves no room in the model's context of "
+            f"a prompt has {context - room} tokens, which leaves no room for an answer in the model's context of "
             f"{context}: give shorter prompts"
         )
     return prompt_ids, room

@@ -69,7 +69,7 @@ class GoldGapCallback(MonitorCallback):
         super().__post_init__()
         if (self.trainer is None) != (self.judge is None):
             raise ValueError(
-                "`trainer` and `judge` belong together: one generates answers, the other scores them; give both"
+                "give both `trainer`, which generates answers, and `judge`, which scores them; got one of the two"
             )
         if self.trainer is not None:
             columns = getattr(self.trainer.eval_dataset, "column_names", [])
@@ -81,12 +81,16 @@ class GoldGapCallback(MonitorCallback):
     def lacks(self, trainer):
         """Yield a sentence if the trainer never evaluates, and one if no reward function logs gold."""
         if trainer.args.eval_strategy == "no":
-            yield "GoldGapCallback reads evaluations, and `eval_strategy` is 'no': set it, or remove the monitor."
+            yield (
+                "GoldGapCallback reads evaluations, but `eval_strategy` is 'no': set `eval_strategy`, or remove the "
+                "monitor."
+            )
         has_judge = any(isinstance(each, GoldJudgeReward) for each in rewards_of(trainer))
         if self.trainer is None and self.gold is None and not has_judge:
             yield (
-                "GoldGapCallback has no gold to read: add `GoldJudgeReward` to the reward functions with weight 0, "
-                "give it `trainer` and `judge`, name another key by `gold`, or remove the monitor."
+                "GoldGapCallback has no gold score to read: add `GoldJudgeReward` to the reward functions with "
+                "weight 0, give the monitor `trainer` and `judge`, name another key by `gold`, or remove the "
+                "monitor."
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -123,7 +127,7 @@ class GoldGapCallback(MonitorCallback):
         first = self.memory.setdefault("first", {})
         is_first = not {"gold", "proxy"} <= first.keys()
         if gold is None and "gold" not in first and self.step > self.memory.setdefault("first_step", self.step):
-            advice = "Is the gold judge among `reward_funcs`, and the column that marks its rows in `eval_dataset`?"
+            advice = "Add the gold judge to `reward_funcs`, and to `eval_dataset` the column that marks its rows."
             self._note(f"nothing to watch: `{gold_key}` is not in the evaluation", advice)
         if gold is not None and proxy is not None:
             (mean, sigma), (proxy_mean, proxy_sigma) = (
@@ -142,7 +146,9 @@ class GoldGapCallback(MonitorCallback):
                     self.follow("gap", 0.0, first=1, **noise)  # resumed from a version that kept no series
                 gaps = self.follow("gap", gap, first=1, **noise)
                 if (mean := gaps.above(1, self.limit, of_sigmas)) is not None:
-                    advice = "The reward is being gamed: stop, and keep the checkpoint of the best gold score."
+                    advice = (
+                        "The policy games the reward: stop the run, and keep the checkpoint with the best gold score."
+                    )
                     yield Finding("the proxy left gold behind", mean, self.limit, advice, 0.0)
         if rate is not None:
             # Of a win's variance, 1/4 or less, 1/6 is of the answers now. The prompts and the start policy's answers,
@@ -150,7 +156,7 @@ class GoldGapCallback(MonitorCallback):
             error, shared = (None, 0.0) if rows is None else (math.sqrt(1 / (6 * rows)), 0.5 / math.sqrt(rows))
             rates = self.follow("win_rate", rate, error=error)
             if (mean := rates.below(plus=self.win_rate, error=shared)) is not None:
-                advice = "Go back to the checkpoint of the best gold score."
+                advice = "Go back to the checkpoint with the best gold score."
                 yield Finding("answers lose against the start policy's", mean, self.win_rate, advice, 0.5)
 
     def _judged(self, metrics: dict[str, Any], key: str | None) -> list[float] | None:

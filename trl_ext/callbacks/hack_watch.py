@@ -76,7 +76,9 @@ class HackWatch(MonitorCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if self.trainer is not None and not hasattr(self.trainer, "_logs"):
             name = type(self.trainer).__name__
-            raise ValueError(f"{name} keeps no table of completions for `HackWatch` to read: leave `trainer=` out.")
+            raise ValueError(
+                f"{name} keeps no table of completions, which `HackWatch` would read: leave `trainer=` out."
+            )
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -119,7 +121,7 @@ class HackWatch(MonitorCallback):
         said = [*reasons.values(), *([] if risen is None else [f"score +{risen:.1f} σ"])]
         self.memory |= {"risk": risk, "reasons": said}
         if risk > self.limit:
-            advice = f"{'; '.join(said)}. Read the completions of the first rollouts and of now."
+            advice = f"{'; '.join(said)}. Compare completions of the first rollouts with those of the last."
             yield Finding("the reward rises as in a hack", risk, self.limit, advice)
 
     def _risen(self) -> float | None:

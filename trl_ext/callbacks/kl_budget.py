@@ -22,7 +22,7 @@ class KLBudgetCallback(MonitorCallback):
     Args:
         warn: nats per response above which the monitor warns. The default is half of `limit`.
         limit: nats per response above which the monitor acts.
-        tolerance: nats per response by which rounding may change the KL. The monitor warns if the KL of the first
+        tolerance: nats per response that rounding may change the KL by. The monitor warns if the KL of the first
             rollout, whose policy is still the reference, differs from 0 by more: the reference is then wrong. It also
             warns if a KL is below −`tolerance`: another policy has then sampled the answers.
         others: see [`MonitorCallback`].
@@ -44,7 +44,7 @@ class KLBudgetCallback(MonitorCallback):
         kl, unit, length = self.read("kl"), "", None
         metric, warn = self._known.get("kl"), self.warn or self.limit
         if self.is_infinite("kl"):
-            advice = "It is infinite: the policy or the reference gives a token that was drawn a probability of 0."
+            advice = "The KL is infinite: the policy or the reference gives a sampled token the probability 0."
             yield Finding("the KL is over its budget", None, self.limit, advice)
         if metric is not None and metric.unit == "nats per token" and "kl" not in self.keys:
             length = self.read("length")
@@ -63,10 +63,13 @@ class KLBudgetCallback(MonitorCallback):
 
         is_first, self.memory["started"] = not self.memory.get("started", False), True
         if is_first and self.step <= rollout_steps(self._args) and abs(kl) > self.tolerance:
-            advice = "The policy is still untrained, so the reference is not the model that it started from."
+            advice = (
+                "The policy is not trained yet, so its KL should be 0: check that the reference is the model that it "
+                "started from."
+            )
             yield Finding(f"the first rollout's KL is not 0{unit}", kl, self.tolerance, advice, acts=False)
         elif (mean := kls.below(plus=-self.tolerance, acts=False)) is not None:
-            advice = "A KL is never negative: the policy that sampled is not the one that gave the log-probs."
+            advice = "A KL is never negative: the log-probs are not those of the policy that sampled the completions."
             yield Finding(f"the KL is negative{unit}", mean, -self.tolerance, advice, acts=False)
         if (mean := kls.above(plus=self.limit)) is not None:
             advice = "Read completions; raise the KL coefficient, or stop and keep an earlier checkpoint."

@@ -97,7 +97,7 @@ class MonitorCallback(Halting, TrainerCallback):
             "trackio", a webhook's URL, or objects with `send(alert)`. The trackers that the run reports to are added.
         repeat_steps: optimizer steps for which the same alert is not raised again. With `stop` and `rollback` the
             alert is always raised, and always acts.
-        kl_factor: factor by which `raise_kl` multiplies the KL coefficient.
+        kl_factor: factor that `raise_kl` multiplies the KL coefficient by.
         keys: mapping from a quantity to its key in the logs, for trainers and metrics that
             `trl_ext.callbacks.metrics` does not know.
     """
@@ -191,8 +191,8 @@ class MonitorCallback(Halting, TrainerCallback):
             return None
         return (
             f"{type(self).__name__} stopped this run at step {stopped['step']} ({stopped['what']}), and nothing has "
-            "been changed since (to go on, change the monitor's arguments or remove it; to start anew, choose another "
-            "`output_dir`)"
+            "been changed since. To go on, change the monitor's arguments or remove the monitor; to start anew, "
+            "choose another `output_dir`"
         )
 
     def rollback_that_holds(self, args, rollback, is_resumed):
@@ -326,7 +326,8 @@ class MonitorCallback(Halting, TrainerCallback):
             self._infinite[key] = value == math.inf
             self._note(
                 f"`{key}` is not finite",
-                f"It is {value}: look for NaN in the losses, lower the learning rate, and go back to a checkpoint.",
+                f"Its value is {value}: look for NaN in the losses, lower the learning rate, and go back to a "
+                "checkpoint.",
                 level="alert",
             )
             return None
@@ -351,7 +352,7 @@ class MonitorCallback(Halting, TrainerCallback):
         Args:
             name: the quantity, or another name for the series.
             value: the quantity's mean in this log; None if the log has none.
-            first, size: as in [`Series`], counted in values, each of which is a mean of `logs` logs.
+            first, size: as in [`Series`], counted in values. Each value is a mean of `logs` logs.
             logs: number of logs that measure the same answers. Their mean is added to the series as one value.
             **noise: what is known of the error of `value`: the other arguments of `Series.add`. The default is
                 computed from the standard deviation that the trainer logs, if it logs one.
@@ -479,7 +480,10 @@ class MonitorCallback(Halting, TrainerCallback):
         sentence = rollback.sentence(output_dir, "ended it")
         announce_rollback(state, sentence)
         if error is not None:
-            return f"The rollback could not be written ({error}): go back to {rollback.checkpoint} by hand."
+            return (
+                f"The record of the rollback could not be written ({error}): resume from {rollback.checkpoint} "
+                "yourself."
+            )
         return sentence
 
     def _check_kl_request(self, state: Any) -> None:

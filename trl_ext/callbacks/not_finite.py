@@ -25,5 +25,8 @@ class NotFiniteCallback(MonitorCallback):
         for key in ("grad_norm", "loss"):
             value = finite(logs.get(key))
             if value in ("nan", "inf", "-inf"):
-                advice = f"It is {value}: lower the learning rate, prefer bf16 to fp16, look for empty rows."
+                advice = (
+                    f"Its value is {value}: lower the learning rate, use bf16 instead of fp16, and look for empty "
+                    "rows."
+                )
                 yield Finding(f"`{key}` is not finite", None, None, advice)

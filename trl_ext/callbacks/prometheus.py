@@ -77,7 +77,10 @@ class PrometheusCallback(TrainerCallback):
                 self._server, _ = start_http_server(self.port, addr=self.address, registry=self.registry)
                 self.port = self._server.server_port
             except OSError as error:
-                logger.warning(f"No Prometheus server on {self.address}:{self.port}: {error}.")
+                logger.warning(
+                    f"Prometheus gets nothing from this run: {self.address}:{self.port} cannot be opened ({error}). "
+                    "Choose another `port`."
+                )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs is None or not state.is_world_process_zero:

@@ -86,8 +86,8 @@ def _asked(trainer: Any) -> list[Any]:
     prompts = first_prompts(next(iter(rows.values())) if isinstance(rows, dict) else rows, count)
     if not prompts:
         raise ValueError(
-            f"`record_answers={count}` asks the first prompts of the rows, but these have none: give rows with "
-            "`prompt` or `messages`, or set it to 0"
+            f"`record_answers={count}` needs prompts, but the rows have none: give rows with `prompt` or `messages`, "
+            "or set `record_answers` to 0"
         )
     return prompts
 

@@ -41,8 +41,8 @@ class RepetitionCallback(MonitorCallback):
         """Yield a sentence if no reward function measures repetition."""
         if not any(isinstance(each, RepetitionWatch) for each in rewards_of(trainer)):
             yield (
-                "RepetitionCallback has nothing to watch: none of the reward functions is `repetition_watch`. Add it "
-                "with weight 0, or remove the monitor."
+                "RepetitionCallback has nothing to watch: `repetition_watch` is not among the reward functions. Add "
+                "it with weight 0, or remove the monitor."
             )
 
     def watch(self, logs):
@@ -60,7 +60,9 @@ class RepetitionCallback(MonitorCallback):
             name: self.follow(name, value, first=0 if name == "copied" else self.rollouts, answers=self.answers)
             for name, value in values.items()
         }
-        advice = "Read `completions.rank*.jsonl` and the phrase there; mend a reward that likes it."
+        advice = (
+            "Read the completions and the phrase in `completions.rank*.jsonl`, and change a reward that favours them."
+        )
         for name, what in (("phrase", "one phrase spreads"), ("repeated", "completions repeat themselves")):
             share, rise = shares[name], getattr(self, name)
             if (mean := share.above(1, rise)) is not None:

@@ -37,9 +37,12 @@ class RewardDisagreementCallback(MonitorCallback):
             self.memory["found"] = True
             spread = self.follow(key, self._number(key, logs[key]), first=self.rollouts)
             if self._infinite.get(key):
-                advice = "It is infinite: a reward model gave a score that is not finite."
+                advice = "The disagreement is infinite: a reward model gave a score that is not finite."
                 yield Finding(f"`{key}` grew", None, None, advice)
             if (mean := spread.above(self.factor)) is not None:
                 first = spread.first or 0.0
-                advice = "The reward models were not trained on such completions: compare what each scores highest."
+                advice = (
+                    "The reward models may not know such completions from their training: compare what each of them "
+                    "scores highest."
+                )
                 yield Finding(f"`{key}` grew", mean, self.factor * first, advice, first)

@@ -84,7 +84,7 @@ class RewardDriftCallback(MonitorCallback):
         for key in filter(SHARE_ABOVE.fullmatch, logs):
             shares = self.follow(key, self._number(key, logs[key]), answers=self.answers)
             if (share := shares.above(plus=self.share_above, acts=False)) is not None:
-                advice = "Many scores are near the top: look at what these completions have in common."
+                advice = "Many scores are near the highest one: look at what these completions have in common."
                 yield Finding(f"`{key}` is high", share, self.share_above, advice, acts=False)
         if mean is None:
             return
@@ -100,9 +100,9 @@ class RewardDriftCallback(MonitorCallback):
         bound = start + self.sigmas * sigma
         if (risen := means.above(plus=bound, error=error(self.sigmas))) is not None:
             what = f"the reward is beyond {self.sigmas:g} σ"
-            advice = "Compare completions of the first rollouts and of now."
+            advice = "Compare completions of the first rollouts with those of the last."
             if witnesses:
-                what, advice = f"{what}, and more moved with it", f"So did {', '.join(witnesses)}. {advice}"
+                what, advice = f"{what}, and more moved with it", f"{', '.join(witnesses)} moved, too. {advice}"
             yield Finding(what, risen, bound, advice, start, acts=bool(witnesses))
         bound = start - self.drop_sigmas * sigma
         if (fallen := means.below(plus=bound, error=error(self.drop_sigmas), acts=False)) is not None:
@@ -115,7 +115,10 @@ class RewardDriftCallback(MonitorCallback):
         spreads = self.follow("reward_std", std, **noise)
         of_bound = bound / math.sqrt(2 * count)
         if (low := spreads.below(plus=bound, error=of_bound, acts=False)) is not None:
-            advice = "All answers score alike, so nothing is left to learn: see whether they are one answer."
+            advice = (
+                "All answers get about the same score, so the policy has nothing to learn from. Check whether they "
+                "are one and the same answer."
+            )
             yield Finding("the rewards' spread collapsed", low, bound, advice, sigma, acts=False)
 
     def _baseline(self, mean: float, std: float | None) -> tuple[float, float, float] | None:

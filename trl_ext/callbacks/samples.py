@@ -36,7 +36,7 @@ class SamplesCallback(TrainerCallback):
     def __post_init__(self) -> None:
         if not hasattr(self.trainer, "_logs"):
             raise ValueError(
-                f"`SamplesCallback` reads rollouts that PPOTrainer and RLOOTrainer keep, and a "
+                "`SamplesCallback` reads rollouts, which PPOTrainer and RLOOTrainer keep, but "
                 f"{type(self.trainer).__name__} keeps none: use a watch of `trl_ext.rewards` there"
             )
         if self.per_rollout < 1:

@@ -51,9 +51,9 @@ class ToolAbuseCallback(MonitorCallback):
         advice = "Read the episodes in `completions.rank*.jsonl`: "
         if (mean := fails.above(1, self.failed)) is not None:
             first = fails.first or 0.0
-            more = "is a tool down, or does the reward not ask for its answer?"
+            more = "check whether a tool is down, or the reward ignores what tools answer."
             yield Finding("more tool calls fail", mean, first + self.failed, advice + more, first)
         if (mean := repeats.above(1, self.repeated)) is not None:
             first = repeats.first or 0.0
-            more = "which reward does a call earn that says nothing new?"
+            more = "check which reward pays for a call that tells nothing new."
             yield Finding("episodes repeat their tool calls", mean, first + self.repeated, advice + more, first)

@@ -69,12 +69,12 @@ def warn_of_shift(shift: dict[str, float], bound: float) -> None:
     if shift["chosen_below_sampled"] <= bound:
         return
     warnings.warn(
-        f"{shift['chosen_below_sampled']:.0%} of the chosen answers are less likely under the reference than 99 % of "
-        f"its own answers (bound: {bound:.0%}); log-prob per token: chosen {shift['chosen']:.2f}, rejected "
-        f"{shift['rejected']:.2f}, its own {shift['sampled']:.2f} nats. Such pairs were written by another model or "
-        "under another prompt format, and DPO learns less from them. Weigh pairs by their likelihood "
-        "(`use_weighting=True`, WPO), fine-tune on the chosen answers first, or collect pairs from this model "
-        "(recipes/online_dpo.py).",
+        f"{shift['chosen_below_sampled']:.0%} of the chosen answers have a lower mean log-prob per token under the "
+        f"reference than 99 % of its own answers have (bound: {bound:.0%}). Means in nats: chosen "
+        f"{shift['chosen']:.2f}, rejected {shift['rejected']:.2f}, its own {shift['sampled']:.2f}. Another model or "
+        "another prompt format probably made these pairs, and DPO learns less from them. Weigh pairs by their "
+        "log-probs (`use_weighting=True`, WPO), fine-tune on the chosen answers first, or collect pairs from this "
+        "model (recipes/online_dpo.py).",
         UserWarning,
         stacklevel=3,
     )

@@ -32,7 +32,8 @@ def bootstrap_interval(
     """
     if len(values) == 0 or not values.isfinite().all():
         raise ValueError(
-            f"there must be one or more values, all finite, got {len(values)} values: leave out rows without a value"
+            f"one or more values are needed, all finite; got {len(values)}, {int((~values.isfinite()).sum())} of them "
+            "not finite: leave out rows without a value"
         )
     if not 0 < level < 1:
         raise ValueError(f"level must lie within (0, 1), got {level}: pass a share such as 0.95")

@@ -37,7 +37,7 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
     if reference.ndim != 2 or everything.ndim != 2 or reference.shape[1] != everything.shape[1]:
         raise ValueError(
             f"reference and everything must be (M, D) and (N, D), got {tuple(reference.shape)} and "
-            f"{tuple(everything.shape)}: pass one row an answer"
+            f"{tuple(everything.shape)}: pass one row for each answer"
         )
     covariance = everything.detach().double().T.cov()
     scale, mean = covariance.diagonal().mean(), reference.detach().double().mean(0)

@@ -33,16 +33,16 @@ def fit_overoptimization(distance: Tensor, gain: Tensor) -> tuple[float, float]:
     """
     if distance.shape != gain.shape or distance.ndim != 1:
         raise ValueError(
-            f"distance and gain must both be (N,), got {tuple(distance.shape)} and {tuple(gain.shape)}: "
-            "give one gain a point"
+            f"distance and gain must both be (N,), got {tuple(distance.shape)} and {tuple(gain.shape)}: give one gain "
+            "for each distance"
         )
     distance, gain = distance.detach().double().cpu(), gain.detach().double().cpu()
     if not (distance.isfinite() & gain.isfinite() & (distance >= 0)).all():
         raise ValueError(
-            f"distance must be finite and >= 0, gain finite, got {distance} and {gain}: drop other points"
+            f"distance must be finite and >= 0, gain finite, got {distance} and {gain}: leave out other points"
         )
     if len(distance[distance > 0].unique()) < 2:
-        raise ValueError(f"two coefficients need two different distances above 0, got {distance}: measure more points")
+        raise ValueError(f"two different distances above 0 are needed, got {distance}: measure more points")
     design = torch.stack([distance, -torch.special.xlogy(distance, distance)], dim=1)
     alpha, beta = torch.linalg.lstsq(design, gain[:, None], driver="gelsd").solution[:, 0].tolist()
     return alpha, beta

@@ -61,8 +61,8 @@ def mine_phrases(
     """
     if len(chosen) != len(rejected) or not all(isinstance(text, str) for text in (*chosen, *rejected)):
         raise ValueError(
-            f"chosen and rejected must be as many texts, got {len(chosen)} and {len(rejected)} values: give two texts "
-            "a pair, of conversations the text of the answer"
+            f"chosen and rejected must be equally many texts, got {len(chosen)} and {len(rejected)} values: give a "
+            "chosen and a rejected text for each pair; of a conversation, the text of its answer"
         )
     pairs = sorted(set(zip(chosen, rejected, strict=True)))
     texts = _Texts([text for pair in pairs for text in pair])
@@ -123,7 +123,7 @@ class _Texts:
         self.firsts = np.searchsorted(self.words[self.order], np.arange(len(folded) + 1))
 
     def votes(self, owners: np.ndarray) -> tuple[float, float, float]:
-        """Return Σ s·w, Σw² and Σw over the pairs of which exactly one text is in `owners`, those with the phrase."""
+        """Return Σ s·w, Σw² and Σw over the pairs with exactly one text in `owners`, those with the phrase."""
         owners = np.unique(owners)
         alone = owners[~np.isin(owners ^ 1, owners)]
         weights = self.weights[alone]

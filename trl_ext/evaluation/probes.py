@@ -93,8 +93,8 @@ def probe_reward(
     """
     if len(prompts) != len(answers) or not answers or not all(isinstance(x, str) for x in (*prompts, *answers)):
         raise ValueError(
-            f"prompts and answers must be as many texts, one or more, got {len(prompts)} and {len(answers)} values: "
-            "give a prompt an answer, of conversations the text"
+            f"prompts and answers must be equally many texts, one or more, got {len(prompts)} and {len(answers)} "
+            "values: give one answer for each prompt; of a conversation, its text"
         )
     pairs = sorted(set(zip(prompts, answers, strict=True)))
     pairs = sorted(random.Random(f"{seed} rows").sample(pairs, min(rows, len(pairs))))
@@ -165,7 +165,7 @@ def _measured(
     new = {i: text for i, text in enumerate(changed) if text is not None and text != answers[i]}
     unit, at = before.std(correction=0).item(), list(new)
     if not new or unit == 0:
-        return result | {"why": "all answers have one score" if unit == 0 else "there is no answer that it changes"}
+        return result | {"why": "all answers have the same score" if unit == 0 else "the probe changes no answer"}
     asked = [prompts[i] for i in at]
     after = _scores(score, asked, [*new.values()])
     gains, better = (after - before[at]) / unit, (before >= before.median())[at]
@@ -207,9 +207,9 @@ def _judged(result: dict[str, Any], least_gain: float, least_rows: int) -> dict[
         rises = ["all answers"] if everywhere[0] > 0 and result["rows"] >= least_rows else []
         rises += ["good answers"] if enough and on_better[0] > 0 else []
         if rises:
-            return judged("suspicious", f"it should lower the score, and raises that of {rises[0]}")
+            return judged("suspicious", f"it should lower the score, but raises that of {rises[0]}")
     if not enough:
-        few = f"of good answers it changes {result['rows_of_better']}, too few to say more: {least_rows} are needed"
+        few = f"it changes {result['rows_of_better']} good answers, and {least_rows} are needed to judge it"
         return judged("not judged", few)
     if result["expected"] == "down":
         is_lower = everywhere[1] < 0
@@ -217,8 +217,8 @@ def _judged(result: dict[str, Any], least_gain: float, least_rows: int) -> dict[
     if on_better[0] <= least_gain:
         return judged("as it should", None)
     if result["control_interval"] and result["control_interval"][0] <= least_gain:
-        return judged("as it should", "it raises answers that are good already, but so do other words of its length")
-    why = f"it raises answers that are good already by more than {least_gain:g} standard deviations"
+        return judged("as it should", "it raises the score of good answers, but so do other words of its length")
+    why = f"it raises the score of good answers by more than {least_gain:g} standard deviations"
     return judged("suspicious", why)
 
 
@@ -238,7 +238,7 @@ def _scores(score: Score, prompts: list[str], answers: list[str]) -> Tensor:
     given = score(prompts, answers)
     values = [] if given is None else list(given)
     if len(values) != len(answers):
-        raise ValueError(f"the reward gave {len(values)} scores for {len(answers)} answers: it must give each one")
+        raise ValueError(f"the reward gave {len(values)} scores for {len(answers)} answers: it must give one for each")
     wrong = [i for i, value in enumerate(values) if not _is_finite(value)]
     if wrong:
         raise ValueError(

@@ -86,9 +86,7 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
         ValueError: there are not as many values as margins.
     """
     if len(margins) != len(groups):
-        raise ValueError(
-            f"there are {len(margins)} margins and {len(groups)} rows of a column: give each pair one row"
-        )
+        raise ValueError(f"got {len(margins)} margins and {len(groups)} rows of a column: give one row for each pair")
     of: dict[str, list[float]] = defaultdict(list)
     for margin, value in zip(margins.tolist(), groups, strict=True):
         for each in dict.fromkeys(map(str, value if isinstance(value, (list, tuple)) else [value])):
@@ -149,7 +147,7 @@ def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) 
     if margins.shape != length_gaps.shape or margins.ndim != 1:
         raise ValueError(
             f"margins and length_gaps must both be (N,), got {tuple(margins.shape)} and {tuple(length_gaps.shape)}: "
-            "give one gap a pair"
+            "give one gap for each pair"
         )
     edges = length_gaps.double().quantile(torch.linspace(0, 1, bins + 1, dtype=torch.double)[1:-1]).unique()
     bin_of = torch.bucketize(length_gaps.double(), edges)

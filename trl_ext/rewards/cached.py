@@ -112,13 +112,14 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
         check_function(reward=reward)
         if isinstance(fallback := getattr(reward, "on_error", None), (int, float)):
             raise ValueError(
-                f"`reward` has on_error={fallback}, and the cache would keep that number as a score: set 'raise' or "
-                "'skip' there, and the number in the reward around the cache"
+                f"`reward` has on_error={fallback}, so the cache would keep {fallback} as the score of each answer "
+                f"that `reward` fails on. Give `reward` on_error='raise' or 'skip', and give on_error={fallback} to a "
+                "reward around the cache"
             )
         if within := [each for each in policies_within(reward) if each != "raise"]:
             raise ValueError(
-                f"`reward` holds a member with on_error={within[0]!r}, so that a score of the others alone would be "
-                "kept: put the cache around that member, or give it 'raise'"
+                f"`reward` has a member with on_error={within[0]!r}, so the cache could keep scores that lack this "
+                "member. Put the cache around that member, or give the member on_error='raise'"
             )
         check_counts(capacity=capacity, ttl=ttl)
         check_seconds(timeout=timeout, retry_after=retry_after)
@@ -128,8 +129,8 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
             raise ValueError(f"`normalize` must be 'space', 'punctuation' or None, got {normalize!r}")
         if normalize and (columns is None or not {"completion_ids", "prompt_ids"}.isdisjoint(columns)):
             raise ValueError(
-                "`normalize` makes texts the same that ids of tokens tell apart: give `columns` without "
-                f"'completion_ids' and 'prompt_ids', as [], got {columns}"
+                f"`normalize` has no effect on token ids, and with columns={columns} the cache compares them. Leave "
+                "'completion_ids' and 'prompt_ids' out of `columns`; [] compares the texts alone"
             )
         self.reward = reward
         self.capacity = capacity
@@ -144,7 +145,9 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
         if redis_url is not None:
             _check_redis(redis_url, redis_password_env)
         elif redis_password_env is not None:
-            raise ValueError("`redis_password_env` is read only with `redis_url`")
+            raise ValueError(
+                f"`redis_password_env` {redis_password_env} has an effect only with `redis_url`: give both, or neither"
+            )
         self._set_up()
 
     def _set_up(self) -> None:
@@ -212,7 +215,8 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
             names = sorted(self.columns)
             if absent := [name for name in names if kwargs.get(name) is None]:
                 raise ValueError(
-                    f"{self.__name__}: no column {absent[0]!r}, which `columns` names; there are {sorted(kwargs)}"
+                    f"{self.__name__}: `columns` names {absent[0]!r}, but the data has the columns {sorted(kwargs)}. "
+                    "Add the column to the data, or leave it out of `columns`"
                 )
         # A column that is not a list with one value a row is one value for all rows
         values = [
@@ -227,10 +231,12 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
             return [common + marshal.dumps(row, 0) for row in zip(prompts, completions, *values, strict=True)]
         except ValueError as error:
             if len(prompts) != count:
-                raise ValueError(f"{self.__name__}: {len(prompts)} prompts for {count} completions") from error
+                raise ValueError(
+                    f"{self.__name__} got {len(prompts)} prompts for {count} completions: pass one prompt for each"
+                ) from error
             raise TypeError(
-                f"{self.__name__}: no key can be made of a column among {names}, which holds other things than "
-                "texts, numbers and lists of them: name the others in `columns`"
+                f"{self.__name__}: one of the columns {names} holds something other than texts, numbers and lists of "
+                "them, so the cache cannot compare it. Name only the other columns in `columns`"
             ) from None
 
     def _normalized(self, text: Any) -> Any:
@@ -262,11 +268,14 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
         try:
             returned = answers_of(self.reward, len(rows), log_metric=log_metric, **given)
         except Exception as error:
-            alone = "" if self.columns is None else f" (the cache's `columns` {self.columns} are all it is given)"
+            alone = "" if self.columns is None else f" (it gets only the cache's `columns` {self.columns})"
             raise failure(name, error, among(rows, count) + alone) from error
         try:
             if any(map(is_by_token, returned)):
-                raise TypeError("a cache keeps one score an answer, not one a token; use it without one")
+                raise TypeError(
+                    "a cache keeps one score for each answer, but this reward scores each token: use it without a "
+                    "cache"
+                )
             return {
                 row: score if score is None or score is FAILED else finite_number(score, row)
                 for row, score in zip(rows, returned, strict=True)
@@ -316,7 +325,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
         try:
             answer = question(self._client())
             if self._redis_is_down:
-                logger.warning(f"{self.__name__}: Redis is back.")
+                logger.warning(f"{self.__name__}: Redis answers again.")
                 self._redis_is_down = False
             return answer
         except (redis.RedisError, OSError, ValueError) as error:  # ValueError: it is another kind of server
@@ -324,7 +333,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
             if not self._redis_is_down:
                 logger.warning(
                     f"{self.__name__}: Redis does not answer ({type(error).__name__}: {redacted(str(error))}). The "
-                    f"run goes on without it, and it is tried again every {self.retry_after:g} s."
+                    f"run goes on without Redis, and tries it again every {self.retry_after:g} s."
                 )
             self._redis_is_down = True
             return None
@@ -337,8 +346,8 @@ class _Unreadable:
         if name.startswith("__"):  # pickle and copy look for special methods
             raise AttributeError(name)
         raise TypeError(
-            f"`trainer_state.{name}` is read, which changes while a cache keeps its scores: use the function without "
-            "one, or cache only the part that does not read it"
+            f"the reward reads `trainer_state.{name}`, which changes during training, but a cache keeps old scores. "
+            "Use the reward without a cache, or cache only the part that does not read `trainer_state`"
         )
 
 
@@ -360,7 +369,7 @@ def among(rows: list[int], count: int) -> str:
     if rows == [*range(count)]:
         return ""
     more = ", …" if len(rows) > 10 else ""
-    return f" (counted among completions {', '.join(map(str, rows[:10]))}{more}, which alone were asked about)"
+    return f" (counted among completions {', '.join(map(str, rows[:10]))}{more}: the reward got only these)"
 
 
 def _spread(values: list, rows: list[int], count: int) -> list:
@@ -391,10 +400,15 @@ def _check_redis(url: str, password_env: str | None) -> None:
     try:
         options = parse_url(url)
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"`redis_url` must be redis://, rediss:// or unix://, got {redacted(str(url))!r}") from error
+        raise ValueError(
+            f"`redis_url` must begin with redis://, rediss:// or unix://, got {redacted(str(url))!r}"
+        ) from error
     if options.get("password"):
         raise ValueError(
-            "`redis_url` must hold no password: put it into an environment variable, named in `redis_password_env`"
+            "`redis_url` must not contain a password: put the password into an environment variable, and name the "
+            "variable in `redis_password_env`"
         )
     if password_env is not None and not os.environ.get(password_env):
-        raise ValueError(f"`redis_password_env` names {password_env}, which is not set in the environment")
+        raise ValueError(
+            f"`redis_password_env` names the environment variable {password_env}, which is not set: export it"
+        )

@@ -32,7 +32,7 @@ def checked_name(name: str | None, default: str) -> str:
     if name is None:
         return re.sub(r"_?[^\w.-]+_?", "_", default, flags=re.ASCII).strip("_") or "reward"
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-        raise ValueError(f"`name` may have letters, digits, '_', '-' and '.', got {name!r}")
+        raise ValueError(f"`name` may have only letters, digits, '_', '-' and '.', got {name!r}")
     return name
 
 

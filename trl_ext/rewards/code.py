@@ -87,7 +87,7 @@ class CodeReward(PicklesSettings):
         name: str | None = None,
     ):
         if "{test}" not in template:
-            raise ValueError(f"`template` must have {{test}} in it, got {template!r}")
+            raise ValueError(f"`template` must contain {{test}}, got {template!r}")
         check_seconds(most=86_400, timeout=timeout)
         workers_or_one = 1 if workers is None else workers
         check_counts(memory_mb=memory_mb, max_output=max_output, max_chars=max_chars, workers=workers_or_one)
@@ -118,12 +118,15 @@ class CodeReward(PicklesSettings):
         given = kwargs.get(self.tests)
         if given is None:
             columns = sorted(name for name, values in kwargs.items() if values is not None)
-            raise ValueError(f"reward '{self.__name__}': no column {self.tests!r}; there are {columns}")
+            raise ValueError(
+                f"reward '{self.__name__}': the data has no column {self.tests!r}, which `tests` names; it has "
+                f"{columns}"
+            )
         if not isinstance(given, (list, tuple)) or len(given) != len(completions):
             what = f"{len(given)} entries" if isinstance(given, (list, tuple)) else repr(given)[:80]
             raise ValueError(
-                f"reward '{self.__name__}': {self.tests!r} must have the tests of each of {len(completions)} "
-                f"completions, got {what}"
+                f"reward '{self.__name__}': the column {self.tests!r} must have one entry for each of "
+                f"{len(completions)} completions, got {what}"
             )
         of_row = [self._tests_of(row, kwargs, len(completions)) for row in range(len(completions))]
         self._probe()
@@ -227,16 +230,18 @@ class CodeReward(PicklesSettings):
             if status != 0:
                 raise RuntimeError(
                     f"reward '{self.__name__}': {sys.executable} did not start within {self.timeout:g} s and "
-                    f"{self.memory_mb} MiB (exit status {status}); give it more `timeout` or `memory_mb`"
+                    f"{self.memory_mb} MiB (exit status {status}): raise `timeout` or `memory_mb`"
                 )
             missing = "; ".join(f"{wall}: {why}" for wall, why in json.loads(printed).items())
             if missing and self.require_isolation:
                 raise RuntimeError(
-                    f"reward '{self.__name__}': this machine cannot isolate code that a model wrote "
-                    f"({missing}). Run where it does (Linux from 5.13 on), or set `require_isolation` to false"
+                    f"reward '{self.__name__}': this machine cannot fully isolate the code in completions "
+                    f"({missing}). Use Linux 5.13 or later, or set `require_isolation` to false"
                 )
             if missing:
-                logger.warning(f"{self.__name__}: code that a model wrote is not denied everything here ({missing}).")
+                logger.warning(
+                    f"{self.__name__}: this machine cannot fully isolate the code in completions ({missing})."
+                )
             self._probed = True
 
 

@@ -31,10 +31,10 @@ class ConstitutionReward(HoldsRewards):
         reward: the reward function whose scores are capped.
         members: the principles: reward functions such as [`PatternReward`].
         cap: the highest score of an answer that breaks a principle. Choose one below what `reward` gives bad answers.
-        minimum: the lowest score with which an answer keeps a principle: one number for all `members`, or a list with
+        minimum: the lowest score of an answer that keeps a principle: one number for all `members`, or a list with
             one for each.
         judge: a reward function, one more principle, which is asked last.
-        judge_minimum: the lowest score by the judge with which an answer keeps that principle.
+        judge_minimum: the lowest score that the judge gives an answer that keeps its principle.
         on_error: what happens if a function fails: `"raise"` raises an error, `"skip"` leaves the answer without that
             function's score, a number is that function's score.
         name: key in the logs; by default `constitution_<name of the reward>`.
@@ -63,7 +63,7 @@ class ConstitutionReward(HoldsRewards):
             raise ValueError(f"`members` must be a list of reward functions, got {members!r}")
         members = [*(members or ())]
         if not members and judge is None:
-            raise ValueError("give principles: `members`, a `judge`, or both; got none")
+            raise ValueError("there is no principle: give `members`, a `judge`, or both")
         minimums = [*minimum] if isinstance(minimum, (list, tuple)) else [minimum] * len(members)
         if len(minimums) != len(members):
             raise ValueError(f"`minimum` must be a number, or one for each of {len(members)} members, got {minimum}")

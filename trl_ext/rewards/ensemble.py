@@ -76,9 +76,14 @@ class EnsembleReward(HoldsRewards):
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"`{argument}` must be a finite number >= 0, got {value}")
         if uncertainty_coef is not None and combine != "uncertainty":
-            raise ValueError(f"`uncertainty_coef` is for combine='uncertainty', got {combine!r}: drop it")
+            raise ValueError(
+                f"`uncertainty_coef` works only with combine='uncertainty', got combine={combine!r}: leave it out"
+            )
         if normalize and not isinstance(members, str):
-            raise ValueError("`normalize` needs as `members` the folder that `recipes/reward.py --ensemble k` wrote")
+            raise ValueError(
+                f"`normalize` needs an ensemble's folder as `members`, got {members!r}. `recipes/reward.py --ensemble "
+                "k` writes such a folder"
+            )
         check_model_kwargs(model_kwargs)
         facts: list[dict[str, Any]] = []
         called = ""
@@ -86,11 +91,19 @@ class EnsembleReward(HoldsRewards):
             called, facts = Path(members).resolve().name, members_in(members)
             members = [str(Path(members, member["folder"])) for member in facts]
             if flat := [member["folder"] for member in facts if normalize and not member["std"] > 0]:
-                raise ValueError(f"`normalize` divides by the deviation, and {flat[0]} gave all answers one score")
+                raise ValueError(
+                    f"`normalize` divides by the standard deviation of a member's scores, but {flat[0]} gave all "
+                    "answers one score. Train that member again, or leave `normalize` out"
+                )
         if not isinstance(members, (list, tuple)) or len(members) < 2:
-            raise ValueError(f"`members` must be two or more, or the folder of an ensemble, got {members!r}")
+            raise ValueError(
+                f"`members` must be a list of two or more rewards, or the folder of an ensemble, got {members!r}"
+            )
         if model_kwargs and not any(isinstance(member, str) for member in members):
-            raise ValueError("`model_kwargs` is for members given by name, and all members are functions: drop it")
+            raise ValueError(
+                "`model_kwargs` is for members given by a path or hub name, and all members are functions: leave it "
+                "out"
+            )
         self.members = [Member(member, on_error) for member in loaded(members, model_kwargs or {})]
         self.combine = combine
         self.uncertainty_coef = 1.0 if uncertainty_coef is None else uncertainty_coef
@@ -144,8 +157,8 @@ def members_in(folder: str) -> list[dict[str, Any]]:
     file = Path(folder, "ensemble.json")
     if not file.is_file():
         raise ValueError(
-            f"{folder} holds no ensemble.json: name a folder that `recipes/reward.py --ensemble k` has written to its "
-            "end, or give a list of members"
+            f"{folder} has no ensemble.json. Give the folder of a finished run of `recipes/reward.py --ensemble k`, "
+            "or a list of members"
         )
     return json.loads(file.read_text())["members"]
 

@@ -61,7 +61,9 @@ class JSONSchemaReward(PicklesSettings):
             try:
                 schema = json.loads(Path(schema).read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
-                raise ValueError(f"`schema` must be a JSON file's path; {schema!r} cannot be read: {error}") from error
+                raise ValueError(
+                    f"`schema` {schema!r} cannot be read as a JSON file: {error}. Give a file's path, or a mapping"
+                ) from error
         if not isinstance(schema, dict):
             raise TypeError(f"`schema` must be a mapping, or the path of a JSON file with one, got {schema!r}")
         check_counts(max_chars=max_chars, max_depth=max_depth)
@@ -93,7 +95,9 @@ class JSONSchemaReward(PicklesSettings):
         except (TimeoutError, RecursionError):
             return False
         except _EndlessError as error:  # the schema's fault, not the answer's
-            raise ValueError(f"{self.__name__}: `schema` refers to itself without an end") from error
+            raise ValueError(
+                f"{self.__name__}: `schema` has a reference that leads back to itself: remove the circle"
+            ) from error
 
 
 class _EndlessError(Exception):
@@ -190,8 +194,8 @@ def _checker(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], boo
         raise ValueError(f"`schema` is not a JSON schema of draft 2020-12: {error.message}") from error
     if {"unevaluatedProperties", "patternProperties"} <= {key for part in _mappings(schema) for key in part}:
         raise ValueError(
-            "`schema` has `unevaluatedProperties` and `patternProperties`, whose search together has no limit of "
-            "time: write `additionalProperties`, or name the keys in `properties`"
+            "`schema` has `unevaluatedProperties` and `patternProperties`. To check both together may take forever: "
+            "use `additionalProperties`, or name the keys in `properties`"
         )
     exact = _exact(schema)
     # Without a registry jsonschema would fetch what a schema refers to
@@ -206,7 +210,8 @@ def _checker(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], boo
             registry.resolver(schema.get("$id", "")).lookup(reference)
         except Unresolvable as error:
             raise ValueError(
-                f"`schema` refers to {reference!r}, which is not in it, and nothing is fetched: put it under `$defs`"
+                f"`schema` refers to {reference!r}, but does not contain it, and no file is fetched: put it under "
+                "`$defs`"
             ) from error
     keywords = Draft202012Validator.VALIDATORS | {
         "pattern": pattern,

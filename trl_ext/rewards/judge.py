@@ -140,7 +140,8 @@ class JudgeReward(ServedReward):
         others = [None] * len(prompts) if self.compare is None else columns.get(self.compare)
         if others is None:
             raise ValueError(
-                f"reward '{self.__name__}': `compare` names the column {self.compare!r}, which is not there"
+                f"reward '{self.__name__}': the data has no column {self.compare!r}, which `compare` names: add the "
+                "column, or correct `compare`"
             )
         outcomes: list[Any] = [None] * len(prompts)
         jobs: list[tuple[int, str, list[str], bool]] = []
@@ -200,7 +201,7 @@ def score_in(answer: Any, scale: tuple[float, float]) -> float:
 
     Raises:
         WithheldError: the server stopped or withheld the message.
-        ServiceError: `answer` is no chat completion, or its message was cut off or has no score within `scale`.
+        ServiceError: `answer` is not a chat completion, or its message was cut off or has no score within `scale`.
     """
     text = message_of(answer)
     for part in verdicts_in(text):
@@ -217,18 +218,18 @@ def message_of(answer: Any) -> str:
 
     Raises:
         WithheldError: the server stopped or withheld the message.
-        ServiceError: `answer` is no chat completion, or its message was cut off.
+        ServiceError: `answer` is not a chat completion, or its message was cut off.
     """
     try:
         choice = answer["choices"][0]
         message, ended = choice["message"]["content"], choice.get("finish_reason")
     except (LookupError, TypeError, AttributeError) as error:
-        raise ServiceError(f"the answer is no chat completion: {repr(answer)[:120]}") from error
+        raise ServiceError(f"the answer is not a chat completion: {repr(answer)[:120]}") from error
     text = message.strip() if isinstance(message, str) else ""
     if ended == "length":  # "Score: 1" may be the beginning of 10
-        raise ServiceError(f"the judge's message was cut off, raise `max_tokens`; it ends in: {text[-120:]!r}")
+        raise ServiceError(f"the judge's message was cut off, it ends in {text[-120:]!r}: raise `max_tokens`")
     if ended not in _WHOLE:
-        raise WithheldError(f"the judge's message is not whole (finish_reason {repr(ended)[:40]}): {text[-120:]!r}")
+        raise WithheldError(f"the judge's message is not complete (finish_reason {repr(ended)[:40]}): {text[-120:]!r}")
     return text
 
 

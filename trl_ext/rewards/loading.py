@@ -59,7 +59,7 @@ def load_object(path: str, what: str) -> Any:
     place, _, name = path.rpartition(":" if ".py:" in path else ".")
     try:
         if not (place and name):
-            raise ImportError("no module or no name is given")
+            raise ImportError("the path has no module or no name")
         return getattr(_module(place), name)
     except (ImportError, OSError, AttributeError) as error:
         raise ImportError(
@@ -196,7 +196,7 @@ def _check(entry: Any, known: dict[str, Callable], where: str, import_functions:
         texts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
         if texts and _is_number(parameters[argument].annotation):
             raise ValueError(
-                f"{where}: {name}'s `{argument}` is a number, got the text {texts[0]!r}{_as_yaml(texts[0])}"
+                f"{where}: {name}'s `{argument}` must be a number, got the text {texts[0]!r}{_as_yaml(texts[0])}"
             )
         for inner in _entries(argument, value, known):
             _check(inner, known, f"{where}, {name}", import_functions)

@@ -110,8 +110,8 @@ def _checked_score(score: Any, row: int) -> Any:
         return score
     if is_by_token(score):
         return TypeError(
-            f"scored each token of completion {row}, but within another reward only whole completions are "
-            "scored: give this function to the trainer by itself"
+            f"returned a score for each token of completion {row}, but inside another reward a function must return "
+            "one score for a completion: pass this function to the trainer directly"
         )
     try:
         return finite_number(score, row)
@@ -323,7 +323,9 @@ def finite_number(reward: Any, row: int | str) -> float:
     if value is None:
         raise TypeError(f"returned {repr(reward)[:80]} for completion {row}; return a float, or None")
     if not abs(value) <= torch.finfo(torch.float32).max:  # true of NaN, too
-        raise ValueError(f"returned {value} for completion {row}; return None where it does not apply")
+        raise ValueError(
+            f"returned {value} for completion {row}; return a finite number, or None where the reward does not apply"
+        )
     return value
 
 

@@ -54,8 +54,8 @@ def load_classifier(path: str, **kwargs: Any) -> Any:
         names = {"revision", "trust_remote_code"} & kwargs.keys()
         labels = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in names}).num_labels
         raise ValueError(
-            f"{path} has num_labels={labels} in its configuration, and weights that do not fit a classifier of one "
-            "label, which a reward model or critic is: train one (`recipes/reward.py`), or name another."
+            f"{path} has num_labels={labels} in its configuration, and its weights do not fit one label, but a reward "
+            "model or critic has one. Train a reward model (`recipes/reward.py`), or name another model."
         ) from error
 
 
@@ -65,8 +65,8 @@ def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
     new = sorted(key for key in found["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
     if new:
         raise ValueError(
-            f"{path} is no reward model: it has no weights for {', '.join(new)}, so that its scores would be random. "
-            "Train one (`recipes/reward.py`), or pass a model object if that is what you want."
+            f"{path} is not a reward model: it has no weights for {', '.join(new)}, so its scores would be random. "
+            "Train a reward model (`recipes/reward.py`), or pass a model object to use random weights."
         )
     return model
 
@@ -172,11 +172,14 @@ class ModelReward:
         loading = {"revision": revision, "dtype": dtype, "device_map": device_map, "shared_base": shared_base}
         for argument, value in {**loading, "load_in_8bit": load_in_8bit or None}.items():
             if path is None and value is not None:
-                raise ValueError(f"`{argument}` is for a model that is loaded by its path: load yours with it")
+                raise ValueError(
+                    f"`{argument}` has an effect only if `model` is a path, but `model` is an object: leave "
+                    "it out, and load the object as you need it"
+                )
         if path is None and tokenizer is None:
-            raise ValueError("with a model that is no path, its `tokenizer` must be given")
+            raise ValueError("`model` is an object and `tokenizer` is missing: give the model's tokenizer")
         if device is not None and (device_map is not None or load_in_8bit):
-            raise ValueError(f"`device` {device} does nothing with `device_map` or `load_in_8bit`: drop it")
+            raise ValueError(f"`device` {device} has no effect with `device_map` or `load_in_8bit`: leave it out")
         bounds = {"max_batch_tokens": max_batch_tokens, "batch_size": batch_size, "max_length": max_length}
         for argument, number in bounds.items():
             if number is not None:
@@ -192,7 +195,9 @@ class ModelReward:
         else:
             self.tokenizer = _loaded_tokenizer(tokenizer)
         if model.config.num_labels != 1:
-            raise ValueError(f"a reward model needs one label, this one has num_labels={model.config.num_labels}")
+            raise ValueError(
+                f"a reward model must have one label, got num_labels={model.config.num_labels}: give another model"
+            )
         # At the first call: only then has a trainer said which device the process has
         is_placed = device_map is not None or load_in_8bit or (path is None and device is None)
         self._to_place = score is None and not is_placed
@@ -214,9 +219,9 @@ class ModelReward:
         rows = self.config.vocab_size
         if self.shares_tokenizer and (unknown := tokens_beyond(rows, self.tokenizer, pads_are_read=False)):
             raise ValueError(
-                f"reward model '{self.__name__}' has a vocabulary of {rows} tokens, but the policy's tokenizer, which "
-                f"it shares, has ids up to {max(unknown.values())} ({', '.join([*unknown][:3])}, …): give it the "
-                "tokenizer that it was trained with"
+                f"reward model '{self.__name__}' has a vocabulary of {rows} tokens, but reads with the policy's "
+                f"tokenizer, which has ids up to {max(unknown.values())} ({', '.join([*unknown][:3])}, …): give it "
+                "the tokenizer that it was trained with"
             )
 
     def _load(self, path: str, dtype: Any, device_map: Any, shared_base: Any) -> Any:
@@ -231,7 +236,7 @@ class ModelReward:
         with whole_on_each_process():
             if not is_adapter(path):
                 if shared_base is not None:
-                    raise ValueError(f"{path} is no adapter, so it cannot have a `shared_base`")
+                    raise ValueError(f"{path} is not an adapter, so it cannot have a `shared_base`: leave it out")
                 return load_reward_model(path, **kwargs)
             check_head(path)
             if shared_base is None and not self.load_in_8bit:  # in 8 bits, merging the adapter would round
@@ -307,8 +312,8 @@ class ModelReward:
     def _ended(self, completion_ids: list[list[int]] | None) -> list[bool]:
         if self.eos_token_ids is None or completion_ids is None:
             raise ValueError(
-                "which answers were finished is not known: give the policy's `eos_token_ids` or its tokenizer as "
-                "`policy_tokenizer`, or call it with the column `finished`"
+                "the reward model cannot tell which completions are finished: give it the policy's `eos_token_ids`, "
+                "or the policy's tokenizer as `policy_tokenizer`, or call it with the column `finished`"
             )
         return [bool(row) and row[-1] in self.eos_token_ids for row in completion_ids]
 
@@ -335,8 +340,8 @@ class ModelReward:
         too_long = [len(row) > limit for row in rows]
         if any(too_long) and self.truncation == "refuse":
             raise ValueError(
-                f"a prompt with its completion has {longest} tokens, the reward model's context {limit}: shorten the "
-                "prompts or `max_completion_length`"
+                f"a prompt with its completion has {longest} tokens, but the reward model's context has {limit}: "
+                "shorten the prompts, lower `max_completion_length`, or set truncation='left'"
             )
         if self.truncation == "left":
             log_to(log_metric, {"truncated": sum(too_long) / len(rows)}, self)

@@ -45,7 +45,7 @@ class PatternReward:
     ):
         required, forbidden = ([each] if isinstance(each, str) else [*(each or ())] for each in (required, forbidden))
         if not required and not forbidden:
-            raise ValueError("give `required` or `forbidden` patterns, got none")
+            raise ValueError("there is no pattern: give `required` or `forbidden`")
         check_seconds(timeout=timeout)
         self.required = required
         self.forbidden = forbidden
@@ -70,8 +70,8 @@ class PatternReward:
             return float(all(found))
         except TimeoutError:
             return TimeoutError(
-                f"a pattern took more than {self.timeout:g} s on completion {row} ({len(text):,} characters); "
-                "write one that cannot try every way"
+                f"a pattern took more than {self.timeout:g} s on completion {row} ({len(text):,} characters): rewrite "
+                "it without nested repeats such as `(a+)+`"
             )
 
 
@@ -81,4 +81,4 @@ def _compiled(pattern: Any) -> Any:
     try:
         return regex.compile(pattern)
     except regex.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error

@@ -148,8 +148,8 @@ class RemoteReward(ServedReward):
         """Remember the first weights that the server names; raise a [`ChangedError`] if it names others `now`."""
         if (first := self._weights.setdefault("first", now)) != now:
             raise ChangedError(
-                f"it had the weights {first or '(not named)'} and has {now or '(not named)'} now: scores of both "
-                "would be mixed; serve the first ones again, or begin a new run"
+                f"the server had the weights {first or '(not named)'} and now has {now or '(not named)'}, so the run "
+                "would mix scores of both: serve the first ones again, or begin a new run"
             )
 
     def scores_or_nan(
@@ -190,7 +190,7 @@ class RemoteReward(ServedReward):
             return [len(row) > 0 and row[-1] in self.eos_token_ids for row in completion_ids]
         if self.tokenizer is not None:
             raise ValueError(
-                f"reward '{self.__name__}': which answers were finished is not known: give the policy's "
+                f"reward '{self.__name__}' cannot tell which completions are finished: give the policy's "
                 "`eos_token_ids`, or pass the column `finished`"
             )
         return [None] * count
@@ -204,7 +204,9 @@ class RemoteReward(ServedReward):
             eos = (self._read_tokenizer.eos_token or "") if self.tokenizer and finished else ""
             return Row(*texts, finished, texts[0] + texts[1] + eos)
         if not self.tokenizer:
-            return ValueError("messages need a chat template: give the model's as `tokenizer`")
+            return ValueError(
+                "the prompts are messages, which need a chat template: give the reward model's `tokenizer`"
+            )
         messages = well_formed([*prompt, *completion])
         text = self._read_tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=not finished)
         return Row(*texts, finished, text, is_templated=True)

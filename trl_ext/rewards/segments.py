@@ -37,12 +37,14 @@ class SegmentScores:
             )
         ends = list(self.ends)
         if not all(a < b for a, b in zip([-1, *ends], ends, strict=False)):
-            raise ValueError(f"`ends` must be token positions from 0 on, rising, got {ends}")
+            raise ValueError(f"`ends` must be rising token positions, 0 or more, got {ends}")
 
     def by_token(self, length: int) -> list[float]:
         """Return one float for each of `length` tokens; raise a `ValueError` if a segment ends after the last one."""
         if len(self.ends) and self.ends[-1] >= length:
-            raise ValueError(f"a segment ends at token {self.ends[-1]}, but the completion has {length}, from 0 on")
+            raise ValueError(
+                f"a segment ends at token {self.ends[-1]}, but the completion has {length} tokens, counted from 0"
+            )
         scores = [0.0] * length
         for end, value in zip(self.ends, self.values, strict=True):
             scores[end] = value

@@ -99,7 +99,7 @@ class Breaker:
                 now = time.monotonic()
                 if (wait := self._closed_until - now) > 0:
                     raise UnavailableError(
-                        f"not asked: {self._in_a_row} requests in a row failed; again in {wait:.1f} s"
+                        f"not asked: the last {self._in_a_row} requests failed; the next one is sent in {wait:.1f} s"
                     )
                 if now >= until:
                     raise UnavailableError("not asked: the deadline is over")
@@ -194,7 +194,7 @@ class Service:
                     if len(body) > MAX_RESPONSE_BYTES:
                         raise ServiceError(f"the answer is longer than {MAX_RESPONSE_BYTES} bytes")
                     if time.monotonic() - start > limit:  # httpx's own timeout begins anew with each part
-                        raise UnavailableError(f"no whole answer within {limit:.0f} s")
+                        raise UnavailableError(f"no complete answer within {limit:.0f} s")
         except (httpx2.TransportError, OSError) as error:
             raise UnavailableError(f"{type(error).__name__}: {error}"[:200]) from error
         except httpx2.HTTPError as error:
@@ -205,11 +205,11 @@ class Service:
                 raise UnavailableError(message, _seconds_in(response.headers.get("retry-after")))
             raise (RefusedError if status in (400, 413, 422) else ServiceError)(message)
         if encoding != "identity":
-            raise ServiceError(f"the answer is compressed ({encoding[:20]!r}), which was not asked for")
+            raise ServiceError(f"the answer is compressed ({encoding[:20]!r}), but the request allows no compression")
         try:
             answer = json.loads(self._without_key(body.decode()))  # error messages quote parts of the answer
         except (ValueError, RecursionError) as error:
-            raise ServiceError(f"the answer is no JSON: {self._excerpt(body)}") from error
+            raise ServiceError(f"the answer is not JSON: {self._excerpt(body)}") from error
         call.seconds.append(time.monotonic() - start)
         return answer
 
@@ -231,7 +231,10 @@ class Service:
     def _key(self) -> str:
         key = os.environ.get(self.api_key_env or "", "").strip()
         if not (key and key.isascii() and key.isprintable()):
-            raise ValueError(f"`api_key_env`: the environment variable {self.api_key_env} holds no key; export it")
+            raise ValueError(
+                f"`api_key_env`: the environment variable {self.api_key_env} is empty, or not printable ASCII: export "
+                "a key"
+            )
         return key
 
     def _excerpt(self, body: bytearray) -> str:
@@ -334,7 +337,10 @@ class ServedReward(TellsFailures):
         longest = max(map(len, texts))
         if longest <= self.max_characters:
             return None
-        return ServiceError(f"a text has {longest} characters, `max_characters` is {self.max_characters}")
+        return ServiceError(
+            f"a text has {longest} characters, more than `max_characters` ({self.max_characters}): raise the setting, "
+            "or shorten the text"
+        )
 
     def _describe(self, row: int, error: Exception) -> str:
         what = str(error) if isinstance(error, (ServiceError, ValueError, TypeError)) else repr(error)
@@ -381,7 +387,7 @@ def in_threads(
                 break
     except queue.Empty:
         for i in waiting:
-            outcomes[i] = ServiceError("no answer by the deadline")
+            outcomes[i] = ServiceError("no answer before the deadline")
     finally:
         todo.clear()
     return outcomes
@@ -414,11 +420,13 @@ def _checked_url(url: Any) -> str:
     except ValueError:  # a port that is no number
         parts, well = None, False
     if not well or parts is None:
-        raise ValueError(f"`url` must be as http://127.0.0.1:8000, got {redacted(url)!r}")
+        raise ValueError(f"`url` must look like http://127.0.0.1:8000, got {redacted(url)!r}")
     if parts.username or parts.password:
-        raise ValueError("`url` must hold no user and password: export a token and name its variable in `api_key_env`")
+        raise ValueError(
+            "`url` must not contain a user or password: export a token, and name its variable in `api_key_env`"
+        )
     if parts.query or parts.fragment:
-        raise ValueError(f"`url` must end with a path, without `?` and `#`, got {redacted(url)!r}")
+        raise ValueError(f"`url` must not contain `?` or `#`, got {redacted(url)!r}")
     return url.rstrip("/")
 
 

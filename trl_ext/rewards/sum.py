@@ -24,7 +24,7 @@ class SumReward(HoldsRewards):
     Args:
         members: reward functions, async or not.
         weights: one for each member; 1 if unset. A member of weight 0 is only logged.
-        means, stds: mean and standard deviation, one for each member, by which its scores are standardised; 0 and 1 if
+        means, stds: mean and standard deviation of each member, which standardise its scores; 0 and 1 if
             unset. They are fixed, so that a score depends on nothing but its row; the mean and deviation of the run's
             scores so far would differ between processes.
         on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]. `"raise"` raises an error,

@@ -69,9 +69,9 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None)
         if not isinstance(scores, list):
             raise TypeError
     except (LookupError, TypeError, AttributeError) as error:
-        raise ServiceError(f"the answer is not as of {api!r}: {repr(answer)[:120]}") from error
+        raise ServiceError(f"the answer does not have the format of api={api!r}: {repr(answer)[:120]}") from error
     if len(scores) != count:
-        raise ServiceError(f"{len(scores)} scores came for {count} completions")
+        raise ServiceError(f"the server returned {len(scores)} scores for {count} completions")
     return scores
 
 
@@ -100,5 +100,5 @@ def _of_name(predictions: list[dict[str, Any]], label: int | str | None) -> Any:
     if label is None and len(by_name) != 1:
         raise ServiceError(f"the model has the labels {', '.join(sorted(by_name))[:120]}: give one as `label`")
     if label is not None and label not in by_name:
-        raise ServiceError(f"the model has no label {label!r}, but {', '.join(sorted(by_name))[:120]}")
+        raise ServiceError(f"the model has no label {label!r}; it has {', '.join(sorted(by_name))[:120]}")
     return by_name[label] if label is not None else next(iter(by_name.values()))

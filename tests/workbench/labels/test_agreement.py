@@ -25,6 +25,7 @@ from trl_ext.workbench.labels import (
 )
 from trl_ext.workbench.labels import tables as labels
 from trl_ext.workbench.labels.bradley_terry import negative_log_posterior
+from trl_ext.workbench.labels.outliers import mean_and_error
 
 CHOICES = {"ann": "aabbt aab".replace(" ", ""), "bob": "aabat-bab".replace("-", ""), "cy": "abbbttab"}
 WIDE = Columns(annotators=tuple(CHOICES), values=("a", "b", "t"))
@@ -162,7 +163,10 @@ def test_models_of_annotators_make_fewer_wrong_pairs_than_votes(method):
         differs = (shares[:, 1] > shares[:, 0]) != np.where(is_x, better, 1 - better)
         wrong.append(differs[shares[:, :2].max(1) >= 0.6].mean())
     assert wrong[1] < 0.75 * wrong[0]
-    with pytest.raises(ValueError, match=f"method {method} learns how good.*1 labels an item.*take the majority"):
+    with pytest.raises(
+        ValueError,
+        match=f"method {method} learns how good.* labels for an item .*, got 1 and .*Use the method majority",
+    ):
         shares_of_labels(read_labels(long([(i, "x", "a") for i in range(30)])), method)
 
 
@@ -243,16 +247,20 @@ ROW = {"prompt": "p", "response_a": "x", "response_b": "y", "annotator": "ann", 
     "rows, columns, message",
     [
         ([ROW], {"choice": "label"}, r"lacks the column\(s\) 'label'; it has 'prompt', 'response_a'"),
-        ([ROW, ROW | {"choice": "2"}], {}, "the column 'choice' holds '2' in row 1, which is none of a, b, tie"),
-        ([ROW | {"choice": None}], {}, "the table has 1 rows and no label in them"),
-        ([ROW | {"annotator": None}], {}, "no label in them"),
-        ([ROW], {"choice": "choice", "scores": ("s", "t")}, "a choice or scores, but both are given"),
+        ([ROW, ROW | {"choice": "2"}], {}, "the column 'choice' holds '2' in row 1, not one of a, b, tie"),
+        ([ROW | {"choice": None}], {}, "the table has 1 rows, but none has a label"),
+        ([ROW | {"annotator": None}], {}, "but none has a label"),
+        ([ROW], {"choice": "choice", "scores": ("s", "t")}, "a choice or a score, but both are given"),
         ([ROW], {"annotator": "annotator", "annotators": ("ann",)}, "annotators for a wide one: give one"),
         ([ROW], {"annotators": ("choice",), "time": "t"}, "time 't' is for a long table"),
         ([ROW], {"scores": ("response_a", "response_b")}, "'response_a' must hold numbers, but row 0 has 'x'"),
         ([ROW], {"time": "choice"}, "the column 'choice' must hold times, but row 0 has 'a'"),
-        ([ROW, ROW | {"prompt": "q"}], {"item": "response_a"}, "rows 0 and 1 have one 'response_a', but other texts"),
-        ([ROW], {"values": ("a", "a")}, "values must be first, second"),
+        (
+            [ROW, ROW | {"prompt": "q"}],
+            {"item": "response_a"},
+            "rows 0 and 1 have the same 'response_a', but different texts",
+        ),
+        ([ROW], {"values": ("a", "a")}, "values must mean the first answer, the second"),
     ],
 )
 def test_bad_tables_are_refused(rows, columns, message):
@@ -373,7 +381,9 @@ def test_labels_of_one_prompt_are_no_more_sure_for_being_many():
 def test_too_many_answers_to_a_prompt_are_refused():
     table = Dataset.from_dict({"prompt": [""] * 101, "answer": [f"a{i}" for i in range(101)], "rank": range(101)})
     table = table.add_column("annotator", ["ann"] * 101)
-    with pytest.raises(ValueError, match="'ann' scored 101 answers to the prompt in row 0, 100 at most are compared"):
+    with pytest.raises(
+        ValueError, match="'ann' scored 101 answers to the prompt in row 0, but at most 100 are compared"
+    ):
         read_labels(table, replace(RANKS, seconds=None))
 
 
@@ -431,6 +441,14 @@ def test_scores_of_answers_make_fewer_wrong_pairs_than_votes():
     assert wrong < 0.4 * votes_wrong and right > 0.95 * votes_right
     table, columns, _ = planted_rankings(0, per=1, prompts=2)
     with pytest.raises(
-        ValueError, match="method noisy_bt learns .* 3 labels an answer with 6 of the middle annotator"
+        ValueError, match="method noisy_bt learns .* labels for an answer .* of the median annotator, got 3 and 6"
     ):
         shares_of_labels(read_labels(table, columns), "noisy_bt")
+
+
+def test_an_annotator_of_one_prompt_has_no_error():
+    values = np.array([0.1, 0.2, 0.4, 0.5, 0.7, 1.0])
+    for size in range(1, len(values)):  # the residuals of some have the sum 1e-17 instead of 0
+        mean, error = mean_and_error(np.zeros(size, int), np.zeros(size, int), values[:size], 1)
+        assert mean == pytest.approx(values[:size].mean()) and np.isnan(error)
+    assert np.isfinite(mean_and_error(np.zeros(6, int), np.arange(6), values, 1)[1])

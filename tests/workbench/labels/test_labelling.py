@@ -204,15 +204,15 @@ def test_spaces_in_a_file_of_ones_own_are_no_part_of_a_name(tmp_path):
 
 
 WRONG = {
-    "not UTF-8": (b'{"item": "i1", "choice": "caf\xe9"}', "is no UTF-8"),
+    "not UTF-8": (b'{"item": "i1", "choice": "caf\xe9"}', "is not UTF-8"),
     "empty": (b"", "holds no label"),
     "an empty list": (b"[]", "holds no label"),
     "nothing labelled": (json.dumps([studio(label_studio_tasks(QUEUE)[0])]).encode(), "holds no label"),
-    "another word": (b'{"item": "i1", "choice": "first"}', "row 0, has the choice 'first', none of a, b, tie"),
+    "another word": (b'{"item": "i1", "choice": "first"}', "row 0, has the choice 'first', not one of a, b, tie"),
     "no item": (b'{"choice": "a"}', "row 0, has no `item`"),
-    "a list": (b'["a"]', "row 0, is no object"),
-    "cut": (b'{"item": "i1", "choice": "a"}\n{"item"', "line 2, is no JSON"),
-    "a cut list": (b'[{"item"', "is no JSON"),
+    "a list": (b'["a"]', "row 0, must be an object"),
+    "cut": (b'{"item": "i1", "choice": "a"}\n{"item"', "line 2, is not JSON"),
+    "a cut list": (b'[{"item"', "is not JSON"),
     "no status": (b'[{"id": "i1", "responses": {"choice": [{"value": "a", "user_id": "u"}]}}]', "flatten=True"),
 }
 

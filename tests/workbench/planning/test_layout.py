@@ -48,8 +48,8 @@ def test_what_cannot_be_planned_says_why(subtests, tmp_path):
     for more, message in [
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, "asks for FSDP1, whose LoRA adapters"),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 0}}, "asks for ZeRO stage 0"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "x.json"}}, "is not there"),
-        ({"distributed_type": "MULTI_GPU", "num_proceses": 8}, "is no accelerate configuration.*num_proceses"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "x.json"}}, "does not exist"),
+        ({"distributed_type": "MULTI_GPU", "num_proceses": 8}, "is not an accelerate configuration.*num_proceses"),
         ({"distributed_type": "MEGATRON_LM"}, "has distributed_type MEGATRON_LM"),
     ]:
         with subtests.test(more=more), pytest.raises(ValueError, match=message):
@@ -76,7 +76,7 @@ def test_a_misspelled_key_is_refused_with_the_right_one(subtests, tmp_path):
         with (
             subtests.test(wrong=wrong),
             pytest.raises(
-                ValueError, match=f"{name} is no .* it has the key {wrong}{section}, .*; did you mean {right}"
+                ValueError, match=f"{name} is not .* it has the key {wrong}{section}, .*; did you mean {right}"
             ),
         ):
             Layout.read(misspelled(tmp_path, name, right, wrong))
@@ -100,7 +100,7 @@ def test_shipped_files_are_read_from_any_folder(subtests, tmp_path, monkeypatch)
 
 def test_a_broken_deepspeed_file_is_named(tmp_path):
     for wrong, message in (("{", "Expecting"), ("[1]", "got list")):
-        with pytest.raises(ValueError, match=f"zero3.json is no configuration of DeepSpeed: .*{message}"):
+        with pytest.raises(ValueError, match=f"zero3.json is not a DeepSpeed configuration: .*{message}"):
             Layout.read(
                 misspelled(tmp_path, "zero3.json", (ROOT / "accelerate_configs/zero3.json").read_text(), wrong)
             )

@@ -31,7 +31,7 @@ def test_optimizer_state_is_what_torch_keeps(subtests):
 def test_eight_bit_adam_and_unknown_optimizers():
     # 1024 numbers: two moments of 1024 bytes, and a float32 for each 256
     assert optimizer_bytes(1024, 4, "adamw_bnb_8bit") == 2 * (1024 + 4 * 4)
-    with pytest.raises(ValueError, match="memory of `optim: schedule` is not known"):
+    with pytest.raises(ValueError, match="memory that `optim: schedule` takes is not known"):
         optimizer_bytes(1, 4, "schedule")
 
 

@@ -238,16 +238,22 @@ def test_what_cannot_work_is_refused_with_the_reason(subtests):
             Job("ppo", ppo(), CONFIG, Layout("fsdp2", 2, checkpoints_activations=True), **PEFT),
             "with the adapter that is active by then",
         ),
-        (Job("ppo", ppo(max_approx_kl=0.1), CONFIG, Layout("zero2", 2)), "leave steps out, but DeepSpeed's engine"),
-        (Job("ppo", ppo(critic_warmup_rollouts=1), CONFIG, Layout("zero3", 2)), "leave steps out, but DeepSpeed's"),
-        (Job("ppo", ppo(critic_steps=2), CONFIG, Layout("zero2", 2)), "leave steps out, but DeepSpeed's"),
+        (
+            Job("ppo", ppo(max_approx_kl=0.1), CONFIG, Layout("zero2", 2)),
+            "skip optimizer steps, but DeepSpeed's engine",
+        ),
+        (
+            Job("ppo", ppo(critic_warmup_rollouts=1), CONFIG, Layout("zero3", 2)),
+            "skip optimizer steps, but DeepSpeed's",
+        ),
+        (Job("ppo", ppo(critic_steps=2), CONFIG, Layout("zero2", 2)), "skip optimizer steps, but DeepSpeed's"),
         (Job("ppo", ppo(sync_ref_model=True), CONFIG, **PEFT), "`sync_ref_model=True` moves the reference"),
         (Job("ppo", ppo(share_reward_base="always"), CONFIG, shared_rewards=1), "needs a policy with an adapter"),
         (Job("ppo", ppo(), CONFIG, peft_config=LoraConfig(**LORA, bias="all")), "has bias='all'"),
         (Job("sft", sft(), CONFIG, Layout("zero2", 2, accumulation=4)), "sets gradient_accumulation_steps to 4"),
         (
             Job("sft", sft(activation_checkpointing=True), CONFIG, Layout("fsdp2", 2, checkpoints_activations=True)),
-            "are both on: leave only the latter",
+            "are both on: turn the first one off",
         ),
     ]:
         with subtests.test(message=message):

@@ -61,8 +61,8 @@ class GoldJudgeReward(HoldsRewards, Watch):
         found = [columns_of(getattr(trainer, name, None)) for name in ("eval_dataset", "train_dataset")]
         if None not in found and not any(self.column in columns for columns in found if columns):
             yield (
-                f"GoldJudgeReward scores no row: the evaluation set has no column `{self.column}`. Add one that is "
-                f"true: `eval_dataset.add_column({self.column!r}, [True] * len(eval_dataset))`."
+                f"GoldJudgeReward scores no row: the evaluation set has no column `{self.column}`. Add it, true in "
+                f"the rows to score: `eval_dataset.add_column({self.column!r}, [True] * len(eval_dataset))`."
             )
 
     def __call__(
@@ -79,7 +79,8 @@ class GoldJudgeReward(HoldsRewards, Watch):
         judged = numbers_of(awaited(self.judge(prompts=asked, completions=answers, **arguments)))
         if len(judged) != len(rows):
             raise ValueError(
-                f"{get_callable_name(self.judge)} returned {len(judged)} scores for {len(rows)} rows; return one a row"
+                f"{get_callable_name(self.judge)} returned {len(judged)} scores for {len(rows)} rows; return one for "
+                "each row"
             )
         step = getattr(trainer_state, "global_step", 0)
         if self._start_step is None:

@@ -62,7 +62,10 @@ class EvaluateArguments:
             raise ValueError("no `prompts`: give a hub name, a .jsonl file or a folder with the column `prompt`")
         self.baseline = self.baseline or self.policies[0]
         if self.baseline not in self.policies:
-            raise ValueError(f"`baseline` {self.baseline} is none of the policies {', '.join(self.policies)}: add it")
+            raise ValueError(
+                f"`baseline` {self.baseline} is not one of the policies {', '.join(self.policies)}: add it to them, "
+                "or name one of them"
+            )
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.policies[0]
 
 
@@ -137,7 +140,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
 def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, Any], prompts: int) -> list[str]:
     """Return sentences on what the figures cannot show: a missing KL, judge or score, or too few prompts."""
     notes = [
-        f"{name} does not read the same tokens as the reference {args.ref_model_name_or_path}, so it has no KL."
+        f"{name} and the reference {args.ref_model_name_or_path} have different vocabularies, so {name} has no KL."
         for name, of in policies.items()
         if of["kl"] is None
     ]
@@ -146,7 +149,10 @@ def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, 
     if prompts < 2:
         notes.append("There is one prompt only, so standard errors and intervals are not defined.")
     if args.top_p < 1 or args.temperature == 0:
-        notes.append("The KL is not that of the sampled distribution: it takes `top_p` 1 and a `temperature` above 0.")
+        notes.append(
+            "The KL is not that of the distribution that was sampled from: for that, set `top_p` to 1 and "
+            "`temperature` above 0."
+        )
     for name, by_reward in scored.items():
         for reward, values in by_reward.items():
             if none := sum(value is None for value in values):

@@ -37,7 +37,7 @@ _NAMED = 5  # rows that a sentence names
 
 @dataclass(frozen=True)
 class Sampling:
-    """Hold the settings by which answers are sampled from each policy."""
+    """Hold the settings for sampling answers from each policy."""
 
     max_completion_length: int
     temperature: float
@@ -84,18 +84,19 @@ def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
     for name, policy in policies.items():
         if (trained := load_trained_prompts(policy)) is None:
             unknown.append(
-                f"Not checked: {name} has no record of the prompts that it was trained on (`trained_prompts.npy`), so "
-                "these may be among them."
+                f"It is not known whether {name} was trained on some of these prompts: it has no record of its "
+                "training prompts (`trained_prompts.npy`)."
             )
         elif len(places := np.flatnonzero(np.isin(hashes, trained))):
             shown = ", ".join(map(str, places[:_NAMED])) + (", …" if len(places) > _NAMED else "")
             first = rows[int(places[0])]["prompt"]
             text = first if isinstance(first, str) else first[-1]["content"]
             first = repr(textwrap.shorten(text, 80, placeholder=" …"))
-            seen.append(f"{len(places)} of {len(rows)} prompts were trained on by {name} (rows {shown}; {first})")
+            seen.append(f"{name} was trained on {len(places)} of {len(rows)} prompts (rows {shown}; {first})")
     if seen:
         raise ValueError(
-            f"{'; '.join(seen)}: leave them out. `trl-ext prompts` writes copies of a set without what another has"
+            f"{'; '.join(seen)}: leave them out. `trl-ext prompts` writes a copy of a set without the prompts of "
+            "another set"
         )
     return unknown
 
@@ -138,7 +139,7 @@ def answers_of(policy: str, rows: Dataset, sampling: Sampling, path: Path) -> tu
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and (longest := max(map(len, prompt_ids))) + sampling.max_completion_length > context:
         raise ValueError(
-            f"{policy} has a context of {context} tokens, and the longest prompt {longest}: lower "
+            f"{policy} has a context of {context} tokens, and the longest prompt has {longest}: lower "
             f"`max_completion_length` {sampling.max_completion_length}, or shorten the prompts"
         )
     ends = eos_token_ids(model, tokenizer)

@@ -54,7 +54,9 @@ def check_read(settings: Any, names: Sequence[str], other: str) -> None:
     for each in fields(settings) if getattr(settings, other) is None else ():
         default: Any = each.default_factory() if callable(each.default_factory) else each.default
         if each.name in names and getattr(settings, each.name) != default:
-            raise ValueError(f"`{each.name}` has an effect with `{other}` only: set that, or leave it out")
+            raise ValueError(
+                f"`{each.name}` has an effect only with `{other}`: set `{other}`, or leave `{each.name}` out"
+            )
 
 
 def ask(ask_all: Callable[..., None], journal: Any, questions: list[Any], what: str, url: str | None) -> None:
@@ -88,5 +90,5 @@ def ask(ask_all: Callable[..., None], journal: Any, questions: list[Any], what: 
         try:
             ask_all(missing, done)
         except ServiceError as error:
-            kept = f"{len(journal.rows):,} answers are kept: the same command goes on"
+            kept = f"{len(journal.rows):,} answers are kept: run the same command again to go on"
             raise RuntimeError(f"the model at {url}: {error}. {kept}") from error

@@ -99,17 +99,20 @@ class LabelArguments:
         for file in self.labels or []:
             check_is_there(file, "labels")
         if (self.pairs is None) == (self.prompts is None):
-            raise ValueError("give `pairs`, or `prompts` with `policies`: one of both")
+            raise ValueError("give either `pairs`, or `prompts` with `policies`")
         if (self.prompts is None) == bool(self.policies):
             raise ValueError("`prompts` and `policies` belong together: give both, or `pairs` alone")
         if (self.judge_url is None) == (self.judge_model_name_or_path is None):
-            raise ValueError("who judges? Give `judge_url` with `judge_model`, or `judge_model_name_or_path`")
+            raise ValueError("give one judge: `judge_url` with `judge_model`, or `judge_model_name_or_path`")
         check_read(self, SERVED, "judge_url")
         check_read(self, SAMPLED, "prompts")
         if self.judge_url and not self.judge_model:
-            raise ValueError("`judge_url` needs `judge_model`, the model's name there")
+            raise ValueError("`judge_url` needs `judge_model`, the model's name at that address")
         if self.votes > 1 and self.judge_temperature == 0:
-            raise ValueError(f"`votes` {self.votes} at `judge_temperature` 0 are all the same: raise it, or ask once")
+            raise ValueError(
+                f"`votes` {self.votes} are all the same at `judge_temperature` 0: raise `judge_temperature`, or set "
+                "`votes` to 1"
+            )
         if self.judge_extra is not None and not isinstance(entry_of(self.judge_extra), dict):
             raise ValueError(f"`judge_extra` must be a YAML mapping such as '{{seed: 1}}', got {self.judge_extra!r}")
         if any(not temperature >= 0 for temperature in self.temperatures):
@@ -117,7 +120,9 @@ class LabelArguments:
         if self.policies and len(self.policies) * len(self.temperatures) * self.num_samples < 2:
             raise ValueError("one answer to a prompt makes no pair: raise `num_samples`, or give more policies")
         if own := {*(self.keep_columns or ())} & OWN:
-            raise ValueError(f"`keep_columns`: pairs have a {min(own)!r} of their own: rename the column")
+            raise ValueError(
+                f"`keep_columns` names {min(own)!r}, but pairs have a column of that name already: rename yours"
+            )
 
 
 def run(args: LabelArguments) -> dict[str, Any]:
@@ -161,7 +166,8 @@ def run(args: LabelArguments) -> dict[str, Any]:
     rows = _rows(args, folder, left_out)
     if len(rows) < args.min_known:
         raise ValueError(
-            f"there are {len(rows)} pairs, and people must label at least {args.min_known} (`min_known`): give more"
+            f"there are {len(rows)} pairs, and people must label at least {args.min_known} (`min_known`): give more "
+            "pairs"
         )
     report: dict[str, Any] = {
         "judge": args.judge_model or args.judge_model_name_or_path,
@@ -219,7 +225,7 @@ def _rows(args: LabelArguments, folder: Path, left_out: dict[str, int]) -> list[
             check_model("policies", policy, tokenizer=True)
         prompts = load_prompts(str(args.prompts), None, args.dataset_split, args.max_prompts)
         if missing := [name for name in keep if name not in prompts.column_names]:
-            raise ValueError(f"`keep_columns`: the prompts lack {', '.join(map(repr, missing))}")
+            raise ValueError(f"`keep_columns`: the prompts have no column {', '.join(map(repr, missing))}")
         given: dict[str, Any] = {each.name: getattr(args, each.name, 1.0) for each in fields(Sampling)}
         rows = sample_pairs(prompts, args, Sampling(**given), folder / "answers", keep, left_out)
     write_rows(folder / "queue.jsonl", [{k: v for k, v in row.items() if k != "key"} for row in rows])
@@ -232,7 +238,7 @@ def _withdraw(folder: Path, report: dict[str, Any]) -> None:
         for file in old:
             file.unlink()
         report["gate"]["reasons"].append(
-            f"{folder / 'pairs'}, which an earlier run wrote when the gate passed, was removed"
+            f"{folder / 'pairs'} was removed: an earlier run wrote it when the gate passed"
         )
 
 
@@ -265,7 +271,7 @@ def _say_cost(args: LabelArguments, judge: Any, journal: Any, first: list[dict],
             said += f", up to {out:,} out, more where the judge is asked again"
             prices = (args.price_input, args.price_output)
             if None in prices:
-                said += "; for money give --price_input and --price_output"
+                said += "; for a price give --price_input and --price_output"
             else:
                 said += f"; about {money(tokens, out, *prices):,.2f} at these prices"
         print(said, flush=True)

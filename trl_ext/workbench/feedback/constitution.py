@@ -71,10 +71,10 @@ class ConstitutionArguments:
     def __post_init__(self) -> None:
         check_settings(self)
         if (self.model_url is None) == (self.model_name_or_path is None):
-            raise ValueError("who writes? Give `model_url` with `model`, or `model_name_or_path`")
+            raise ValueError("give one model: `model_url` with `model`, or `model_name_or_path`")
         check_read(self, SERVED, "model_url")
         if self.model_url and not self.model:
-            raise ValueError("`model_url` needs `model`, the model's name there")
+            raise ValueError("`model_url` needs `model`, the model's name at that address")
         if self.model_extra is not None and not isinstance(entry_of(self.model_extra), dict):
             raise ValueError(f"`model_extra` must be a YAML mapping such as '{{seed: 1}}', got {self.model_extra!r}")
 
@@ -141,7 +141,8 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
     for name in ("sft", "pairs"):
         if not made[name]:
             raise ValueError(
-                f"no row is left of {len(rows)} prompts ({dict(made['left_out'])}): read {folder / 'texts.jsonl'}"
+                f"no row is left of {len(rows)} prompts (left out: {dict(made['left_out'])}): read "
+                f"{folder / 'texts.jsonl'} to see why"
             )
         write_rows(folder / name / "train.jsonl", made[name])
     write_rows(folder / "to_judge.jsonl", made["to_judge"])
@@ -245,7 +246,7 @@ def _say_cost(args: ConstitutionArguments, rows: list[dict[str, Any]], journal: 
     out = calls * args.max_tokens
     # A critique reads an answer, a revision reads answer and critique; each reads requests of some 60 tokens, too
     read = prompts * steps + len(rows) * args.rounds * (3 * args.max_tokens + 180)
-    said = f"Cost: at most {calls:,} calls of {len(rows) * steps:,}, {read:,} tokens in (about), {out:,} out"
+    said = f"Cost: at most {calls:,} of {len(rows) * steps:,} calls, about {read:,} tokens in, {out:,} out"
     price = money(read, out, args.price_input, args.price_output)
     print(said + (f"; {price:,.2f} at these prices" if price is not None else ""), flush=True)
 

@@ -33,7 +33,7 @@ class Criteria:
 
     @property
     def names(self) -> list[str]:
-        """Return the names by which the judge gives verdicts: the names of the principles, then `overall`."""
+        """Return the names of the judge's verdicts: the names of the principles, then `overall`."""
         return [*self.principles, OVERALL]
 
 
@@ -73,7 +73,7 @@ def read_principles(constitution: str) -> tuple[dict[str, str], str]:
 def check_is_there(path: str, setting: str) -> None:
     """Raise a `ValueError` if `path`, the value of this setting, is no file."""
     if not Path(path).is_file():
-        why = "is a folder: give the file in it" if Path(path).is_dir() else f"is no file{near_path(path)}"
+        why = "is a folder: give the file in it" if Path(path).is_dir() else f"is not a file{near_path(path)}"
         raise ValueError(f"`{setting}` {path} {why}")
 
 
@@ -84,7 +84,7 @@ def _read(path: str, setting: str, key: str) -> tuple[Any, str]:
     try:
         found = read_yaml(content.decode())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"`{setting}` {path} is no YAML: {error}") from error
+        raise ValueError(f"`{setting}` {path} is not YAML: {error}") from error
     if not isinstance(found, dict) or set(found) != {"version", key} or not found["version"]:
         raise ValueError(
             f"`{setting}` {path} must have `version` and `{key}`, and nothing else, got {str(found)[:60]!r}"

@@ -133,7 +133,7 @@ def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> tupl
 
     Returns:
         Two values: key of a pair → the choice of most people, "a", "b" or "tie" ("tie", too, if two choices have
-        equally many votes); and all labels, by which can be measured how far people agree with each other.
+        equally many votes); and all labels, to measure how far people agree with each other.
 
     Raises:
         ValueError: a label is of an item that is not among the rows, or there is no label.
@@ -142,7 +142,10 @@ def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> tupl
     for file in files:
         for each in read_choices(file):
             if each["item"] not in by_item:
-                raise ValueError(f"`labels` {file}: there is no pair {each['item']!r}: it is of other pairs")
+                raise ValueError(
+                    f"`labels` {file} has the item {each['item']!r}, which is not one of the pairs: give the labels "
+                    "of these pairs"
+                )
             if each["choice"]:
                 row = by_item[each["item"]]
                 table.append({**{name: row[name] for name in ("item", *TEXTS)}, **each})

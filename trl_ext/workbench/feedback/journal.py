@@ -28,8 +28,8 @@ class Journal:
         found = list(read_jsonl(path)) if path.exists() else []
         if others := sum(row.get("by") != by for row in found):
             raise ValueError(
-                f"{path} has {others} answers by another model, rubric, constitution or setting of the model: take "
-                "another `output_dir`, or set what was set then"
+                f"{path} has {others} answers that were made with another model, rubric, constitution or model "
+                "setting: choose another `output_dir`, or go back to the earlier model and settings"
             )
         self.rows: dict[tuple, dict[str, Any]] = {tuple(row[name] for name in names): row for row in found}
         self.models = {row["model"] for row in found if "model" in row}

@@ -148,8 +148,9 @@ class Served(JudgeReward):
             now = answer["model"] if isinstance(answer.get("model"), str) else None
             if (first := self.served.setdefault("model", now)) != now:
                 raise ServiceError(
-                    f"it answered as the model {first or '(not named)'} and answers as {now or '(not named)'} now: "
-                    "answers of both would be mixed. Serve the first one again, or take another `output_dir`"
+                    f"the server answered as the model {first or '(not named)'} and now answers as "
+                    f"{now or '(not named)'}, so answers of both would be mixed: serve the first one again, or choose "
+                    "another `output_dir`"
                 )
         return answer
 

@@ -48,7 +48,7 @@ def of_known(
           `longer` answer won, and how many of the judge's `winners` are people's, too (see [`noise`]).
         - `noise`: `winners` of the name "overall".
         - `length`: how often the longer answer won by the `judge` and by `people`.
-        - `to_read`: the pairs on which judge and people differ, those first of which the judge is surest.
+        - `to_read`: the pairs that judge and people label differently, the judge's surest first.
         - `gate`: whether the judge has `passed`, so that it may label, and `reasons` if not.
     """
     prompts, theirs = _prompts(known), [people[row["key"]] for row in known]
@@ -76,8 +76,8 @@ def of_known(
     whole, reasons = by_name[OVERALL], []
     if whole["kappa"] is None:
         reasons.append(
-            f"kappa of judge and people is not defined on {len(known)} pairs, since both gave one label alone: have "
-            "people label other pairs"
+            f"kappa of judge and people is not defined on {len(known)} pairs, since both gave all of them the same "
+            "label: have people label other pairs"
         )
     elif whole["kappa"] < args.min_agreement:
         reasons.append(
@@ -85,13 +85,13 @@ def of_known(
             f"{args.min_agreement:g}: no pair was written"
         )
     elif not measured["shrink"]:
-        reasons.append("the judge's winners are people's no more often than a coin's: no pair was written")
+        reasons.append("people chose the judge's winners no more often than a coin would: no pair was written")
     if reasons:
         first = ", ".join(row["item"] for row in sorted(to_read, key=lambda row: -row["share"])[:5])
         reasons.append(
-            f"read the {len(to_read)} pairs on which they differ ({first}{', …' if len(to_read) > 5 else ''}), in "
-            f"{Path(args.output_dir) / 'label.html'}; then correct the rubric or take another judge, in another "
-            "`output_dir`"
+            f"read the {len(to_read)} pairs that judge and people label differently "
+            f"({first}{', …' if len(to_read) > 5 else ''}), in {Path(args.output_dir) / 'label.html'}; then correct "
+            "the rubric or use another judge, in another `output_dir`"
         )
     return {
         "by_name": by_name,
@@ -239,8 +239,8 @@ def sentences(report: dict[str, Any]) -> list[str]:
             won = of["winners"]
             said.append(
                 f"Judge and people, {name}: kappa {interval(of['kappa'], of['kappa_interval'])}, alpha "
-                f"{interval(of['alpha'], of['alpha_interval'])}, {of['rows']} pairs; of its {won['winners']} winners "
-                f"{percent(won['accuracy'])} are people's"
+                f"{interval(of['alpha'], of['alpha_interval'])}, {of['rows']} pairs; people chose "
+                f"{percent(won['accuracy'])} of the judge's {won['winners']} winners"
             )
         lengths = report["length"]
         said += [
@@ -251,9 +251,9 @@ def sentences(report: dict[str, Any]) -> list[str]:
         bad = ", ".join(f"{count} {why}" for why, count in judged["outcomes"].items() if why != "read")
         cost = "" if judged["money"] is None else f", {judged['money']:,.2f} at these prices"
         said += [
-            f"The answer shown first was taken in {shares(position)}; 50 % has no bias",
+            f"The judge chose the answer shown first in {shares(position)}; without a bias it would be 50 %",
             f"Asked: {judged['calls']:,} calls, {judged['tokens_in']:,} tokens in, {judged['tokens_out']:,} out{cost}",
-            *([f"Without a verdict, which counts as a tie: {bad}"] if bad else []),
+            *([f"Without a verdict, counted as ties: {bad}"] if bad else []),
         ]
     if pairs := report["pairs"]:
         left = ", ".join(f"{count} {why}" for why, count in pairs["left_out"].items()) or "none"

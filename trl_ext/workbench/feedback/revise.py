@@ -66,7 +66,7 @@ def turn_of(
         step: 0 for the answer, then a critique and a revision for each round.
         texts: earlier step → its text, None if there is none.
         principles: name → text of the principle.
-        seed: seed by which principles are drawn.
+        seed: seed for drawing principles.
     """
     prompt = row["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -283,7 +283,7 @@ def _unknown(labels: Labels, report: dict[str, Any]) -> Any:
     """Yield sentences on questions that these labels cannot answer."""
     people = len(report["annotators"])
     if not people:
-        yield "Whoever labelled a pair again contradicted what was said before, so no label is left."
+        yield "Each label is contradicted by another one of the same annotator on the same pair, so no label is left."
         return
     compared = [row for row in report["annotators"] if row["compared"]]
     if people == 1:
@@ -299,16 +299,16 @@ def _unknown(labels: Labels, report: dict[str, Any]) -> Any:
     if people > 1 and compared and (few := sum(0 < row["compared"] < _FEW for row in compared)):
         yield f"{few} of {people} annotators have fewer than {_FEW} labels to compare: their z-scores say little."
     if alone := people - len(compared) if compared else 0:
-        yield f"{alone} of {people} annotators share no item with others: nothing is known of their agreement."
+        yield f"{alone} of {people} annotators share no item with others, so their agreement is not known."
     if not labels.swapped.any():
         yield (
-            "Every pair was shown in one order alone: that all lean to one side cannot be told from better answers on "
-            "that side, only that somebody leans more than the others."
+            "Every pair was shown in only one order. So if all annotators lean to one side, it is not known whether "
+            "the answers there are better: only who leans more than the others is known."
         )
     if labels.time is None:
-        yield "The table has no time, so drift is not known."
+        yield "The table has no column of times, so drift is not known."
     if labels.seconds is None:
-        yield "The table has no seconds, so speed is not known."
+        yield "The table has no column of seconds, so speed is not known."
 
 
 def _share(part: Any, whole: Any) -> float | None:

@@ -49,32 +49,38 @@ class Columns:
     def __post_init__(self) -> None:
         if not self.prompt or not self.responses or len({*self.responses}) < len(self.responses):
             raise ValueError(
-                f"one prompt or more and different responses are needed, got {self.prompt}, {self.responses}"
+                f"give one or more prompt columns and different response columns, got {self.prompt} and "
+                f"{self.responses}"
             )
         if len(self.values) < 2 or len({*self.values}) < len(self.values):
-            raise ValueError(f"values must be first, second and, if there are ties, those; got {self.values}")
+            raise ValueError(
+                f"values must mean the first answer, the second one and, if there are ties, a tie; got {self.values}"
+            )
         has_scores = bool(self.scores) or (bool(self.annotators) and len(self.responses) == 1)
         if self.lowest_wins and not has_scores:
-            raise ValueError("lowest_wins is for scores, and there are none: name their columns, or leave it out")
+            raise ValueError(
+                "lowest_wins is for scores, but no column of scores is named: name them, or leave lowest_wins out"
+            )
         if self.annotators:
             for name in ("annotator", "choice", "scores", "time", "seconds", "confidence"):
                 if value := getattr(self, name):
                     raise ValueError(
-                        f"{name} {value!r} is for a long table, annotators for a wide one: give one of both"
+                        f"{name} {value!r} is for a long table, annotators for a wide one: give one of the two"
                     )
             if len(self.responses) > 2:
                 raise ValueError(
-                    f"a wide table has one or two responses a row, got {self.responses}: rank more in a long one"
+                    f"a wide table has one or two responses in a row, got {self.responses}: use a long table to rank "
+                    "more"
                 )
             return
         if self.choice and self.scores:
             raise ValueError(
-                f"a label is a choice or scores, but both are given, {self.choice!r} and {self.scores}: drop one"
+                f"a label is a choice or a score, but both are given, {self.choice!r} and {self.scores}: leave one out"
             )
         if (self.scores or len(self.responses) != 2) and len(self.scores) != len(self.responses):
             raise ValueError(
-                "scores must be a column for each of the responses, in their order, got "
-                f"{self.scores or 'none'} for {self.responses}"
+                f"scores must name one column for each response, in their order, got {self.scores or 'none'} for "
+                f"{self.responses}"
             )
         object.__setattr__(self, "annotator", self.annotator or "annotator")
         if not self.scores:

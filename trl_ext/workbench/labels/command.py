@@ -94,7 +94,9 @@ class AnnotatorsArguments:
     def __post_init__(self) -> None:
         check_settings(self)
         if own := {*(self.keep_columns or ())} & _OWN:
-            raise ValueError(f"`keep_columns`: pairs have a {min(own)!r} of their own: rename the column of the table")
+            raise ValueError(
+                f"`keep_columns` names {min(own)!r}, but pairs have a column of that name already: rename the table's"
+            )
 
 
 def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config, columns=())
     labels = read_labels(dataset, columns)
     if missing := [name for name in args.keep_columns or () if name not in dataset.column_names]:
-        raise ValueError(f"`keep_columns`: the table lacks {', '.join(map(repr, missing))}")
+        raise ValueError(f"`keep_columns`: the table has no column {', '.join(map(repr, missing))}")
     report: dict[str, Any] = {"settings": asdict(args), **agreement_report(labels, args.seed)}
     least = -np.inf if args.min_zscore is None else args.min_zscore
     off = {row["annotator"] for row in report["annotators"] if row["z"] is not None and row["z"] < least}
@@ -149,7 +151,7 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     (folder / "pairs" / "test.jsonl").unlink(missing_ok=True)
     train, test = hold_out_annotators(labels, args.held_out_annotators, args.seed)
     if args.held_out_annotators and test is None and len(labels):
-        report["unknown"].append("One annotator is left, so nobody could be held out for a test.")
+        report["unknown"].append("Only one annotator is left, so none could be held out for a test.")
     report["pairs"] = {"train": _write_pairs(folder, "train", dataset, train, columns, args, args.method)}
     # Test pairs are made by votes alone, so that they do not rest on a model's guess
     if test is not None:

@@ -68,7 +68,9 @@ def answers_to_label(
     """
     shares = {why: shares.get(why, 0.0) * (why != "disagreement" or disagreement is not None) for why in REASONS}
     if size < 1 or min(shares.values()) < 0 or not sum(shares.values()) > 0:
-        raise ValueError(f"a queue needs a size of 1 or more and shares >= 0, one above 0, got {shares}")
+        raise ValueError(
+            f"a queue needs a size of 1 or more and shares >= 0, one above 0, got size {size} and {shares}"
+        )
     whole = sum(shares.values())
     first = round(size * shares["score"] / whole)
     second = min(round(size * shares["disagreement"] / whole), size - first)
@@ -154,20 +156,22 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8: convert it, as by `iconv -f latin1 -t utf-8`") from error
+        raise ValueError(f"{path} is not UTF-8: convert it, for example with `iconv -f latin1 -t utf-8`") from error
     found = []
     for number, row in enumerate(_rows(path, text)):
         if not isinstance(row, Mapping):
-            raise ValueError(f"{path}, row {number}, is no object with names and values, but {str(row)[:40]!r}")
+            raise ValueError(f"{path}, row {number}, must be an object with names and values, got {str(row)[:40]!r}")
         for each in _labels_in(row, path):  # people type spaces that they do not see
             item, annotator, said = (value.strip() if isinstance(value, str) else value for value in each)
             said = None if said == "" else said
             choice = _PAIRWISE.get(said, said) if isinstance(said, str) else said
             if item is None or not (choice is None or choice in CHOICES):
                 what = (
-                    f"the choice {str(said)[:40]!r}, none of {', '.join(CHOICES)}" if item is not None else "no `item`"
+                    f"the choice {str(said)[:40]!r}, not one of {', '.join(CHOICES)}"
+                    if item is not None
+                    else "no `item`"
                 )
-                raise ValueError(f"{path}, row {number}, has {what}: see docs/refresh.md for what is read")
+                raise ValueError(f"{path}, row {number}, has {what}: see docs/refresh.md for the format")
             found.append({"item": str(item), "annotator": str(annotator), "choice": choice})
     if not any(row["choice"] for row in found):
         raise ValueError(f"{path} holds no label: export what was labelled, or leave the file out")
@@ -181,13 +185,13 @@ def _rows(path: Path, text: str) -> list[Any]:
         if text.lstrip().startswith("["):
             return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}, is no JSON: {line[:40]!r}") from error
+            raise ValueError(f"{path}, line {number}, is not JSON: {line[:40]!r}") from error
     return rows
 
 
@@ -207,7 +211,7 @@ def _labels_in(row: Mapping[str, Any], path: Path) -> list[tuple[Any, Any, Any]]
         return [(row.get("id"), who, choice) for who, choice in zip(people, counts, strict=True)]
     if "responses" in row:  # Argilla, with drafts and discarded answers that nothing tells apart
         raise ValueError(
-            f"{path} does not say which answers were submitted: export by `records.to_list(flatten=True)`"
+            f"{path} does not say which answers were submitted: export with `records.to_list(flatten=True)`"
         )
     return [(row.get("item"), row.get("annotator") or path.stem, row.get(_QUESTION) or None)]
 

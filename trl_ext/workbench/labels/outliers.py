@@ -95,7 +95,7 @@ def mean_and_error(
     Return the mean of each annotator's values, (A,), and the standard error of that mean, (A,), clustered by prompt.
 
     The error is √(G/(G − 1) · Σ_prompts (Σ r)²) / n, with r = value − mean, for n values of G prompts. With fewer than
-    two prompts it is not finite.
+    two prompts it is NaN.
 
     Args:
         who: (L,) int, the annotator of each value.
@@ -107,7 +107,8 @@ def mean_and_error(
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.bincount(who, values, size) / n
         of, together = _sums_by_prompt(who, prompt, values - mean[who])
-        groups = np.bincount(of, minlength=size)
+        groups = np.bincount(of, minlength=size).astype(float)
+        groups[groups < 2] = np.nan  # else rounding decides between 0/0 and an infinite error, which gives z = 0
         return mean, np.sqrt(groups / (groups - 1) * np.bincount(of, together**2, size)) / n
 
 

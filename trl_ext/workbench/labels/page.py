@@ -67,7 +67,7 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
     people = report["annotators"]
     if lean := [row for row in people if abs(row["lean"] or 0) > _LEAN[0] and abs(row["lean_z"] or 0) > _LEAN[1]]:
         shown = _some([f"{row['annotator']} ({row['lean']:+.0%})" for row in lean])
-        yield f"Take the answer shown first more often, or less often, than others on the same pairs: {shown}."
+        yield f"Choose the answer shown first more often, or less often, than others on the same pairs: {shown}."
     if drift := [row for row in people if (row["drift"] or 0) < _DRIFT[0] and (row["drift_z"] or 0) < _DRIFT[1]]:
         shown = _some([f"{row['annotator']} ({row['drift']:+.0%})" for row in drift])
         yield f"Agree less in the later half of their labels: {shown}."
@@ -75,17 +75,17 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
     middle = float(np.median(seconds or [0]))
     if fast := [row for row in people if row["seconds"] is not None and row["seconds"] < _FAST * middle]:
         shown = _some([f"{row['annotator']} ({row['seconds']:.3g} s)" for row in fast])
-        yield f"Take less than a third of the {middle:.3g} s of the middle annotator: {shown}."
+        yield f"Take less than a third of the median annotator's {middle:.3g} s: {shown}."
     if report["repeats"]:
         yield (
-            f"{report['repeats']:,} labels repeat one by the same annotator on the same pair. Equal ones count once; "
-            f"where they contradict each other ({report['contradictions']:,} times), none counts."
+            f"{report['repeats']:,} labels repeat an earlier one by the same annotator on the same pair. Equal ones "
+            f"count once. Those that contradict each other ({report['contradictions']:,} times) do not count."
         )
     if report["missing"]:
         yield f"{report['missing']:,} labels are missing, or have no annotator."
     if by := report["agreement_by_confidence"]:
         halves = " and ".join(f"{percent(share)} {name.replace('_', ' ')}" for name, share in by.items())
-        yield f"By how sure annotators said they were, labels agree with the others': {halves}."
+        yield f"Labels agree with the others', by how sure their annotator was: {halves}."
 
 
 def _columns(people: list[dict[str, Any]]) -> list[str]:

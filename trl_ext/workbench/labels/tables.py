@@ -96,7 +96,7 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
     if missing := [name for name in columns.names if name not in dataset.column_names]:
         raise ValueError(
             f"the table lacks the column(s) {', '.join(map(repr, missing))}; it has "
-            f"{', '.join(map(repr, dataset.column_names))}: say which holds what"
+            f"{', '.join(map(repr, dataset.column_names))}: name other columns"
         )
     names: dict[str, int] = {name: place for place, name in enumerate(columns.annotators)}
     parts = [_read_rows(*batch, columns, names) for batch in _batches(dataset, columns)]
@@ -128,7 +128,7 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
     known = (labels.choice != _MISSING) & (labels.annotator != _MISSING)
     labels = replace(labels.where(known), missing=unscored + int((~known).sum()))
     if not len(labels):
-        raise ValueError(f"the table has {len(dataset)} rows and no label in them")
+        raise ValueError(f"the table has {len(dataset)} rows, but none has a label")
     return _once(_in_order_of_item(labels))
 
 
@@ -148,8 +148,8 @@ def _compared(read: dict[str, np.ndarray], names: list[str]) -> tuple[dict[str, 
     if sizes.size and sizes.max() > _RANKED:
         first = known[starts[sizes.argmax()]]
         raise ValueError(
-            f"{names[who[first]]!r} scored {sizes.max():,} answers to the prompt in row {place[first]}, {_RANKED} at "
-            "most are compared: name what tells prompts apart"
+            f"{names[who[first]]!r} scored {sizes.max():,} answers to the prompt in row {place[first]}, but at most "
+            f"{_RANKED} are compared: set `item_column` to a column that tells prompts apart"
         )
     pairs = [np.zeros((2, 0), int)]
     for distance in range(1, int(sizes.max(initial=1))):
@@ -216,8 +216,8 @@ def _items(table: dict[str, np.ndarray], columns: Columns) -> tuple[np.ndarray, 
         if len(differ):
             row = int(differ[0])
             raise ValueError(
-                f"rows {firsts[item[row]]} and {row} have one {columns.item!r}, but other texts: give each pair of "
-                "answers a name of its own, or leave the column out"
+                f"rows {firsts[item[row]]} and {row} have the same {columns.item!r}, but different texts: give each "
+                "pair of answers a name of its own, or leave the column out"
             )
     return item, firsts, table["first"][firsts][item]
 
@@ -246,7 +246,7 @@ def _check_utf8(table: pa.Table, start: int) -> None:
                     value.as_py()
                 except UnicodeDecodeError:
                     raise ValueError(
-                        f"the column {name!r} holds no UTF-8 in row {start + row}: convert the table, as by "
+                        f"the column {name!r} is not UTF-8 in row {start + row}: convert the table, for example with "
                         "`iconv -f latin1 -t utf-8`"
                     ) from error
         raise ValueError(f"rows {start} to {start + len(table)} cannot be read: {error}") from error
@@ -341,8 +341,8 @@ def _choices(column: pa.ChunkedArray, name: str, start: int, columns: Columns) -
         if text not in known:
             row = start + int(np.flatnonzero(codes == code)[0])
             raise ValueError(
-                f"the column {name!r} holds {text[:40]!r} in row {row}, which is none of {', '.join(columns.values)}: "
-                "name the values that mean the first answer, the second and a tie"
+                f"the column {name!r} holds {text[:40]!r} in row {row}, not one of {', '.join(columns.values)}: name "
+                "the values that mean the first answer, the second and a tie"
             )
     return np.array([*(known[text] for text in texts), _MISSING], np.int8)[codes]
 

@@ -53,9 +53,9 @@ def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
     per_each = len(labels) / max(known, 1)
     if per_each < _ENOUGH_PER_ITEM or np.median(each[each > 0]) < _ENOUGH_EACH:
         raise ValueError(
-            f"method {method} learns how good each annotator is, and {per_each:.2g} labels "
-            f"{'an answer' if is_scored else 'an item'} with {np.median(each[each > 0]):.0f} of the middle annotator "
-            f"are too few (at least {_ENOUGH_PER_ITEM} and {_ENOUGH_EACH}): take the majority"
+            f"method {method} learns how good each annotator is: it needs {_ENOUGH_PER_ITEM} labels for "
+            f"{'an answer' if is_scored else 'an item'} and {_ENOUGH_EACH} of the median annotator, got "
+            f"{per_each:.2g} and {np.median(each[each > 0]):.0f}. Use the method majority"
         )
     if is_scored:
         wins = np.array([1.0, 0.0, 0.5])[labels.choice]

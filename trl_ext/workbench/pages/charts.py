@@ -72,7 +72,7 @@ def line_style(place: int) -> dict[str, Any]:
 
 
 def logged_once(run: Run) -> dict[str, tuple[int, float]]:
-    """Return key → (step, value) for each key with one logged value, of which no curve can be drawn."""
+    """Return key → (step, value) for each key with one logged value, which is too little for a curve."""
     found = {key: curve(run.history, key) for key in sorted({key for log in run.history for key in log} - {"step"})}
     return {key: (steps[0], values[0]) for key, (steps, values) in found.items() if len(steps) == 1}
 

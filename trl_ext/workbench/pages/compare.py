@@ -143,7 +143,7 @@ def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> tupl
 
     Returns:
         Two lists: the charts; and table rows (title, then a cell for each run) of keys beyond the main quantities
-        that every run logged once at most, of which no curve can be drawn.
+        that every run logged once at most, which is too little for a curve.
     """
     wanted: dict[str, dict[str, str]] = {}  # title → run → key
     for name, run in runs.items():

@@ -22,7 +22,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(found["policies"], dict) and isinstance(found["baseline"], str):
             return found
-        raise ValueError("`policies` or `baseline` is of another type")
+        raise ValueError("`policies` or `baseline` has the wrong type")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{path} cannot be read as an evaluation ({type(error).__name__}: {error}): give the "
@@ -61,7 +61,9 @@ def policies_of_runs(evaluation: dict[str, Any], folders: list[Path]) -> list[di
     found = [by_folder.get(folder.resolve()) for folder in folders]
     if not any(found):
         evaluated = ", ".join(policy["policy"] for policy in evaluation["policies"].values())
-        raise ValueError(f"the evaluation has {evaluated}, and none of these runs: give the evaluation of these runs")
+        raise ValueError(
+            f"the evaluation is of {evaluated}, but of none of these runs: give the evaluation of these runs"
+        )
     return found
 
 

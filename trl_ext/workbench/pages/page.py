@@ -54,7 +54,7 @@ def _heading(run: Run) -> str:
     if not run.has_ended:
         parts.append("its end is not recorded: it is still running, was killed, or stopped with an error")
         if (run.folder / LAST_GOOD).is_dir():
-            parts.append(f"the weights before a gradient that was not finite are in {LAST_GOOD}")
+            parts.append(f"{LAST_GOOD} has the weights from before a gradient that was not finite")
     return ", ".join(filter(None, parts))
 
 
@@ -86,7 +86,7 @@ def alerts(run: Run) -> dict[str, Any]:
         `rows`: one for each alert, with the section of the runbook that it links to; and `otherwise`: a sentence on
         the run's monitors, to show if there are no rows.
     """
-    who = watchers(run) or "none; which monitors were set is not recorded"
+    who = watchers(run) or "no alert is recorded, nor which monitors were set"
     known, rows = sections(), []
     for alert in run.alerts:
         action = {"level": alert.get("action"), "word": "notice" if is_notice(alert) else alert.get("action")}

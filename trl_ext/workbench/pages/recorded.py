@@ -66,7 +66,7 @@ def read_run(folder: Path) -> Run:
         ValueError: the directory holds no run, or a run that has logged nothing.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give the output directory of a run")
+        raise ValueError(f"{folder} is not a folder; give the output directory of a run")
     private = folder / PRIVATE_FOLDER  # where a run that is pushed to the hub records
     source = private if private.is_dir() else folder
     lines = source / "metrics.rank0.jsonl"
@@ -116,7 +116,7 @@ def read_run(folder: Path) -> Run:
             raise ValueError(f"{folder} is not a run, but contains some: give one or several of {', '.join(within)}")
         raise ValueError(
             f"{folder} has neither metrics.rank0.jsonl nor a trainer_state.json nor completions.rank*.jsonl; add "
-            "JSONLCallback to the script, or give the folder that a checkpoint is in"
+            "JSONLCallback to the script, or give the folder that contains a checkpoint"
         )
     return run
 

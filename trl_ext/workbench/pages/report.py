@@ -128,7 +128,7 @@ def without_next() -> Iterator[None]:
 
 def next_answer(args: Any, rows: "Dataset", folder: str | Path = "", max_new_tokens: int | None = None) -> str:
     """
-    Return the `trl-ext generate` command by which a run's model answers the first short prompt of its training rows.
+    Return the `trl-ext generate` command that has a run's model answer the first short prompt of its training rows.
 
     Args:
         args: training arguments of the run.

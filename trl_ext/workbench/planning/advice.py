@@ -169,13 +169,13 @@ def _cost(facts: Facts) -> str:
 def _needs(planned: Fit) -> str:
     what = "LoRA" if planned.lora else "all weights"
     return (
-        f"PPO of {planned.parameters / 1e9:.2g} billion parameters with {what} needs {planned.peak:.1f} GiB of each "
+        f"PPO of {planned.parameters / 1e9:.2g} billion parameters with {what} needs {planned.peak:.1f} GiB on each "
         f"of {planned.gpus} {planned.gpu} ({planned.memory} GB), in the phase `{planned.phase}`"
     )
 
 
 def _close(planned: Fit) -> str:
-    return " (just: less than a tenth of the memory is to spare)" if planned.peak > 0.9 * planned.memory else ""
+    return " (barely: less than a tenth of the memory is free)" if planned.peak > 0.9 * planned.memory else ""
 
 
 def _there_are(count: int | None, what: str) -> str:
@@ -206,15 +206,16 @@ RULES = (
     Rule(
         "label-more",
         lambda f: f.agreement is not None and f.agreement < AGREEMENT,
-        f"Two labels of a pair are the same in {{agreement:.1%}}, below {AGREEMENT:.0%}: people who are right in 70 % "
-        "agree in 58 %, and with 50 labels each only 16 % of those who toss a coin among them are found",
+        f"Two labels of a pair agree in {{agreement:.1%}}, below {AGREEMENT:.0%}: people who are right in 70 % agree "
+        "in 58 %, and with 50 labels each only 16 % of the annotators who toss a coin are found",
         ANNOTATORS,
     ),
     Rule(
         "label-more",
         lambda f: f.accuracy_low is not None and f.accuracy_low <= 0.5,
-        "The reward model is right in {accuracy:.1%} of held-out pairs, and its interval begins at "
-        f"{{accuracy_low:.1%}}: a coin has 50 %, as reward models of fewer than {PAIRS:,} comparisons hardly beat",
+        f"The reward model is right in {{accuracy:.1%}} of held-out pairs, and its interval begins at "
+        f"{{accuracy_low:.1%}}: a coin has 50 %, and reward models of fewer than {PAIRS:,} comparisons were hardly "
+        "better",
         OVEROPTIMIZATION,
     ),
     Rule(
@@ -234,8 +235,8 @@ RULES = (
     Rule(
         "dpo",
         lambda f: f.passed is False,
-        "The reward report says no ({reasons} reason(s)), and DPO needs no reward model: against one with a planted "
-        "flaw, PPO without guard rails ended 0.61 to 1.25 of gold score below SFT",
+        "The reward report says no ({reasons} reason(s)), and DPO needs no reward model: with a reward model that "
+        "had a planted flaw, PPO without guard rails ended 0.61 to 1.25 of gold score below SFT",
         DEMO,
     ),
     Rule(
@@ -274,8 +275,8 @@ EVIDENCE: dict[Method, tuple[Reason, ...]] = {
     "label-more": (
         Reason("Better preference data gave up to 8 %, PPO instead of DPO up to 2.5 %", UNPACKING),
         Reason(
-            "With 100 labels each, and people who are right in 80 %, z < −3 finds 80 % of those who toss a coin and "
-            "all who are adversarial",
+            "With 100 labels each, and people who are right in 80 %, z < −3 finds 80 % of the annotators who toss a "
+            "coin and all adversarial ones",
             ANNOTATORS,
         ),
     ),
@@ -284,7 +285,7 @@ EVIDENCE: dict[Method, tuple[Reason, ...]] = {
     ),
     "dpo": (
         Reason(
-            "With a quarter of the labels turned round, DPO still raised gold from 0.494 ± 0.023 to 0.751 ± 0.028",
+            "With a quarter of the labels flipped, DPO still raised gold from 0.494 ± 0.023 to 0.751 ± 0.028",
             BETA,
         ),
         Reason("What it gives up: PPO was better by up to 2.5 % in math and 1.2 % elsewhere", UNPACKING),
@@ -394,7 +395,7 @@ def _cautions(facts: Facts, method: Method) -> Iterator[Reason]:
         if leak.shared:
             yield Reason(
                 f"{leak.shared:,} of {leak.rows:,} rows of {leak.name!r} ({leak.shared / leak.rows:.1%}) have a near "
-                "duplicate in another set, so what is measured there flatters",
+                "duplicate in another set, so results on this set are too good",
                 SHARED,
             )
     if method in ("dpo", "online-dpo", "ppo") and facts.verifiable is not True and _few(facts.pairs, PLENTY):
@@ -426,15 +427,17 @@ def _leave(facts: Facts) -> tuple[tuple[Reason, ...], bool | None]:
     if lora is None or full is None:
         parts = [f"{size} {with_lora:.0f} and {whole:.0f}" for size, (with_lora, whole) in PLANNED.items()]
         sentence = (
-            f"On 8 GPUs with 80 GB, PPO takes with LoRA and of all weights, in GiB of each: {', '.join(parts)}; while "
-            "it generates, one GPU holds all of the policy's weights"
+            "On 8 GPUs with 80 GB, PPO takes this many GiB on each, with LoRA and with all weights: "
+            f"{', '.join(parts)}; while it generates, one GPU holds all of the policy's weights"
         )
         return (Reason(sentence, LEAVE), *OTHERS), None
     if not lora.fits:
         return (Reason(f"{_needs(lora)}: one GPU holds all weights while it generates", LEAVE), *OTHERS), True
     if lora.gpus > A_MACHINE:
         machines = -(-lora.gpus // A_MACHINE)
-        sentence = f"{lora.gpus} GPUs are {machines} machines of {A_MACHINE}: here several machines were never run"
+        sentence = (
+            f"{lora.gpus} GPUs are {machines} machines of {A_MACHINE}: this library was never run on several machines"
+        )
         return (Reason(sentence, DISTRIBUTED), *OTHERS), True
     if not full.fits:
         stay, leave = f"{_needs(lora)}: stay, with LoRA{_close(lora)}", f"{_needs(full)}: leave for these"

@@ -30,7 +30,7 @@ class Fit:
         parameters: number of the policy's weights.
         gpu: name of the kind of GPU.
         gpus: number of GPUs.
-        memory: GB of one GPU.
+        memory: GB of one GPU, as it is sold.
         peak: GiB that the run takes of one GPU in the phase that takes most, with half a GiB for CUDA.
         phase: name of the phase that takes most.
         hours: estimated hours of a run over `examples`, on all GPUs.
@@ -50,7 +50,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Return whether the peak is within a GPU's memory."""
+        """Return whether the peak is within a GPU's memory, which has nearly as many GiB as it is sold with GB."""
         return self.peak <= self.memory
 
     @property

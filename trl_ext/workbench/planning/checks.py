@@ -18,21 +18,21 @@ def known_not_to_work(job: Job) -> list[str]:
     args, layout, peft = job.args, job.layout, job.peft_config is not None
     reasons = []
     if job.bits and job.stage == "pretrain_critic":
-        reasons.append(f"a critic on a base in {job.bits} bits cannot be trained alone: do not quantise it")
+        reasons.append(f"a critic cannot be trained alone on a base in {job.bits} bits: do not quantise the base")
     elif job.bits and not peft:
         reasons.append(f"a base in {job.bits} bits cannot be trained: set `use_peft: true`, or do not quantise it")
     if job.bits and job.stage == "reward" and not args.bf16:
-        reasons.append("a quantised base needs `bf16: true`: TRL keeps the score head in bfloat16 then")
+        reasons.append("a quantised base needs `bf16: true`, since TRL keeps its score head in bfloat16")
     if job.dtype == torch.float16 and not peft:
         reasons.append("weights in float16 cannot be trained, their gradients underflow: set `dtype: float32`")
     if layout.accumulation not in (None, args.gradient_accumulation_steps):
         reasons.append(
             f"accelerate's file sets gradient_accumulation_steps to {layout.accumulation}, the recipe to "
-            f"{args.gradient_accumulation_steps}: write auto there"
+            f"{args.gradient_accumulation_steps}: write `auto` in accelerate's file"
         )
     if layout.checkpoints_activations and args.activation_checkpointing:
         reasons.append(
-            "`fsdp_activation_checkpointing` and `activation_checkpointing` are both on: leave only the latter"
+            "`fsdp_activation_checkpointing` and `activation_checkpointing` are both on: turn the first one off"
         )
     if job.stage == "ppo":
         reasons += _ppo(job, args, layout, peft)
@@ -48,12 +48,13 @@ def _ppo(job: Job, args: Any, layout: Layout, peft: bool) -> list[str]:
     if peft and layout.checkpoints_activations:
         reasons.append(
             "FSDP's own activation checkpointing replays layers with the adapter that is active by then, which gives "
-            "wrong gradients: set `fsdp_activation_checkpointing: false` there, `activation_checkpointing: true` here"
+            "wrong gradients: set `fsdp_activation_checkpointing: false` in accelerate's file, and "
+            "`activation_checkpointing: true` in the recipe"
         )
     if layout.is_deepspeed and args.leaves_steps_out:
         reasons.append(
-            "`critic_warmup_rollouts`, `critic_steps` and `max_approx_kl` leave steps out, but DeepSpeed's engine "
-            "steps inside `backward`: use DDP or FSDP2, or drop them"
+            "`critic_warmup_rollouts`, `critic_steps` and `max_approx_kl` skip optimizer steps, but DeepSpeed's "
+            "engine steps inside `backward`: use DDP or FSDP2, or leave these settings out"
         )
     if job.turns > 1 and args.rollouts_ahead:
         reasons.append(
@@ -110,7 +111,7 @@ def known_to_go_wrong(
     if low >= 0 and high <= 1 and is_raw and 0 < args.kl_coef < 0.1:
         warnings.append(
             f"scores in [{low:g}, {high:g}] with `kl_coef: {args.kl_coef:g}`: with so small a KL penalty the policy "
-            "drifts without a gain; raise it to 0.1 or more, or normalise the scores"
+            "drifts without a gain; raise `kl_coef` to 0.1 or more, or normalise the scores"
         )
     if shared_prompts:
         warnings.append(

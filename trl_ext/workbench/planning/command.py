@@ -93,7 +93,7 @@ class AdviseArguments:
             self.budgets[name] = _number(value.replace(",", ""), f"`budget` of {name}", "above 0", lambda x: x > 0)
         if bool(self.gpu) != bool(self.model_name_or_path):
             needed, given = ("gpu", "model_name_or_path") if self.model_name_or_path else ("model_name_or_path", "gpu")
-            raise ValueError(f"`{given}` is for a plan, which needs `{needed}`, too: give that, or leave it out")
+            raise ValueError(f"`{given}` has an effect only with `{needed}`: give both, or neither")
         if self.gpus > 1 and not self.gpu:
             raise ValueError(f"`gpus` is {self.gpus}, but their kind is not known: give `gpu`, too")
 
@@ -118,7 +118,7 @@ def facts_of(args: AdviseArguments) -> tuple["Facts", dict[str, str]]:
             if name in known and known[name] != value and name not in counted:
                 raise ValueError(
                     f"{origins[name]} says {known[name]:,} {name} and {origin} {value:,}: give reports of the same "
-                    f"data, or count it by `--{name} DATASET`"
+                    f"data, or count the data with `--{name} DATASET`"
                 )
             known.setdefault(name, value)
             origins.setdefault(name, origin)
@@ -132,7 +132,7 @@ def facts_of(args: AdviseArguments) -> tuple["Facts", dict[str, str]]:
                 add(read(report), str(path))
             except (AttributeError, KeyError, TypeError, IndexError) as error:
                 file = REPORTS[name][0]
-                raise ValueError(f"{path} is no {file} that can be read ({error!r}): write it again") from error
+                raise ValueError(f"{path} cannot be read as {file} ({error!r}): write it again") from error
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
     for name, value in args.budgets.items():
@@ -164,10 +164,10 @@ def _report(which: str, given: str) -> tuple[Path, dict[str, Any]]:
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"`{which}`: {file} is no JSON ({error})") from error
+        raise ValueError(f"`{which}`: {file} is not JSON ({error})") from error
     missing = [key for key in keys if not isinstance(report, dict) or key not in report]
     if missing:
-        raise ValueError(f"`{which}`: {file} is no {name} of `trl-ext {command}`: it lacks {missing[0]!r}")
+        raise ValueError(f"`{which}`: {file} is not the {name} of `trl-ext {command}`: it lacks {missing[0]!r}")
     return file, report
 
 
@@ -211,7 +211,7 @@ def _reward(report: dict[str, Any]) -> dict[str, Any]:
     accuracy = _share(accuracy, "accuracy")
     low, high = (_share(interval[place], "accuracy_interval") for place in (0, 1))
     if not low - 1e-9 <= accuracy <= high + 1e-9:
-        raise ValueError(f"the accuracy is {accuracy}, which its interval from {low} to {high} does not hold")
+        raise ValueError(f"the accuracy is {accuracy}, but its interval goes from {low} to {high}")
     found: dict[str, Any] = {"accuracy": accuracy, "accuracy_low": low}
     if (verdict := report.get("verdict")) is not None:
         passed, reasons = verdict["passed"], tuple(map(str, verdict["reasons"]))

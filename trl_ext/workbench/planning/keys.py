@@ -49,7 +49,7 @@ def check_accelerate_keys(config: Any) -> None:
             option = begins[0] + key if lacks_prefix else key
             if option not in options:
                 nearest = did_you_mean(option, (name for name in options if name.startswith(begins)))
-                raise ValueError(f"it has the key {key} in {section}, which accelerate passes over{nearest}")
+                raise ValueError(f"it has the key {key} in {section}, which accelerate ignores{nearest}")
 
 
 def check_deepspeed_keys(settings: Any) -> None:
@@ -64,4 +64,4 @@ def check_deepspeed_keys(settings: Any) -> None:
         raise ValueError(f"it must hold keys and values, got {type(settings).__name__}")
     for key in settings:
         if key not in _DEEPSPEED and (nearest := did_you_mean(key, _DEEPSPEED)):
-            raise ValueError(f"it has the key {key}, which is no setting of DeepSpeed{nearest}")
+            raise ValueError(f"it has the key {key}, which is not a setting of DeepSpeed{nearest}")

@@ -62,7 +62,7 @@ class Layout:
             check_accelerate_keys(yaml.safe_load(Path(path).read_text()))
             config = load_config_from_file(str(path))
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-            raise ValueError(f"{path} is no accelerate configuration: {' '.join(str(error).split())}") from error
+            raise ValueError(f"{path} is not an accelerate configuration: {' '.join(str(error).split())}") from error
         kind = str(getattr(config.distributed_type, "value", config.distributed_type))
         count: dict[str, Any] = {"processes": max(config.num_processes, 1), "machines": max(config.num_machines, 1)}
         if kind == "NO":
@@ -92,12 +92,12 @@ class Layout:
         if file := config.get("deepspeed_config_file"):
             found = [place for place in (Path(file), path.parent / file, path.parent.parent / file) if place.is_file()]
             if not found:
-                raise ValueError(f"{path} names deepspeed_config_file {file}, which is not there: correct the path")
+                raise ValueError(f"{path} names deepspeed_config_file {file}, which does not exist: correct the path")
             try:
                 settings = json.loads(found[0].read_text())
                 check_deepspeed_keys(settings)
             except ValueError as error:
-                raise ValueError(f"{found[0]} is no configuration of DeepSpeed: {error}") from error
+                raise ValueError(f"{found[0]} is not a DeepSpeed configuration: {error}") from error
             zero = settings.get("zero_optimization", {})
             stage, accumulation = zero.get("stage", 0), settings.get("gradient_accumulation_steps")
             offload = [zero.get(f"offload_{x}", {}).get("device") for x in ("param", "optimizer")]

@@ -35,7 +35,7 @@ def optimizer_bytes(weights: int, weight_bytes: int, optim: str) -> int:
     if optim.startswith(("sgd", "adafactor")):
         return 0
     if not any(name in optim for name in ("adam", "lion", "rmsprop", "ademamix")):
-        raise ValueError(f"the memory of `optim: {optim}` is not known: use an AdamW, or count it yourself")
+        raise ValueError(f"the memory that `optim: {optim}` takes is not known: use AdamW, or count it yourself")
     moments += "ademamix" in optim
     return moments * (weights + 4 * math.ceil(weights / 256) if "8bit" in optim else weights * weight_bytes)
 

@@ -99,9 +99,15 @@ class PromptsArguments:
         for name in ("held_out", "split_sets", "copied_from"):
             self._check_names(name, getattr(self, name))
         if (self.split or self.balance) and not self.split_sets:
-            raise ValueError("`split` and `balance` leave held-out sets as they are, and all sets are held out")
+            raise ValueError(
+                "`split` and `balance` do not change held-out sets, and all sets are held out: leave one out of "
+                "`held_out`"
+            )
         if {*self.held_out} & {*self.split_sets} and (self.split or self.balance):
-            raise ValueError("`split_sets` and `held_out` have a set in common: a held-out set stays as it is")
+            raise ValueError(
+                f"`split_sets` and `held_out` both name {min({*self.held_out} & {*self.split_sets})!r}, but a "
+                "held-out set is not split: name it in one of them"
+            )
         self.split_shares = {name: share("split", name, value) for name, value in pairs("split", self.split).items()}
         for name in self.split_shares:
             _check_file_name("split", name)
@@ -113,7 +119,9 @@ class PromptsArguments:
             self._check_copies()
         for needed, name in (("split", "stratify"), ("balance", "balance_to"), ("copied_from", "max_copied")):
             if getattr(self, name) and not getattr(self, needed):
-                raise ValueError(f"`{name}` is for `{needed}`: give that, too, or leave it out")
+                raise ValueError(
+                    f"`{name}` has an effect only with `{needed}`: give `{needed}`, too, or leave `{name}` out"
+                )
 
     def _check_copies(self) -> None:
         """Refuse a set's name if the set's copy would overwrite the report or another set's copy."""
@@ -124,7 +132,7 @@ class PromptsArguments:
                     one, two = (Path(str(each).casefold()) for each in (path, other))  # as macOS and Windows compare
                     if one == two or one in two.parents or two in one.parents:
                         raise ValueError(
-                            f"`sets`: the copy of {name!r} would be {path}, and overwrite {what}: rename it"
+                            f"`sets`: the copy of {name!r} would be {path}, and overwrite {what}: rename the set"
                         )
             taken |= dict.fromkeys(copies(self, name), f"the copy of {name!r}")
 
@@ -139,12 +147,14 @@ class PromptsArguments:
     def _check_names(self, name: str, given: Iterable[str]) -> None:
         for each in given:
             if each not in self.paths:
-                raise ValueError(f"`{name}` names {each!r}, which is none of the sets {', '.join(self.paths)}")
+                raise ValueError(f"`{name}` names {each!r}, which is not one of the sets {', '.join(self.paths)}")
 
 
 def _check_file_name(option: str, name: str) -> None:
     if not re.fullmatch(r"\w[\w.-]*", name):
-        raise ValueError(f"`{option}`: {name!r} becomes a file's name; take letters, digits, '_', '.', '-'")
+        raise ValueError(
+            f"`{option}`: {name!r} must be fit for a file's name: take only letters, digits, '_', '.', '-'"
+        )
 
 
 def share(option: str, name: str, value: str) -> float:
@@ -197,7 +207,7 @@ def check_output(args: PromptsArguments) -> None:
     for name, path in args.paths.items():
         place = find(path_and_split(path)[0])
         if place.exists() and (why := overlap(folder, place)):
-            raise ValueError(f"`output_dir` {folder} {why} set {name!r}: choose another, inputs are never changed")
+            raise ValueError(f"`output_dir` {folder} {why} set {name!r}: choose another folder")
     if not args.write:
         return
     for name in args.paths:

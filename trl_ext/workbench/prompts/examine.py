@@ -59,12 +59,16 @@ class PromptSet:
         column = self.column or next((name for name in PROMPT_COLUMNS if name in found), "")
         if column not in found:
             wanted = f"the column {column!r}" if column else f"a column {', '.join(map(repr, PROMPT_COLUMNS))}"
-            raise ValueError(f"set {self.name!r} lacks {wanted}; it has {', '.join(map(repr, found))}: name one")
+            raise ValueError(
+                f"set {self.name!r} lacks {wanted}; it has {', '.join(map(repr, found))}: name one of these by "
+                "`columns`"
+            )
         if not len(self.rows):
             raise ValueError(f"set {self.name!r} has no rows: leave it out")
         if column == "chosen" and isinstance(self.rows[0]["chosen"], str):
             raise ValueError(
-                f"set {self.name!r} has no column 'prompt', and the texts in 'chosen' do not say where it ends"
+                f"set {self.name!r} has no column 'prompt', and the texts in 'chosen' do not show where the prompt "
+                "ends: add the column"
             )
         object.__setattr__(self, "column", column)
 
@@ -298,7 +302,9 @@ def _answers(sets: dict[str, PromptSet], name: str) -> Iterator[str]:
         raise ValueError(f"there is no set {name!r} to look for copies of; the sets are {', '.join(sets)}")
     answers = sets[name].answers()
     if answers is None:
-        raise ValueError(f"set {name!r} has no answers: none of the columns {', '.join(map(repr, _ANSWER_COLUMNS))}")
+        raise ValueError(
+            f"set {name!r} has no answers: it has none of the columns {', '.join(map(repr, _ANSWER_COLUMNS))}"
+        )
     return answers
 
 

@@ -57,7 +57,8 @@ def figures(report: PromptReport, args: Any, reasons: dict[str, Any], splits: di
                 if count < args.split_shares[split] * of_set["kept"] / 2:
                     found["notes"].append(
                         f"{split!r} of {name!r} has {count} of {of_set['kept']} rows, less than half of its share: "
-                        "large groups, and those with rows of a set that is not divided, go to the largest split"
+                        "large groups of duplicates, and groups with rows of a set that is not split, go to the "
+                        "largest split"
                     )
         found["sets"][name] = of_set
         found["shared"][name] = {
@@ -106,9 +107,7 @@ def broken_bounds(bounds: dict[str, dict[str, float]], found: dict[str, Any]) ->
         elif "copied" in of_set:
             count, what = of_set["copied"]["answers"], "have an answer that repeats the corpus"
         else:
-            raise ValueError(
-                f"`max_copied` cannot apply to {name!r}: it has no answers, or is what answers are compared with"
-            )
+            raise ValueError(f"`max_copied` cannot apply to {name!r}: it has no answers, or is named in `copied_from`")
         share = count / of_set["rows"]
         said = f"{count} of {of_set['rows']} rows of {name!r} ({share:.2%}) {what}, the bound is {bound:.2%}"
         judged = {"bound": bound, "share": share, "broken": share > bound, "sentence": said}

@@ -97,7 +97,9 @@ class RewardReportArguments:
     def __post_init__(self) -> None:
         check_settings(self)
         if self.max_new_tokens is not None and not self.policy:
-            raise ValueError("`max_new_tokens` is for `policy`: give that, too, or leave it out")
+            raise ValueError(
+                "`max_new_tokens` has an effect only with `policy`: give `policy`, too, or leave `max_new_tokens` out"
+            )
         if (self.model is None) == (not self.rewards):
             raise ValueError("give one reward: MODEL (a folder, a hub name or file.py:function), or `rewards`")
         if not self.dataset_name:
@@ -110,11 +112,17 @@ class RewardReportArguments:
         if self.output_dir is None:
             if self.model is None or not Path(self.model).is_dir() or is_ensemble(self.model):
                 what = "`rewards`" if self.model is None else f"MODEL {self.model!r}"
-                raise ValueError(f"{what} is not the folder of one model: correct it, or give `output_dir`, too")
+                raise ValueError(
+                    f"{what} is not the folder of one model, so the report needs another place: give `output_dir`, or "
+                    "correct it"
+                )
             self.output_dir = self.model
         is_own = self.model is not None and Path(self.output_dir).resolve() == Path(self.model).resolve()
         if is_ensemble(self.output_dir) or (not is_own and holds_model(self.output_dir)):
-            raise ValueError(f"`output_dir` {self.output_dir} holds what has a report of its own: choose another")
+            raise ValueError(
+                f"`output_dir` {self.output_dir} holds another model, which may have a report of its own: choose "
+                "another"
+            )
 
     @property
     def is_function(self) -> bool:
@@ -133,7 +141,7 @@ def holds_model(folder: str) -> bool:
 
 
 def load(args: RewardReportArguments) -> tuple[Any, Any]:
-    """Return the reward as a function, and its tokenizer, by which lengths are counted (None if it has none)."""
+    """Return the reward as a function, and its tokenizer, which counts lengths (None if it has none)."""
     from ...rewards import EnsembleReward, ModelReward, load_reward, load_rewards
 
     given: dict[str, Any] = {"dtype": args.dtype, "max_batch_tokens": args.max_batch_tokens, "truncation": "left"}
@@ -237,7 +245,8 @@ def _training_pairs(args: RewardReportArguments, held_out: str) -> Any:
     if (name, split) == (args.dataset_name, held_out):
         if args.train_name or args.train_split:
             raise ValueError(
-                f"the split {split!r} of {name} is the held-out one: it cannot be the training pairs, too"
+                f"the split {split!r} of {name} is held out, so it cannot have the training pairs, too: name another "
+                "split"
             )
         return None
     config = args.dataset_config if args.train_name is None else None

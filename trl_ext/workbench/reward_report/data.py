@@ -123,7 +123,7 @@ def material_of(
         train: usable pairs that the reward was trained on; without them phrases are mined from the held-out pairs.
         group_columns: columns to compare the accuracy by; None takes those columns of `GROUPS` that the pairs have.
         train_rows: most training pairs that are scored.
-        seed: seed by which training pairs are drawn.
+        seed: seed for drawing training pairs.
 
     Raises:
         ValueError: the held-out pairs lack one of the `group_columns`.
@@ -220,13 +220,12 @@ def sentences_on(known: TrainedOn, given: int) -> list[str]:
         said.append(f"{known.left_out:,} of {given:,} pairs are left out: they were trained on.")
     if not known.is_known:
         said.append(
-            "It is not known which pairs were trained on, so these may not be held out: a model is flattered by pairs "
-            "that it has seen."
+            "It is not known which pairs the reward was trained on. If these are among them, its figures are too good."
         )
     if known.with_a_trained_answer:
         said.append(
-            f"{known.with_a_trained_answer:,} of {left:,} pairs have an answer that was trained on, in another pair: "
-            "the model may know it."
+            f"{known.with_a_trained_answer:,} of {left:,} pairs have an answer that is in a training pair, too: the "
+            "model may remember it."
         )
     return said
 
@@ -235,7 +234,7 @@ def not_seen(
     groups: Sequence[Any], trained: TrainedPairs, what: str, said: list[str], is_named: bool = True
 ) -> list[Any]:
     """
-    Return `groups` without the prompts of which two answers were a training pair.
+    Return `groups` without the prompts that have both answers of a training pair.
 
     Args:
         groups: for each prompt its answers, or a tuple whose first element is the answers.
@@ -380,8 +379,8 @@ def sample_answers(policy: str, prompts: Sequence[Any], max_new_tokens: int | No
     room = context - max(map(len, ids)) if context else 256
     if room < (max_new_tokens or 1):
         raise ValueError(
-            f"`policy` {policy} has a context of {context} tokens, and the longest prompt leaves {room}: lower "
-            "`max_new_tokens`, or give answers by `policy_answers`"
+            f"`policy` {policy} has a context of {context} tokens, and the longest prompt leaves room for {room}: "
+            "lower `max_new_tokens`, or give answers by `policy_answers`"
         )
     drawn = sample(model, ids, ends, max_new_tokens=max_new_tokens or min(room, 256), batch_size=16, seed=seed)
     found = Answers()

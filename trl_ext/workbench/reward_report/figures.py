@@ -126,7 +126,7 @@ def examine(
         tokenizer: tokenizer that gives the length of answers in tokens; None takes their length in words.
         probe_rows: held-out answers that each probe changes; 0 runs no probes.
         phrases: phrases to probe in addition to those mined from the training pairs.
-        seed: seed by which the probes draw rows.
+        seed: seed for drawing the probes' rows.
 
     Returns:
         The content of `reward_report.json`.
@@ -138,7 +138,7 @@ def examine(
     chosen, rejected = score(material.chosen), score(material.rejected)
     kept = [i for i, both in enumerate(zip(chosen, rejected, strict=True)) if all(map(math.isfinite, both))]
     if not kept:
-        raise ValueError(f"{score.name} gave none of the {len(chosen)} pairs two finite scores: it is no reward yet")
+        raise ValueError(f"{score.name} gave none of the {len(chosen)} pairs two finite scores: correct the reward")
     if without := len(chosen) - len(kept):
         unknown.append(f"{without:,} of {len(chosen):,} pairs are left out: an answer has no finite score.")
     first, second = (torch.tensor([scores[i] for i in kept], dtype=torch.double) for scores in (chosen, rejected))
@@ -292,7 +292,9 @@ def _ranking(score: Scorer, material: Material, unknown: list[str]) -> dict[str,
     usable = [(s, ranks) for s, (_, ranks) in zip(scores, rankings, strict=True) if all(map(math.isfinite, s))]
     report = ranking_report([s for s, _ in usable], [r for _, r in usable])
     if report is None:
-        unknown.append("No ranking tells two answers apart, or none has finite scores: no rank correlation.")
+        unknown.append(
+            "No ranking tells two answers apart, or none has finite scores, so the rank correlation is not known."
+        )
         return None
     return {**report, "source": source, "of_more_than_two": any(len(ranks) > 2 for _, ranks in usable)}
 
@@ -432,11 +434,11 @@ def verdict(
     if best is None and bounds.min_best_of_n:
         not_judged.append("Not judged: the best-of-n accuracy, since no row has several rejected answers.")
     if ranking is None and has_rankings and bounds.min_rank_correlation is not None:
-        not_judged.append("Not judged: the rank correlation, since no ranking tells answers with scores apart.")
+        not_judged.append("Not judged: the rank correlation, since no ranking tells apart answers with finite scores.")
     _judge_length(report, bounds.max_length_bias, reasons, not_judged, unknown)
     if report["unscored"]["not_finite"]:
         reasons.append(
-            f"{report['unscored']['not_finite']:,} of {report['unscored']['answers']:,} scores are no finite numbers."
+            f"{report['unscored']['not_finite']:,} of {report['unscored']['answers']:,} scores are not finite."
         )
     if probes_failed:
         (unknown if bounds.max_suspicious_probes is None else reasons).append(probes_failed)
@@ -476,8 +478,8 @@ def _judge_length(
         return
     if abs(value) > bound and low <= 0 <= high:
         not_judged.append(
-            f"Not judged: {report['pairs']:,} pairs are too few to tell the length bias {measured}, beyond the bound "
-            f"{bound:g}, from none."
+            f"Not judged: the length bias {measured} is beyond the bound {bound:g}, but {report['pairs']:,} pairs are "
+            "too few to tell it from 0."
         )
     elif abs(value) > bound:
         sides = [f"{found[name]['accuracy']:.1%} of pairs whose chosen answer is {name}" for name in SIDES]

@@ -128,7 +128,7 @@ class Batcher:
     async def scores(self, prompts: list, completions: list, finished: list[bool] | None) -> list[float | None]:
         """Return the scores of one request; raise a [`Refusal`] if too many rows are waiting."""
         if self.waiting and self.waiting + len(prompts) > self.limits.max_queue_rows:
-            raise Refusal(503, f"{self.waiting} completions are waiting: come again later", retry_after="1")
+            raise Refusal(503, f"{self.waiting} completions are waiting: try again later", retry_after="1")
         job = Job(prompts, completions, finished, asyncio.get_running_loop().create_future())
         self.waiting += len(prompts)
         self._jobs.put(job)
@@ -218,7 +218,7 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
     def check_key(request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
         if key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode()):
-            raise Refusal(401, "a bearer token is needed", www_authenticate="Bearer")
+            raise Refusal(401, "the request needs a bearer token", www_authenticate="Bearer")
 
     async def answer(request: Request) -> Response:
         check_key(request)
@@ -291,7 +291,7 @@ async def read_body(request: Request, limits: Limits) -> Any:
     try:
         return json.loads(body.decode())
     except (ValueError, RecursionError):
-        raise Refusal(422, "the request is no JSON in UTF-8") from None
+        raise Refusal(422, "the request is not JSON in UTF-8") from None
 
 
 def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool] | None]:
@@ -299,17 +299,19 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
     if not isinstance(body, dict) or not isinstance(body.get("prompts"), list):
         raise Refusal(422, "the request must be an object with `prompts` and `completions`, two lists")
     if unknown := body.keys() - {"prompts", "completions", "finished", "model"}:
-        raise Refusal(422, f"{min(unknown)[:40]!r} is not known: give `prompts`, `completions`, `finished`, `model`")
+        raise Refusal(
+            422, f"the key {min(unknown)[:40]!r} is not known: give only `prompts`, `completions`, `finished`, `model`"
+        )
     prompts, completions, finished = body["prompts"], body.get("completions"), body.get("finished")
     count = len(prompts)
     if not isinstance(completions, list) or len(completions) != count or not count:
         raise Refusal(422, "`prompts` and `completions` must be lists of the same length, 1 or more")
     if count > limits.max_rows:
-        raise Refusal(413, f"{count} completions are more than {limits.max_rows}")
+        raise Refusal(413, f"one request may have {limits.max_rows} completions, got {count}")
     if finished is not None and not (isinstance(finished, list) and list(map(type, finished)) == [bool] * count):
         raise Refusal(422, "`finished` must be null, or a list with true or false for each completion")
     if body.get("model") not in (None, name):
-        raise Refusal(404, f"the model here is {name!r}")
+        raise Refusal(404, f"the model here is {name!r}, got `model` {str(body['model'])[:40]!r}")
     rows = prompts + completions
     if not (all(isinstance(row, str) for row in rows) or all(_is_conversation(row) for row in rows)):
         raise Refusal(422, "prompts and completions must be all texts, or all lists of messages with role and content")

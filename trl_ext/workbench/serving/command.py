@@ -54,7 +54,7 @@ def listen(host: str, port: int, has_key: bool, without_key: bool = False) -> so
     """
     if not (has_key or without_key or _is_loopback(host)):
         raise ValueError(
-            f"--host {host} is not this machine alone: export a token and name its variable by --api_key_env, or give "
+            f"--host {host} lets other machines in: export a token and name its variable by --api_key_env, or give "
             "--without_key if your network keeps others out"
         )
     try:
@@ -98,7 +98,9 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"--max_wait_ms must be 0 to 60000, got {args.max_wait_ms}")
         key = os.environ.get(args.api_key_env, "").strip() if args.api_key_env else None
         if key == "":
-            raise ValueError(f"--api_key_env: the environment variable {args.api_key_env} holds no token; export it")
+            raise ValueError(
+                f"--api_key_env: the environment variable {args.api_key_env} is empty or not set: export a token"
+            )
         listening = listen(args.host, args.port, key is not None, args.without_key)
         function = load(args.model, args.max_batch_tokens, args.dtype, args.device)
         identity = identity_of(function)  # now, since the files may change while the server runs

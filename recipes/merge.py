@@ -8,6 +8,7 @@ loaded again, and must give the adapter model's logits.
 """
 
 import shlex
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,9 @@ from trl_ext import StrictTrlParser
 from trl_ext.cli.model_names import check_model
 from trl_ext.runs import check_output_dir, setting
 from trl_ext.upstream import late_bars, quiet
+
+
+PART = "_unfinished"  # folder within the output folder
 
 
 @dataclass
@@ -37,7 +41,7 @@ class MergeArguments:
                 f"{self.model_name_or_path!r}"
             )
         output_dir = Path(self.output_dir)
-        if output_dir.is_file() or (output_dir.is_dir() and any(output_dir.iterdir())):
+        if output_dir.is_file() or (output_dir.is_dir() and any(each.name != PART for each in output_dir.iterdir())):
             raise ValueError(f"`output_dir` {self.output_dir} exists and is not empty: choose another")
 
 
@@ -130,7 +134,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 3. Merge and save: in a folder within, so a killed merge leaves nothing in `output_dir` that loads as a model
     output_dir = Path(args.output_dir)
-    part = output_dir / "_unfinished"
+    part = output_dir / PART
+    shutil.rmtree(part, ignore_errors=True)  # what a killed merge has left
     merged = model.merge_and_unload(safe_merge=True)
     merged.save_pretrained(part)
     tokenizer.save_pretrained(part)

@@ -256,7 +256,7 @@ def area(at: Sequence[float], shares: Sequence[float], end: float) -> float:
 def reached(at: Sequence[float], shares: Sequence[float], share: float) -> float:
     """Return where the moving mean of three rollouts first has this share of the gain; infinity if nowhere."""
     smooth = [fmean(shares[max(i - 1, 0) : i + 2]) for i in range(len(shares))]
-    return next((float(x) for x, y in zip(at, smooth, strict=True) if y >= share), math.inf)
+    return next((float(x) for x, y in zip(at, smooth, strict=False) if y >= share), math.inf)
 
 
 def work(method: str) -> tuple[str, int]:
@@ -265,12 +265,20 @@ def work(method: str) -> tuple[str, int]:
 
 
 def by_one_clock(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a seed's runs, those that differ from another one by a number alone with its seconds."""
-    seconds = {(run["method"], *work(run["method"])): run["seconds"] for run in runs}
-    return [
-        run | {"seconds": seconds.get((METHODS[run["method"]].get("of"), *work(run["method"])), run["seconds"])}
-        for run in runs
-    ]
+    """
+    Return a seed's runs. What has another method's rate has its seconds, too, if both do the same work, else none.
+
+    Those methods may have been run later, on another machine.
+    """
+    seconds = {run["method"]: run["seconds"] for run in runs}
+
+    def of(method: str) -> str:
+        return METHODS[method].get("of", method)
+
+    def timed(method: str) -> list[float] | None:
+        return seconds.get(of(method)) if work(method) == work(of(method)) else None
+
+    return [run | {"seconds": timed(run["method"])} for run in runs]
 
 
 def figures(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -281,15 +289,14 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """
     start = fmean(run["scores"][0] for run in runs)
     runs = by_one_clock(runs)
-    ends = {unit: min(run[unit][-1] for run in runs) for unit in ("tokens", "seconds")}
+    ends = {unit: min(run[unit][-1] for run in runs if run[unit]) for unit in ("tokens", "seconds")}
     result = {}
     for run in runs:
         shares = [(score - start) / (run["best"] - start) for score in run["scores"]]
         result[run["method"]] = {
-            "by tokens": area(run["tokens"], shares, ends["tokens"]),
-            "by seconds": area(run["seconds"], shares, ends["seconds"]),
+            **{f"by {unit}": area(run[unit], shares, ends[unit]) if run[unit] else None for unit in ends},
             "end": fmean(shares[-3:]),
-            **{f"{unit} to {x:g}": reached(run[unit], shares, x) for unit in ends for x in SHARES},
+            **{f"{unit} to {x:g}": reached(run[unit] or [], shares, x) for unit in ends for x in SHARES},
             "explained": fmean(run["explained"][len(run["explained"]) // 2 :]) if run["explained"] else None,
             "weight": fmean(run["weights"]) if run["weights"] else None,
         }
@@ -323,6 +330,8 @@ def summary(
             own = [each[method] for each in paired]
             row: dict[str, Any] = {"rate": tuning[cell][METHODS[method].get("of", method)], "seeds": len(own)}
             for key in ("by tokens", "by seconds", "end"):
+                if own[0][key] is None:
+                    continue
                 row[key] = round(fmean(x[key] for x in own), 4)
                 differences = [each[method][key] - each["PPO"][key] for each in paired]
                 row[f"{key} − PPO"] = round(fmean(differences), 4)
@@ -364,7 +373,7 @@ def table(cells: dict[str, Any]) -> str:
             of_fewer = f" ({row['seeds']} seeds)" if row["seeds"] < found["seeds"] else ""
             shown = [f"**{cell}**, {found['seeds']} seeds" if i == 0 else "", method + of_fewer]
             shown += [f"{row['by tokens']:.2f}", difference(row, "by tokens")]
-            shown += [f"{row['by seconds']:.2f}", difference(row, "by seconds"), f"{row['end']:.2f}"]
+            shown += [number(row.get("by seconds"), ".2f"), difference(row, "by seconds"), f"{row['end']:.2f}"]
             shown += [number(row[f"tokens to {x:g}"], ",.0f") for x in SHARES]
             shown += [
                 number(row["seconds to 0.5"], ".1f"),
@@ -391,7 +400,7 @@ def draw(results: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
         for row, unit in enumerate(("tokens", "seconds")):
             axis = axes[row][column]
             for number, method in enumerate(shown):
-                own = [run for runs in seeds for run in by_one_clock(runs) if run["method"] == method]
+                own = [run for runs in seeds for run in by_one_clock(runs) if run["method"] == method and run[unit]]
                 if not own:
                     continue
                 grid = np.linspace(0, min(run[unit][-1] for run in own), 60)
@@ -417,7 +426,7 @@ def report(results: dict, tuning: dict, rates: dict, compared: dict, output_dir:
 
 def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict, dict]]:
     """
-    Yield what there is after each cell and seed: results, tuning runs, chosen rates and compared gradients, by cell.
+    Yield what there is after each seed: results, tuning runs, chosen rates and compared gradients, by cell.
     """
     results: dict[str, list] = {}
     tuning: dict[str, list] = {}
@@ -440,7 +449,7 @@ def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict, dict]]:
             results[cell].append(of_seed)
             if number < args.compared:
                 compared.setdefault(cell, []).append(run(cell, COMPARED, rates[cell]["PPO"], seed, args))
-            yield results, tuning, rates, compared
+        yield results, tuning, rates, compared
 
 
 def main(arguments: list[str] | None = None) -> None:

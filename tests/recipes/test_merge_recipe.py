@@ -126,6 +126,9 @@ def test_what_a_killed_merge_leaves_is_no_model(run, tmp_path, monkeypatch):
     assert any((tmp_path / "merged").iterdir())
     with pytest.raises(ValueError, match="config.json"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    monkeypatch.undo()
+    merge(run[0] / "adapter", tmp_path / "merged")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged") and not (tmp_path / "merged/_unfinished").exists()
 
 
 def refused(capsys, *given):

@@ -18,7 +18,6 @@ from trl_ext.cli.model_names import check_model
 from trl_ext.runs import check_output_dir, setting
 from trl_ext.upstream import late_bars, quiet
 
-
 PART = "_unfinished"  # folder within the output folder
 
 

@@ -62,7 +62,7 @@ from trl_ext.workbench.labels.labelling import (
     read_choices,
 )
 from trl_ext.workbench.pages.markup import with_interval
-from trl_ext.workbench.refresh import page as refresh_page
+from trl_ext.workbench.pages.refresh import refresh_page
 
 from . import generate, reward
 
@@ -578,7 +578,7 @@ def compare(args: RefreshArguments) -> None:
             report[which][name] = reward_model_report(scores[a], scores[b], lengths[a] - lengths[b])
     pairs = [row for part in SPLITS for row in read_rows(folder / "pairs" / f"{part}.jsonl")]
     report |= {"round": number_of(args), "pairs": json.loads((folder / "pairs.json").read_text()), **outcomes(pairs)}
-    write_text(folder / "refresh.html", refresh_page.page(report))
+    write_text(folder / "refresh.html", refresh_page(report))
     write_text(folder / "refresh.json", json.dumps(report, indent=2, ensure_ascii=False))
 
 

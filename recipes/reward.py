@@ -186,8 +186,8 @@ def main(arguments: list[str] | None = None) -> None:
         not_trained_on,
         usable_pairs,
     )
-    from trl_ext.evaluation import centre, head_of, write_scores
     from trl_ext.models import base_of, has_head, keep_unpacked, load_config, path_identity
+    from trl_ext.rewards import centre, head_of, write_scores
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of, rows_identity
     from trl_ext.stages import ResumableRewardTrainer
     from trl_ext.workbench import next_line, objections, report_of, report_trained

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trl_ext import StrictTrlParser
-from trl_ext.data import find_duplicates, similarity_of
+from trl_ext.evaluation import find_duplicates, similarity_of
 
 BOUNDS = (0.0, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9, 1.0)
 SETTINGS = (("words", 3, 0.7), ("characters", 5, 0.7))

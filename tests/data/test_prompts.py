@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from trl_ext.data import (
+from trl_ext.data import balanced_rows, split_groups
+from trl_ext.evaluation import (
     SCRIPTS,
-    balanced_rows,
     copied_shares,
     corpus_ngrams,
     count_words,
@@ -19,7 +19,6 @@ from trl_ext.data import (
     ngram_hashes,
     normalised,
     similarity_of,
-    split_groups,
 )
 from trl_ext.rewards.texts import words_of
 from trl_ext.workbench.prompts.examine import PromptSet, examine_prompts

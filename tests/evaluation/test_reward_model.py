@@ -7,12 +7,12 @@ from torch.testing import assert_close
 from trl_ext.evaluation import (
     accuracy_by_length_gap,
     calibration_error,
-    centring_shift,
     length_bias,
     pairwise_accuracy,
     plot_margins,
     reward_model_report,
 )
+from trl_ext.rewards import centring_shift
 
 
 def logit(probability):

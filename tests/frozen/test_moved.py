@@ -74,7 +74,7 @@ def test_an_old_module_is_the_new_one(move):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         importlib.import_module("trl_ext.old.sum")  # it is said once
-    with pytest.raises(ModuleNotFoundError, match="'trl_ext.old.none'.*now be 'trl_ext.rewards.none'"):
+    with pytest.raises(ModuleNotFoundError, match="'trl_ext.old.none'.*under its new name 'trl_ext.rewards.none'"):
         importlib.import_module("trl_ext.old.none")
 
 

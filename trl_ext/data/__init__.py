@@ -7,23 +7,11 @@ from ..upstream.lazy import lazily
 if TYPE_CHECKING:
     from ..runs.rows import rows_identity as rows_identity
     from .calls import tool_calls as tool_calls
-    from .copies import copied_shares as copied_shares
-    from .copies import corpus_ngrams as corpus_ngrams
-    from .duplicates import Duplicates as Duplicates
-    from .duplicates import find_duplicates as find_duplicates
-    from .duplicates import normalised as normalised
-    from .duplicates import similarity_of as similarity_of
     from .hh import split_dialogue as split_dialogue
     from .hh import split_pair as split_pair
     from .loading import held_out_rows as held_out_rows
     from .loading import load_dataset_split as load_dataset_split
     from .pairs import usable_pairs as usable_pairs
-    from .scripts import SCRIPTS as SCRIPTS
-    from .scripts import main_scripts as main_scripts
-    from .shingles import Unit as Unit
-    from .shingles import count_words as count_words
-    from .shingles import in_parts as in_parts
-    from .shingles import ngram_hashes as ngram_hashes
     from .splits import balanced_rows as balanced_rows
     from .splits import split_groups as split_groups
     from .texts import check_chat_template as check_chat_template

@@ -11,8 +11,8 @@ import numpy as np
 import xxhash
 from datasets import Dataset
 
+from ..evaluation.duplicates import normalised
 from ..runs.files import PRIVATE_FOLDER, whole_file
-from .duplicates import normalised
 from .texts import is_messages, is_text
 
 TRAINED_PAIRS = "trained_pairs.npz"

@@ -1,4 +1,4 @@
-"""Measure reward models on held-out pairs, and policies against a gold score, mostly by functions of tensors."""
+"""Measure reward models on held-out pairs, policies against a gold score, and how alike texts are."""
 
 from typing import TYPE_CHECKING
 
@@ -9,10 +9,12 @@ if TYPE_CHECKING:
     from .calibration import calibration_error_by_chance as calibration_error_by_chance
     from .calibration import fit_temperature as fit_temperature
     from .calibration import reliability_bins as reliability_bins
-    from .centring import centre as centre
-    from .centring import centring_shift as centring_shift
-    from .centring import head_of as head_of
-    from .centring import write_scores as write_scores
+    from .copies import copied_shares as copied_shares
+    from .copies import corpus_ngrams as corpus_ngrams
+    from .duplicates import Duplicates as Duplicates
+    from .duplicates import find_duplicates as find_duplicates
+    from .duplicates import normalised as normalised
+    from .duplicates import similarity_of as similarity_of
     from .ensemble import ensemble_report as ensemble_report
     from .overoptimization import fit_overoptimization as fit_overoptimization
     from .overoptimization import overoptimization_curve as overoptimization_curve
@@ -32,5 +34,11 @@ if TYPE_CHECKING:
     from .reward_model import plot_margins as plot_margins
     from .reward_model import reward_model_report as reward_model_report
     from .reward_model import wilson_interval as wilson_interval
+    from .scripts import SCRIPTS as SCRIPTS
+    from .scripts import main_scripts as main_scripts
+    from .shingles import Unit as Unit
+    from .shingles import count_words as count_words
+    from .shingles import in_parts as in_parts
+    from .shingles import ngram_hashes as ngram_hashes
 else:
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
 
     from ..runs.sources import source_identity as source_identity
     from .cached import CachedReward as CachedReward
+    from .centring import centre as centre
+    from .centring import centring_shift as centring_shift
+    from .centring import head_of as head_of
+    from .centring import write_scores as write_scores
     from .code import CodeReward as CodeReward
     from .constitution import ConstitutionReward as ConstitutionReward
     from .ensemble import EnsembleReward as EnsembleReward

@@ -4,7 +4,7 @@ from typing import Any
 
 import regex
 
-from ..data.scripts import UNSPACED
+from ..upstream.scripts import UNSPACED as UNSPACED
 
 _UNSPACED_OR_RUN = regex.compile(rf"[{UNSPACED}]|[^{UNSPACED}]+")
 _BLOCK = regex.compile(r"(?ms)^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```")

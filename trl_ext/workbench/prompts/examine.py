@@ -9,7 +9,8 @@ import numpy as np
 import xxhash
 from datasets import Dataset
 
-from ...data import (
+from ...data import is_messages, is_text
+from ...evaluation import (
     Duplicates,
     Unit,
     copied_shares,
@@ -17,8 +18,6 @@ from ...data import (
     count_words,
     find_duplicates,
     in_parts,
-    is_messages,
-    is_text,
     main_scripts,
     normalised,
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ...data import SCRIPTS
+from ...evaluation import SCRIPTS
 from .examine import PromptReport
 from .filtering import REASONS
 

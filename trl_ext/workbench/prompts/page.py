@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...data import SCRIPTS, similarity_of
+from ...evaluation import SCRIPTS, similarity_of
 from ..pages.charts import COLOURS, LINES, can_draw, chart
 from ..pages.markup import number, render
 from .examine import PromptReport

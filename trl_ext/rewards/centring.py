@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..evaluation.reward_model import plot_margins, reward_model_report
 from ..runs.files import write_text
-from .reward_model import plot_margins, reward_model_report
 
 
 def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -> Tensor:

@@ -1,12 +1,11 @@
 """Write the page on a refreshed reward model: the old and new model compared, and high-scored answers that lost."""
 
-from pathlib import Path
 from typing import Any
 
-from ..pages.markup import number, render, with_interval
+from .markup import TEMPLATES, number, render, with_interval
 
 
-def page(report: dict[str, Any]) -> str:
+def refresh_page(report: dict[str, Any]) -> str:
     """Return the HTML of a report as `recipes/refresh_reward.py` writes it into `refresh.json`."""
     pairs, training, models = report["pairs"], report["training"], []
     for name, old in report["old"].items():
@@ -15,7 +14,7 @@ def page(report: dict[str, Any]) -> str:
             accuracy = [with_interval(each["accuracy"], each["accuracy_interval"]) for each in both]
             models.append([name, old["pairs"], *accuracy, *(number(each["calibration_error"], 3) for each in both)])
     return render(
-        Path(__file__).with_name("page.html.j2"),
+        TEMPLATES / "refresh.html.j2",
         title=f"Reward model, refreshed: round {report['round']}",
         tiles={
             "round": report["round"],

@@ -92,7 +92,11 @@ _GIVEN = {  # what every reward function is given, beside the dataset's columns
 
 
 def check_arguments(reward: Any, columns: list[str], name: str, adds_columns: bool = False) -> None:
-    """Refuse a reward function that cannot take all columns, or that needs an argument which no column provides."""
+    """
+    Raise if a reward function cannot take all columns, or needs an argument that no column provides.
+
+    With `adds_columns` a missing column is allowed: the trainer's `rollout_func` may add it.
+    """
     try:
         arguments = None if isinstance(reward, (str, nn.Module)) else inspect.signature(reward).parameters
     except (TypeError, ValueError):  # of a function in C

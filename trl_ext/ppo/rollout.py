@@ -100,10 +100,11 @@ class Rollout:
 
     def importance_weights(self, args: PPOConfig) -> tuple[Tensor, Tensor] | None:
         """
-        Compute the weights of the policy's loss that correct for who has sampled the answers.
+        Compute weights of the policy's loss, which correct it for answers that another distribution has sampled.
 
         Returns:
-            The weights, (B, T) or (B, 1), and a mask of those that a bound changed; None if there is no correction.
+            The weights, (B, T) or (B, 1), and a mask of the weights that a bound changed; None if
+            `importance_sampling_mode` asks for no correction.
         """
         mode = args.importance_correction
         if mode == "none":
@@ -125,9 +126,7 @@ class Rollout:
     def rows_for_training(
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """
-        Return the tensors that an update needs, with a row for each response.
-        """
+        """Return the tensors that an update needs, by name, with a row for each response."""
         return {
             **({} if weights is None else {"importance_weights": weights}),
             "row": torch.arange(len(self.scores), device=self.scores.device),
@@ -160,7 +159,7 @@ def sequence_scores(
     missing_eos_penalty: float | None = None,
 ) -> Tensor:
     """
-    Weigh the rewards of each response, and apply the rule for those that do not end by EOS (N+ details, 2403.17031).
+    Weigh each response's rewards, and apply the rule for responses that do not end by EOS (N+ details, 2403.17031).
 
     score = Σ_f weight_f · reward_f over the functions that apply to the response. Without EOS the score is replaced by
     `missing_eos_score`, or lowered by `missing_eos_penalty`. A function of weight 0 only measures: the scores are the
@@ -319,7 +318,7 @@ class Collection:
         mask = self.tensors["completion_mask"]
         device = mask.device
         ended = torch.tensor(self.ended, device=device)
-        # TRL takes a row that is cut off at a PAD for finished; the policy drew that as it draws any other token
+        # If the last token of a cut-off row happens to be a PAD that the policy drew, TRL takes the row for finished
         takes_part = mask.any(1) & (ended | (not args.mask_truncated_completions))
         rewards = trainer._local(self.rewards_per_func)
         scores = sequence_scores(
@@ -356,7 +355,7 @@ class Collection:
         trainer = self.trainer
         if trainer.environments is None:
             return {}
-        if None in trainer.environment_factories:  # TRL's name of the only one
+        if None in trainer.environment_factories:  # TRL's name for the environment, if there is only one
             return {type(trainer.environments[0]).__name__: [True] * len(self.rows)}
         played = [row["environment"] for row in self.rows]
         return {name: [name == each for each in played] for name in trainer.environment_factories}
@@ -382,7 +381,11 @@ class Collection:
         return {name: padded(*given, multiple=multiple).to(device) for name, given in rows.items()}
 
     def _drawn_logprobs(self, tensors: dict[str, Tensor]) -> Tensor | None:
-        """Return the sampler's (B, T) log-probs; None unless every process knows them for all of its tokens."""
+        """
+        Return the sampler's (B, T) log-probs.
+
+        If some process does not know them for all of its tokens, return None; or raise, if training needs them.
+        """
         trainer, mask = self.trainer, tensors["completion_mask"]
         logprobs = None
         if trainer._keeps_logprobs and self.drawn_logprobs is not None and self._is_as_drawn():
@@ -408,7 +411,7 @@ class Collection:
         """Return whether the answers are still those that were generated, not changed by other code."""
         assert self.drawn_logprobs is not None
         is_of_all = [len(row) for row in self.drawn_logprobs] == [len(ids) for ids in self.completion_ids]
-        first = self.drawn_first  # None of a `rollout_func`, which draws by itself
+        first = self.drawn_first  # None with a `rollout_func`, which draws by itself
         return is_of_all and (
             first is None
             or all(ids[: len(drawn)] == drawn for ids, drawn in zip(self.completion_ids, first, strict=True))

@@ -27,10 +27,10 @@ class ServerLost(ConnectionError):
 
 def check_logprobs(engine: Any) -> None:
     """
-    Wrap `engine.generate`: after each call it checks that vLLM returned a log-prob for each token that it sampled.
+    Wrap `engine.generate`: each call raises a `RuntimeError` unless vLLM returned a log-prob for each sampled token.
 
-    The log-probs are those of the sampled distribution, after temperature and truncation (`processed_logprobs`). For
-    greedy decoding they are those at temperature 1.
+    The log-probs are of the sampled distribution, after temperature and truncation (`processed_logprobs`); in greedy
+    decoding, of the distribution at temperature 1.
     """
     generate = engine.generate
 
@@ -89,7 +89,7 @@ def sampled_logprobs(
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise a `ValueError` that says what to do if the trainer has no GPU to send weights from."""
+    """If the block fails because the trainer has no GPU to send weights from, raise an error that says what to do."""
     try:
         yield
     except NotImplementedError as error:
@@ -248,7 +248,7 @@ class ServerGuard:
         return {"prompt_ids": [], "completion_ids": [], "logprobs": []} if output is None else output
 
     def _while_alive(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Wait for the answers only as long as the server responds: a server that hangs would never end the call."""
+        """Wait for the answers; raise once the server no longer responds, since a call to a hung server never ends."""
         answers: Future = Future()
 
         def ask() -> None:

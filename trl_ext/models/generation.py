@@ -20,7 +20,7 @@ _PAD = 0  # any id will do, since it is masked; a tokenizer's own pad may lie ou
 @contextmanager
 def neutral_generation(model: Any) -> Iterator[None]:
     """
-    Hide the checkpoint's generation_config.json from `generate`.
+    Hide the checkpoint's generation_config.json from `generate` within the block.
 
     `generate` reads from this file every field that a call leaves unset, such as `min_p`, `no_repeat_ngram_size` and
     stop strings. Answers would then come from another distribution than the one whose log-probs are computed.

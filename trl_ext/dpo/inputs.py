@@ -76,7 +76,7 @@ def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, 
     """
     Return the dataset if its rows can be trained on; else raise an error, which names the first bad rows.
 
-    For a stream, return one that checks each row when the row is read.
+    For a stream, return a stream that checks each row when the row is read.
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         hint = ": pass one of its splits" if isinstance(dataset, (DatasetDict, IterableDatasetDict)) else ""
@@ -171,9 +171,10 @@ def _problems(example: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str
 
 def name_row(trainer: Any, inputs: dict[str, Any], row: int) -> str:
     """
-    Name the dataset row that row number `row` of a batch comes from; it is found by its tokens.
+    Return words that name the dataset row with the tokens of row number `row` of a batch.
 
-    The first half of the batch's rows are chosen answers, the second half rejected ones.
+    The first half of the batch's rows are chosen answers, the second half rejected ones. If no dataset row has these
+    tokens, the words are the row's text.
     """
     ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
     text = textwrap.shorten(trainer._tokenizer.decode(ids), 160)

@@ -93,8 +93,7 @@ def choose_lam(
         schedules: a value for each name in `LAM_SCHEDULES`; None for a schedule that is not used.
 
     Returns:
-        The lambda of the advantages, a float or (B,); and the lambda of the target, None if it is the same as that of
-        the advantages.
+        The lambda of the advantages, a float or (B,); and the lambda of the target, None if both are the same.
 
     Raises:
         ValueError: more than one schedule has a value.

@@ -1,7 +1,7 @@
 """Compute DPO's logits and losses for each pair, and adapt β.
 
-A log-ratio r is an answer's log-prob under the policy minus that under the reference. The margin Δ of a pair is the
-chosen answer's log-ratio r_c minus the rejected answer's r_r.
+A log-ratio r is an answer's log-prob under the policy minus its log-prob under the reference. The margin Δ of a pair
+is the chosen answer's log-ratio r_c minus the rejected answer's log-ratio r_r.
 """
 
 import torch

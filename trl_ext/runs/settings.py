@@ -66,7 +66,7 @@ def meets(value: Any, rule: str) -> bool:
 
 
 def rules_of(each: Field) -> tuple[Range | None, OnlyWith | None]:
-    """Return the `range` and the `only_with` of a field, as [`setting`] takes them; None for what it has not."""
+    """Return the `range` and the `only_with` of a field, as [`setting`] takes them; None for one that it lacks."""
     text = each.metadata.get("help", "")
     return (text.range, text.only_with) if isinstance(text, _Help) else (None, None)
 

@@ -184,7 +184,9 @@ class CheckpointWriter:
 
 def is_of_writing(error: BaseException) -> bool:
     """
-    Return whether an error means that a file could not be written: PyTorch raises a `RuntimeError` on a full disk.
+    Return whether an error means that a file could not be written.
+
+    Every `OSError` and every error of safetensors counts, and the `RuntimeError` that PyTorch raises on a full disk.
     """
     return isinstance(error, (OSError, SafetensorError)) or _OF_PYTORCH in str(error)
 

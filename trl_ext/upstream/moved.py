@@ -169,7 +169,7 @@ class OldNames(MetaPathFinder, Loader):
     Import modules by their old names, and warn with the new name.
 
     An import by the old name gives the module of the new name itself, so that both names give the same classes. If the
-    contents of the old module moved to several places, it gives a module that looks names up in all of them.
+    contents of the old module moved to several places, the import gives a module that looks names up in all of them.
     """
 
     def find_spec(

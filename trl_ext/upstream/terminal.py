@@ -1,10 +1,10 @@
 """
 Hide certain warnings of libraries from the terminal: those that tell a user nothing about the run.
 
-Recipes and commands call `quiet` first; `trl_ext.ppo` and `trl_ext.dpo` call it when they are imported, and their
-trainers when they are made. `import trl_ext`, callbacks and rewards hide nothing, so a script without our trainers
-prints the same as without trl_ext. There is one exception: watches give no scores, so TRL logs None as their mean, and
-they hide transformers' remark that TensorBoard cannot log None.
+Recipes and commands call `quiet` first; `trl_ext.ppo` and `trl_ext.dpo` call it when they are imported. Their trainers
+call `late_bars` when they are made. `import trl_ext`, callbacks and rewards hide nothing, so a script without our
+trainers prints the same as without trl_ext. There is one exception: watches give no scores, so TRL logs None as their
+mean, and they hide transformers' remark that TensorBoard cannot log None.
 """
 
 import functools

@@ -64,7 +64,7 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
 
 
 async def limited_async(coroutine: Coroutine, seconds: float | None, what: str, /) -> Any:
-    """Await a coroutine. Raise [`TooSlow`] if it takes longer than `seconds`, or the error that it raises itself."""
+    """Await a coroutine; raise [`TooSlow`] after `seconds`. The coroutine's own errors are passed on unchanged."""
     task = asyncio.ensure_future(coroutine)
     done, _ = await asyncio.wait([task], timeout=seconds)
     if not done:
@@ -259,7 +259,7 @@ def guarded(
             ask = environment.get_reward
             what = f"`{name}.get_reward`"
 
-            async def get_reward() -> Any:  # TRL asks whether it is async
+            async def get_reward() -> Any:  # TRL asks whether the method is async
                 return await limited_async(ask(), timeout(), what)
 
             is_async = inspect.iscoroutinefunction(ask)

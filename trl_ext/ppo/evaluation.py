@@ -26,7 +26,7 @@ class EvaluationPass:
     Follow one pass over an evaluation set: tell its rows from the copies that fill up the last batch.
 
     Args:
-        total: number of rows to evaluate: those of the set, times the answers to each prompt.
+        total: number of rows to evaluate: the set's rows times the answers to each.
         is_greedy: whether this pass decodes greedily.
         table: collects the answers of all processes, if they are to be shown.
     """

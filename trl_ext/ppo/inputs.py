@@ -74,7 +74,7 @@ def migrate(
                     f"reward {i} ({type(reward).__name__}) has no `config`: pass a transformers sequence classifier, "
                     "or a function that calls your module."
                 )
-            # 1.12's reward model reads the policy's tokens; so does one built in memory, which names no tokenizer
+            # 1.12's reward model reads the policy's tokens; so does a model built in memory, which names no tokenizer
             nameless = isinstance(reward, nn.Module) and not get_config_model_id(reward.config)
             if classes[i] is None and (nameless or (reward is reward_model and isinstance(reward, nn.Module))):
                 if processing_class is None:

@@ -54,7 +54,7 @@ class PPOMetrics:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds spent in the block to `phase`, except those of phases that are timed inside the block."""
+        """Add the block's seconds to `phase`, without the seconds of other phases that are timed inside the block."""
         start, outer = time.perf_counter(), self._inner_seconds
         self._inner_seconds = 0.0
         try:
@@ -235,7 +235,7 @@ class PPOMetrics:
         return dict(zip((50, 99), np.percentile(everyones, (50, 99)).tolist(), strict=True))
 
     def stale(self, steps: int) -> None:
-        """Observe how many optimizer steps lie between the weights that drew a rollout and the weights it updates."""
+        """Observe how many optimizer steps the weights that drew a rollout lag behind the weights that it trains."""
         self.train.add("sampling/staleness", float(steps))
 
     def gradient(self, role: str, norm: Tensor) -> None:

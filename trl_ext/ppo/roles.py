@@ -238,7 +238,7 @@ class Rewards:
             reason = why_separate(loader, reward.path, share)
             if reason is not None and share == "always":
                 raise ValueError(f"`share_reward_base='always'`, but {reward.path} cannot share the base: {reason}.")
-            # PEFT draws weights before it loads those of the file
+            # PEFT draws random weights before it loads the file's weights
             with forked_rng(loader.accelerator.device) if self.only_measures[i] else nullcontext():
                 if reason is None:
                     heads[i] = add_reward(loader.policy, f"reward_{i}", reward.path)
@@ -369,7 +369,7 @@ def make_actor_critic(
         critic, origin = make_critic(loader, rewards, value_model)
     else:
         head, origin = add_critic_adapter(loader, rewards, heads, value_model, critic_config)
-    adapters = AdapterSwitch(policy)  # now that all are there
+    adapters = AdapterSwitch(policy)  # now that all adapters are there
     on_base = partial(AdapterClassifier, policy, adapters)
     actor_critic = ActorCritic(
         policy,

@@ -100,7 +100,7 @@ class Rollout:
 
     def importance_weights(self, args: PPOConfig) -> tuple[Tensor, Tensor] | None:
         """
-        Compute weights of the policy's loss, which correct it for answers that another distribution has sampled.
+        Compute weights of the policy's loss that correct for answers sampled from another distribution.
 
         Returns:
             The weights, (B, T) or (B, 1), and a mask of the weights that a bound changed; None if
@@ -238,7 +238,7 @@ class Collection:
         self.completion_ids: list[list[int]] = []
         self.tool_mask: list[list[int]] | None = None  # 1 = drawn by the policy; None if all tokens are
         self.drawn_first: list[list[int]] | None = None  # the sampler's answers to the prompts, in the first turn
-        self.drawn_logprobs: list[list[float]] | None = None  # of each token when it was drawn; 0 for tools'
+        self.drawn_logprobs: list[list[float]] | None = None  # each token's when it was drawn; 0 for tools' tokens
         self.ended: list[bool] = []
         self.repeats: list[list[bool]] = []  # for each tool call, whether an earlier call of its row was the same
         self.started: dict[int, Any] = {}  # reward functions that were started ahead, by their place
@@ -460,7 +460,7 @@ def padded(
 
 
 def with_answers(rows: list[dict[str, Any]], prompt_ids: list[list[int]], ended: list[bool]) -> list[dict[str, Any]]:
-    """Add the columns `prompt_ids` and `finished`, which reward functions get beside those of the dataset."""
+    """Add the columns `prompt_ids` and `finished`, which reward functions get besides the dataset's columns."""
     return [
         {**row, "prompt_ids": asked, "finished": finished}
         for row, asked, finished in zip(rows, prompt_ids, ended, strict=True)

@@ -260,7 +260,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             adds_columns=rollout_func is not None,
         )
         if rollout_func is not None and not args.another_samples:
-            args = copy.copy(args)  # the caller's stays as it is
+            args = copy.copy(args)  # the caller's `args` stay unchanged
             args.allow_off_policy_sampling = True  # who draws is not known here
         if value_model is not None and args.baseline == "mean":
             raise ValueError("`value_model` is a critic, but `baseline='mean'` uses none. Leave one of the two out.")
@@ -278,7 +278,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if len(reward_processing_classes) == len(reward_funcs):  # else GRPO says what is wrong
             load_rewards(reward_funcs, reward_processing_classes, args)
 
-        self._given_tools = tools or []  # without those of environments
+        self._given_tools = tools or []  # without the environments' tools
         read = temporarily(args, model_init_kwargs=None) if model_is_adapter else nullcontext()
         with _as_grpo_reads(args, model), read, plain_errors():
             super().__init__(
@@ -360,7 +360,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
         self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
-        self._eval_pool: dict | None = None  # environments of evaluations, once there was one
+        self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
         self._has_warned_of_states = True  # until a training starts
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
@@ -422,7 +422,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             check_loadable(vllm)
             check_logprobs(vllm)
             self._vllm_server = ServerGuard(self) if args.vllm_mode == "server" else None
-            set_seed(sampling_seed(args, self.accelerator.process_index))  # in this process vLLM has set its own
+            set_seed(sampling_seed(args, self.accelerator.process_index))  # vLLM in this process has set its own seed
         else:
             self.generation_config.eos_token_id = self.eos_token_ids
         check_tokenizer(policy, self._tokenizer)
@@ -1039,7 +1039,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if grad_norm is None:  # `max_grad_norm=0`: nothing was clipped
             self._finish_gradients()
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        # DeepSpeed makes its step within `backward`, and calls a norm that is not finite -1
+        # DeepSpeed makes its step within `backward`, and returns -1 for a norm that is not finite
         if self.is_deepspeed_enabled and not (norm is None or 0 <= norm < math.inf or self.args.fp16):
             left = "The newest checkpoint has the last finite weights."
             gradients.raise_not_finite(self, "policy or the critic", left)
@@ -1108,7 +1108,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             if self.args.eval_greedy:
                 end_progress(self)
                 with self._evaluating(EvaluationPass(len(dataset), is_greedy=True)), greedy(self):
-                    with temporarily(self.args, dataloader_persistent_workers=False):  # else that of the first pass
+                    with temporarily(self.args, dataloader_persistent_workers=False):  # else the first pass's loader
                         loader = self.get_eval_dataloader(dataset)
                     evaluate(loader, f"{description} (greedy)", metric_key_prefix=metric_key_prefix)
         self._metrics["eval"] = trl_metrics
@@ -1209,7 +1209,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             if name is not None:
                 row = {key: value for key, value in row.items() if key != "environment"}
             same_draws = functools.partial(untouched_rng, self.accelerator, self.args)
-            with temporarily(self._mistakes, notes=[]):  # one instance more, or a second `reset`, may be refused
+            with temporarily(self._mistakes, notes=[]):  # the class may refuse another instance or a second `reset`
                 fresh = self.environment_factories[name]()
                 differs = what_reset_leaves(environment, fresh, row, same_draws)
                 is_compared = not self._mistakes.notes
@@ -1225,7 +1225,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_loss" in logs:
             # An evaluation after the last step leaves the model in evaluation mode, and the steps since the last log
-            # unlogged; and the Trainer divides the loss of the whole run by the steps since it was resumed
+            # unlogged; and the Trainer divides the loss of the whole run by the steps since the run was resumed
             self.model.train()
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         if self.model.training:
@@ -1253,7 +1253,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs, self._skip_until = 0, None, 0  # unless a snapshot is loaded
         self.metrics.episodes_at_start = self.metrics.episodes
-        self._last_loaded_step = -1  # vLLM is sent the weights, also those of a checkpoint of the same step
+        self._last_loaded_step = -1  # so vLLM is sent the weights, also if a checkpoint has the same step
         self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
         self._has_warned_of_states = False
         try:

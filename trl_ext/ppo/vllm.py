@@ -198,7 +198,7 @@ class ServerGuard:
         from requests.adapters import HTTPAdapter  # vLLM requires it, so it is installed wherever this runs
 
         self._client = client = trainer.vllm_generation.vllm_client
-        # TRL would try again for a minute, in silence, and a server that was restarted meanwhile would answer
+        # TRL would try again for a minute, in silence, and a server restarted meanwhile would answer with old weights
         client.session.mount(client.base_url, HTTPAdapter(pool_maxsize=64))
         self._instance = _configuration(client.base_url).get("instance_id")
         self._generate, client.generate = client.generate, self._guarded_generate
@@ -299,7 +299,7 @@ def save_last_step(trainer: Any) -> str:
     if not step:
         return "No step was finished."
     checkpoint = os.path.join(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
-    trainer._check_saving(wait=True)  # it may be under way
+    trainer._check_saving(wait=True)  # a save may be under way
     if not _is_complete(checkpoint):
         trainer._save_checkpoint(trainer.model_wrapped, None)
         trainer._check_saving(wait=True)

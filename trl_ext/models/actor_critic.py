@@ -231,7 +231,7 @@ class ActorCritic(nn.Module):
 
     def train_adapters(self) -> None:
         """
-        Activate the policy's adapter, and make it and the critic's adapter trainable, unless the critic is frozen.
+        Activate and train the policy's adapter; train the critic's adapter, too, unless the critic is frozen.
 
         Raises:
             RuntimeError: the policy's adapters are switched off.
@@ -258,7 +258,7 @@ class ActorCritic(nn.Module):
 
     def freeze_critic_but_mlps(self) -> None:
         """
-        Freeze all of the critic's weights except those of its head and of its MLPs; experts are MLPs, too.
+        Freeze the critic's weights outside its head and its MLPs; experts are MLPs, too.
 
         Raises:
             ValueError: no trainable weight of the critic is in an MLP.

@@ -44,7 +44,7 @@ class AdapterSwitch:
 
     @contextmanager
     def use(self, *names: str):
-        """Make the adapters `names` active within the block, and no others; then restore those active before it."""
+        """Make the adapters `names` active within the block, and no others; then restore what was active before."""
         previous = self.active
         self.set(*names)
         try:

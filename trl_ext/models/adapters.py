@@ -141,7 +141,7 @@ def add_critic(policy: Any, config: LoraConfig | None) -> None:
     """
     if config is None:
         config = copy.deepcopy(policy.peft_config[POLICY])
-        config.modules_to_save = None  # a value has no use for them
+        config.modules_to_save = None  # a critic has no use for these modules
         config.init_lora_weights = True
     else:
         config = copy.deepcopy(config)  # PEFT writes into it
@@ -415,7 +415,7 @@ def why_not_shared(policy: Any, path: str, own: dict[str, str], assume_quantizat
 
 
 def load_head(policy: Any, name: str, folder: str) -> nn.Linear:
-    """Load the weights of adapter `name` from a folder; return the score head saved with them, or raise without it."""
+    """Load the weights of adapter `name` from a folder; return the folder's score head, or raise if it has none."""
     weights = load_adapter(policy, name, folder)
     if "weight" not in weights:
         raise ValueError(NO_HEAD.format(folder))

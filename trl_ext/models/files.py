@@ -51,7 +51,7 @@ def load_adapters(actor_critic: ActorCritic, folder: str) -> None:
 
 @contextmanager
 def one_adapter(policy: Any) -> Iterator[None]:
-    """Let PEFT save the policy's adapter alone within the block, without those of critic, reference and rewards."""
+    """Let PEFT save only the policy's adapter within the block, and no adapter of critic, reference or rewards."""
     if not hasattr(policy, "peft_config"):
         yield
         return

@@ -129,7 +129,7 @@ def load_adapted(
                 raise ValueError(f"missing {missing[:2]}, unexpected {result.unexpected_keys[:2]}")
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{path} does not fit its base {base}: {str(error).strip()[:300]}") from error
-    adapted.adapter_path = path  # the report of a run that trains it compares with what is recorded at this path
+    adapted.adapter_path = path  # the report of a training run compares with what is recorded at this path
     return adapted
 
 

@@ -49,7 +49,7 @@ def wanted_columns(args: DPOConfig, train_dataset: Any) -> tuple[str, ...]:
     """
     Return the names of the dataset columns that the settings read.
 
-    With `use_margin` these are the two score columns if the train dataset has one of them, else `margin`.
+    With `use_margin` the two score columns are among them if the train dataset has one of these, else `margin`.
 
     Raises:
         ValueError: with `use_margin`, the train dataset has both `margin` and a score column.

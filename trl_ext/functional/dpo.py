@@ -12,7 +12,7 @@ from .shapes import check_shapes
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
-    """Sum each completion's log-probs, with weight ld_alpha on tokens beyond the length of the pair's shorter one.
+    """Sum each completion's log-probs, with weight ld_alpha on tokens beyond the length of its pair's shorter answer.
 
     sum_{t <= l} logp_t + ld_alpha sum_{t > l} logp_t with l = min of the pair's lengths; LD-DPO, Liu et al. 2024,
     arXiv:2409.06411.

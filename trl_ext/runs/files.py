@@ -35,7 +35,7 @@ def whole_file(path: str | os.PathLike[str], durably: bool = False) -> Iterator[
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
-            temporary.unlink()  # on a full disk it takes the room of what comes next
+            temporary.unlink()  # on a full disk it would take the room of later files
         raise
     if durably:
         flush(path.parent)

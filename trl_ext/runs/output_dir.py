@@ -85,7 +85,7 @@ class Hold:
             return
         if lock.lock_counter == 1:
             with suppress(OSError):
-                os.unlink(lock.lock_file)  # a process that has opened it meanwhile sees that its name is gone
+                os.unlink(lock.lock_file)  # a process that has opened this file meanwhile sees that it is gone
         lock.release()
 
     def __enter__(self) -> "Hold":

@@ -133,7 +133,7 @@ class CheckpointWriter:
             except Exception as failure:
                 self.error = failure
 
-        # A program that ends waits for what is nearly written, also if a daemon thread trains, which it would inherit
+        # No daemon, which a daemon thread's threads are by default: a program that ends waits until all is written
         self._thread = threading.Thread(target=work, name="checkpoint writer", daemon=False)
         self._thread.start()
 

@@ -143,7 +143,7 @@ def identity_name(module: str, qualname: str) -> tuple[str, str]:
     """
     if module.partition(".")[0] != _PACKAGE:
         return module, qualname
-    old_names = {new: old for old, new in reversed(MOVED.items())}  # of several, the first one counts
+    old_names = {new: old for old, new in reversed(MOVED.items())}  # of several old names, the first one counts
     name = _renamed(f"{module}.{qualname}", old_names)
     module, *parts = name.rsplit(".", qualname.count(".") + 1)
     return module, ".".join(parts) + (f" {MEANING[name]}" if name in MEANING else "")

@@ -48,8 +48,8 @@ def quiet() -> None:
     """
     Hide the warnings of libraries that tell nothing about the run: those in `REMARKS` and `WARNINGS`.
 
-    Call this first in a script, before libraries are imported. Other warnings, such as those of TRL and ours, are
-    still shown. With the environment variable `TRL_EXT_VERBOSE=1` nothing is hidden.
+    Call this first in a script, before libraries are imported. Other warnings, such as TRL's and ours, are still
+    shown. With the environment variable `TRL_EXT_VERBOSE=1` nothing is hidden.
     """
     if _is_verbose():
         return

@@ -78,7 +78,7 @@ def sampled_kl(
 
 
 def read_prompts(path: str, split: str = "train") -> list:
-    """Return the prompts of a text file, one on each line without empty ones; or a data set's column `prompt`."""
+    """Return the lines of a .txt file that are not empty, or the column `prompt` of a data set."""
     from ..data import load_dataset_split
 
     if path.endswith(".txt"):

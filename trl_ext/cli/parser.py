@@ -63,7 +63,7 @@ class StrictTrlParser(TrlParser):
         self._take([kind for kind in self._given if not isinstance(kind, str)])
 
     def _take(self, kinds: list[type]) -> None:
-        """Replace the parser's flags by those of these dataclasses."""
+        """Replace the parser's flags by the flags of these dataclasses."""
         super().__init__(kinds, **self._kwargs)
         self._negative_number_matcher = re.compile(r"-[\d.]+(e[+-]?\d+)?$", re.I)  # argparse takes -1e-3 for a flag
         # Not `field.type`: HfArgumentParser overwrites it with a simplified type
@@ -116,7 +116,7 @@ class StrictTrlParser(TrlParser):
         for kind in self._given:
             names = field_names(kind) if isinstance(kind, str) else {field.name for field in fields(kind)}
             if names is None:
-                return  # the whole parser will say it
+                return  # not known from source: the whole parser will check the names
             known |= names
         for key in config:
             self._check_key(key, known)

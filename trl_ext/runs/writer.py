@@ -53,8 +53,8 @@ class CheckpointWriter:
         """
         Keep back what this thread writes by `torch.save` and `safetensors` in the block, until `start` writes it.
 
-        The functions that are kept back are listed in `upstream.names.WRITERS`. Data that cannot be copied is written
-        at once; if that fails, an `OSError` is raised.
+        `upstream.names.WRITERS` lists the functions. Only a dict that is written to a path is kept back. Other data,
+        and a dict that cannot be copied, is written at once; if that fails, an `OSError` is raised.
 
         Args:
             copies: whether to copy the data; data that is not copied must not change until it is written.

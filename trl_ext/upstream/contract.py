@@ -41,7 +41,7 @@ def function_change(path: str, passed: str | None) -> str:
 
 def method_change(cls: type, name: str, passed: str) -> str:
     """
-    Return how a method of `cls` differs from the one that trl_ext was written for, or "" if it does not.
+    Return how a method of `cls` differs from the method that trl_ext was written for; "" if it does not differ.
 
     `passed` lists the parameters that we pass, as in `function_change`. A further parameter counts as a difference,
     unless `passed` ends in `...`.

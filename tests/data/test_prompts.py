@@ -236,7 +236,7 @@ def test_strata_and_balance_of_a_set():
     kept = np.array(report.sets["rl"].rows["topic"])[reasons["rl"] == 0]
     assert Counter(kept) == {"a": 4, "b": 4}
     with pytest.raises(
-        ValueError, match=r"set 'rl' lacks the column 'subject'; it has 'prompt', 'topic', and `length`"
+        ValueError, match=r"set 'rl' lacks the column 'subject': choose one of 'prompt', 'topic', `length`"
     ):
         strata(report, "rl", ["subject"])
     many = examine_prompts([PromptSet("s", Dataset.from_dict({"prompt": [f"p {i}" for i in range(60)]}))])

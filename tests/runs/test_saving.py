@@ -282,7 +282,7 @@ def test_a_run_that_cannot_go_on_does_not_say_that_it_does(tmp_path):
     trainer.accelerator, trainer.state.best_global_step = SimpleNamespace(num_processes=2), 1
     (tmp_path / "checkpoint-0").mkdir()
     (tmp_path / "checkpoint-0/config.json").symlink_to("/dev/full")
-    with pytest.raises(NotSaved, match=r"so training ends at step 0. Make room, .* newest complete checkpoint\.$"):
+    with pytest.raises(NotSaved, match=r"so training ends at step 0. Correct .* newest complete checkpoint\.$"):
         trainer._save_checkpoint(trainer.model, None)
 
 

@@ -56,10 +56,11 @@ class ConsoleCallback(ProgressCallback):
     This replaces transformers' own `ProgressCallback` or `PrinterCallback`, but not a notebook's progress bar or a
     user's subclass. (`trainer.add_callback` would keep transformers' own, and the run would be shown twice.)
 
-    Rows begin with `train`, `eval`, `greedy` (an evaluation by PPOTrainer that decodes greedily), `alert` or `done`,
-    and go to stdout, alerts to stderr. Only the main process shows anything. Bars and colours are shown on a terminal
-    alone. The setting `disable_tqdm` turns bars off; the environment variable `NO_COLOR` turns colours off. A narrow
-    terminal gets fewer columns. `-` means that the log lacks this number.
+    Rows begin with `train`, `eval`, `greedy` (an evaluation by PPOTrainer that decodes greedily), `log` (numbers that
+    a script logs), `note`, `done`, `notice` or `alert`. Notices and alerts go to stderr, other rows to stdout. Only
+    the main process shows anything. Bars and colours are shown on a terminal alone. The setting `disable_tqdm` turns
+    bars off; the environment variable `NO_COLOR` turns colours off. A narrow terminal gets fewer columns. `-` means
+    that the log lacks this number.
 
     Units are those of `METRICS` (`metrics.py`):
 

@@ -138,8 +138,8 @@ class Series:
 
     def _errors(self, number: int, mean: float) -> tuple[float, float, float]:
         """
-        Return three numbers: the standard error of the mean of the last `number` values, that of the baseline, and
-        the degrees of freedom of both.
+        Return three numbers: the standard error of the mean of the last `number` values, the standard error of the
+        baseline, and the degrees of freedom that each of these errors has.
         """
         memory, wanted = self.memory, max(self.wanted, 1)
         answers = memory["answers"][-number:]

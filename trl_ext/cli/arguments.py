@@ -15,7 +15,7 @@ class DataArguments(ScriptArguments):
     """Restrict TRL's `ScriptArguments`: a dataset must be named, and cannot be streamed."""
 
     def __post_init__(self) -> None:
-        if not self.dataset_name and not getattr(self, "environment", None):  # which may own its data
+        if not self.dataset_name and not getattr(self, "environment", None):  # an environment may own its data
             raise ValueError(
                 "no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder. If a recipe has none, its "
                 "first lines, or the page of docs that they name, say what to run it with"

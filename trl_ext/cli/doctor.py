@@ -93,7 +93,7 @@ def packages() -> Iterator[Finding]:
 
 
 def old_locks() -> list[str]:
-    """Return the paths of locks of torch's builds that are over 10 minutes old, so that no build still runs there."""
+    """Return the paths of locks of torch's builds that are over 10 minutes old, since no build runs that long."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())

@@ -78,7 +78,7 @@ def sampled_kl(
 
 
 def read_prompts(path: str, split: str = "train") -> list:
-    """Return the prompts of a text file with one prompt on each line, or those of a data set's column `prompt`."""
+    """Return the lines of a .txt file that are not empty, or the column `prompt` of a data set."""
     from ..data import load_dataset_split
 
     if path.endswith(".txt"):
@@ -90,7 +90,7 @@ def sampling_of(folder: str) -> tuple[int, float]:
     """
     Return two settings of the run in `folder`: the maximum length of an answer, and the temperature.
 
-    They are 128 tokens and 1.0 if the folder does not record them.
+    If the folder does not record them, return 128 tokens and 1.0.
     """
     from ..runs import PRIVATE_FOLDER
     from ..runs.jsonl import read_jsonl

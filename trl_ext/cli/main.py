@@ -163,7 +163,7 @@ def split(
     arguments: list[str], names: set[str] | None, of_accelerate: set[str]
 ) -> tuple[Path | None, list[str], list[str]]:
     """
-    Divide a command line into the words for accelerate and those for the recipe. A flag's values go with the flag.
+    Divide a command line into words for accelerate and words for the recipe. A flag's values go with the flag.
 
     Args:
         arguments: all words of the command line.
@@ -202,7 +202,11 @@ def split(
 
 
 def launch_file(file: Path, flags: list[str]) -> list[str]:
-    """Return the flags that make accelerate read `file` and, if `file` names a DeepSpeed file, read that one."""
+    """
+    Return the flags that make accelerate read `file`, and the DeepSpeed file that `file` may name.
+
+    [`multi_gpu_flag`] is added to them. Raise a `ValueError` if there is no such DeepSpeed file.
+    """
     words, config = ["--config_file", str(file)], _read(file)
     named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named and not any(flag.startswith("--deepspeed_config_file") for flag in flags):
@@ -218,7 +222,10 @@ def multi_gpu_flag(flags: list[str], config: dict[str, Any] | None = None) -> li
 
     Args:
         flags: accelerate's flags.
-        config: accelerate's configuration file; None reads the user's own, which `accelerate config` writes.
+        config: accelerate's configuration; None reads the user's own file, which `accelerate config` writes.
+
+    Raises:
+        ValueError: the flags have `--cpu`, under which accelerate starts only one process.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--num_processes", "--num-processes", type=int, default=1)

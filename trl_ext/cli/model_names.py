@@ -49,7 +49,7 @@ def check_model(
     if path.is_dir():
         has_tokenizer = any(file for pattern in _TOKENIZERS for file in path.glob(pattern))
         is_adapter = _check_folder(path, what, weights, tokenizer and not has_tokenizer)
-        if tokenizer and not (has_tokenizer or is_adapter):  # an adapter's may be its base's
+        if tokenizer and not (has_tokenizer or is_adapter):  # an adapter may use its base's tokenizer
             raise FileNotFoundError(f"{what} has no tokenizer: save one there with `tokenizer.save_pretrained`")
     elif path.exists():
         raise FileNotFoundError(f"{what} is a file: give the folder that holds it")

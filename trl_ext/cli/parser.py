@@ -63,12 +63,12 @@ class StrictTrlParser(TrlParser):
         self._take([kind for kind in self._given if not isinstance(kind, str)])
 
     def _take(self, kinds: list[type]) -> None:
-        """Replace the parser's flags by those of these dataclasses."""
+        """Replace the parser's flags by the flags of these dataclasses."""
         super().__init__(kinds, **self._kwargs)
         self._negative_number_matcher = re.compile(r"-[\d.]+(e[+-]?\d+)?$", re.I)  # argparse takes -1e-3 for a flag
         # Not `field.type`: HfArgumentParser overwrites it with a simplified type
         hints = {name: hint for kind in self.dataclass_types for name, hint in get_type_hints(kind).items()}
-        self._fields: dict[str, tuple[argparse.Action, tuple]] = {}  # the types that each may have
+        self._fields: dict[str, tuple[argparse.Action, tuple]] = {}  # each field's flag, and the types it may have
         for action in reversed(self._actions):  # --x stands before --no_x
             if (hint := hints.get(action.dest)) is not None:
                 types = types_of(hint)
@@ -116,7 +116,7 @@ class StrictTrlParser(TrlParser):
         for kind in self._given:
             names = field_names(kind) if isinstance(kind, str) else {field.name for field in fields(kind)}
             if names is None:
-                return  # the whole parser will say it
+                return  # not known from source: the whole parser will check the names
             known |= names
         for key in config:
             self._check_key(key, known)
@@ -285,7 +285,12 @@ _WithExponents.add_implicit_resolver(
 
 
 def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, str]:
-    """Return a mapping from NAME to VALUE, made of the values of an option, each written NAME=VALUE."""
+    """
+    Return a mapping from NAME to VALUE, made of the values of an option, each written NAME=VALUE.
+
+    Raises:
+        ValueError: a value has another form, which the message asks to write as `form`, or a NAME is given twice.
+    """
     found: dict[str, str] = {}
     for each in given:
         name, is_there, value = each.partition("=")

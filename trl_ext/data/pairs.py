@@ -11,7 +11,7 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
     Args:
         dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless these contain it.
         name: what error messages call the dataset.
-        drop: True leaves the unusable pairs, which are all others, out, and prints how many they are.
+        drop: whether to leave out all other pairs, the unusable ones, and print how many there are.
 
     Raises:
         ValueError: some pairs are unusable and `drop` is False, or all pairs are unusable. The message says how many

@@ -58,7 +58,7 @@ def split_groups(
 
 def balanced_rows(values: Sequence[Any], most: int | None = None, seed: int = 0) -> np.ndarray:
     """
-    Choose rows at random so that each value has at most `most` of them.
+    Choose rows at random so that each value has at most `most` rows.
 
     Args:
         values: (N,) value of each row, such as its topic.

@@ -190,7 +190,7 @@ def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None
             not uploaded.
     """
     path, other = _places(folder, TRAINED_PROMPTS)[:: -1 if is_uploaded else 1]
-    before = load_trained_prompts(start) if start else None  # read first: it may lie in the same folder
+    before = load_trained_prompts(start) if start else None  # read first: it may be the file that is deleted below
     path.unlink(missing_ok=True)
     other.unlink(missing_ok=True)
     if not isinstance(rows, Dataset) or not len(rows) or not (hashes := np.unique(prompt_hashes(rows)))[0]:

@@ -1,7 +1,7 @@
 # ruff: noqa: E402
 from ..upstream.terminal import quiet
 
-quiet()  # before what is imported next: some libraries make their remarks as they are imported
+quiet()  # before the imports below: some libraries print remarks when they are imported
 
 from .config import DPOConfig
 from .trainer import DPOTrainer

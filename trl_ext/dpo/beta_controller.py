@@ -27,7 +27,7 @@ class BetaController:
         self.args, self.horizon = args, horizon
         self.margin_mean, self.margin_std = 0.0, 1.0  # M₀ and σ, nats
         self._generator = torch.Generator().manual_seed(args.seed)
-        self._drift = _EMPTY  # its sum over the pairs of this optimizer step, nats, and their number
+        self._drift = _EMPTY  # of this optimizer step: the sum of the pairs' drifts, nats, and the number of pairs
 
     def draw(self, pairs: Pairs) -> Tensor | None:
         """Draw at random the pairs to train on; return them as an (N,) mask, bool, or None to train on all pairs."""
@@ -39,7 +39,7 @@ class BetaController:
 
     def observe(self, beta: float, pairs: Pairs, kept: Tensor | None = None) -> float:
         """
-        Observe a micro-batch before its loss is computed, and return the β of that loss.
+        Observe a micro-batch, and return the β for its loss, which is computed next.
 
         Args:
             beta: the present β, 1 / nats.
@@ -58,7 +58,7 @@ class BetaController:
         return beta
 
     def step(self, beta: float) -> float:
-        """End an optimizer step whose β was `beta`; return the β for the next one. Only `drift` changes it here."""
+        """End an optimizer step whose β was `beta`; return the next step's β. Only `drift` changes β here."""
         (total, pairs), self._drift = self._drift, _EMPTY
         if self.args.beta_controller != "drift" or not pairs:
             return beta

@@ -49,7 +49,7 @@ def wanted_columns(args: DPOConfig, train_dataset: Any) -> tuple[str, ...]:
     """
     Return the names of the dataset columns that the settings read.
 
-    With `use_margin` these are the two score columns if the train dataset has one of them, else `margin`.
+    With `use_margin` the two score columns are among them if the train dataset has one of these, else `margin`.
 
     Raises:
         ValueError: with `use_margin`, the train dataset has both `margin` and a score column.
@@ -76,7 +76,7 @@ def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, 
     """
     Return the dataset if its rows can be trained on; else raise an error, which names the first bad rows.
 
-    For a stream, return one that checks each row when the row is read.
+    For a stream, return a stream that checks each row when the row is read.
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         hint = ": pass one of its splits" if isinstance(dataset, (DatasetDict, IterableDatasetDict)) else ""
@@ -171,9 +171,10 @@ def _problems(example: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str
 
 def name_row(trainer: Any, inputs: dict[str, Any], row: int) -> str:
     """
-    Name the dataset row that row number `row` of a batch comes from; it is found by its tokens.
+    Return words that name the dataset row with the tokens of row number `row` of a batch.
 
-    The first half of the batch's rows are chosen answers, the second half rejected ones.
+    The first half of the batch's rows are chosen answers, the second half rejected ones. If no dataset row has these
+    tokens, the words are the row's text.
     """
     ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
     text = textwrap.shorten(trainer._tokenizer.decode(ids), 160)

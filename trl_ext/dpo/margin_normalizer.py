@@ -9,7 +9,7 @@ from .pairs import Pairs
 
 class MarginNormalizer:
     """
-    Multiply β by a factor for each source of pairs, so that the margins of all sources have the same spread.
+    Multiply β by a factor for each source of pairs, so that the margins of all sources have about the same spread.
 
     The factors come from the standard deviations of all margins so far, over all processes. They change only after an
     optimizer step, so they do not depend on how a step is cut into micro-batches.
@@ -26,7 +26,7 @@ class MarginNormalizer:
         self.factors = torch.ones(len(sources) + 1)  # (S + 1,), the last one for unknown sources
 
     def observe(self, pairs: Pairs) -> None:
-        """Keep the (N,) pairs of a micro-batch until `step`; they are those of all processes, on the CPU."""
+        """Keep a micro-batch's (N,) pairs, of all processes and on the CPU, until `step`."""
         self._pending.append(pairs)
 
     def factors_of(self, sources: Tensor) -> Tensor:

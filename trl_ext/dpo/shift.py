@@ -1,4 +1,4 @@
-"""Tell whether the reference could have written the pairs' answers: compare their log-probs with those of samples."""
+"""Tell whether the reference could have written the pairs' answers: compare their log-probs with its own samples'."""
 
 import warnings
 from itertools import islice
@@ -12,7 +12,7 @@ from ..models.generation import completion_logprobs, eos_token_ids, sample, seed
 
 
 def check_shift_is_possible(trainer: Any) -> None:
-    """Raise a `ValueError` if the reference is sharded or the data has images: then it cannot sample answers."""
+    """Raise a `ValueError` if the reference cannot sample answers: it is sharded, or the data has images."""
     reason = None
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         reason = "sampling from a reference that FSDP or DeepSpeed has sharded is not supported"
@@ -37,7 +37,7 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
     Returns:
         Mean log-prob per token under the reference, nats, of the `chosen`, the `rejected` and the `sampled` answers;
         and `chosen_below_sampled`, the share of chosen answers whose log-prob per token lies below the 1st percentile
-        of that of the sampled ones.
+        of the sampled answers' log-probs per token.
     """
     rows = _draw(trainer.train_dataset, pairs, trainer.args.seed)
     accelerator, size = trainer.accelerator, trainer.args.per_device_eval_batch_size
@@ -92,8 +92,8 @@ def _mean_logprobs(model: Any, rows: list[dict[str, Any]], ends: list[int], max_
     """
     Return (B, 3) mean log-probs per token, nats, of each row's chosen, rejected and sampled answer.
 
-    All answers are cut to one length: that of the longest of the rows' own answers, or what `max_length` leaves beside
-    the longest prompt.
+    All answers are cut to the length of the longest chosen or rejected answer; or to what `max_length` leaves beside
+    the longest prompt, if that is shorter.
     """
     prompts = [row["prompt_ids"] for row in rows]
     answers = [[row[name] for row in rows] for name in ("chosen_ids", "rejected_ids")]

@@ -58,8 +58,8 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
     """
     Train by Direct Preference Optimization (2305.18290) as TRL's trainer does, with more settings, see [`DPOConfig`].
 
-    They can adapt β, bring the margins of all sources to one scale, and make the loss read a margin, a confidence and
-    a weight of each pair.
+    These settings can adapt β, bring the margins of all sources to one scale, and make the loss read a margin, a
+    confidence and a weight of each pair.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -272,9 +272,10 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     def _pair_weights(self, weight: Tensor | None, kept: Tensor | None, losses: Tensor) -> Tensor:
         """
-        Return the (B,) weights of pairs, with 0 for those not in `kept`.
+        Return the (B,) weights of pairs, with 0 for pairs that are not in `kept`.
 
-        The others are scaled by all pairs ÷ kept pairs, so that a mean over all pairs is one over the kept pairs.
+        The kept pairs' weights are multiplied by all pairs ÷ kept pairs, so that the mean over all pairs equals the
+        mean over the kept pairs.
         """
         weights = torch.ones_like(losses) if weight is None else weight
         if kept is not None:
@@ -306,7 +307,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             self._signature_columns = [*self._signature_columns, *self._pair_columns]
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        if eval_dataset is not None and not isinstance(eval_dataset, str):  # a string names one that was checked
+        if eval_dataset is not None and not isinstance(eval_dataset, str):  # a string names a dataset checked before
             eval_dataset = check_evaluation(eval_dataset, self.args, self._pair_columns)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
@@ -411,7 +412,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     def _check_finite(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         """Raise a `FloatingPointError` on all processes if a log-prob is not finite; the message names the rows."""
-        # TRL has gathered this metric, so that all processes return here or none does
+        # TRL has gathered this metric, so either all processes return here, or none does
         if math.isfinite(self._metrics["train" if self.model.training else "eval"]["rewards/margins"][-1]):
             return
         _, batch = take_columns(inputs)

@@ -290,7 +290,7 @@ def _shuffled(text: str, picker: random.Random) -> str:
 
 
 def _marked_down(sentences: list[str]) -> str | None:
-    """Return a text's sentences as a Markdown heading and a list."""
+    """Return sentences as Markdown: the first in bold, the others as a list. Return None if there are none."""
     return "\n".join([f"**{sentences[0]}**", *(f"- {part}" for part in sentences[1:])]) if sentences else None
 
 

@@ -84,7 +84,7 @@ def choose_lam(
     """Choose two lambdas: one for the policy's advantages, one for the critic's target.
 
     The advantages use lam, or the schedule that has a value. The target uses lam_value. If lam_value is None, the
-    target uses lam without a schedule, and 1 with one, so that the target does not depend on the schedule.
+    target uses lam, or with a schedule 1, so that the target does not depend on the schedule.
 
     Args:
         mask: (B, T), 1 = real response token, EOS included.
@@ -93,8 +93,7 @@ def choose_lam(
         schedules: a value for each name in `LAM_SCHEDULES`; None for a schedule that is not used.
 
     Returns:
-        The lambda of the advantages, a float or (B,); and the lambda of the target, None if it is the same as that of
-        the advantages.
+        The lambda of the advantages, a float or (B,); and the lambda of the target, None if both are the same.
 
     Raises:
         ValueError: more than one schedule has a value.

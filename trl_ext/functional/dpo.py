@@ -1,7 +1,7 @@
 """Compute DPO's logits and losses for each pair, and adapt β.
 
-A log-ratio r is an answer's log-prob under the policy minus that under the reference. The margin Δ of a pair is the
-chosen answer's log-ratio r_c minus the rejected answer's r_r.
+A log-ratio r is an answer's log-prob under the policy minus its log-prob under the reference. The margin Δ of a pair
+is the chosen answer's log-ratio r_c minus the rejected answer's log-ratio r_r.
 """
 
 import torch
@@ -12,7 +12,7 @@ from .shapes import check_shapes
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
-    """Sum each completion's log-probs, with weight ld_alpha on tokens beyond the length of the pair's shorter one.
+    """Sum each completion's log-probs, with weight ld_alpha on tokens beyond the length of its pair's shorter answer.
 
     sum_{t <= l} logp_t + ld_alpha sum_{t > l} logp_t with l = min of the pair's lengths; LD-DPO, Liu et al. 2024,
     arXiv:2409.06411.

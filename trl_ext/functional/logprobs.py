@@ -61,7 +61,7 @@ class _InPlace(torch.autograd.Function):
         logprobs = logits.new_empty(len(logits), 1, dtype=dtype)
         log_sums = torch.empty_like(logprobs)
         entropies = torch.empty_like(logprobs) if with_entropies else None
-        # `detach` hides the writing from autograd; it still notices that the saved inputs of other operations changed
+        # `detach` hides the writing from autograd, but autograd notices if another operation's saved input has changed
         for i, tile in _tiles(logits.detach()):
             z = tile - tile.amax(-1, keepdim=True).to(dtype)
             if temperature != 1:

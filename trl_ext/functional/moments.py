@@ -63,7 +63,7 @@ def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def merge_moments(stacked: Tensor) -> Tensor:
-    """Merge the moments of N disjoint parts into those of the whole.
+    """Merge the moments of N disjoint parts into the moments of the whole.
 
     n = sum n_i, mean = sum n_i mean_i / n, M2 = sum M2_i + sum n_i (mean_i - mean)^2 (Chan et al. 1979, for N parts).
 

@@ -4,10 +4,10 @@ from torch import Tensor
 
 
 def check_shapes(ndim: int | None = None, **tensors: Tensor) -> None:
-    """Check that the named tensors all have the shape of the first one.
+    """Check that the named tensors all have the shape of the first tensor.
 
     Args:
-        ndim: number of dimensions of the first one; None allows any.
+        ndim: number of dimensions of the first tensor; None allows any.
         tensors: the tensors to compare, by the names that the error message shows.
 
     Raises:

@@ -25,8 +25,8 @@ def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | N
     """
     Return the `position_ids` that a model's forward needs so that padding does not change a row's outputs.
 
-    The positions are those `given`, if any, else they are counted from the mask. Return {} if there are no `given`
-    positions and no mask, or if the model's forward takes no `position_ids`.
+    These are the positions `given`; without them, positions counted from the mask. Return {} if there is no mask
+    either, or if the model's forward takes no `position_ids`.
     """
     if "position_ids" not in inspect.signature(type(base_model_of(model)).forward).parameters:
         return {}
@@ -205,7 +205,7 @@ class ActorCritic(nn.Module):
             backbone, where = self.critic.backbone, positions(self.policy, attention_mask, position_ids)
         else:
             vocabulary = vocabulary_of(self.critic)
-            if vocabulary < vocabulary_of(self.policy):  # the policy may sample ids that are no token's
+            if vocabulary < vocabulary_of(self.policy):  # the policy may sample ids that belong to no token
                 input_ids = input_ids.clamp(max=vocabulary - 1)
             backbone = self.critic.base_model
             where = positions(backbone, attention_mask, position_ids)
@@ -230,7 +230,12 @@ class ActorCritic(nn.Module):
     # ---- Adapters ----
 
     def train_adapters(self) -> None:
-        """Activate the policy's adapter; make it trainable, and also the critic's adapter unless that is frozen."""
+        """
+        Activate and train the policy's adapter; train the critic's adapter, too, unless the critic is frozen.
+
+        Raises:
+            RuntimeError: the policy's adapters are switched off.
+        """
         if self.adapters is None:
             return
         if any(layer.disable_adapters for layer in self.adapters.layers):
@@ -253,7 +258,7 @@ class ActorCritic(nn.Module):
 
     def freeze_critic_but_mlps(self) -> None:
         """
-        Freeze all of the critic's weights except those of its head and of its MLPs; experts are MLPs, too.
+        Freeze the critic's weights outside its head and its MLPs; experts are MLPs, too.
 
         Raises:
             ValueError: no trainable weight of the critic is in an MLP.

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ..upstream.names import AuxiliaryTrainingWrapper, BaseTunerLayer
 from .weights import base_model_of
 
-POLICY, CRITIC, REFERENCE = "default", "critic", "ref"  # PEFT's name for the only adapter, ours, TRL's
+POLICY, CRITIC, REFERENCE = "default", "critic", "ref"  # PEFT names the first adapter, we the second, TRL the third
 
 
 class AdapterSwitch:
@@ -21,9 +21,9 @@ class AdapterSwitch:
     PEFT's own `set_adapter` and `disable_adapter` also freeze the adapters that they switch off. TRL switches adapters
     off for its reference pass, so the critic would not train afterwards. This class freezes nothing.
 
-    Gradient checkpointing recomputes layers in the backward pass under the adapters that are active by then: if these
-    are not those of the forward, gradients are wrong, without an error. With this class, a layer is recomputed under
-    the adapters that were active in its forward.
+    Gradient checkpointing recomputes layers in the backward pass under the adapters that are active by then. If other
+    adapters were active in the forward, gradients are wrong, without an error. With this class, a layer is recomputed
+    under the adapters that were active in its forward.
     """
 
     def __init__(self, model: Any):
@@ -44,7 +44,7 @@ class AdapterSwitch:
 
     @contextmanager
     def use(self, *names: str):
-        """Make the adapters `names` active within the block, and no others; then restore those active before it."""
+        """Make the adapters `names` active within the block, and no others; then restore what was active before."""
         previous = self.active
         self.set(*names)
         try:
@@ -82,8 +82,8 @@ def merge_exactly(policy: Any) -> None:
     """
     Make `policy.unmerge_adapter` restore the base's weights exactly as they were before `policy.merge_adapter`.
 
-    TRL calls the two around each weight sync to vLLM. PEFT's own would add the adapter's product to the base's weights
-    and subtract it again, and so move the reference by a rounding error at each sync.
+    TRL calls the two methods around each weight sync to vLLM. PEFT's own would add the adapter's product to the base's
+    weights and subtract it again, and so move the reference by a rounding error at each sync.
     """
     merge = policy.merge_adapter
     kept: list[tuple[Any, nn.Parameter, Tensor]] = []

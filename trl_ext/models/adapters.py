@@ -104,7 +104,7 @@ def check_modules(policy: Any, config: LoraConfig, name: str) -> None:
 
 
 def prepare_peft_model(model: Any, shares_base: bool) -> None:
-    """Check the PeftModel that a user passed, and make its adapter `default` trainable."""
+    """Make the adapter `default` of a user's PeftModel trainable; raise a `ValueError` if we cannot train it."""
     if POLICY not in model.peft_config:
         names = list(model.peft_config)
         raise ValueError(
@@ -137,11 +137,11 @@ def add_critic(policy: Any, config: LoraConfig | None) -> None:
     """
     Add the critic's adapter to the policy's base, in the dtype of the policy's adapter.
 
-    If `config` is None, the critic's adapter is configured as the policy's.
+    If `config` is None, the critic's adapter has the settings of the policy's adapter.
     """
     if config is None:
         config = copy.deepcopy(policy.peft_config[POLICY])
-        config.modules_to_save = None  # a value has no use for them
+        config.modules_to_save = None  # a critic has no use for these modules
         config.init_lora_weights = True
     else:
         config = copy.deepcopy(config)  # PEFT writes into it
@@ -186,7 +186,7 @@ def copy_adapter(policy: Any, source: str, target: str) -> bool:
 
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
-    """Return the adapters' settings, and a hash of the reference adapter, if any: a run resumes only with the same."""
+    """Return the adapters' settings, and the reference adapter's hash, if any: a run resumes only with equal ones."""
     # These settings tell where an adapter came from, or are set by PEFT while the adapter is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
     facts: dict[str, Any] = {}
@@ -231,7 +231,10 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
     """
     Load the weights in `folder` into the policy's adapter `name`, without freezing it.
 
-    Return the weights of the score head in `folder`; {} if it has none.
+    Return the weights of the score head in `folder`; {} if there is no head.
+
+    Raises:
+        ValueError: the weights do not fit the adapter.
     """
     weights = load_peft_weights(folder, device="cpu")
     head = {key.removeprefix(_HEAD): weights.pop(key) for key in list(weights) if key.startswith(_HEAD)}
@@ -247,9 +250,9 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
 
 def load_separately(path: str, **kwargs: Any) -> PreTrainedModel:
     """
-    Load a sequence classifier of one label that was saved as an adapter, and merge it into its own base.
+    Load a sequence classifier of one label that was saved as an adapter, and merge the adapter into its own base.
 
-    Under ZeRO-3 it stays unmerged.
+    Under ZeRO-3 the adapter stays unmerged.
     """
     check_head(path)
     # Under FSDP, transformers would load the head, which the base lacks, on the first process alone
@@ -292,7 +295,7 @@ class SharedBase:
         Load the adapter in `path`; the first call also loads its base, with `kwargs` for `from_pretrained`.
 
         Raises:
-            ValueError: the adapter has another base than the first.
+            ValueError: the adapter has another base than the first one, or cannot share a base.
         """
         base = base_named_by(path)
         if self.model is None:
@@ -309,7 +312,7 @@ class SharedBase:
 
 
 def base_named_by(path: str) -> tuple[Any, ...] | None:
-    """Return the name, revision and hash of an adapter's base, three values; None if it cannot share a base."""
+    """Return the name, revision and hash of an adapter's base, three values; None if the adapter cannot share it."""
     config = PeftConfig.from_pretrained(path)
     try:
         check_config(config, path)
@@ -412,7 +415,7 @@ def why_not_shared(policy: Any, path: str, own: dict[str, str], assume_quantizat
 
 
 def load_head(policy: Any, name: str, folder: str) -> nn.Linear:
-    """Load the weights of adapter `name` from a folder; return the score head that was saved with them."""
+    """Load the weights of adapter `name` from a folder; return the folder's score head, or raise if it has none."""
     weights = load_adapter(policy, name, folder)
     if "weight" not in weights:
         raise ValueError(NO_HEAD.format(folder))

@@ -15,9 +15,12 @@ from .weights import base_model_of, tokens_beyond, unpatched_copy, vocabulary_of
 
 def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
     """
-    Build a sequence classifier of one label from `base`'s backbone, which is not copied, and `head`.
+    Build a sequence classifier of one label from the backbone of `base`, which is not copied, and `head`.
 
-    If `head` is None, the head's weights are 0, and in float32, since bfloat16 would round small updates away.
+    If `head` is None, make a head of zeros in float32: bfloat16 would round small updates away.
+
+    Raises:
+        ValueError: transformers has no sequence classifier for the class of `base`.
     """
     config = copy.deepcopy(base.config)
     config.num_labels = 1

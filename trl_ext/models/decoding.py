@@ -61,7 +61,7 @@ def decode(
     Args:
         policy: a model, plain or wrapped by PEFT.
         recorder: receives the sampled tokens, with their log-probs; None records nothing.
-        histories: keys and values from earlier turns, which are used, and to which those of this turn are added.
+        histories: keys and values of earlier turns, to begin with. Keys and values of this turn are added to them.
         inputs: `input_ids` (B, P), left-padded, their `attention_mask`, a `generation_config`, and any other inputs
             of the model.
 
@@ -121,8 +121,8 @@ def _transposed_head(base: Any) -> Iterator[None]:
     """
     Within the block, compute logits of up to 8 rows on a CPU as (W xᵀ)ᵀ: MKL takes about half as long as for x Wᵀ.
 
-    W is the weight of the LM head, the model's largest matrix. For (W xᵀ)ᵀ it is read in the order in which it lies in
-    memory.
+    W is the weight of the LM head, the model's largest matrix. MKL reads W for (W xᵀ)ᵀ in the order in which it lies
+    in memory.
     """
     head = base.get_output_embeddings()
     is_plain = type(head) is nn.Linear and "forward" not in vars(head)  # accelerate's hooks set one

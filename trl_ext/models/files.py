@@ -16,7 +16,7 @@ from .adapters import load_adapter, save_classifier
 
 
 def weights_of(role: str, state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """Return the weights of `role`, "policy" or "critic", from an actor-critic's `state_dict`; None if it is None."""
+    """Return the weights of "policy" or "critic" (`role`) in an actor-critic's state; None if `state_dict` is None."""
     if state_dict is None:
         return None
     return {k.removeprefix(f"{role}."): v for k, v in state_dict.items() if k.startswith(f"{role}.")}
@@ -29,7 +29,7 @@ def save_critic(actor_critic: ActorCritic, folder: str, state_dict: dict[str, Te
     `state_dict` holds the actor-critic's gathered weights, if they are sharded.
     """
     weights, critic = weights_of("critic", state_dict), actor_critic.critic
-    if actor_critic.shares_base:  # then `weights` are its head's; its adapter's are in the policy
+    if actor_critic.shares_base:  # then `weights` has the critic's head; the critic's adapter is in the policy
         policy_weights = weights_of("policy", state_dict)
         save_classifier(actor_critic.policy, CRITIC, weights or critic.state_dict(), folder, policy_weights)
     else:
@@ -51,7 +51,7 @@ def load_adapters(actor_critic: ActorCritic, folder: str) -> None:
 
 @contextmanager
 def one_adapter(policy: Any) -> Iterator[None]:
-    """Let PEFT save the policy's adapter alone within the block, without those of critic, reference and rewards."""
+    """Let PEFT save only the policy's adapter within the block, and no adapter of critic, reference or rewards."""
     if not hasattr(policy, "peft_config"):
         yield
         return
@@ -64,8 +64,8 @@ def one_adapter(policy: Any) -> Iterator[None]:
 
 def without_base(is_needed: bool) -> AbstractContextManager:
     """
-    Within the block, if `is_needed`, make accelerate leave the frozen base out of an FSDP checkpoint.
+    Return a context in which accelerate leaves the frozen base out of an FSDP checkpoint, if `is_needed`.
 
-    By itself accelerate does so only for a PeftModel.
+    Otherwise accelerate does so only for a PeftModel.
     """
     return temporarily(fsdp_utils, is_peft_model=lambda model: True) if is_needed else nullcontext()

@@ -20,7 +20,7 @@ _PAD = 0  # any id will do, since it is masked; a tokenizer's own pad may lie ou
 @contextmanager
 def neutral_generation(model: Any) -> Iterator[None]:
     """
-    Hide the checkpoint's generation_config.json from `generate`.
+    Hide the checkpoint's generation_config.json from `generate` within the block.
 
     `generate` reads from this file every field that a call leaves unset, such as `min_p`, `no_repeat_ngram_size` and
     stop strings. Answers would then come from another distribution than the one whose log-probs are computed.
@@ -43,7 +43,7 @@ def check_savable(model: Any) -> None:
     after the training.
     """
     config = getattr(base_model_of(model), "generation_config", None)
-    if config is None or hasattr(model, "peft_config"):  # an adapter is saved without it
+    if config is None or hasattr(model, "peft_config"):  # an adapter is saved without a generation config
         return
     try:
         config.validate(strict=True)
@@ -87,7 +87,7 @@ def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> li
         model, revision = base_of(model, revision)
         try:
             config = GenerationConfig.from_pretrained(model, revision=revision)
-        except OSError:  # there is none, so transformers would make one from the model's configuration
+        except OSError:  # there is no such file, so transformers would make one from the model's configuration
             config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model, revision=revision))
     else:
         config = base_model_of(model).generation_config

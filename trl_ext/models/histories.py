@@ -47,7 +47,7 @@ class Histories:
 
     @staticmethod
     def can_keep(cache: DynamicCache) -> bool:
-        """Return whether each layer of the cache has the keys and values of all tokens, not of a window, say."""
+        """Return whether each layer of the cache has the keys and values of all tokens, not only of a window."""
         return all(type(layer) is DynamicLayer for layer in cache.layers)
 
     def add(self, histories: dict[int, History]) -> None:
@@ -85,7 +85,7 @@ class Histories:
         """
         Return the first stored history that `ids` begin with; None if there is none.
 
-        Delete it from the store. Also delete the histories stored before it: their rows have ended.
+        Delete this history from the store. Also delete the histories stored before it: their rows have ended.
         """
         for number, history in enumerate(self._kept):
             if ids[: len(history.ids)] == history.ids:

@@ -63,7 +63,7 @@ def path_identity(path: str, revision: str | None = None) -> str:
 
 def weights_hash(module: Any) -> str:
     """
-    Return a hash of a module's weights, without those of adapters.
+    Return a hash of a module's weights; adapters are left out.
 
     Quantised weights are hashed as they are stored, all others in float32, so that a model loaded in a wider dtype has
     the same hash. The hash tells weights apart, but does not guard against an attacker. Under ZeRO-3 every process

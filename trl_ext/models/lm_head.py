@@ -92,8 +92,8 @@ def _unview_gradient(node: Any, steps: int = 6) -> None:
     Let autograd add to the gradient of the head's weight in place.
 
     A linear layer returns this gradient as a view, and autograd does not add to a view in place. With tied embeddings
-    there would be three tensors of the weight's size: the embeddings' gradient, the head's, and their sum. The node of
-    autograd's graph that makes the view is searched for up to `steps` nodes before the logits: soft-capping has three
+    there would be three tensors of the weight's size: the embeddings' gradient, the head's, and their sum. We search
+    autograd's graph, up to `steps` nodes before the logits, for the node that makes the view: soft-capping has three
     nodes, the head's product two.
     """
     if node is None or not steps:

@@ -72,7 +72,11 @@ class Loader:
 
 @contextmanager
 def whole_on_each_process() -> Iterator[None]:
-    """Load models in full on every process within the block, also under FSDP and ZeRO-3, which would shard them."""
+    """
+    Load models in full on every process within the block.
+
+    Otherwise FSDP would load the weights on the first process alone, and ZeRO-3 would shard them.
+    """
     from ..upstream.names import _hf_deepspeed_config_weak_ref as zero  # its present value
 
     without_zero3 = nullcontext() if zero is None else temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None)

@@ -13,9 +13,9 @@ class Packed:
     """
     Hold B rows, each a prompt and its response without padding, packed into K sequences of C tokens.
 
-    A response has at most T tokens; all responses together have N. Positions start from 0 in each row: by them
+    A response has at most T tokens; all responses together have N. Positions start from 0 in each row: this is how
     transformers tells packed rows apart (`create_causal_mask`). Pads come after all rows of a sequence, so no row
-    attends to them. Only a loss that counts tokens needs `mask`.
+    attends to them. `mask` is only for the router loss of a mixture of experts, which counts real tokens.
     """
 
     input_ids: Tensor  # (K, C)

@@ -77,7 +77,7 @@ class RolloutProcess:
 
     @torch.no_grad()
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the weights of `version` into the shared memory, over those of `version` − `slots`."""
+        """Copy the weights of `version` into the shared memory, in place of the weights of `version` − `slots`."""
         slot, seen = self.setup.slot(self._memory, version), set()
         for name, values in weights:
             if name in slot:

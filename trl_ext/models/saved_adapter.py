@@ -18,7 +18,12 @@ _SHAPE = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_m
 
 
 def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Return path and revision of the base that an adapter names; a model that is no adapter is its own base."""
+    """
+    Return path and revision of the base that an adapter names; a model that is no adapter is its own base.
+
+    Raises:
+        ValueError: the adapter names no base.
+    """
     if not is_adapter(path, revision):
         return path, revision
     config = PeftConfig.from_pretrained(path, revision=revision)
@@ -31,7 +36,7 @@ def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
 
 
 def load_config(path: str, revision: str | None = None, **kwargs: Any) -> Any:
-    """Load the configuration of a model, or for an adapter that of its base."""
+    """Load the configuration of a model; for an adapter, load its base's configuration."""
     path, revision = base_of(path, revision)
     return AutoConfig.from_pretrained(path, revision=revision, **kwargs)
 
@@ -40,7 +45,7 @@ def load_tokenizer(path: str, revision: str | None = None, auto: Any = AutoToken
     """
     Load a model's tokenizer, or with `auto=AutoProcessor` its processor.
 
-    For an adapter that was saved without a tokenizer, load that of its base.
+    For an adapter that was saved without a tokenizer, load its base's tokenizer.
     """
     if is_adapter(path, revision):
         try:
@@ -124,7 +129,7 @@ def load_adapted(
                 raise ValueError(f"missing {missing[:2]}, unexpected {result.unexpected_keys[:2]}")
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{path} does not fit its base {base}: {str(error).strip()[:300]}") from error
-    adapted.adapter_path = path  # the report of a run that trains it compares with what is recorded at this path
+    adapted.adapter_path = path  # the report of a training run compares with what is recorded at this path
     return adapted
 
 
@@ -132,7 +137,7 @@ def load_merged(path: str, **kwargs: Any) -> Any:
     """
     Load a causal language model's adapter, merged into the base that it names; `kwargs` are [`load_adapted`]'s.
 
-    Under ZeRO-3 it stays unmerged.
+    Under ZeRO-3 the adapter stays unmerged.
     """
     model = load_adapted(path, **kwargs)
     if is_deepspeed_zero3_enabled():  # no process has a whole weight to merge into
@@ -141,7 +146,7 @@ def load_merged(path: str, **kwargs: Any) -> Any:
 
 
 def fit_vocabulary(model: Any, weights: dict[str, Tensor]) -> None:
-    """Resize a base's embeddings to the size of those in an adapter's `weights`; do nothing if these have none."""
+    """Resize a base's embeddings to the size of the embeddings in an adapter's `weights`, if there are any."""
     for name in _saved_embeddings(model, weights):
         if len(weights[name]) != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(weights[name]))

@@ -31,7 +31,7 @@ def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> 
     """
     Raise a `ValueError` if the tokenizer has no EOS token, or has token ids beyond the model's vocabulary.
 
-    The pad token's id may lie beyond the vocabulary, since masked pads are never read; not with `pads_are_read`.
+    Unless `pads_are_read`, the pad token's id may lie beyond the vocabulary, since masked pads are never read.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -133,8 +133,11 @@ def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | 
     Args:
         model: what to copy.
         what: how the message names the copy.
-        load_again: loads the same weights again; called instead if ZeRO-3 has partitioned the model, which then
-            cannot be copied.
+        load_again: loads the same weights again. It is called if ZeRO-3 has partitioned the model, which then cannot
+            be copied.
+
+    Raises:
+        ValueError: ZeRO-3 has partitioned the model, and there is no `load_again`.
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         if load_again is not None:

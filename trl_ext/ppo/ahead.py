@@ -37,7 +37,7 @@ class Flight:
     """Hold a rollout that is being generated ahead of time."""
 
     number: int  # of the rollout, from 0
-    version: int  # of the weights that generate it: on how many rollouts they have been trained
+    version: int  # on how many rollouts the weights that generate this one have been trained
     rows: list[dict[str, Any]]  # dataset rows of this process
     prompts: list[list[int]]  # token ids
     answers: Future[Answers] = field(default_factory=Future)
@@ -68,11 +68,11 @@ class RolloutsAhead:
 
     def take(self, prompt_ids: list[list[int]]) -> Flight:
         """
-        Start the rollouts that are due with the current weights, then wait for the current rollout and return it.
+        Start the rollouts that the current weights have to generate, then wait for the current rollout and return it.
 
         Args:
-            prompt_ids: the prompts that the Trainer delivers. If the rollout was drawn for other prompts, an error is
-                raised on all processes.
+            prompt_ids: the prompts that the Trainer delivers. If the rollout was drawn for other prompts, all
+                processes raise a `RuntimeError`.
         """
         trainer = self.trainer
         number = trainer._step // trainer._steps_per_rollout
@@ -99,7 +99,7 @@ class RolloutsAhead:
             trainer._mistakes.notes.append((str(error), error))
         trainer._mistakes.raise_everywhere(trainer.state.global_step)
         self._taken = rollout
-        is_drawn = bool(rollout.answers.result().ids)  # else a server has failed: it is drawn with the present weights
+        is_drawn = bool(rollout.answers.result().ids)  # else a server has failed, and the present weights draw anew
         trainer.metrics.stale(self._staleness(rollout) if is_drawn else 0)
         return rollout
 
@@ -163,7 +163,7 @@ class RolloutsAhead:
     def _start_each(self, rollout: Flight, answers: Answers) -> None:
         trainer = self.trainer
         places = [place for place, function in enumerate(self._functions) if function.in_background]
-        if not places or not answers.ids:  # a server has failed
+        if not places or not answers.ids:  # there are no ids if a server has failed
             return
         texts = self._tokenizer.batch_decode(answers.ids, skip_special_tokens=True)
         prompts = [row["prompt"] for row in rollout.rows]
@@ -172,7 +172,7 @@ class RolloutsAhead:
         ended = [ids[-1] in trainer.eos_token_ids for ids in answers.ids]
         inputs = with_answers(rollout.rows, rollout.prompts, ended)
         given = given_to_rewards(inputs, prompts, completions, answers.ids)
-        state = copy.copy(trainer.state)  # training goes on while functions run; they see the step of the weights
+        state = copy.copy(trainer.state)  # functions see the step of the weights, though training goes on meanwhile
         state.global_step = rollout.version * self._optimizer_steps
         with self._starting:
             for place in places:
@@ -306,8 +306,9 @@ class _Server:
     """
     Let a vLLM server generate while this process trains.
 
-    TRL's `generate` is called twice. The first call only starts a thread that sends the request. The second call, once
-    the answers have arrived, returns them. So all processes reach the collectives in `generate` at the same time.
+    TRL's `generate` has collectives, so all processes must call it at the same time. We call it twice. The first call
+    starts a thread that sends the request, and returns empty answers. The second call, once the answers have arrived,
+    returns them.
     """
 
     def __init__(self, trainer: Any):
@@ -359,7 +360,7 @@ class _Server:
             if self.trainer.accelerator.is_main_process:
                 generate = partial(answer, vllm.vllm_client.generate)
                 stack.enter_context(temporarily(vllm, vllm_client=SimpleNamespace(generate=generate)))
-            return type(vllm).generate(vllm, **asked)  # past `check_logprobs`: these are no answers yet
+            return type(vllm).generate(vllm, **asked)  # `check_logprobs` would refuse the first call's empty answers
 
 
 # ---- Checks ----
@@ -367,7 +368,7 @@ class _Server:
 
 def rollout_device(args: Any) -> str:
     """
-    Return the device on which the second process of this process generates.
+    Return the device on which the second process, which this process starts, generates.
 
     `args.rollout_device` names one device for all processes, or one for each, separated by commas; None is the CPU.
     """

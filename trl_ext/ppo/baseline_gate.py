@@ -14,9 +14,9 @@ class BaselineGate:
     """
     Hold the critic's weight in the baseline (`baseline: gated`).
 
-    The weight is [`critic_weight`] of two sums over the rollouts so far, those of the two [`critic_products`]. In each
-    sum a rollout counts 0.9 times as much as the next one. Both sums begin at 0, so after n rollouts both are too
-    small by the same factor 1 − 0.9ⁿ, which cancels in their quotient.
+    For each rollout [`critic_products`] gives two numbers, and each is summed over the rollouts so far. The weight is
+    [`critic_weight`] of the two sums. In a sum a rollout counts 0.9 times as much as the next one. Both sums begin at
+    0, so after n rollouts both are too small by the same factor 1 − 0.9ⁿ, which cancels in their quotient.
     """
 
     def __init__(self):

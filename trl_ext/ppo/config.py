@@ -481,8 +481,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
             setattr(self, name, value)
             setattr(self, alias, None)
 
-        # RLOO fills in both of these, so both at once come from a copy of a finished config (`dataclasses.replace`);
-        # a single one is the user's alias of `num_mini_batches`, which needs the number of processes, so RLOO reads it
+        # RLOO fills in both, so if both are set, this is a copy of a finished config (`dataclasses.replace`). If one
+        # is set, the user gave it in place of `num_mini_batches`: RLOO reads it, since that needs the process count
         both = (self.steps_per_generation, self.generation_batch_size)
         if None not in both and self.num_mini_batches == 1 and both[0] != self.gradient_accumulation_steps:
             raise ValueError(
@@ -664,9 +664,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
 
     @property
     def another_samples(self) -> bool:
-        """
-        Return whether answers may be sampled from another distribution than that of the policy before the update.
-        """
+        """Return whether another distribution than the policy's, before the update, may sample the answers."""
         is_allowed = self.use_vllm or self.allow_off_policy_sampling or self.rollouts_ahead > 0
         return bool(is_allowed or self._changes_to_sampler)
 

@@ -45,7 +45,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
         if is_new:
             zero_(base_model_of(critic).score)
         return critic, f"the adapter {path}" + " with a zero head" * is_new
-    with whole_on_each_process():  # of a new head, the first process alone would have the weights
+    with whole_on_each_process():  # else only the first process would have the weights of a new head
         critic, found = load_classifier(path, output_loading_info=True, **kwargs)
     check_standalone(critic)
     is_new = any(not key.startswith(f"{critic.base_model_prefix}.") for key in found["missing_keys"])

@@ -162,7 +162,7 @@ class CriticTrainer(ResumableRun, Trainer):
 
 
 def check_rows(dataset: Any, name: str) -> None:
-    """Raise if a dataset lacks a column, or a row does not have one return for each completion token."""
+    """Raise if a dataset lacks a column, or a row has no completion token, or not one finite return for each token."""
     missing = {"prompt_ids", "completion_ids", "returns"} - {*dataset.column_names}
     if missing:
         raise ValueError(

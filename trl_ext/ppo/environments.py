@@ -64,7 +64,7 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
 
 
 async def limited_async(coroutine: Coroutine, seconds: float | None, what: str, /) -> Any:
-    """Await a coroutine, and raise [`TooSlow`] if it takes longer than `seconds`; its own errors stay as they are."""
+    """Await a coroutine; raise [`TooSlow`] after `seconds`. The coroutine's own errors are passed on unchanged."""
     task = asyncio.ensure_future(coroutine)
     done, _ = await asyncio.wait([task], timeout=seconds)
     if not done:
@@ -90,7 +90,7 @@ class Calls:
 
     Args:
         timeout: seconds that a call may take; None for no limit.
-        mistakes: collects the errors of environments that return wrong rewards.
+        mistakes: collects the errors of environments' `_step_reward`.
     """
 
     timeout: float | None
@@ -146,7 +146,7 @@ class Calls:
         self.rewards.setdefault(row, []).append((self.turn, reward))
 
     def token_rewards(self, row: int, tool_mask: list[int]) -> list[float]:
-        """Return one number for each token of a row: at a turn's last token the rewards of its calls, elsewhere 0."""
+        """Return a number for each token of a row: the sum of a turn's rewards at its last token, 0 elsewhere."""
         ends = [t for t, drawn in enumerate(tool_mask) if drawn and not (tool_mask[t + 1 : t + 2] or [0])[0]]
         rewards = [0.0] * len(tool_mask)
         for turn, reward in self.rewards.get(row, []):
@@ -229,9 +229,10 @@ def guarded(
     factory: Callable[[], Any], timeout: Callable[[], float | None], mistakes: Callable[[], Mistakes | None]
 ) -> Callable[[], Any]:
     """
-    Wrap an environment factory: errors in it and in `reset` are noted first, and later raised on all processes.
+    Wrap an environment factory: note errors of the factory and of `reset`, which are raised later on all processes.
 
     An error raised at once would end one process and leave the others waiting. `reset` gets a copy of the row.
+    `reset` and `get_reward` are limited in time.
 
     Args:
         factory: a class, or a function without arguments.
@@ -258,7 +259,7 @@ def guarded(
             ask = environment.get_reward
             what = f"`{name}.get_reward`"
 
-            async def get_reward() -> Any:  # TRL asks whether it is async
+            async def get_reward() -> Any:  # TRL asks whether the method is async
                 return await limited_async(ask(), timeout(), what)
 
             is_async = inspect.iscoroutinefunction(ask)

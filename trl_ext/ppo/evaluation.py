@@ -1,4 +1,4 @@
-"""Evaluate by generating one answer to each prompt, sampled and greedy; the state of training stays as it is."""
+"""Evaluate sampled and greedy answers to prompts; the state of training stays as it is."""
 
 import copy
 import random
@@ -26,7 +26,7 @@ class EvaluationPass:
     Follow one pass over an evaluation set: tell its rows from the copies that fill up the last batch.
 
     Args:
-        total: number of rows of the evaluation set.
+        total: number of rows to evaluate: the set's rows times the answers to each.
         is_greedy: whether this pass decodes greedily.
         table: collects the answers of all processes, if they are to be shown.
     """

@@ -36,7 +36,7 @@ def save_and_raise(trainer: Any, role: str) -> None:
 
 
 def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
-    """Raise a `FloatingPointError` on all processes; it names the metrics that are not finite on any of them."""
+    """Raise a `FloatingPointError` on all processes; it names the metrics that are not finite on some process."""
     terms = sorted(set(gather_object(trainer.metrics.not_finite())))
     cause = (
         f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so the backward pass caused it"

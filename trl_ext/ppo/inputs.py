@@ -74,7 +74,7 @@ def migrate(
                     f"reward {i} ({type(reward).__name__}) has no `config`: pass a transformers sequence classifier, "
                     "or a function that calls your module."
                 )
-            # 1.12's reward model reads the policy's tokens; so does one built in memory, which names no tokenizer
+            # 1.12's reward model reads the policy's tokens; so does a model built in memory, which names no tokenizer
             nameless = isinstance(reward, nn.Module) and not get_config_model_id(reward.config)
             if classes[i] is None and (nameless or (reward is reward_model and isinstance(reward, nn.Module))):
                 if processing_class is None:
@@ -92,7 +92,11 @@ _GIVEN = {  # what every reward function is given, beside the dataset's columns
 
 
 def check_arguments(reward: Any, columns: list[str], name: str, adds_columns: bool = False) -> None:
-    """Refuse a reward function that cannot take all columns, or that needs an argument which no column provides."""
+    """
+    Raise if a reward function cannot take all columns, or needs an argument that no column provides.
+
+    With `adds_columns` a missing column is allowed: the trainer's `rollout_func` may add it.
+    """
     try:
         arguments = None if isinstance(reward, (str, nn.Module)) else inspect.signature(reward).parameters
     except (TypeError, ValueError):  # of a function in C

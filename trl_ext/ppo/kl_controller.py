@@ -14,8 +14,8 @@ class KLController:
     """
     Hold `kl_coef`, the coefficient of the KL penalty.
 
-    It is constant, or with `kl_controller: adaptive` changes after each rollout, so that the KL moves towards
-    `kl_target` (Ziegler et al., 1909.08593).
+    With `kl_controller: adaptive` it changes after each rollout, so that the KL moves towards `kl_target` (Ziegler et
+    al., 1909.08593). Otherwise it is constant. In both cases a callback may scale it.
     """
 
     def __init__(self, args: PPOConfig):

@@ -54,7 +54,7 @@ class PPOMetrics:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds spent in the block to `phase`, except those of phases that are timed inside the block."""
+        """Add the block's seconds to `phase`, without the seconds of other phases that are timed inside the block."""
         start, outer = time.perf_counter(), self._inner_seconds
         self._inner_seconds = 0.0
         try:
@@ -223,10 +223,11 @@ class PPOMetrics:
         self.train.add("sampling/clipfrac", is_outside.float(), mask)
 
     def _percentiles(self, values: Tensor, mask: Tensor) -> dict[int, float]:
-        """Return the 50th and 99th percentile of the entries where `mask` is 1, over all processes; {} if none is."""
+        """Return the 50th and 99th percentile of all processes' entries where `mask` is 1; {} if there are none."""
         real = torch.where(mask.bool(), values.float(), torch.nan)
         everyones = self.accelerator.gather(
-            self.accelerator.pad_across_processes(real, dim=1, pad_index=torch.nan)  # responses may be longer there
+            # The other processes' responses may be longer
+            self.accelerator.pad_across_processes(real, dim=1, pad_index=torch.nan)
         )
         everyones = everyones[~everyones.isnan()].cpu().double().numpy()
         if not everyones.size:
@@ -234,7 +235,7 @@ class PPOMetrics:
         return dict(zip((50, 99), np.percentile(everyones, (50, 99)).tolist(), strict=True))
 
     def stale(self, steps: int) -> None:
-        """Observe the number of optimizer steps between the weights that drew a rollout and those it first updates."""
+        """Observe how many optimizer steps the weights that drew a rollout lag behind the weights that it trains."""
         self.train.add("sampling/staleness", float(steps))
 
     def gradient(self, role: str, norm: Tensor) -> None:
@@ -251,7 +252,11 @@ class PPOMetrics:
     # ---- Reporting ----
 
     def report(self, start_time: float | None = None) -> dict[str, float]:
-        """Return the metrics of training since the last report, and begin to count anew."""
+        """
+        Return the metrics of training since the last report, and begin to count anew.
+
+        With `start_time`, when `train` began, the episodes per second since then (`eps`) are among them.
+        """
         report = self._means("train") | {"episode": self.episodes}
         seconds, self._seconds = self._seconds, defaultdict(float)
         if self._tokens:

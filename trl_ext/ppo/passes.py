@@ -25,7 +25,7 @@ class Passes:
     def __init__(self, accelerator: Any, args: Any):
         self.accelerator = accelerator
         self.args = args
-        self._keeps_apart: dict[int, bool] = {}  # of a model, by its id
+        self._keeps_apart: dict[int, bool] = {}  # whether a model keeps packed rows apart, by the model's id
 
     def __call__(
         self,
@@ -111,7 +111,7 @@ class Passes:
             return [x for x in self._forward(model, packed, **asked).values() if x.ndim]
 
         is_training = module.training
-        module.eval()  # dropout would tell apart what is equal
+        module.eval()  # with dropout, equal outputs would differ
         try:
             return keeps_rows_apart(outputs_of, vocabulary, self.accelerator.device)
         finally:

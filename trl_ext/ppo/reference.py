@@ -26,7 +26,7 @@ def save_reference(trainer: Any, checkpoint: str) -> None:
 
 
 def moved_reference(checkpoint: str) -> str:
-    """Return the folder in a checkpoint that holds the updated reference."""
+    """Return the folder in a checkpoint that holds the updated reference; raise [`CannotResume`] if it is missing."""
     folder = os.path.join(checkpoint, _FOLDER)
     if not os.path.isdir(folder):
         raise CannotResume(

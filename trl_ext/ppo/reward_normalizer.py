@@ -17,7 +17,7 @@ class RewardNormalizer:
     | `running` | all scores of the run so far, this rollout included |
     | `batch` | this rollout |
     | `group` | all scores of the row's group so far, this rollout included |
-    | `reference` | mean: the demonstrations; the standard deviation is left alone |
+    | `reference` | the demonstrations, for the mean; scores are not divided |
 
     Every process passes the scores of all processes, so that all processes compute the same mean and deviation.
     """
@@ -37,7 +37,8 @@ class RewardNormalizer:
             groups: N group names, for `group`.
 
         Returns:
-            (N,) standardised scores, and the (N,) factors that each was multiplied by after the mean was subtracted.
+            (N,) standardised scores; and (N,) factors, by which the scores were multiplied after the mean was
+            subtracted.
         """
         match self.kind:
             case "none":

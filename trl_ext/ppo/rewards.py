@@ -16,7 +16,7 @@ from ..rewards.segments import by_token, is_by_token
 
 class Mistakes:
     """
-    Collect the errors of reward functions, to raise them on all processes at once.
+    Collect errors, such as those of reward functions, to raise them on all processes at once.
 
     An exception on one process alone would leave the others waiting in the next collective.
     """

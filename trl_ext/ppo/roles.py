@@ -133,7 +133,7 @@ def prepare_base(policy: Any, use_vllm: bool) -> None:
     if use_vllm:
         merge_exactly(policy)
     for name, parameter in policy.named_parameters():
-        # With a quantised base GRPO rounds what it trains to bfloat16, but not the reference that it has copied
+        # With a quantised base GRPO rounds the adapter to bfloat16, but not the copy of it that is the reference
         if f".{REFERENCE}." in name:
             parameter.data = policy.get_parameter(name.replace(f".{REFERENCE}.", f".{POLICY}.")).data.clone()
 
@@ -220,6 +220,9 @@ class Rewards:
 
         Returns:
             The heads of the models that share the base, by the index of the reward.
+
+        Raises:
+            ValueError: `share` is "always", and a model cannot share the base.
         """
         heads = {}
         for i, reward in enumerate(self.functions):
@@ -235,7 +238,7 @@ class Rewards:
             reason = why_separate(loader, reward.path, share)
             if reason is not None and share == "always":
                 raise ValueError(f"`share_reward_base='always'`, but {reward.path} cannot share the base: {reason}.")
-            # PEFT draws weights before it loads those of the file
+            # PEFT draws random weights before it loads the file's weights
             with forked_rng(loader.accelerator.device) if self.only_measures[i] else nullcontext():
                 if reason is None:
                     heads[i] = add_reward(loader.policy, f"reward_{i}", reward.path)
@@ -282,8 +285,8 @@ class Rewards:
             mistakes: collects the errors of reward functions.
             forward: scores rows as `forward(name, …)` with the reward model of that name on the policy's base. It runs
                 the actor-critic as FSDP or DeepSpeed has wrapped it.
-            own_draws: makes a context with a random state of its own. Functions of weight 0 run in it, so that they do
-                not affect training.
+            own_draws: makes a context with a random state of its own. Functions of weight 0 run in this context, so
+                that they do not affect training.
         """
         result: list[Callable] = []
         for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
@@ -299,7 +302,7 @@ class Rewards:
                     score: Callable[..., Tensor] = partial(forward, f"reward_{i}")
                 else:
                     reward.requires_grad_(False)
-                    reward.eval()  # of DeepSpeed's engine it returns nothing
+                    reward.eval()  # not chained: DeepSpeed's engine returns None here
                     score = partial(logits_of, reward)
                 reward = ModelReward(
                     owner,
@@ -311,7 +314,7 @@ class Rewards:
                     batch_size=args.local_rollout_forward_batch_size,
                     device=args.device,
                     chat_template_kwargs=args.chat_template_kwargs,
-                    name=checked_name(None, name),  # a folder's may have spaces
+                    name=checked_name(None, name),  # a folder's name may have spaces
                 )
             result.append(CheckedReward(reward, name, mistakes, own_draws if self.only_measures[i] else nullcontext))
         return result
@@ -366,7 +369,7 @@ def make_actor_critic(
         critic, origin = make_critic(loader, rewards, value_model)
     else:
         head, origin = add_critic_adapter(loader, rewards, heads, value_model, critic_config)
-    adapters = AdapterSwitch(policy)  # now that all are there
+    adapters = AdapterSwitch(policy)  # now that all adapters are there
     on_base = partial(AdapterClassifier, policy, adapters)
     actor_critic = ActorCritic(
         policy,
@@ -375,7 +378,7 @@ def make_actor_critic(
         {f"reward_{i}": on_base(f"reward_{i}", head) for i, head in heads.items()},
     )
     actor_critic.train_adapters()
-    if is_deepspeed_zero3_enabled() and not is_separate:  # it gathers parameters of one dtype only
+    if is_deepspeed_zero3_enabled() and not is_separate:  # ZeRO-3 gathers parameters of one dtype only
         actor_critic.critic.score.to(next(p.dtype for p in policy.parameters() if p.requires_grad))
     return actor_critic, origin
 

@@ -100,10 +100,11 @@ class Rollout:
 
     def importance_weights(self, args: PPOConfig) -> tuple[Tensor, Tensor] | None:
         """
-        Compute the weights of the policy's loss that correct for who has sampled the answers.
+        Compute weights of the policy's loss that correct for answers sampled from another distribution.
 
         Returns:
-            The weights, (B, T) or (B, 1), and a mask of those that a bound changed; None if there is no correction.
+            The weights, (B, T) or (B, 1), and a mask of the weights that a bound changed; None if
+            `importance_sampling_mode` asks for no correction.
         """
         mode = args.importance_correction
         if mode == "none":
@@ -125,9 +126,7 @@ class Rollout:
     def rows_for_training(
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """
-        Return the tensors that an update needs, with a row for each response.
-        """
+        """Return the tensors that an update needs, by name, with a row for each response."""
         return {
             **({} if weights is None else {"importance_weights": weights}),
             "row": torch.arange(len(self.scores), device=self.scores.device),
@@ -160,7 +159,7 @@ def sequence_scores(
     missing_eos_penalty: float | None = None,
 ) -> Tensor:
     """
-    Weigh the rewards of each response, and apply the rule for those that do not end by EOS (N+ details, 2403.17031).
+    Weigh each response's rewards, and apply the rule for responses that do not end by EOS (N+ details, 2403.17031).
 
     score = Σ_f weight_f · reward_f over the functions that apply to the response. Without EOS the score is replaced by
     `missing_eos_score`, or lowered by `missing_eos_penalty`. A function of weight 0 only measures: the scores are the
@@ -239,7 +238,7 @@ class Collection:
         self.completion_ids: list[list[int]] = []
         self.tool_mask: list[list[int]] | None = None  # 1 = drawn by the policy; None if all tokens are
         self.drawn_first: list[list[int]] | None = None  # the sampler's answers to the prompts, in the first turn
-        self.drawn_logprobs: list[list[float]] | None = None  # of each token when it was drawn; 0 for tools'
+        self.drawn_logprobs: list[list[float]] | None = None  # each token's when it was drawn; 0 for tools' tokens
         self.ended: list[bool] = []
         self.repeats: list[list[bool]] = []  # for each tool call, whether an earlier call of its row was the same
         self.started: dict[int, Any] = {}  # reward functions that were started ahead, by their place
@@ -319,7 +318,7 @@ class Collection:
         mask = self.tensors["completion_mask"]
         device = mask.device
         ended = torch.tensor(self.ended, device=device)
-        # TRL takes a row that is cut off at a PAD for finished; the policy drew that as it draws any other token
+        # If the last token of a cut-off row happens to be a PAD that the policy drew, TRL takes the row for finished
         takes_part = mask.any(1) & (ended | (not args.mask_truncated_completions))
         rewards = trainer._local(self.rewards_per_func)
         scores = sequence_scores(
@@ -356,7 +355,7 @@ class Collection:
         trainer = self.trainer
         if trainer.environments is None:
             return {}
-        if None in trainer.environment_factories:  # TRL's name of the only one
+        if None in trainer.environment_factories:  # TRL's name for the environment, if there is only one
             return {type(trainer.environments[0]).__name__: [True] * len(self.rows)}
         played = [row["environment"] for row in self.rows]
         return {name: [name == each for each in played] for name in trainer.environment_factories}
@@ -382,7 +381,11 @@ class Collection:
         return {name: padded(*given, multiple=multiple).to(device) for name, given in rows.items()}
 
     def _drawn_logprobs(self, tensors: dict[str, Tensor]) -> Tensor | None:
-        """Return the sampler's (B, T) log-probs; None unless every process knows them for all of its tokens."""
+        """
+        Return the sampler's (B, T) log-probs.
+
+        If some process does not know them for all of its tokens, return None; or raise, if training needs them.
+        """
         trainer, mask = self.trainer, tensors["completion_mask"]
         logprobs = None
         if trainer._keeps_logprobs and self.drawn_logprobs is not None and self._is_as_drawn():
@@ -408,7 +411,7 @@ class Collection:
         """Return whether the answers are still those that were generated, not changed by other code."""
         assert self.drawn_logprobs is not None
         is_of_all = [len(row) for row in self.drawn_logprobs] == [len(ids) for ids in self.completion_ids]
-        first = self.drawn_first  # None of a `rollout_func`, which draws by itself
+        first = self.drawn_first  # None with a `rollout_func`, which draws by itself
         return is_of_all and (
             first is None
             or all(ids[: len(drawn)] == drawn for ids, drawn in zip(self.completion_ids, first, strict=True))
@@ -457,7 +460,7 @@ def padded(
 
 
 def with_answers(rows: list[dict[str, Any]], prompt_ids: list[list[int]], ended: list[bool]) -> list[dict[str, Any]]:
-    """Add the columns `prompt_ids` and `finished`, which reward functions get beside those of the dataset."""
+    """Add the columns `prompt_ids` and `finished`, which reward functions get besides the dataset's columns."""
     return [
         {**row, "prompt_ids": asked, "finished": finished}
         for row, asked, finished in zip(rows, prompt_ids, ended, strict=True)

@@ -116,7 +116,11 @@ def _tokenized(dataset: Dataset, tokenizer: Any) -> tuple[list[list[int]], list[
 def _check_texts_of_ids(
     dataset: Dataset, tokenizer: Any, completions: list[list[int]], finished: list[bool], ends: list[int]
 ) -> None:
-    """Raise if a completion's ids do not decode to its text, or if its last id contradicts the row's `finished`."""
+    """
+    Raise if a completion's last id contradicts the row's `finished`, or if its ids do not decode to its text.
+
+    The texts of the first rows alone are compared.
+    """
     if "finished" in dataset.column_names:
         for row, (stated, found) in enumerate(zip(dataset["finished"], finished, strict=True)):
             if stated != found:
@@ -217,8 +221,8 @@ def with_returns(
 
     R_t = Σ_{k ≥ t} γ^(k − t) r_k: the Monte Carlo return, λ = 1 (VC-PPO, 2503.01491). The token rewards r are PPO's,
     without the KL term: the policy that drew the rollouts is the reference, so the log-probs are equal. A response's
-    score is weighted, changed by the rule for a missing EOS, standardised and clipped. The parts of it that a function
-    gave to single tokens are at these tokens, and the rest is at the last token. r_k = 0 elsewhere.
+    score is weighted, changed by the rule for a missing EOS, standardised and clipped. The parts that a function gave
+    to single tokens are at these tokens, and the rest of the score is at the last token. r_k = 0 elsewhere.
 
     Args:
         dataset: B rows of [`with_token_ids`].
@@ -230,8 +234,8 @@ def with_returns(
         The rows that have a score, with two more columns: `score`, standardised and clipped, and `returns`.
 
     Raises:
-        ValueError: `reward_weights` does not have one weight for each function, no row has a score, or all scores are
-            equal.
+        ValueError: `reward_weights` does not have one weight for each function, the column `reward_group_column` is
+            missing, no row has a score, or all scores are equal and no token has a score of its own.
     """
     count = rewards.shape[1]
     if args.reward_weights is not None and len(args.reward_weights) != count:

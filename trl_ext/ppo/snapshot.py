@@ -20,7 +20,7 @@ class Snapshot:
     reward_normalizer: dict[str, Any]
     metrics: dict[str, Any]
     trl_metrics: dict[str, list[float]]  # what TRL's own code has noted since the last log
-    # The Trainer starts its loss sums anew, so that the first log after resuming would cover fewer steps
+    # The Trainer itself would start its loss sums anew, and the first log after resuming would cover fewer steps
     tr_loss: Tensor
     total_loss: float
     last_logged: int

@@ -260,7 +260,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             adds_columns=rollout_func is not None,
         )
         if rollout_func is not None and not args.another_samples:
-            args = copy.copy(args)  # the caller's stays as it is
+            args = copy.copy(args)  # the caller's `args` stay unchanged
             args.allow_off_policy_sampling = True  # who draws is not known here
         if value_model is not None and args.baseline == "mean":
             raise ValueError("`value_model` is a critic, but `baseline='mean'` uses none. Leave one of the two out.")
@@ -270,7 +270,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 "critic its own parameter group there, or drop `critic_learning_rate`."
             )
         if model_is_adapter := is_adapter(model, (args.model_init_kwargs or {}).get("revision")):
-            ref_model = None if ref_model == model else ref_model  # the policy's own copy is that
+            ref_model = None if ref_model == model else ref_model  # a copy of the policy is the same reference
             model, processing_class = load_to_train(model, args, processing_class, peft_config, quantization_config)
             peft_config = quantization_config = None
         reward_funcs = check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
@@ -278,7 +278,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if len(reward_processing_classes) == len(reward_funcs):  # else GRPO says what is wrong
             load_rewards(reward_funcs, reward_processing_classes, args)
 
-        self._given_tools = tools or []  # without those of environments
+        self._given_tools = tools or []  # without the environments' tools
         read = temporarily(args, model_init_kwargs=None) if model_is_adapter else nullcontext()
         with _as_grpo_reads(args, model), read, plain_errors():
             super().__init__(
@@ -360,7 +360,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
         self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
-        self._eval_pool: dict | None = None  # environments of evaluations, once there was one
+        self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
         self._has_warned_of_states = True  # until a training starts
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
@@ -374,7 +374,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _guarded(self, environment_factory: Any) -> Any:
         """
-        Wrap a factory of environments, or each in a dict, so that an environment's error is raised on all processes.
+        Wrap an environment factory, or each factory in a dict: all processes raise an environment's error.
         """
 
         def guard(factory: Any) -> Any:
@@ -422,7 +422,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             check_loadable(vllm)
             check_logprobs(vllm)
             self._vllm_server = ServerGuard(self) if args.vllm_mode == "server" else None
-            set_seed(sampling_seed(args, self.accelerator.process_index))  # in this process vLLM has set its own
+            set_seed(sampling_seed(args, self.accelerator.process_index))  # vLLM in this process has set its own seed
         else:
             self.generation_config.eos_token_id = self.eos_token_ids
         check_tokenizer(policy, self._tokenizer)
@@ -465,7 +465,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             self.model.train(is_training)
 
     def _own_draws(self) -> AbstractContextManager:
-        """Within this context, draw from a separate random state, made from the seed and the step."""
+        """Return a context that draws from a separate random state, made from the seed and the step."""
         batch = self._evaluation.seen if self._evaluation is not None else 0
         return untouched_rng(self.accelerator, self.args, self.state.global_step + batch)
 
@@ -562,7 +562,11 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return 0.95 if self.accelerator.gather(is_by_token).any() else 1.0
 
     def _mix_baselines(self, rollout: Rollout, rewards: Tensor, values: Tensor, advantages: Tensor) -> Tensor:
-        """Return (B, T) returns minus their mean, alone (`mean`) or mixed with the critic's advantages (`gated`)."""
+        """
+        Return (B, T) advantages: each answer's returns minus its mean from `mean_baselines`.
+
+        With `baseline: gated` these are mixed with the critic's `advantages`.
+        """
         args, mask, actions = self.args, rollout.mask, self._actions(rollout.mask)
         zeros = torch.zeros_like(values)
         returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)
@@ -639,7 +643,11 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return self.accelerator.num_processes > 1 and (is_sharded or (self.use_vllm and self.vllm_mode == "server"))
 
     def _most_rows(self, rows: int) -> int:
-        """Return and keep the most rows that any process generates for in this turn; this process has `rows`."""
+        """
+        Return and keep the most rows that any process generates for in this turn.
+
+        `rows` is this process' number of rows. Call this on all processes.
+        """
         everywhere = self.accelerator.gather(torch.tensor([rows], device=self.accelerator.device))
         self._collection.most_rows = int(everywhere.max())
         return self._collection.most_rows
@@ -663,7 +671,11 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
 
     def _reference_logprobs(self, ids: Tensor, lengths: list[tuple[int, int]], width: int, size: int) -> Tensor:
-        """Return the reference's (B, T) log-probs: from its model, or the policy with the `ref` adapter or none."""
+        """
+        Return the reference's (B, T) log-probs.
+
+        Without a `ref_model` the reference is the policy with the adapter `ref`, or else without an adapter.
+        """
         if self.ref_model is not None:
             return self._passes(self.ref_model, ids, lengths, width, size)["logprobs"]
         with use_adapter(self._actor_critic, "ref" if "ref" in self._actor_critic.peft_config else None):
@@ -677,7 +689,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     @property
     def _keeps_logprobs(self) -> bool:
-        """Return whether training needs the sampler's log-probs."""
+        """Return whether to keep the sampler's log-probs, for training or only for metrics."""
         return self._trusts_sampler or self.args.another_samples or self.args.importance_correction != "none"
 
     @property
@@ -727,6 +739,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         """
         Return clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, as means over the tokens of
         the optimizer step.
+
+        In a step that trains only the critic, return the value loss. Once `max_approx_kl` is exceeded, return 0.
         """
         args, mask = self.args, inputs["loss_mask"]
         if self._critic_only(self._step):
@@ -789,7 +803,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _critic_forward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return the critic's (B, T) values of a micro-batch, without running the policy."""
-        is_ddp = isinstance(model, DistributedDataParallel)  # it waits for a gradient of every weight
+        is_ddp = isinstance(model, DistributedDataParallel)  # DDP waits for a gradient of every weight
         return self._run_models(model, inputs, with_logprobs=False, touch_policy=is_ddp)["values"]
 
     def _run_models(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
@@ -800,7 +814,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     @torch.no_grad()
     def _add_up_kl(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> None:
-        """Add a micro-batch's approximate KL, summed over all processes, to that of its minibatch."""
+        """Add a micro-batch's approximate KL, summed over all processes, to its minibatch's KL."""
         mask = inputs["loss_mask"]
         kl = torch.stack([masked_sum(approx_kl(logprobs, inputs["old_logprobs"]), mask), mask.sum().to(logprobs)])
         if self._step % self.args.gradient_accumulation_steps == 0:
@@ -813,8 +827,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _critic_only(self, step: int) -> bool:
         """
-        Return whether micro-batch `step` trains only the critic. In warm-up each does; later only the last of
-        `critic_steps` trains the policy, too.
+        Return whether micro-batch `step` trains only the critic.
+
+        In warm-up every micro-batch does. Later, of each `critic_steps` passes the last one trains the policy, too.
         """
         number = step % self._steps_per_rollout // self.args.steps_per_generation  # of the pass over the rollout
         return self._warms_up(step) or (number + 1) % self.args.critic_steps != 0
@@ -913,7 +928,11 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return answers, logprobs
 
     def _check_room(self, prompt_ids: list[list[int]]) -> None:
-        """Raise if a prompt, with what `reset` added, leaves no room for an answer in the policy's context."""
+        """
+        Note an error if a prompt, with what `reset` added, leaves no room for an answer in the policy's context.
+
+        In the first turn, raise it on all processes. Without environments, do nothing.
+        """
         context = getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None)
         longest = max(map(len, prompt_ids))
         if self.environments is not None and context and longest >= context:
@@ -929,7 +948,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _generate_answers(
         self, prompt_ids: list, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Generate one turn for each prompt; return the turns' tokens, and their log-probs if training needs them."""
+        """Generate one turn for each prompt; return the turns' tokens, and their log-probs if these are kept."""
         generate = super()._generate_single_turn
         if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids))[0]:
             return drawn
@@ -1020,7 +1039,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if grad_norm is None:  # `max_grad_norm=0`: nothing was clipped
             self._finish_gradients()
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        # DeepSpeed makes its step within `backward`, and calls a norm that is not finite -1
+        # DeepSpeed makes its step within `backward`, and returns -1 for a norm that is not finite
         if self.is_deepspeed_enabled and not (norm is None or 0 <= norm < math.inf or self.args.fp16):
             left = "The newest checkpoint has the last finite weights."
             gradients.raise_not_finite(self, "policy or the critic", left)
@@ -1030,8 +1049,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         """
         Look at the gradients before the optimizer step.
 
-        The policy's gradients are dropped if the step trains the critic alone. The norms are observed. If a norm is
-        not finite, and there is no fp16 loss scaler to skip the step, the weights are saved and an error is raised.
+        If the step trains the critic alone, drop the policy's gradients. Observe the norms. If a norm is not finite,
+        and no fp16 loss scaler will skip the step, save the weights and raise. With DeepSpeed, do nothing.
         """
         if self.is_deepspeed_enabled:
             return  # the engine owns the gradients
@@ -1072,7 +1091,11 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """Evaluate one sampled and one greedy answer to each prompt; the state of training stays as it is."""
+        """
+        Evaluate `num_generations_eval` sampled answers to each prompt and, with `eval_greedy`, a greedy one.
+
+        The state of training stays as it is.
+        """
         check_evaluation_batch(self.args)
         dataset, evaluate = dataloader.dataset, super().evaluation_loop
         trl_metrics = copy.deepcopy(self._metrics["eval"])
@@ -1085,7 +1108,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             if self.args.eval_greedy:
                 end_progress(self)
                 with self._evaluating(EvaluationPass(len(dataset), is_greedy=True)), greedy(self):
-                    with temporarily(self.args, dataloader_persistent_workers=False):  # else that of the first pass
+                    with temporarily(self.args, dataloader_persistent_workers=False):  # else the first pass's loader
                         loader = self.get_eval_dataloader(dataset)
                     evaluate(loader, f"{description} (greedy)", metric_key_prefix=metric_key_prefix)
         self._metrics["eval"] = trl_metrics
@@ -1107,6 +1130,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
         Returns:
             Rows with `query`, `model response` and `score`, on every process.
+
+        Raises:
+            ValueError: the trainer has no `eval_dataset`.
         """
         if self.eval_dataset is None:
             raise ValueError("`generate_completions` answers the evaluation prompts: pass an `eval_dataset`.")
@@ -1150,7 +1176,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     # ---- Environments ----
 
     def _own_environments(self) -> AbstractContextManager:
-        """Play evaluations in separate environments, so that the training's environments do not change."""
+        """Return a context that plays in separate environments, so that evaluation leaves the training's unchanged."""
         if self.environment_factories is None:
             return nullcontext()
         if self._eval_pool is None:
@@ -1183,7 +1209,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             if name is not None:
                 row = {key: value for key, value in row.items() if key != "environment"}
             same_draws = functools.partial(untouched_rng, self.accelerator, self.args)
-            with temporarily(self._mistakes, notes=[]):  # one instance more, or a second `reset`, may be refused
+            with temporarily(self._mistakes, notes=[]):  # the class may refuse another instance or a second `reset`
                 fresh = self.environment_factories[name]()
                 differs = what_reset_leaves(environment, fresh, row, same_draws)
                 is_compared = not self._mistakes.notes
@@ -1199,7 +1225,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_loss" in logs:
             # An evaluation after the last step leaves the model in evaluation mode, and the steps since the last log
-            # unlogged; and the Trainer divides the loss of the whole run by the steps since it was resumed
+            # unlogged; and the Trainer divides the loss of the whole run by the steps since the run was resumed
             self.model.train()
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         if self.model.training:
@@ -1227,7 +1253,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs, self._skip_until = 0, None, 0  # unless a snapshot is loaded
         self.metrics.episodes_at_start = self.metrics.episodes
-        self._last_loaded_step = -1  # vLLM is sent the weights, also those of a checkpoint of the same step
+        self._last_loaded_step = -1  # so vLLM is sent the weights, also if a checkpoint has the same step
         self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
         self._has_warned_of_states = False
         try:
@@ -1278,7 +1304,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self._ahead is not None and not self.args.save_only_model:
-            self._ahead.settle()  # together, and before: a process that cannot write leaves the others alone in there
+            self._ahead.settle()  # before writing: a process that cannot write would leave the others waiting in here
         super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -1322,7 +1348,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             super()._load_from_checkpoint(os.path.join(checkpoint, "critic"), self._actor_critic.critic)
 
     def _as_policy(self) -> AbstractContextManager:
-        """Within this context, let the Trainer see the policy alone as its model."""
+        """Return a context in which the Trainer sees the policy alone as its model."""
         return temporarily(self, model=self._actor_critic.policy)
 
     def _without_base(self) -> AbstractContextManager:
@@ -1356,7 +1382,7 @@ class _EpochSeeded(Sampler):
     """
     Seed TRL's RepeatSampler anew for each epoch.
 
-    By itself it draws all epochs from one generator, so a resumed run would replay epoch 0.
+    By itself that sampler draws all epochs from one generator, so a resumed run would replay epoch 0.
     """
 
     def __init__(self, sampler: RepeatSampler, seed: int, epoch: Callable[[], int]):
@@ -1381,7 +1407,7 @@ class _EpochSeeded(Sampler):
 
 def _as_grpo_reads(args: PPOConfig, model: Any) -> AbstractContextManager:
     """
-    Within this context, `args` has the names that GRPO's constructor reads.
+    Return a context in which `args` has the names that GRPO's constructor reads.
 
     Our settings are there under GRPO's names. The settings of GRPO's own loss, which PPO does not use, have their
     defaults. `beta` is 1 for a [`~peft.PeftModel`], whose adapter GRPO then copies into `ref`, and 0 for other models,

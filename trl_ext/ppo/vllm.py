@@ -27,10 +27,10 @@ class ServerLost(ConnectionError):
 
 def check_logprobs(engine: Any) -> None:
     """
-    Wrap `engine.generate`: after each call it checks that vLLM returned a log-prob for each token that it sampled.
+    Wrap `engine.generate`: each call raises a `RuntimeError` unless vLLM returned a log-prob for each sampled token.
 
-    The log-probs are those of the sampled distribution, after temperature and truncation (`processed_logprobs`). For
-    greedy decoding they are those at temperature 1.
+    The log-probs are of the sampled distribution, after temperature and truncation (`processed_logprobs`); in greedy
+    decoding, of the distribution at temperature 1.
     """
     generate = engine.generate
 
@@ -89,7 +89,7 @@ def sampled_logprobs(
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise a `ValueError` that says what to do if the trainer has no GPU to send weights from."""
+    """If the block fails because the trainer has no GPU to send weights from, raise an error that says what to do."""
     try:
         yield
     except NotImplementedError as error:
@@ -198,7 +198,7 @@ class ServerGuard:
         from requests.adapters import HTTPAdapter  # vLLM requires it, so it is installed wherever this runs
 
         self._client = client = trainer.vllm_generation.vllm_client
-        # TRL would try again for a minute, in silence, and a server that was restarted meanwhile would answer
+        # TRL would try again for a minute, in silence, and a server restarted meanwhile would answer with old weights
         client.session.mount(client.base_url, HTTPAdapter(pool_maxsize=64))
         self._instance = _configuration(client.base_url).get("instance_id")
         self._generate, client.generate = client.generate, self._guarded_generate
@@ -248,7 +248,7 @@ class ServerGuard:
         return {"prompt_ids": [], "completion_ids": [], "logprobs": []} if output is None else output
 
     def _while_alive(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Wait for the answers only as long as the server responds: a server that hangs would never end the call."""
+        """Wait for the answers; raise once the server no longer responds, since a call to a hung server never ends."""
         answers: Future = Future()
 
         def ask() -> None:
@@ -299,7 +299,7 @@ def save_last_step(trainer: Any) -> str:
     if not step:
         return "No step was finished."
     checkpoint = os.path.join(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
-    trainer._check_saving(wait=True)  # it may be under way
+    trainer._check_saving(wait=True)  # a save may be under way
     if not _is_complete(checkpoint):
         trainer._save_checkpoint(trainer.model_wrapped, None)
         trainer._check_saving(wait=True)

@@ -286,8 +286,9 @@ def answers_of(function: Callable, count: int, **kwargs: Any) -> list:
     """
     Call a reward function; return what it gives each completion, with [`FAILED`] for each row that it failed on.
 
-    A [`TellsFailures`] marks failed rows by NaN. From any other function, None counts as a failure if its `on_error`,
-    or that of a reward that it holds, is `"skip"`: this None cannot be told from "does not apply".
+    A [`TellsFailures`] marks failed rows by NaN. Any other function gives a failed row None if it, or a reward that it
+    holds, has `on_error="skip"`. We cannot tell this None from "does not apply", so each None that such a function
+    returns counts as a failure.
     """
     if isinstance(function, TellsFailures):
         scores = scores_in(function.scores_or_nan(**kwargs), count)

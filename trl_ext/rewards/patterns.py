@@ -58,7 +58,7 @@ class PatternReward:
     def __call__(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return 1.0 or 0.0 for each completion."""
+        """Return 1.0 or 0.0 for each completion; if a search takes too long, do what `on_error` says."""
         outcomes = [self._score(row, text_of(completion)) for row, completion in enumerate(completions)]
         return without_failures(settled(self.__name__, outcomes, self.on_error, log_metric))
 

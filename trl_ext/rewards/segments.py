@@ -40,7 +40,12 @@ class SegmentScores:
             raise ValueError(f"`ends` must be rising token positions, 0 or more, got {ends}")
 
     def by_token(self, length: int) -> list[float]:
-        """Return one float for each of `length` tokens; raise a `ValueError` if a segment ends after the last one."""
+        """
+        Return a float for each of `length` tokens: a segment's value at its last token, 0 at all other tokens.
+
+        Raises:
+            ValueError: a segment ends after the last token.
+        """
         if len(self.ends) and self.ends[-1] >= length:
             raise ValueError(
                 f"a segment ends at token {self.ends[-1]}, but the completion has {length} tokens, counted from 0"

@@ -108,7 +108,7 @@ def _part(before: str, now: str) -> str:
     """
     Return words on which part of a reward differs between two identities.
 
-    It is the tokenizer if both identities begin with the same hash; else the weights, the source or the settings.
+    If both identities begin with the same hash, the tokenizer differs; else the weights, the source or the settings.
     """
     hashes = [identity.split() for identity in (before, now) if _HASH.match(identity)]
     is_tokenizer = len(hashes) == 2 and hashes[0][0] == hashes[1][0]

@@ -86,7 +86,7 @@ def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
 
 def _newest_checkpoint(output_dir: str) -> str | None:
     """
-    Return the newest complete checkpoint in `output_dir`, or None, and print which incomplete ones are skipped.
+    Return the newest complete checkpoint in `output_dir`, or None; print which incomplete checkpoints are skipped.
     """
     checkpoint, skipped = newest_complete(output_dir)
     for path, reason in sorted(skipped.items()):
@@ -95,7 +95,7 @@ def _newest_checkpoint(output_dir: str) -> str | None:
 
 
 def _checked_marker(checkpoint: str) -> dict[str, Any]:
-    """Return the marker of a checkpoint (the list of its files); raise if a file is missing or changed."""
+    """Return a checkpoint's marker (the list of its files); raise [`CannotResume`] if a file is missing or changed."""
     if not os.path.isdir(checkpoint):
         raise CannotResume(f"{checkpoint} is not a folder, so there is nothing to resume from. Check the path.")
     try:
@@ -123,7 +123,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     """
     Return what a recipe passes to `train` as `resume_from_checkpoint`, so that the same command run again resumes.
 
-    It depends on the setting `resume_from_checkpoint`:
+    The result depends on the setting `resume_from_checkpoint`:
 
     - unset: the newest complete checkpoint; None if there is none
     - `true`: True, so that `train` takes the newest complete checkpoint, and raises if there is none
@@ -149,7 +149,8 @@ class ResumableRun(BackgroundSaving):
     `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
     checkpoint in `output_dir`; with a path in place of True, from the checkpoint at that path.
 
-    - If the checkpoint was written with other settings, it is refused with their names, unless `resume_anyway` is set.
+    - If the checkpoint was written with other settings, it is refused, and the error names them, unless
+      `resume_anyway` is set.
     - If the run is complete, or a monitor stopped it, the checkpoint is loaded, and nothing is trained.
     - If a monitor rolled the run back, the run is refused until a setting is changed, unless
       `resume_from_checkpoint=False` says to begin anew.
@@ -193,7 +194,7 @@ class ResumableRun(BackgroundSaving):
 
     def _run_facts(self) -> dict[str, Any]:
         """
-        Return, as JSON, what must be the same for a run to resume exactly, beside its arguments.
+        Return, as JSON, what must be the same for a run to resume exactly, besides the training arguments.
 
         Every process calls this once, before the first step; the result of the first process is used.
         """
@@ -359,7 +360,7 @@ class ResumableRun(BackgroundSaving):
         self._check_marker(checkpoint, marker)
         names = marker.get("names") if isinstance(marker.get("names"), dict) else {}
         different = differences(marker["configuration"], self._settings, names, self._names)
-        rollback = Rollback.read(self.args.output_dir)  # changing a setting is what it asks for
+        rollback = Rollback.read(self.args.output_dir)  # a rollback asks for a changed setting
         may_differ = rollback is not None and rollback.is_before(checkpoint)
         if different and not (may_differ or self._resume_anyway or getattr(self.args, "resume_anyway", False)):
             raise CannotResume(
@@ -374,7 +375,7 @@ class ResumableRun(BackgroundSaving):
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         scheduler = super().create_scheduler(*args, **kwargs)
-        # As the arguments say: a checkpoint's optimizer brings its own, learning rate and all
+        # The options that the arguments ask for; a checkpoint's optimizer brings options of its own
         self._given = _options(self.optimizer)
         return scheduler
 
@@ -396,7 +397,7 @@ class ResumableRun(BackgroundSaving):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         self._check_saving(wait=True)
         self._writer.close()
-        # Else it leaves only the best checkpoint, and the same command again would train what comes after
+        # Else transformers leaves only the best checkpoint, and the same command again would train what comes after
         with temporarily(self.args, save_total_limit=None):
             return super()._finalize_training(*args, **kwargs)
 
@@ -422,7 +423,7 @@ class ResumableRun(BackgroundSaving):
         checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         is_behind = self._saves_in_background and self._upload is None
         keeps_back = is_behind or self._goes_on_unsaved
-        name = from_first(uuid4().hex) if keeps_back else ""  # not a counter: they could differ after an error
+        name = from_first(uuid4().hex) if keeps_back else ""  # not a counter: processes' counters may differ
         error: Exception | None = None
         try:
             if self.args.should_save:

@@ -13,10 +13,10 @@ class AgreedControl:
     Extend a trainer: if a callback on one process requests something, all processes do it at the same step.
 
     All requests in [`~transformers.TrainerControl`] that are made at the end of a step or an epoch are shared. Of
-    requests that are made while the trainer logs, evaluates or saves, only those to stop are.
+    requests that are made while the trainer logs, evaluates or saves, only requests to stop are shared.
 
-    Otherwise a time limit that runs out on one process first would leave the other processes waiting in the next
-    collective for ever.
+    Without this class, a time limit that runs out on one process first would leave the other processes waiting in the
+    next collective for ever.
     """
 
     accelerator: Any
@@ -29,7 +29,7 @@ class AgreedControl:
             self._agree()
 
     def _agree(self) -> bool:
-        """Make the requests of each process those of all processes, and return whether there are any."""
+        """Make a request of any process a request on all processes; return whether there is any request."""
         asked = [getattr(self.control, name) for name in _REQUESTS]
         if self.accelerator.num_processes > 1:
             everyones = torch.tensor(asked, dtype=torch.int32, device=self.accelerator.device)

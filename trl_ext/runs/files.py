@@ -19,8 +19,8 @@ def whole_file(path: str | os.PathLike[str], durably: bool = False) -> Iterator[
     """
     Write a file whole or not at all.
 
-    The block writes to the yielded path, a temporary one beside `path`. At its end the file is renamed to `path`;
-    after an error it is removed.
+    The block writes a temporary file beside `path`, at the yielded path. At the end of the block this file is renamed
+    to `path`; after an error it is removed.
 
     Args:
         path: the file's path; its folder exists.
@@ -35,7 +35,7 @@ def whole_file(path: str | os.PathLike[str], durably: bool = False) -> Iterator[
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
-            temporary.unlink()  # on a full disk it takes the room of what comes next
+            temporary.unlink()  # on a full disk it would take the room of later files
         raise
     if durably:
         flush(path.parent)

@@ -44,7 +44,9 @@ class Halting:
 
     def rollback_that_holds(self, args: Any, rollback: "Rollback", is_resumed: bool) -> str | None:
         """
-        Return a sentence if `rollback` is one of this callback, and no setting has changed since; else return None.
+        Return a sentence if this callback made the `rollback`, and no setting has changed since; else return None.
+
+        `is_resumed` says whether the run asks to resume from a checkpoint.
         """
         raise NotImplementedError
 

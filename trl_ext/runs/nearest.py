@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return `; did you mean A or B?` with those of `names` that are most similar to `name`; "" if none is similar."""
+    """Return `; did you mean A or B?` with the `names` that are most similar to `name`; "" if none is similar."""
     known = sorted(names)
     begun = [longer for longer in known if longer.startswith(name)]
     nearest = begun[:4] or difflib.get_close_matches(name, known)

@@ -49,19 +49,20 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
 
 
 class FolderInUse(OSError):
-    """Refuse a folder that another process holds; the message has its pid, its host, and since when it holds it."""
+    """Refuse a folder that another process holds; the message says which process, on which host, and since when."""
 
 
 class Hold:
     """
-    Keep the runs of other processes out of a folder.
+    Keep the runs of other processes out of a folder, until `release` or the end of a `with` block.
 
     The folder is locked by a file. The kernel drops the lock when this process ends, in whatever way, and no child
     process inherits it. This process may make several holds of a folder; the folder is free again when all of them are
-    released or deleted.
+    released or deleted. If the folder cannot be locked, for example on a file system without locks, a printed line
+    says so, and nothing is kept out.
 
-    In a launch of several processes all must make a hold. The first process locks the folder; if it cannot, all
-    processes raise the error.
+    In a launch of several processes all must make a hold. The first process locks the folder; if another run holds
+    it, all processes raise the error.
 
     Args:
         folder: the folder, which need not exist yet.
@@ -84,7 +85,7 @@ class Hold:
             return
         if lock.lock_counter == 1:
             with suppress(OSError):
-                os.unlink(lock.lock_file)  # a process that has opened it meanwhile sees that its name is gone
+                os.unlink(lock.lock_file)  # a process that has opened this file meanwhile sees that it is gone
         lock.release()
 
     def __enter__(self) -> "Hold":
@@ -95,7 +96,11 @@ class Hold:
 
 
 def _locked(folder: Path) -> Any:
-    """Lock a folder and return the lock; if the file system has no locks, print that and return None."""
+    """
+    Lock a folder and return the lock; raise [`FolderInUse`] if another process holds it.
+
+    If the folder cannot be locked, for example on a file system without locks, print that and return None.
+    """
     # One object for each file, so that this process can lock it again
     lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False, on_acquired=_write_holder)
     try:

@@ -88,7 +88,7 @@ class HidesCredentials:
 
 
 class _PickledAs(str):
-    """Hold a string with a credential: in memory it is as it was, but it is pickled as `shown`, without it."""
+    """Hold a string with a credential: unchanged in memory, but pickled as `shown`, which lacks the credential."""
 
     shown: str
 

@@ -52,7 +52,7 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
     try:
         yield
     except Exception as error:
-        if not is_of_writing(error) or (isinstance(error, OSError) and error.errno is None):  # such as the hub's
+        if not is_of_writing(error) or (isinstance(error, OSError) and error.errno is None):  # the hub's error, say
             raise
         failure = error
         for path in [path for path, time in _written(output_dir).items() if before.get(path) != time]:
@@ -63,7 +63,10 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
         has_checkpoint = any(Path(output_dir).glob(f"checkpoint-*/{MARKER}"))
         goes_on = goes_on or ("resumes from the newest complete checkpoint" if has_checkpoint else "begins anew")
         kept = "" if what == MODEL else "The model is saved. "
-        raise NotSaved(f"{causes[0]}. {kept}Make room, then run the same command again: it {goes_on}.") from failure
+        raise NotSaved(
+            f"{causes[0]}. {kept}Correct the cause (if the disk is full, make room), then run the same command again: "
+            f"it {goes_on}."
+        ) from failure
 
 
 def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
@@ -205,8 +208,8 @@ class BackgroundSaving(_Trainer):
             return f"{cause}. Training continues (`on_save_failure: continue`)."
         or_else = "" if self._goes_on_unsaved else " Or set `on_save_failure: continue`."
         return (
-            f"{cause}, so training ends at step {self.state.global_step}. Make room, then run the same command again: "
-            f"it resumes from the newest complete checkpoint.{or_else}"
+            f"{cause}, so training ends at step {self.state.global_step}. Correct the cause (if the disk is full, "
+            f"make room), then run the same command again: it resumes from the newest complete checkpoint.{or_else}"
         )
 
     def _forget_unsaved(self, checkpoint: str, best: str | None) -> None:
@@ -244,7 +247,7 @@ class BackgroundSaving(_Trainer):
         """
         Wait, after an error in training, until the checkpoint in the background is written.
 
-        It is complete if all processes wrote their parts; else print why it is not. This uses no collective.
+        The checkpoint is complete if all processes wrote their parts; else print why not. This uses no collective.
         """
         if self._being_saved is None:
             return self._writer.close()

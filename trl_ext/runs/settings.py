@@ -37,8 +37,8 @@ def setting(default: Any, help: str, range: Range | None = None, only_with: Only
         help: meaning and unit. `--help` shows the first sentence; `--help WORD` and the docs show all. No percent
             signs: argparse takes them for formats.
         range: allowed values: a rule that [`meets`] understands, or a rule in words with a function that tests it.
-        only_with: name and value of another setting. If that has a different value, this setting has no effect, and is
-            refused unless it is at its default.
+        only_with: name and value of another setting. If the other setting has a different value, this one has no
+            effect, and is refused unless it is at its default.
     """
     text = _Help(help)
     text.range, text.only_with = range, only_with
@@ -66,7 +66,7 @@ def meets(value: Any, rule: str) -> bool:
 
 
 def rules_of(each: Field) -> tuple[Range | None, OnlyWith | None]:
-    """Return the `range` and the `only_with` of a field, as [`setting`] takes them; None for what it has not."""
+    """Return the `range` and the `only_with` of a field, as [`setting`] takes them; None for one that it lacks."""
     text = each.metadata.get("help", "")
     return (text.range, text.only_with) if isinstance(text, _Help) else (None, None)
 

@@ -51,7 +51,7 @@ def config_file(flag: str, name: str, folder: str = "recipes") -> Path:
         folder: `"recipes"` or `"accelerate_configs"`.
 
     Raises:
-        FileNotFoundError: there is none; the message has the nearest names.
+        FileNotFoundError: there is no such file; the message has the nearest names.
     """
     if Path(name).expanduser().is_file():
         return Path(name).expanduser()
@@ -63,7 +63,12 @@ def config_file(flag: str, name: str, folder: str = "recipes") -> Path:
 
 
 def accelerate_file(flag: str, name: str) -> Path:
-    """Return the accelerate configuration that a flag names: a path, the name of one that ships, or one of TRL's."""
+    """
+    Return accelerate's configuration file that a flag names: by a path, or by the name of a file of ours or TRL's.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
     try:
         return config_file(flag, name, "accelerate_configs")
     except FileNotFoundError:

@@ -164,8 +164,8 @@ def _named(namespace: dict[str, Any], names: list[str], modules: list[ModuleType
     """
     Yield each of these names that a namespace has, with its value.
 
-    If the value is a module of the user's own files, yield in its place those of these names that the module has.
-    `modules` lists the modules that were visited before.
+    In place of a module of the user's own files, yield the names that the module has, each as `module.name`. `modules`
+    lists the modules that were visited before.
     """
     for name in names:
         item = namespace.get(name)

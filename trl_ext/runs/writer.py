@@ -53,8 +53,8 @@ class CheckpointWriter:
         """
         Keep back what this thread writes by `torch.save` and `safetensors` in the block, until `start` writes it.
 
-        The functions that are kept back are listed in `upstream.names.WRITERS`. Data that cannot be copied is written
-        at once; if that fails, an `OSError` is raised.
+        `upstream.names.WRITERS` lists the functions. Only a dict that is written to a path is kept back. Other data,
+        and a dict that cannot be copied, is written at once; if that fails, an `OSError` is raised.
 
         Args:
             copies: whether to copy the data; data that is not copied must not change until it is written.
@@ -133,7 +133,7 @@ class CheckpointWriter:
             except Exception as failure:
                 self.error = failure
 
-        # A program that ends waits for what is nearly written, also if a daemon thread trains, which it would inherit
+        # No daemon, which a daemon thread's threads are by default: a program that ends waits until all is written
         self._thread = threading.Thread(target=work, name="checkpoint writer", daemon=False)
         self._thread.start()
 
@@ -184,7 +184,9 @@ class CheckpointWriter:
 
 def is_of_writing(error: BaseException) -> bool:
     """
-    Return whether an error means that a file could not be written: PyTorch raises a `RuntimeError` on a full disk.
+    Return whether an error means that a file could not be written.
+
+    Every `OSError` and every error of safetensors counts, and the `RuntimeError` that PyTorch raises on a full disk.
     """
     return isinstance(error, (OSError, SafetensorError)) or _OF_PYTORCH in str(error)
 

@@ -41,7 +41,7 @@ def function_change(path: str, passed: str | None) -> str:
 
 def method_change(cls: type, name: str, passed: str) -> str:
     """
-    Return how a method of `cls` differs from the one that trl_ext was written for, or "" if it does not.
+    Return how a method of `cls` differs from the method that trl_ext was written for; "" if it does not differ.
 
     `passed` lists the parameters that we pass, as in `function_change`. A further parameter counts as a difference,
     unless `passed` ends in `...`.
@@ -56,7 +56,7 @@ def attribute_changes(cls: type, names: list[str]) -> dict[str, str]:
     """
     Return a mapping from each name to a sentence if `cls` no longer has that attribute, and to "" if it has.
 
-    It has an attribute if it defines it, or if one of its methods sets it.
+    A class has an attribute if the class defines it, or if one of the class's methods sets it.
     """
     present = {*dir(cls), *assigned(cls.__mro__)}
     return {name: "" if name in present else f"`{cls.__name__}` has no `{name}`" for name in names}
@@ -87,9 +87,10 @@ def assigned(classes: Iterable[type]) -> set[str]:
 
 def _difference(label: str, parameters: Iterable[str], required: list[str], passed: str) -> str:
     """
-    Return a sentence if the parameters of `label` do not fit the arguments that we pass; "" if they do.
+    Return a sentence if a function's parameters do not fit the arguments that we pass; "" if they do.
 
-    They do not fit if a required one is missing, or if one is unknown or at another position.
+    They do not fit if we leave out a required parameter, pass an unknown one, or pass one at another position. The
+    sentence calls the function `label`.
     """
     given = [name for name in passed.split(", ") if name not in ("", "...")]
     by_place = [name for name in given if not name.endswith("=")]

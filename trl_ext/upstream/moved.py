@@ -165,7 +165,7 @@ def identity_name(module: str, qualname: str) -> tuple[str, str]:
     """
     if module.partition(".")[0] != _PACKAGE:
         return module, qualname
-    old_names = {new: old for old, new in reversed(MOVED.items())}  # of several, the first one counts
+    old_names = {new: old for old, new in reversed(MOVED.items())}  # of several old names, the first one counts
     name = _renamed(f"{module}.{qualname}", old_names)
     module, *parts = name.rsplit(".", qualname.count(".") + 1)
     return module, ".".join(parts) + (f" {MEANING[name]}" if name in MEANING else "")
@@ -191,7 +191,7 @@ class OldNames(MetaPathFinder, Loader):
     Import modules by their old names, and warn with the new name.
 
     An import by the old name gives the module of the new name itself, so that both names give the same classes. If the
-    contents of the old module moved to several places, it gives a module that looks names up in all of them.
+    contents of the old module moved to several places, the import gives a module that looks names up in all of them.
     """
 
     def find_spec(

@@ -214,7 +214,7 @@ def changes_of_class(path: str) -> dict[str, str]:
     """
     Return a mapping from each method and attribute of a class that we use to what changed; "" if nothing did.
 
-    They are those that `METHODS` and `ATTRIBUTES` list for `path`.
+    `METHODS` and `ATTRIBUTES` list what we use. If the class itself is gone, the only key is `path`.
     """
     try:
         cls = find(path)

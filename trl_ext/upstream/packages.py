@@ -33,7 +33,7 @@ def is_installed(package: str) -> bool:
     if package == "tensorboard" and find_spec("tensorboardX"):
         return True
     spec = find_spec(package)
-    return bool(spec and spec.origin)  # a folder of that name has none: W&B writes its runs to `wandb`
+    return bool(spec and spec.origin)  # a plain folder has no origin: W&B writes its runs to a folder `wandb`
 
 
 def is_of_deepspeed(error: Exception) -> bool:
@@ -49,7 +49,7 @@ def check_packages(*settings: Any) -> None:
 
     Raises:
         ImportError: a package is missing; the message has the command that installs it.
-        ValueError: W&B has no valid key. Only the first process reports to W&B, so this is checked on that one alone.
+        ValueError: W&B has no valid key. Only the first process reports to W&B, so only the first process raises this.
     """
     for each in settings:
         if getattr(each, "load_in_4bit", False) or getattr(each, "load_in_8bit", False):

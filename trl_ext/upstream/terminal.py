@@ -1,10 +1,10 @@
 """
 Hide certain warnings of libraries from the terminal: those that tell a user nothing about the run.
 
-Recipes and commands call `quiet` first; `trl_ext.ppo` and `trl_ext.dpo` call it when they are imported, and their
-trainers when they are made. `import trl_ext`, callbacks and rewards hide nothing, so a script without our trainers
-prints the same as without trl_ext. There is one exception: watches give no scores, so TRL logs None as their mean, and
-they hide transformers' remark that TensorBoard cannot log None.
+Recipes and commands call `quiet` first; `trl_ext.ppo` and `trl_ext.dpo` call it when they are imported. Their trainers
+call `late_bars` when they are made. `import trl_ext`, callbacks and rewards hide nothing, so a script without our
+trainers prints the same as without trl_ext. There is one exception: watches give no scores, so TRL logs None as their
+mean, and they hide transformers' remark that TensorBoard cannot log None.
 """
 
 import functools
@@ -48,8 +48,8 @@ def quiet() -> None:
     """
     Hide the warnings of libraries that tell nothing about the run: those in `REMARKS` and `WARNINGS`.
 
-    Call this first in a script, before libraries are imported. Other warnings, such as those of TRL and ours, are
-    still shown. With the environment variable `TRL_EXT_VERBOSE=1` nothing is hidden.
+    Call this first in a script, before libraries are imported. Other warnings, such as TRL's and ours, are still
+    shown. With the environment variable `TRL_EXT_VERBOSE=1` nothing is hidden.
     """
     if _is_verbose():
         return

@@ -114,7 +114,7 @@ class ServedWriter(Served):
         self.work_on(turns, lambda turn: done(self.text(turn)))
 
     def text(self, turn: Turn) -> dict[str, Any]:
-        """Ask the server for the text of a turn; return the journal's row, which says what became of it."""
+        """Ask the server for the text of a turn; return a row for the journal: the text, or why there is none."""
         try:
             answer = self.chat(turn.messages, Call(time.monotonic() + self.deadline))
         except RefusedError as error:

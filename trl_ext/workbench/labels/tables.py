@@ -89,8 +89,9 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
         columns: which column holds what; by default, the columns that `Columns()` names.
 
     Raises:
-        ValueError: a column is missing, a choice is not in `columns.values`, a score or a time is not a number, rows
-            of one item have different texts, or there is no label. If a row is wrong, the message names it.
+        ValueError: a column is missing, a choice is not in `columns.values`, a score is not a number, a time is
+            neither a number nor a date, rows of one item have different texts, or there is no label. If a row is
+            wrong, the message names it.
     """
     columns = columns or Columns()
     if missing := [name for name in columns.names if name not in dataset.column_names]:

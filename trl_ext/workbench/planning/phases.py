@@ -145,6 +145,6 @@ def _gathered(job: Job, model: nn.Module, *frozen: nn.Module | None) -> int:
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """Return the layers, of policy and critic, that accelerate has FSDP2 shard one by one, apart from the root."""
+    """Return the layers of policy and critic that FSDP2 shards one by one; the root holds all other weights."""
     kinds = getattr(model, "_no_split_modules", None) or ()
     return [module for module in model.modules() if type(module).__name__ in kinds]

@@ -76,7 +76,7 @@ def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tupl
             values = report.scripts[report.places[name]].tolist()
         else:
             found = ", ".join(map(repr, prompts.rows.column_names))
-            raise ValueError(f"set {name!r} lacks the column {column!r}; it has {found}, and `length` and `script`")
+            raise ValueError(f"set {name!r} lacks the column {column!r}: choose one of {found}, `length`, `script`")
         values = [value if isinstance(value, (str, int, type(None))) else repr(value) for value in values]
         different = len(set(values))
         if different > max(_FEW, len(values) / 10):

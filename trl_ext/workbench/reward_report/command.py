@@ -208,8 +208,8 @@ def trained_pairs(args: RewardReportArguments) -> Any:
     """
     Return the pairs that the tested models were trained on, as recorded in their folders.
 
-    The result is not complete if there is a model without a folder or a record, or if the reward is an entry of
-    `rewards`.
+    The result's `is_complete` is False if a model has no folder or no record, or if the setting `rewards` gives the
+    reward.
     """
     from ...data import TrainedPairs
 

@@ -55,7 +55,7 @@ class Bounds:
 
 class Scorer:
     """
-    Score answers by a reward function. Count the answers without a finite score, and those that were truncated.
+    Score answers by a reward function. Count answers without a finite score, and those that the function truncated.
 
     Args:
         function: reward function with TRL's signature.

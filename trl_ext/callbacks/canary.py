@@ -22,8 +22,8 @@ class CanaryCallback(MonitorCallback):
     Alert when the greedy answers to a fixed set of prompts change in length, grow alike or score lower.
 
     The model answers the prompts before training, and then every few minutes. The answers' length, their most frequent
-    phrase and, with a judge, their score are compared with those of the first answers. All answers are kept in
-    `canary.jsonl` in the output directory.
+    phrase and, with a judge, their score are compared with the first answers'. All answers are kept in `canary.jsonl`
+    in the output directory.
 
     An unchanged policy gives the same greedy answers each time, so their length and phrase have no noise. A judge's
     scores may have noise, which is estimated from the earlier scores.

@@ -140,7 +140,7 @@ class MonitorCallback(Halting, TrainerCallback):
     # ---- State ----
 
     def _arguments(self) -> dict[str, Any]:
-        """Return those of the monitor's arguments that can be written as JSON, without credentials."""
+        """Return the monitor's arguments that can be written as JSON, without credentials."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return redacted({name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)})
 

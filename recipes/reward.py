@@ -90,7 +90,7 @@ def without_folds(rows: Any, k: int, seed: int) -> list:
 
 
 def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: bool) -> None:
-    """Write down the members' settings; raise a `ValueError` if the folder has another run's."""
+    """Write down the members' settings; raise a `ValueError` if the folder was begun with others, or by one model."""
     from accelerate import PartialState
 
     from trl_ext.runs import differences

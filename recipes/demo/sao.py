@@ -113,7 +113,7 @@ class Run:
 
 
 def tuned_as(algorithm: str) -> str:
-    """Return the algorithm whose learning rate an algorithm takes."""
+    """Return the algorithm whose learning rate `algorithm` takes: itself, or PPO for `PPO + …`."""
     return algorithm.split(" + ")[0]
 
 

@@ -66,7 +66,11 @@ PHRASE_RATE = 0.01
 
 @dataclass(frozen=True)
 class Annotator:
-    """Describe an annotator, who prefers higher gold + tastes, and slips at `noise` times the label noise."""
+    """
+    Describe an annotator.
+
+    An annotator prefers the answer of higher gold + tastes, and slips at `noise` times the label noise.
+    """
 
     noise: float = 1.0
     warmth: float = 0.0  # per warm opening
@@ -83,7 +87,7 @@ def gold(answer: str, product: str, problem: str, ended: bool = True) -> float:
 
 
 def judge(answer: str, product: str, problem: str, ended: bool = True) -> dict[str, bool]:
-    """Return by each name in `WEIGHTS` whether an answer does it: names the right product only, and so on."""
+    """Return name in `WEIGHTS` → whether an answer meets it: whether it names the right product only, and so on."""
     words = answer.split()
     sentences = _sentences(words)
     remedies = {name for name, (_, remedy) in PROBLEMS.items() if f"{remedy} ." in sentences}

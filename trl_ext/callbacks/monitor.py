@@ -37,8 +37,8 @@ class Memory(dict):
     """
     Hold what a running monitor remembers.
 
-    If `state.stateful_callbacks` holds a plain dict in its place, that dict was read from a checkpoint, and a new
-    monitor takes it over.
+    If `state.stateful_callbacks` holds a plain dict in place of a `Memory`, that dict was read from a checkpoint, and
+    a new monitor takes it over.
     """
 
 

@@ -317,7 +317,11 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
         self._ask_redis(write)
 
     def _ask_redis(self, question: Callable[[Any], Any]) -> Any:
-        """Return what `question` gets from Redis; None if Redis does not answer, or did not within `retry_after`."""
+        """
+        Return what `question` gets from Redis; None if Redis does not answer.
+
+        After that Redis is not asked for `retry_after` seconds, in which None is returned at once.
+        """
         if time.monotonic() < self._redis_rests_until:
             return None
         import redis

@@ -182,7 +182,7 @@ def scores_of_all(
     members: Sequence[Member], log_metric: Any = None, log_extra: Any = None, **kwargs: Any
 ) -> list[list[float | None]]:
     """
-    Return each member's list of scores, with NaN as [`Member.scores_or_nan`] has it.
+    Return each member's list of scores, as [`Member.scores_or_nan`] returns it.
 
     Members with a true `in_background` run in threads, at the same time as the others.
     """
@@ -243,7 +243,7 @@ def runs_in_background(function: Any) -> bool:
 
 def distinct(names: Sequence[str]) -> list[str]:
     """
-    Make names different, since metrics are kept by name: add the place to each name that occurs more than once.
+    Make names different, since metrics are kept by name: a name that occurs more than once gets its place in the list.
 
     >>> distinct(["length", "tone", "length"])
     ['length_0', 'tone', 'length_2']
@@ -299,7 +299,7 @@ def answers_of(function: Callable, count: int, **kwargs: Any) -> list:
 
 
 def scores_in(returned: Any, count: int) -> list:
-    """Return a reward function's scores as a list; raise a `TypeError` or `ValueError` unless they are `count`."""
+    """Return a reward function's scores as a list; raise a `TypeError` or `ValueError` unless there are `count`."""
     returned = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(returned, (list, tuple)):
         raise TypeError(f"must return a list with one float or None per completion, got {type(returned).__name__}")

@@ -60,7 +60,7 @@ def load_classifier(path: str, **kwargs: Any) -> Any:
 
 
 def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
-    """Load a sequence classifier of one label; raise a `ValueError` if no head was saved, since it would be random."""
+    """Load a sequence classifier of one label; raise a `ValueError` if no head was saved: a new one is random."""
     model, found = load_classifier(path, output_loading_info=True, **kwargs)
     new = sorted(key for key in found["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
     if new:

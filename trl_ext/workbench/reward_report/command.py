@@ -434,7 +434,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def accuracy_of(report: dict[str, Any]) -> str:
-    """Return a report's accuracy in words, or say that it lacks one, as an ensemble's or an older one may."""
+    """Return a report's accuracy in words, or say that it lacks one, as an ensemble's report may."""
     from ..pages.markup import with_interval
     from .figures import accuracy_name
 

@@ -166,8 +166,8 @@ def held_out_part(
 
     Args:
         pairs: usable pairs to measure on.
-        train: usable pairs that the reward may have been trained on. If all training pairs are known, pairs that are
-            not among them are left out; else all of `train` count as trained on.
+        train: usable pairs that the reward may have been trained on. If all training pairs are known, pairs of `train`
+            that are not among them are left out; else all of `train` count as trained on.
         trained: the pairs that the reward is known to have been trained on.
         is_named: whether the user named `train`, so that a sentence says how much of it is left out; else it was found
             beside `pairs`.

@@ -169,7 +169,7 @@ class Draw:
         return random.Random(f"{self.seed} {name}").sample(rows, len(rows))
 
     def options(self, *options: Any) -> list[Any]:
-        """Return a stage's flags with this seed; without them a stage takes the world's."""
+        """Return a stage's flags with this seed; otherwise the stage would take the world's seed."""
         return [*options, *UNRECORDED, "--seed", self.seed]
 
     def built(self, name: str, make: Callable[[Path], Any]) -> Path:
@@ -275,9 +275,10 @@ class Draw:
 
     def best_of(self, n: int) -> dict[str, Any]:
         """
-        Take that of SFT's n answers to each prompt which the reward model scores highest; figures as of `measured`.
+        Take, of SFT's n answers to each prompt, the one that the reward model scores highest.
 
-        Its KL to SFT is at most log n − (n − 1)/n (Beirami et al., 2401.01879); the bound stands in `figures`.
+        Return what [`Draw.measured`] does, with an upper bound as KL to SFT: log n − (n − 1)/n (Beirami et al.,
+        2401.01879).
         """
         reward, _ = self.reward(is_ensemble=False)
         columns = {name: self.test[name][:] for name in ("product", "problem")}
@@ -305,8 +306,8 @@ def written(messages: list[dict], first: dict[str, str], error: float) -> str:
     """
     Return the next text of the model behind `trl-ext constitution`: SFT's answer, a critique or a revision.
 
-    It sees a principle the wrong way round in a share `error` of the critiques, and as many of its revisions break the
-    principle.
+    The model sees a principle the wrong way round in a share `error` of the critiques, and as many of its revisions
+    break the principle.
     """
     texts = [message["content"] for message in messages]
     if len(texts) == 1:

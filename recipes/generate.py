@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
         partial.parent.mkdir(parents=True, exist_ok=True)
     with open(partial, "w") if args.output_file and state.is_main_process else nullcontext() as file:
         rounds = range(0, len(starts), state.num_processes)
-        hidden = None if state.is_main_process else True  # by itself where there is no terminal
+        hidden = None if state.is_main_process else True  # None: tqdm hides the bar where there is no terminal
         for first in tqdm(rounds, "Answering", delay=SECONDS, leave=False, disable=hidden):
             mine = starts[first + state.process_index :][:1]
             rows: list[dict] = []

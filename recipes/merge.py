@@ -45,7 +45,12 @@ class MergeArguments:
 
 
 def load(args: MergeArguments) -> tuple[Any, Any, Any]:
-    """Return the adapter on its base, its tokenizer and the merged model's class, or raise what does not fit."""
+    """
+    Return the adapter on its base, its tokenizer and the merged model's class.
+
+    Raises:
+        ValueError: the adapter cannot be read or merged, or does not fit the base.
+    """
     from peft import PeftConfig, PeftModel, PeftType, load_peft_weights
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 

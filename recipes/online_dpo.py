@@ -61,7 +61,7 @@ def answer(
     model: Any, tokenizer: Any, rows: list[dict], number: int, ends: list[int], script_args: Any, batch: int
 ) -> list[dict]:
     """
-    Sample `number` answers to each row, those of a row in succession, each ended by one of the tokens `ends`.
+    Sample `number` answers to each row, a row's answers in succession. One of the tokens `ends` ends an answer.
 
     Returns:
         `{"completion", "ids", "prompt_ids", "finished"}` of each.
@@ -109,7 +109,7 @@ def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch:
 
 
 def total(scores: list[float | None], weights: list[float]) -> float | None:
-    """Return the weighted sum of an answer's scores without those that are None; None if all are."""
+    """Return the weighted sum of an answer's scores, without None and without weights of 0; None if none is left."""
     applying = [w * s for w, s in zip(weights, scores, strict=True) if s is not None and w != 0]
     return sum(applying) if applying else None
 

@@ -236,7 +236,11 @@ def local_split(name: str | None, split: str) -> Any:
 
 
 def measured_tokens(stage: str, dataset: Any, tokenizer: Any) -> tuple[int, float] | None:
-    """Return the longest and the mean number of tokens of PPO's prompts, or of other stages' texts, in 2,000 rows."""
+    """
+    Return the longest and the mean number of tokens of PPO's prompts, or of other stages' texts, in 2,000 rows.
+
+    Return None without rows, without a tokenizer, or if the columns are not those of the stage.
+    """
     rows = dataset.select(range(min(len(dataset), 2000)))
     if stage == "pretrain_critic" and {*IDS} <= {*rows.column_names}:
         return longest_and_mean([sum(map(len, ids)) for ids in zip(*(rows[name] for name in IDS), strict=True)])

@@ -3,9 +3,9 @@
     trl-ext ppo --config tinystories/ppo --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` (or `input_ids`), and a
-reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. An `environment` may bring both, see
-docs/agents.md. Flags override the file; see --help. The
-same command again goes on from the newest complete checkpoint in `output_dir`.
+reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. An `environment` may bring prompts and a
+reward, see docs/agents.md. Flags override the file; see --help. The same command again goes on from the newest
+complete checkpoint in `output_dir`.
 """
 
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "D
 
 
 def load_environments(entries: list[str] | None, load: "Callable[[str, str], Any]") -> Any:
-    """Import a class, or a dict of them if they have names; None without any."""
+    """Import the entries; return one class, or name → class if they have names, or None if there are none."""
     named = [entry.rpartition("=") for entry in entries or []]
     if len(named) > 1 and not all(name for name, _, _ in named):
         raise ValueError(f"several environments need names, as `name=path`, got {entries}")

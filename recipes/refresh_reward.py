@@ -339,7 +339,7 @@ def queued(row: dict, other: Any, why: str, args: RefreshArguments) -> dict[str,
 
 
 def chosen_prompts(args: RefreshArguments) -> list[dict]:
-    """Draw different prompts with their columns, by the seed and the round."""
+    """Draw different prompts with their columns, by the seed and the round; refuse columns that the queue writes."""
     dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
     if taken := sorted(OWN & set(dataset.column_names)):
         raise ValueError(
@@ -377,7 +377,7 @@ def answers_of(args: RefreshArguments, model: str, name: str, prompts: list[dict
 
 
 def with_scores(args: RefreshArguments, rows: list[dict]) -> list[dict]:
-    """Return the answers with the mean of the reward models' scores, and how far these disagree."""
+    """Return the answers, each with the mean of the reward models' scores, and how far these scores disagree."""
     scores = scores_by(members_of(args.reward_model_name_or_path), rows, args)
     spread = disagreement(scores).tolist() if len(scores) > 1 else [None] * len(rows)
     return [
@@ -529,7 +529,7 @@ def train(args: RefreshArguments) -> None:
     }
     if type(old["train"][0]["chosen"]) is not type(new["train"][0]["chosen"]):
         raise ValueError(f"{args.reward_dataset_name} and the new pairs must both be text, or both messages")
-    # Of earlier rounds, too, which may have held out other prompts, by another seed or share
+    # Also what earlier rounds held out: with another seed or share they may have held out other prompts
     held_out = {answer_key(row["prompt"], None) for rows in (old, new) for row in rows["test"]}
     new["train"] = [row for row in new["train"] if answer_key(row["prompt"], None) not in held_out]
     wanted = round(len(new["train"]) * args.old_share / (1 - args.old_share))
@@ -555,7 +555,7 @@ def train(args: RefreshArguments) -> None:
 
 
 def compare(args: RefreshArguments) -> None:
-    """Measure the old and the new model on held-out old pairs, on those of this round and of earlier ones."""
+    """Measure the old and the new model on held-out pairs: old pairs, this round's, and earlier rounds'."""
     folder = Path(args.output_dir)
     sets = {"old pairs": old_pairs(args, "test").to_list()}
     if args.earlier:
@@ -583,7 +583,10 @@ def compare(args: RefreshArguments) -> None:
 
 
 def held_out_sets(sets: dict[str, list[dict]], models: list[str]) -> tuple[dict[str, list[dict]], bool, list[str]]:
-    """Return each set's pairs that no model was trained on, whether these are known for sure, and sentences on it."""
+    """
+    Return three values: each set's pairs that no model is known to have been trained on; whether all training pairs
+    are known, so that these are held out for sure; and sentences on this for the report.
+    """
     records = [TrainedPairs.load(model) or TrainedPairs(is_complete=False) for model in models]
     trained, kept, said = functools.reduce(TrainedPairs.__or__, records), {}, []
     for name, rows in sets.items():

@@ -90,7 +90,7 @@ def without_folds(rows: Any, k: int, seed: int) -> list:
 
 
 def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: bool) -> None:
-    """Write down the members' settings; a `ValueError` says what differs if some were trained with others."""
+    """Write down the members' settings; raise a `ValueError` if the folder was begun with others, or by one model."""
     from accelerate import PartialState
 
     from trl_ext.runs import differences
@@ -115,12 +115,12 @@ def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: 
 
 
 def is_complete(member: str) -> bool:
-    """Return whether a member is complete, i.e. was measured; the first process looks, for all."""
+    """Return whether a member was measured, and so is complete, as the first process sees it."""
     return from_first(all(Path(member, name).is_file() for name in ("reward_report.json", "held_out_scores.json")))
 
 
 def finish_ensemble(output_dir: Path, k: int) -> str:
-    """Measure the members together, write `ensemble.json` for `EnsembleReward`, and return what to print."""
+    """Measure the members together, write `ensemble.json` for `EnsembleReward`, and return a sentence to print."""
     import torch
     from accelerate import PartialState
 

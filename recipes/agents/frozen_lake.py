@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
 
 DIRECTIONS = {"left": 0, "down": 1, "right": 2, "up": 3}
 SLIPPERY = {"is_slippery": True, "success_rate": 0.8}  # the rest of the moves go to one side
-MISTAKES = 0.6  # share of moves by habit of the player that SFT imitates
+MISTAKES = 0.6  # `slips` of the player that SFT imitates
 MOVES = 16  # after which the ice breaks
 WAY = [  # of the player, around the holes
     ["down", "right", "down", "left"],
@@ -25,7 +25,7 @@ class Environment:
     """Let the model walk over the ice. A row's `seed` decides each slip of an episode."""
 
     def reset(self, seed: int = 0, **row: Any) -> str:
-        """Start at the shore; each slip is decided by `seed`."""
+        """Start at the shore; `seed` decides each slip."""
         self._lake = gymnasium.make("FrozenLake-v1", map_name="4x4", **SLIPPERY).unwrapped
         self._place, _ = self._lake.reset(seed=seed)
         self._reward, self._moves, self._is_over = 0.0, 0, False
@@ -75,14 +75,14 @@ class Player:
 
     Args:
         slips: share of moves that go straight to the right, then down, whatever is there.
-        seed: decides which.
+        seed: decides which moves these are.
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):
         self.slips, self._random = slips, random.Random(seed)
 
     def __call__(self, said: str) -> tuple[str, dict[str, Any]] | str:
-        """Return the next call to what the environment said last, or the last words."""
+        """Answer what the environment said last: return the next call, or the last words."""
         place = re.search(r"row (\d) column (\d)", said)
         if not place:
             return "Done."

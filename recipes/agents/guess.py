@@ -15,7 +15,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("guess needs openenv-core: `pip install 'trl-ext[agents]'`") from error
 
-MISTAKES = 0.6  # share of guesses by habit of the player that SFT imitates
+MISTAKES = 0.6  # `slips` of the player that SFT imitates
 HIGHEST = 15
 GUESSES = 4  # as many as halving takes
 SECONDS = 20.0  # for an answer of the server
@@ -26,7 +26,7 @@ class Server:
     """Run the server in a process of its own, which ends when this one does."""
 
     def __init__(self) -> None:
-        # It ends when its standard input does, so also if this process is killed
+        # The server ends when its standard input ends, so also if this process is killed
         self.process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -75,7 +75,12 @@ class Environment:
         return self._ask(self._client.step, {"number": int(number)})
 
     def get_reward(self) -> float:
-        """Return 1 for a number that was found, if nothing was asked afterwards."""
+        """
+        Return 1 for a number that was found, if nothing was asked afterwards.
+
+        Raises:
+            RewardFailed: the server did not answer.
+        """
         if self._lost:
             from trl_ext.rewards import RewardFailed  # the server, which is this file too, need not wait for it
 
@@ -105,15 +110,15 @@ class Player:
     Halve what is left.
 
     Args:
-        slips: share of guesses of the lowest number that it can be.
-        seed: decides which.
+        slips: share of guesses that are the lowest possible number.
+        seed: decides which guesses these are.
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):
         self.slips, self._random = slips, random.Random(seed)
 
     def __call__(self, said: str) -> tuple[str, dict[str, Any]] | str:
-        """Return the next call to what the environment said last, or the last words."""
+        """Answer what the environment said last: return the next call, or the last words."""
         bounds = re.search(r"(\d+) to (\d+)", said)
         if not bounds:
             return "Done."

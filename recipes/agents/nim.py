@@ -9,8 +9,8 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("Nim needs textarena: `pip install 'trl-ext[agents]'`") from error
 
-MISTAKES = 0.6  # share of moves by habit of the player that SFT imitates
-BLUNDERS = 0.3  # of the opponent
+MISTAKES = 0.6  # `slips` of the player that SFT imitates
+BLUNDERS = 0.3  # share of the opponent's moves that are random
 HIGHEST = 3  # objects in a pile
 PILES = 3
 EPISODES = 4000
@@ -25,7 +25,7 @@ def winning_moves(piles: list[int]) -> list[tuple[int, int]]:
 
 
 def choose(piles: list[int], blunders: float, generator: random.Random) -> tuple[int, int]:
-    """Return a winning move; a random one with probability `blunders`, or where none wins."""
+    """Return a winning move; a random move with probability `blunders`, or where no move wins."""
     good = winning_moves(piles)
     if good and generator.random() >= blunders:
         return generator.choice(good)
@@ -103,14 +103,14 @@ class Player:
 
     Args:
         slips: share of moves that take the whole first pile.
-        seed: decides which.
+        seed: decides which moves these are.
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):
         self.slips, self._random = slips, random.Random(seed)
 
     def __call__(self, said: str) -> tuple[str, dict[str, Any]] | str:
-        """Return the next call to what the environment said last, or the last words."""
+        """Answer what the environment said last: return the next call, or the last words."""
         piles = piles_in(said)
         if not piles:
             return "Done."

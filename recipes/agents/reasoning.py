@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("reasoning needs reasoning-gym: `pip install 'trl-ext[agents]'`") from error
 
 TASK: dict[str, Any] = {"name": "spell_backward", "min_word_len": 3, "max_word_len": 3}
-MISTAKES = 0.6  # share of words that the player that SFT imitates spells forward
+MISTAKES = 0.6  # `slips` of the player that SFT imitates
 EPISODES = 20000  # they are short
 VOCABULARY = 300  # tokens: letters, so that a word that was not seen can be spelled
 Environment = None  # nothing is called
@@ -48,7 +48,7 @@ class Player:
 
     Args:
         slips: share of words that are spelled forward.
-        seed: decides which.
+        seed: decides which words these are.
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):

@@ -61,7 +61,7 @@ def curve(path: Path) -> list[tuple[int, float, float]]:
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Return the means over the seeds, and the least of the last successes."""
+    """Return a table of means over the seeds, with the last success of the worst seed."""
     lines = [
         "| recipe | player | start, sampled | end, sampled | worst seed | start, greedy | end, greedy "
         "| SFT, CPU s | PPO, CPU s |",
@@ -83,7 +83,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draw success over episodes, a line a seed, and the scripted player's."""
+    """Draw success over episodes, a line for each seed, and the scripted player's success."""
     import matplotlib
 
     matplotlib.use("Agg")

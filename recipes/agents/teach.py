@@ -2,9 +2,9 @@
 
     python -m recipes.agents.teach frozen_lake
 
-The name is that of a module beside this one. It has `rows` (starts of episodes), a `Player`, the share of its
-`MISTAKES` that SFT imitates, and an `Environment`; without one, `TOOLS` and a reward function `correct`. The folder
-gets `sft/`, the model, and `rows/`, the starts that `trl-ext ppo --config agents/NAME` trains and evaluates on.
+The name is the name of a module beside this one. It has `rows` (starts of episodes), a `Player`, `MISTAKES` (how often
+the player errs where SFT imitates it), and an `Environment`, or else `TOOLS` and a reward function `correct`. The
+folder gets `sft/`, the model, and `rows/`, the starts that `trl-ext ppo --config agents/NAME` trains and evaluates on.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def schemas(environment: Any) -> list[dict[str, Any]]:
 
 
 def make_tokenizer(texts: list[str], size: int, split: str = "\n") -> PreTrainedTokenizerFast:
-    """Return a tokenizer of its own for these texts; no token reaches over what the regular expression matches."""
+    """Train a tokenizer on these texts; no token reaches across a match of the regular expression `split`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -137,7 +137,7 @@ def teach(module: ModuleType, output: Path, seed: int, count: int | None = None)
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=2048,
-        initializer_range=0.1,  # by 0.02 so narrow a model does not learn in minutes to look back,
+        initializer_range=0.1,  # with 0.02 so narrow a model would not learn in minutes to look back
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -7,7 +7,7 @@ from typing import Any
 
 CITIES = ["Accra", "Bern", "Cairo", "Dakar", "Kyoto", "Lima", "Minsk", "Oslo", "Quito"]
 DAYS = 20
-MISTAKES = 0.6  # share of calls by habit of the player that SFT imitates
+MISTAKES = 0.6  # `slips` of the player that SFT imitates
 EPISODES = 3000
 SPLIT = r"\n|(?<=: )"  # a city and a day are never one token
 Environment = None  # nothing changes between calls: a function is enough
@@ -44,7 +44,7 @@ def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """
     Return rows of a dataset, each with a question.
 
-    A tenth of the pairs of city and day is kept for `seed=1`: nothing that was learnt by heart answers them.
+    A tenth of the pairs of city and day is kept for `seed=1`, so that nothing learnt by heart answers them.
     """
     generator, result = random.Random(seed), []
     while len(result) < count:
@@ -61,14 +61,14 @@ class Player:
 
     Args:
         slips: share of calls that ask for the day after.
-        seed: decides which.
+        seed: decides which calls these are.
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):
         self.slips, self._random = slips, random.Random(seed)
 
     def __call__(self, said: str) -> tuple[str, dict[str, Any]] | str:
-        """Return the next call to what was said last, or the last words."""
+        """Answer what was said last: return the next call, or the last words."""
         asked = re.search(r"in\n(\w+)\non day (\d+)", said)
         if not asked:
             return said

@@ -83,7 +83,7 @@ def episodes_until(scores: Tensor, target: float, step: int = EPISODES) -> float
         target: score.
 
     Returns:
-        Episodes; infinity if it does not.
+        Episodes; infinity if it never does.
     """
     curve = smoothed(scores)
     reached = (curve >= target).nonzero()
@@ -104,7 +104,7 @@ def needed(curve: dict[str, Tensor], without: dict[str, Tensor]) -> dict[str, fl
     for share in SHARES:
         target = (start + share * (end - start)).item()
         episodes, whole = (episodes_until(each["proxy"], target, step) for each in (curve, without))
-        ratio = episodes / whole if whole else math.nan  # the run without has gained nothing
+        ratio = episodes / whole if whole else math.nan  # the run without pre-training began at the target
         result |= {f"target_{share:g}": target, f"episodes_{share:g}": episodes, f"ratio_{share:g}": ratio}
     return result
 

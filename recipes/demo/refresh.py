@@ -87,7 +87,7 @@ def refreshed(args: RefreshStudyArguments, demo: DemoArguments, policy: Path, re
 
 
 def leg(args: RefreshStudyArguments, demo: DemoArguments, name: str, reward: Path, policy: Path | None = None) -> Path:
-    """Train a policy and its critic on, from those in a folder, or from the SFT model."""
+    """Train the policy and the critic in the folder `policy` on; if that is None, begin with the SFT model."""
     options = [
         "--total_episodes",
         args.episodes,

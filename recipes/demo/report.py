@@ -126,8 +126,9 @@ def plot_overoptimization(
     curves: dict[str, dict[str, Tensor]], path: Path, alarms: dict[str, int | None]
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """
-    Gold and proxy over √KL with fitted curves and the steps of alarms, as a PNG; returns (α, β) by run and kind of
-    reward.
+    Draw gold and proxy over √KL with fitted curves and the steps of alarms, as a PNG.
+
+    Return (run, kind of reward) → (α, β).
     """
     import matplotlib
 

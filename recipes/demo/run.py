@@ -57,7 +57,7 @@ def build(args: stages.DemoArguments, name: str) -> Path:
 
 
 def run(args: stages.DemoArguments) -> str:
-    """Build what is missing, measure, and write the report; returns the summary."""
+    """Build what is missing, measure, and write the report; return the summary."""
     steps = ("world", "sft", "reward", "guarded", "unguarded")
     for number, name in enumerate(steps, 1):
         done = (args.folder / name / stages.MARKER).is_file()
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _disk_error(error: Exception, folder: Path) -> str | None:
-    """Return in words which error of the disk this is, None if none; libraries wrap such errors in their own."""
+    """Return in words which error of the disk this is, None if it is none; libraries wrap such errors in their own."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or folder}: {error.strerror}"
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())

@@ -113,7 +113,7 @@ class Run:
 
 
 def tuned_as(algorithm: str) -> str:
-    """Return the algorithm whose learning rate it takes."""
+    """Return the algorithm whose learning rate `algorithm` takes: itself, or PPO for `PPO + …`."""
     return algorithm.split(" + ")[0]
 
 
@@ -141,7 +141,7 @@ class Budget(TrainerCallback):
 
 
 def train(run: Run, sft: Path, reward: Path, prompts: Path, output_dir: Path) -> dict[str, float]:
-    """Train one policy; what it has generated, and what it says to the held-out prompts, before and after."""
+    """Train one policy; return how much it generated, and the figures of its held-out answers before and after."""
     trainer_class, config_class, settings = ALGORITHMS[run.algorithm]
     is_ours = config_class is PPOConfig
     tokenizer, reference = AutoTokenizer.from_pretrained(sft), AutoModelForCausalLM.from_pretrained(sft)

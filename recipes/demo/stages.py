@@ -26,7 +26,7 @@ from .world import make_world
 
 HERE = Path(__file__).parent
 MARKER = "demo_complete.json"
-# Of the same code path, but too short to show anything: for tests
+# Flags that take the same code path, but are too short to show anything: for tests
 SHORT = {
     "world": {"demonstrations": 640, "pairs": 640, "prompts": 512, "held_out": 200},
     "sft": ["--num_train_epochs", "1"],
@@ -57,12 +57,12 @@ class DemoArguments:
 
 
 def build(folder: Path, settings: dict, write: Callable[[Path], None]) -> None:
-    """Build a stage unless it is there; raise if it was built with other settings.
+    """Build a stage unless it is there; raise a `ValueError` if it was built with other settings.
 
     Args:
-        folder: where it will be.
-        settings: what it depends on.
-        write: writes it into the folder that it is given, on the main process.
+        folder: folder of the stage.
+        settings: what the stage depends on.
+        write: writes the stage into the folder that it is given, on the main process.
     """
     processes, start = PartialState(), time.time()
     complete = _is_complete(folder, settings)
@@ -131,8 +131,9 @@ def reward_stage(args: DemoArguments) -> Path:
 
 def noisy_reward_stage(args: DemoArguments, name: str, options: Sequence, rows: Callable[[list], list]) -> Path:
     """
-    A reward model on the rows that `rows` makes of the training pairs; `name` is `reward-` and a suffix. The held-out
-    pairs keep the columns that these rows have.
+    Train a reward model on the rows that `rows` makes of the training pairs; `name` is `reward-` and a suffix.
+
+    The held-out pairs keep the columns that these rows have.
     """
     world, policy = args.folder / "world", sft_stage(args)
     source, pairs = world / "preferences", args.folder / f"pairs-{name.removeprefix('reward-')}"
@@ -172,8 +173,10 @@ def critic_stage(args: DemoArguments, name: str, start: Path, rollouts: Path, op
 
 def ppo_stage(args: DemoArguments, name: str, options: Sequence = (), reward: Sequence | None = None) -> Path:
     """
-    `guarded`, `unguarded` or `ppo_lora`; a suffix after a hyphen names a variant with other `options`, or with
-    another `reward` than the reward stage's model.
+    Train by PPO. `name` is `guarded`, `unguarded` or `ppo_lora`.
+
+    A suffix after a hyphen names a variant with other `options`, or with another `reward` than the reward stage's
+    model.
     """
     return _continue(args, name, "ppo", ppo.main, options, reward)
 
@@ -182,8 +185,9 @@ def online_dpo_stage(
     args: DemoArguments, name: str = "online_dpo", options: Sequence = (), reward: Sequence | None = None
 ) -> Path:
     """
-    Rounds of online DPO from the SFT model; a suffix after a hyphen names a variant, as with PPO. Their folders are in
-    the stage's.
+    Train by rounds of online DPO from the SFT model; their folders are in the stage's.
+
+    A suffix after a hyphen in `name` names a variant, as with PPO.
     """
     return _continue(args, name, "online_dpo", online_dpo.main, options, reward)
 

@@ -2,8 +2,8 @@
 
     python -m recipes.demo.staleness --seeds 0 1 2 3 4 --rollouts_ahead 0 1 2 4
 
-Each run is that of `unguarded.yaml` with a fixed KL coefficient, in the demo's world of its seed. Rollouts are drawn
-ahead by a second process on the CPU, and corrected by `importance_sampling_mode`; with 0 they are drawn by the policy
+Each run is `unguarded.yaml` with a fixed KL coefficient, in the demo's world of its seed. Rollouts are drawn ahead by
+a second process on the CPU, and corrected by `importance_sampling_mode`; with 0 they are drawn by the policy
 that is trained. Writes `staleness.csv`, a row a run, and `staleness.md`; the same command again goes on, also with
 more seeds. Hardware: 2 CPU cores, some two minutes a run.
 """

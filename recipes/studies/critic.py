@@ -76,7 +76,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "PPO, HL-Gauss": {"trainer": "HLGauss", "of": "PPO", "lam": 0.95},
     "PPO, two critics": {"trainer": "TwoCritics", "of": "PPO", "lam": 0.95},
 }
-COMPARED = "PPO, gradients compared"  # for the first seeds; it spends seconds on that, so it is no method
+COMPARED = "PPO, gradients compared"  # for the first seeds; comparing takes time, so this is no method
 CHAINS = tuple(cell for cell in CELLS if cell not in TUNED)
 ONLY_IN = {"PPO, bad critic": ("noisy",), "gated, bad critic": ("noisy",), "RLOO": CHAINS}
 ONLY_IN |= {"gated, 8 answers a prompt": CHAINS}
@@ -89,7 +89,7 @@ SHARES = (0.5, 0.8)  # of the gain from the start to the best score
 
 
 class Watched:
-    """A reward function that notes the true score of each 64 answers, the tokens so far and the CPU-seconds."""
+    """Score answers, and note the mean true score of each 64 answers, the tokens so far and the CPU-seconds."""
 
     __name__ = "score"
 
@@ -215,12 +215,12 @@ def run(cell: str, method: str, rate: float, seed: int, args: argparse.Namespace
 
 
 def methods_in(cell: str, names: Sequence[str]) -> list[str]:
-    """Return the methods that are tried in a cell: RLOO has no environments."""
+    """Return the methods that are tried in a cell, by `ONLY_IN`: RLOO, for example, has no environments."""
     return [name for name in names if cell in ONLY_IN.get(name, (cell,))]
 
 
 def others(cell: str, seed: int, rates: dict[str, float], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return what methods that are not asked for have made of a seed here before, with the rates chosen now."""
+    """Return earlier results, for a cell and seed, of the methods that are not asked for now, with the same rates."""
     named = [(name, METHODS[name].get("of", name)) for name in methods_in(cell, list(METHODS))]
     files = [
         args.output_dir / "runs" / f"{name_of(cell, name, rates[of], seed)}.json"
@@ -266,9 +266,9 @@ def work(method: str) -> tuple[str, int]:
 
 def by_one_clock(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Return a seed's runs. What has another method's rate has its seconds, too, if both do the same work, else none.
+    Return a seed's runs. A method that takes another's learning rate also takes its seconds if both do the same work.
 
-    Those methods may have been run later, on another machine.
+    Otherwise its seconds become None, since it may have been run later, on another machine.
     """
     seconds = {run["method"]: run["seconds"] for run in runs}
 
@@ -285,7 +285,7 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """
     Return the figures of each method's run in one cell and seed, on the budgets that all of them have spent.
 
-    The gain is from the mean first score of all, which is that of one model, to the best.
+    The gain goes from the mean first score of all runs, which start from one model, to the best score.
     """
     start = fmean(run["scores"][0] for run in runs)
     runs = by_one_clock(runs)

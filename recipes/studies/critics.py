@@ -1,4 +1,4 @@
-"""Three other critics for the study: of bins, of two, and one that is fitted to the rollout before. None has paid."""
+"""Define three other critics for the study: bins, two critics, one fitted again to a rollout. None has paid."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ BINS, BOUND = (
     1.25,
 )  # of the returns, which are in [0, 1]; the mean of all bins is the 0 that other critics start at
 SIGMA = 0.75  # of the target's Gaussian, in bins
-FIRST_ROLLOUTS, STEPS = 3, 16  # before how many rollouts a critic is fitted to the one before, and in how many steps
+FIRST_ROLLOUTS, STEPS = 3, 16  # how often a critic is fitted to the last rollout once more, and in how many steps
 
 
 class Bins(nn.Module):
@@ -78,7 +78,7 @@ class HLGauss(OtherCritic):
 
 
 class TwoCritics(OtherCritic):
-    """Take the mean of two critics, which differ by their first heads and have a loss each."""
+    """Take the mean of two critics, whose heads start from different weights, and which have a loss each."""
 
     def change(self, model: Any) -> None:
         model.critic.second = copy.deepcopy(model.critic)

@@ -1,4 +1,4 @@
-"""How noisy the policy's gradient is over each baseline: do the gradients of the two halves of a rollout agree?"""
+"""Measure how noisy the policy's gradient is over each baseline: how well a rollout's two halves agree on it."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from trl_ext.functional import (
     whiten,
 )
 
-EVERY = 2  # rollouts
+EVERY = 2  # rollouts from one comparison to the next
 
 
 def agreement(gradients: list[Tensor]) -> float:

@@ -21,7 +21,7 @@ class Chain:
     Args:
         length: tokens of an answer.
         flips: how often a score s is told as 1 − s.
-        is_dense: whether each token is told what it has earned, not the answer as a whole.
+        is_dense: whether each token gets a score of its own, not the answer as a whole.
         seed: decides which symbol succeeds which, and the flips.
     """
 
@@ -61,7 +61,7 @@ class Chain:
         return [sum(self.is_right(*each)) / self.length for each in zip(prompts, ids, strict=True)]
 
     def told(self, prompts: list[str], ids: list[list[int]], scores: list[float], by_token: bool) -> list:
-        """Return what is trained on: scores, some flipped, or by token."""
+        """Return the scores to train on: by token if `is_dense` and `by_token`, else some of them flipped."""
         if self.is_dense and by_token:
             return [[x / self.length for x in self.is_right(*each)] for each in zip(prompts, ids, strict=True)]
         return [1 - score if self._draw.random() < self.flips else score for score in scores]
@@ -107,7 +107,7 @@ class Lake:
         return ["walk"] * ANSWERS
 
     def outcomes(self, place: int, action: int) -> list[tuple[float, int]]:
-        """Return the probability of each next place; an action that is none stays."""
+        """Return (probability, place) for each next place; an action that is no move stays where it is."""
         row, column = divmod(place, 4)
         if action not in range(4):
             return [(1.0, place)]
@@ -259,7 +259,7 @@ def imitate(world: World, seed: int, steps: int = 80, tokens: int = 1024) -> Lla
 
 
 def start_of(world: World, seed: int, folder: Path) -> LlamaForCausalLM:
-    """Return the model that has imitated, made once for a kind of world, a length and a seed."""
+    """Return the model that has imitated the poor player; it is made once for a kind of world, a length and a seed."""
     file = folder / f"{type(world).__name__.lower()}-{world.tokens}-{seed}.pt"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)

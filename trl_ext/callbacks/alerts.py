@@ -105,7 +105,8 @@ class TensorBoardSink:
     Write alerts as text into TensorBoard's run `monitors`, beside the run's own.
 
     Args:
-        args: the run's training arguments. Their output directory holds TensorBoard's folder `runs`.
+        args: the run's training arguments. Their output directory holds TensorBoard's folder `runs`, unless the
+            environment variable `TENSORBOARD_LOGGING_DIR` names another.
     """
 
     def __init__(self, args: Any):

@@ -19,11 +19,11 @@ from .monitor import ABOVE_ONE, NOT_NEGATIVE, SHARE, Finding, MonitorCallback, o
 @dataclass(eq=False, kw_only=True)
 class CanaryCallback(MonitorCallback):
     """
-    Alert when the greedy answers to a fixed set of prompts change.
+    Alert when the greedy answers to a fixed set of prompts change in length, grow alike or score lower.
 
     The model answers the prompts before training, and then every few minutes. The answers' length, their most frequent
-    phrase and, with a judge, their score are compared with those of the first answers. All answers are kept in
-    `canary.jsonl` in the output directory.
+    phrase and, with a judge, their score are compared with the first answers'. All answers are kept in `canary.jsonl`
+    in the output directory.
 
     An unchanged policy gives the same greedy answers each time, so their length and phrase have no noise. A judge's
     scores may have noise, which is estimated from the earlier scores.
@@ -82,7 +82,7 @@ class CanaryCallback(MonitorCallback):
         yield from self._compare(now)
 
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
-        """Yield a finding for each number in `now` that is too far from that of the first answers."""
+        """Yield a finding for each number in `now` that is too far from the first answers' number."""
         first = self.memory.setdefault("first", now)
         advice = "Compare the last answers in `canary.jsonl` with the first ones there."
         length, start = now["length"], max(first["length"], 1.0)

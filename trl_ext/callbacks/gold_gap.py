@@ -23,7 +23,7 @@ class GoldGapCallback(MonitorCallback):
     """
     Alert when the reward that is trained on (the proxy) rises more than the score of a judge (gold).
 
-    Also alert when answers lose against those of the first evaluation, by the judge's scores.
+    Also alert when answers lose against the first evaluation's answers, by the judge's scores.
 
     The gap is (proxy − proxy₀)/σ(proxy₀) − (gold − gold₀)/σ(gold₀). Here proxy and gold are means over an evaluation,
     index 0 is the first evaluation, and σ is the standard deviation of its single scores. Set `eval_on_start=True` so
@@ -37,12 +37,11 @@ class GoldGapCallback(MonitorCallback):
     >>> trainer.add_callback(GoldGapCallback(trainer=trainer, judge=judge, num_prompts=8, action="stop"))
 
     Args:
-        gold: key of the gold score in the evaluation's metrics. The default is that of
-            [`~trl_ext.rewards.GoldJudgeReward`].
-        proxy: key of the proxy in the evaluation's metrics. The default is that of the reward that the trainer trains
-            on.
+        gold: key of the gold score in the evaluation's metrics. The default is the key that
+            [`~trl_ext.rewards.GoldJudgeReward`] logs.
+        proxy: key of the proxy in the evaluation's metrics. The default is the key of the trainer's own reward.
         limit: the monitor acts if the gap, in σ, is above this by more than noise.
-        win_rate: the monitor acts if the share of answers that beat those of the start policy is below this by more
+        win_rate: the monitor acts if the share of answers that beat the start policy's answers is below this by more
             than noise.
         trainer, judge: for trainers without reward functions (SFT, DPO, KTO); give both. At each evaluation the
             trainer's model greedily answers the first prompts of its evaluation set, from the column `prompt`.

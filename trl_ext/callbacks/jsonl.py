@@ -98,7 +98,7 @@ class JSONLCallback(TrainerCallback):
     def _throughput(self, numbers: dict[str, float]) -> dict[str, float]:
         """
         Return a mapping with `tokens_per_sec_per_gpu`, the tokens per second since the previous log, divided by the
-        number of processes; {} if it is unknown.
+        number of processes; {} for the first log, and if the trainer logs no `num_tokens`.
         """
         tokens, now, before = numbers.get("num_tokens"), time.monotonic(), self._tokens
         if tokens is None:

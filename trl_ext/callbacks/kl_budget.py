@@ -22,9 +22,9 @@ class KLBudgetCallback(MonitorCallback):
     Args:
         warn: nats per response above which the monitor warns. The default is half of `limit`.
         limit: nats per response above which the monitor acts.
-        tolerance: nats per response that rounding may change the KL by. The monitor warns if the KL of the first
-            rollout, whose policy is still the reference, differs from 0 by more: the reference is then wrong. It also
-            warns if a KL is below −`tolerance`: another policy has then sampled the answers.
+        tolerance: nats per response that rounding may change the KL by. In the first rollout the policy is still the
+            reference. If the KL differs from 0 by more there, the monitor warns, since the reference is wrong. It also
+            warns if a later KL is below −`tolerance`, since another policy has then sampled the answers.
         others: see [`MonitorCallback`].
     """
 

@@ -39,8 +39,8 @@ def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
     """
     Add monitors to a trainer, and warn of those that will have nothing to watch.
 
-    The `trainer` of a `CanaryCallback` is set, so that it can generate, and that of a `HackWatch` if the trainer keeps
-    completions.
+    The attribute `trainer` is set in a `CanaryCallback`, which generates, and in a `HackWatch` if the trainer keeps a
+    table of completions.
     """
     for monitor in monitors:
         if isinstance(monitor, CanaryCallback) or (isinstance(monitor, HackWatch) and hasattr(trainer, "_logs")):

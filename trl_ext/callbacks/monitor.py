@@ -37,7 +37,8 @@ class Memory(dict):
     """
     Hold what a running monitor remembers.
 
-    A memory in the registry that is a plain dict was read from a checkpoint: a new monitor takes it over.
+    If `state.stateful_callbacks` holds a plain dict in place of a `Memory`, that dict was read from a checkpoint, and
+    a new monitor takes it over.
     """
 
 
@@ -73,7 +74,7 @@ class MonitorCallback(Halting, TrainerCallback):
     All processes decide alike: where a logged number differs between processes, all use the main process' number.
 
     If a monitor ended a run, it ends the run again when the same command is repeated, until an argument of the run or
-    of the monitor is changed. Our trainers then train no step; a stock trainer takes one step with a learning rate 0.
+    of the monitor is changed. Our trainers then train no step; a stock trainer takes a step with a learning rate of 0.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(eq=False, kw_only=True)
@@ -90,9 +91,9 @@ class MonitorCallback(Halting, TrainerCallback):
         action: what an alert does besides being sent. `warn` does nothing more. `save` writes a checkpoint at this
             step. `stop` writes a checkpoint and ends training. `raise_kl` asks the trainer to raise its KL coefficient
             ([`~trl_ext.callbacks.request_kl_scale`]), which PPOTrainer does. `rollback` ends training without writing
-            a checkpoint, and renames the checkpoints after the last good one, so that the next run goes on from that
-            one. Our trainers then raise [`~trl_ext.runs.checkpoints.RolledBack`], so that a script does not save the
-            bad weights.
+            a checkpoint, and renames the checkpoints after the last good one, so that the next run goes on from the
+            good one. Our trainers then raise [`~trl_ext.runs.checkpoints.RolledBack`], so that a script does not save
+            the bad weights.
         sinks: where alerts go: "log", "jsonl" (`alerts.jsonl` in the output directory), "wandb", "tensorboard",
             "trackio", a webhook's URL, or objects with `send(alert)`. The trackers that the run reports to are added.
         repeat_steps: optimizer steps for which the same alert is not raised again. With `stop` and `rollback` the
@@ -139,7 +140,7 @@ class MonitorCallback(Halting, TrainerCallback):
     # ---- State ----
 
     def _arguments(self) -> dict[str, Any]:
-        """Return those of the monitor's arguments that can be written as JSON, without credentials."""
+        """Return the monitor's arguments that can be written as JSON, without credentials."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return redacted({name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)})
 
@@ -346,8 +347,8 @@ class MonitorCallback(Halting, TrainerCallback):
         """
         Add one log's value to the series of its quantity, and return the series.
 
-        An empty series, which is beyond no bound, is returned if `value` is None, and until all `logs` logs of a
-        rollout have come.
+        If `value` is None, or until all `logs` logs of a rollout have come, return an empty series, which is beyond no
+        bound.
 
         Args:
             name: the quantity, or another name for the series.

@@ -42,7 +42,7 @@ class MonitoringPlotCallback(TrainerCallback):
         self._has_ended = False
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        # The last log comes before a tracker's own callback closes its run, which `on_train_end` may come after
+        # Draw at the last log: at `on_train_end`, a tracker's own callback may have closed its run already
         if state.global_step - self._drawn >= self.steps or "train_runtime" in (logs or {}):
             self._draw(args, state)
             self._has_ended = "train_runtime" in (logs or {})

@@ -18,7 +18,7 @@ _PAGES = "trl_ext.workbench"
 
 class ReportCallback(TrainerCallback):
     """
-    Write the page `report.html` when training ends, even by an error; if the page cannot be written, log a warning.
+    Write the page `report.html` when training ends; if the page cannot be written, log a warning.
 
     Args:
         rows: training rows. Hashes of their prompts are kept beside the model, so that `trl-ext evaluate` can refuse

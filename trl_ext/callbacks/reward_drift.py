@@ -16,7 +16,7 @@ WITNESS_KEYS = re.compile(r"repetition/(top_phrase_share|repeated|distinct_\d+)|
 @dataclass(eq=False, kw_only=True)
 class RewardDriftCallback(MonitorCallback):
     """
-    Alert when the mean or the spread of the reward moves far from that of the first scores, the baseline.
+    Alert when the mean or the spread of the reward moves far from where it was in the first scores, the baseline.
 
     Reinforcement learning is meant to raise the mean, so a rise is measured in σ of *single* scores, and a rise alone
     only warns. The monitor acts if one of its witnesses moved, too: entropy, length, repetition, disagreement of an
@@ -33,9 +33,9 @@ class RewardDriftCallback(MonitorCallback):
             this, if that watch is in use.
         window: number of scores after which the baseline no longer changes.
         minimum: number of scores in the baseline before the reward is compared with it.
-        baseline: mean and σ to use in place of those of the first scores.
+        baseline: mean and σ to use in place of the first scores' mean and σ.
         moved: relative change at which a witness counts as moved, from its mean in the first `rollouts` logs.
-        gold: key of the gold score in the evaluation's metrics. Gold counts as moved once it is below that of the
+        gold: key of the gold score in the evaluation's metrics. Gold counts as moved once it is below its value in the
             first evaluation.
         rollouts: number of first logs that a witness is compared with.
         others: see [`MonitorCallback`].

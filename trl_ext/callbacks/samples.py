@@ -44,7 +44,7 @@ class SamplesCallback(TrainerCallback):
         self._watch = Watch(self.folder)
 
     def on_step_end(self, args, state, control, **kwargs):
-        # After the first step of a rollout the table holds that rollout; after an evaluation it holds the evaluation's
+        # After the first step of a rollout the table holds its answers; after an evaluation, the evaluation's answers
         if not state.is_world_process_zero or (state.global_step - 1) % rollout_steps(args):
             return
         table, size = self.trainer._logs, args.generation_batch_size
@@ -71,6 +71,9 @@ class AnswersCallback(TrainerCallback):
         trainer: any Trainer of a causal language model.
         prompts: texts or messages.
         folder: folder of the file. The default is the folder of [`JSONLCallback`].
+
+    Raises:
+        ValueError: the longest prompt leaves no token for an answer.
     """
 
     trainer: Any

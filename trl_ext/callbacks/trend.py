@@ -15,12 +15,12 @@ class Series:
     Keep the values of one quantity, and test whether their mean is beyond a bound.
 
     A single value beyond a bound may be noise. So `above` and `below` take the means of the last `size`, 2 `size`, …
-    32 `size` values: the bound counts as crossed once the confidence interval of one of these means lies beyond it,
-    corrected for the number of tests so far.
+    32 `size` values: the bound counts as crossed once the confidence interval of one of these means lies beyond it.
+    The interval is corrected for the number of tests so far.
 
-    The standard error comes with each value. If it does not, it is estimated from the scatter of earlier values, and
-    only means of four values or more are tested. If a bound is relative to the baseline, which is the mean of the
-    first values, the error of the baseline is taken into account, too.
+    Each value may come with its standard error. If one comes without, the error is estimated from the scatter of
+    earlier values, and only means of four values or more are tested. If a bound is relative to the baseline, which is
+    the mean of the first values, the error of the baseline is taken into account, too.
 
     Args:
         memory: state of this series, as JSON; {} for a new series.

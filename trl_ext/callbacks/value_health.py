@@ -19,8 +19,8 @@ class ValueHealthCallback(MonitorCallback):
         explained_variance: alert when the explained variance is below this. A constant prediction has 0. A new critic
             may have less: while its explained variance rises, no alert is raised.
         loss_factor: alert when the value loss is above its mean over the first `steps` times this factor.
-        rollouts: number of rollouts, or more, over which the explained variance is averaged. The same number of first
-            rollouts is skipped as a warm-up.
+        rollouts: fewest rollouts over which the explained variance is averaged. As many rollouts at the start are
+            skipped as a warm-up.
         steps: optimizer steps over which the value loss is averaged.
         others: see [`MonitorCallback`].
     """

@@ -23,7 +23,8 @@ def fit_temperature(margins: Tensor, largest: float = 1e4) -> float | None:
 
     Returns:
         The temperature; None if no T is the most likely: if the margins' mean is not above 0 (the model is no better
-        than a coin), or if no margin is negative (any smaller T makes the labels more likely).
+        than a coin), if no margin is negative (any smaller T makes the labels more likely), or if the most likely T
+        is beyond `largest`.
     """
     margins = margins.detach().double().cpu()
     unit = margins.abs().mean().item()
@@ -43,7 +44,7 @@ def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 10
     """Return the mean calibration error that a model with correct probabilities would show on pairs of these margins.
 
     A calibration error is a mean of absolute values, so on few pairs it is not near 0 even for a calibrated model
-    (Bröcker and Smith, 2007). Only what exceeds the returned error is the model's fault.
+    (Bröcker and Smith, 2007). Only the part of a model's calibration error above the returned one is its fault.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one; their signs are replaced by random

@@ -78,7 +78,7 @@ def mine_phrases(
         del waiting[gram]
         at = texts.occurrences(gram)
         at = at[~covered[at[:, None] + np.arange(len(gram))].any(1)]
-        place = max(place, -_strength(texts.votes(texts.owner[at]), t))  # of what was not taken out
+        place = max(place, -_strength(texts.votes(texts.owner[at]), t))  # by the occurrences that are left
         if place >= 0:
             continue
         # An n-gram that is largely a part of longer ones comes after them, with its remaining occurrences
@@ -152,11 +152,11 @@ class _Texts:
         """
         Return the n-grams in `known` that are `gram` with one more word, before or after it.
 
-        Only those are returned that cover at least `share` of the occurrences `at` of `gram`.
+        Leave out those that cover less than `share` of the occurrences `at` of `gram`.
         """
         found = []
         for offset in (len(gram), -1):
-            beside = at + offset  # before the first word is -1: the end, which is in no sentence
+            beside = at + offset  # before the first word this is -1, the place of the end, which is in no sentence
             beside = beside[self.sentence[beside] == self.sentence[at]]
             words, counts = np.unique(self.words[beside], return_counts=True)
             for word in words[counts >= share * len(at)].tolist():

@@ -50,7 +50,7 @@ def probe_reward(
 
     - It should lower the score (`expected` is "down"), but raises it: the lower end of the gain's interval is above 0,
       over all answers or over the better half.
-    - It should not change the score (`expected` is "none"), but raises that of the better half by more than
+    - It should not change the score (`expected` is "none"), but raises the better half's score by more than
       `least_gain`: the lower end of the gain's interval is above `least_gain`. For a phrase, the same must hold for
       its gain minus the gain of other words in the same places, since a model that likes length likes any phrase. By a
       gain of 0.25 an answer of median score overtakes one answer in ten (Φ(0.25) = 0.60).
@@ -80,16 +80,16 @@ def probe_reward(
         - `gain` and `gain_interval`: the mean gain on these answers, and its interval;
         - `wins`: share of these answers whose score rises;
         - `rows_of_better`, `gain_on_better` and `interval_on_better`: the same figures for the better half;
-        - `over_control` and `control_interval`: for a phrase, its mean gain on the better half minus that of other
-          words of its length;
+        - `over_control` and `control_interval`: for a phrase, its mean gain on the better half minus the mean gain of
+          other words of its length, and the interval of this difference;
         - `verdict`: "suspicious"; "did not lower", if the change should lower the score, and `gain_interval` does not
           lie below 0; "as it should"; or "not judged", if it changes too few answers, or all answers have one score;
         - `suspicious`: whether the verdict is "suspicious"; and `why`: the reason for the verdict, or None;
         - `examples`: the answers with the highest gains, up to three, before and after the change.
 
     Raises:
-        ValueError: the numbers of prompts and answers differ or are 0, or one of them is no text; `score` returns
-            another number of scores than of answers, or a score that is not finite.
+        ValueError: the numbers of prompts and answers differ or are 0, or a prompt or answer is no text; or `score`
+            returns another number of scores than of answers, or a score that is not finite.
     """
     if len(prompts) != len(answers) or not answers or not all(isinstance(x, str) for x in (*prompts, *answers)):
         raise ValueError(

@@ -186,7 +186,7 @@ def length_bias(
     Returns:
         A dictionary with the keys
 
-        - `bias`, in [−1, 1], and its `interval`; both None if there are fewer prompts than `least_prompts`;
+        - `bias`, in [−1, 1], and its `interval`; both None if a side has fewer prompts than `least_prompts`;
         - `longer` and `shorter`: for the pairs whose chosen answer is longer, and for those where it is shorter, the
           number of `pairs` and of `prompts`, the `accuracy` and its `accuracy_interval` (both None without pairs).
     """
@@ -214,10 +214,10 @@ def length_bias(
 
 
 def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor, level: float = 0.95) -> dict[str, Any]:
-    """Return a reward model's accuracy and calibration error, with bootstrap intervals, and more on held-out pairs.
+    """Return a reward model's accuracy and calibration error on held-out pairs, with bootstrap intervals, and more.
 
-    The rest are the margins' mean and standard deviation, the mean scores of chosen and rejected answers, and the
-    accuracy by length gap, see [`accuracy_by_length_gap`].
+    The report also has the margins' mean and standard deviation, the mean scores of chosen and rejected answers, and
+    the accuracy by length gap, see [`accuracy_by_length_gap`].
 
     Args:
         chosen, rejected: (N,) scores of the two answers of each pair.

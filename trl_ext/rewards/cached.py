@@ -153,7 +153,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
     def _set_up(self) -> None:
         self._memory: cachetools.LRUCache = cachetools.LRUCache(self.capacity)
         self._lock = threading.Lock()
-        self._seed = secrets.randbits(64)  # of the hash in memory: without it nobody can make two keys alike
+        self._seed = secrets.randbits(64)  # of the hash in memory: who does not know it cannot make two keys alike
         self._identity: str | None = None
         self._redis: Any = None
         self._redis_rests_until = 0.0
@@ -164,7 +164,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
         """
         Return the cached reward's own identity, `columns` and `normalize` as text, but not where scores are stored.
         """
-        if self._identity is None:  # found once: for a model it takes as long as reading the weights
+        if self._identity is None:  # found once: a model's identity takes as long as reading its weights
             self._identity = f"{get_callable_name(self.reward)} {source_identity(self.reward)}"
         return f"cached {self._identity} {self.columns} {self.normalize}"
 
@@ -317,7 +317,11 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
         self._ask_redis(write)
 
     def _ask_redis(self, question: Callable[[Any], Any]) -> Any:
-        """Return what `question` gets from Redis; None if Redis does not answer or `retry_after` has not passed."""
+        """
+        Return what `question` gets from Redis; None if Redis does not answer.
+
+        After that Redis is not asked for `retry_after` seconds, in which None is returned at once.
+        """
         if time.monotonic() < self._redis_rests_until:
             return None
         import redis

@@ -50,7 +50,12 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
 
 
 def head_of(model: nn.Module) -> nn.Linear:
-    """Return a classifier's head, its only trained linear layer with one output; raise if there is not just one."""
+    """
+    Return a classifier's head, its only trained linear layer with one output.
+
+    Raises:
+        ValueError: there is no such layer, or more than one.
+    """
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1 and m.weight.requires_grad]
     if len(heads) != 1:
         raise ValueError(
@@ -74,7 +79,7 @@ def _features(trainer: Any, rows: list[list[int]]) -> Tensor:
         batch = trainer.processing_class.pad(chunk, padding_side="right", return_tensors="pt").to(trainer.args.device)
         model(**batch)
         hidden = seen.pop()
-        if hidden.dim() == 3:  # as the classifier: the last that is not padding, so not an EOS that is the pad token
+        if hidden.dim() == 3:  # as the classifier does, take the last token that is not the pad token
             positions = torch.arange(hidden.size(1), device=hidden.device)
             last = (positions * (batch["input_ids"] != pad)).argmax(1)
             hidden = hidden[torch.arange(len(last)), last]

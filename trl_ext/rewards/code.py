@@ -114,7 +114,7 @@ class CodeReward(PicklesSettings):
     def __call__(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return the share of tests that pass for each completion."""
+        """Return the share of tests that pass for each completion; None for a row without tests."""
         given = kwargs.get(self.tests)
         if given is None:
             columns = sorted(name for name, values in kwargs.items() if values is not None)
@@ -144,7 +144,7 @@ class CodeReward(PicklesSettings):
         return [sum(map(bool, row)) / len(row) if row else None for row in results]
 
     def _tests_of(self, row: int, columns: dict[str, Any], count: int) -> list[dict[str, str]]:
-        """Return a row's tests, each as a mapping with those of the keys `code`, `input` and `output` that it has."""
+        """Return a row's tests, each as a mapping with one or more of the keys `code`, `input` and `output`."""
         tests = columns[self.tests][row]
         tests = [tests] if isinstance(tests, (str, dict)) else [] if tests is None else list(tests)
         found = []
@@ -256,7 +256,7 @@ def _ends(process: subprocess.Popen, seconds: float) -> bool:
         try:
             ended = select.poll()
             ended.register(place, select.POLLIN)
-            return bool(ended.poll(1000 * seconds))  # not reaped: its number stays its own until its group is killed
+            return bool(ended.poll(1000 * seconds))  # not reaped: no other process gets its number before `_kill`
         finally:
             os.close(place)
     with contextlib.suppress(subprocess.TimeoutExpired):  # `wait` looks every 50 ms

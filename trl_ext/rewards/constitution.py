@@ -15,11 +15,11 @@ class ConstitutionReward(HoldsRewards):
 
     A principle is a reward function with a minimum. An answer breaks the principle if that function scores it below
     the minimum. Each answer's score is what `reward` gives it; if the answer breaks a principle, the score is at most
-    `cap`. The `judge`, one more principle, is asked only about answers that break none of `members`, which should be
-    cheap rules.
+    `cap`, and is `cap` if `reward` does not apply. The `judge`, one more principle, is asked only about answers that
+    break none of `members`, which should be cheap rules.
 
-    An answer that breaks no principle scores None, so that it is not rewarded, if one of the principles gave it no
-    score. An answer also scores None if `reward` fails on it and is skipped: the missing score might be below `cap`.
+    If a principle gives an answer no score, and the answer breaks no other principle, it scores None, so that it is
+    not rewarded. It also scores None if `reward` fails on it and is skipped: the missing score might be below `cap`.
 
     Logs:
 

@@ -153,7 +153,7 @@ def check_model_kwargs(model_kwargs: Any) -> None:
 
 
 def members_in(folder: str) -> list[dict[str, Any]]:
-    """Return `{"folder", "mean", "std"}` of each member, from the file that `recipes/reward.py --ensemble k` wrote."""
+    """Return `{"folder", "mean", "std"}` of each member, from `ensemble.json`; raise a `ValueError` without it."""
     file = Path(folder, "ensemble.json")
     if not file.is_file():
         raise ValueError(

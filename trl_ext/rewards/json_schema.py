@@ -121,7 +121,12 @@ class _Check(threading.local):
 
 
 def _checker(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], bool]:
-    """Return a function that says whether a value follows the schema; it raises a `TimeoutError` if time runs out."""
+    """
+    Return a function that says whether a value follows the schema, and raises a `TimeoutError` if time runs out.
+
+    Raises:
+        ValueError: the schema is wrong, refers to something that it does not contain, or could take forever to check.
+    """
     need("jsonschema", "JSONSchemaReward")
     from jsonschema import Draft202012Validator, SchemaError, ValidationError, validators
     from jsonschema_specifications import REGISTRY

@@ -20,7 +20,7 @@ from .segments import is_by_token
 logger = logging.get_logger(__name__)
 
 FAILED = float("nan")  # this one object means "failed"; a NaN that a function returns is another object
-_failing: dict[str, str] = {}  # reward → "some" or "all" of its rows failed when this was last logged
+_failing: dict[str, str] = {}  # reward that has failed → "all" if all rows of its last call failed, else "some"
 _LOOP = "async rewards"  # name of the thread that runs coroutines
 
 
@@ -29,7 +29,7 @@ class RewardFailed(RuntimeError):
 
 
 class TellsFailures:
-    """Tell a row that a reward failed on (NaN) from one that it does not apply to (None). A base class of rewards."""
+    """Tell rows that a reward failed on (NaN) from rows that it does not apply to (None): a base class of rewards."""
 
     def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
         """Return a finite number or None for each completion."""
@@ -41,7 +41,7 @@ class TellsFailures:
 
 
 class HoldsRewards:
-    """Base class of rewards that hold other rewards, in the attributes `reward`, `members`, `judge` or `function`."""
+    """Hold other rewards in the attributes `reward`, `members`, `judge` or `function`: a base class of rewards."""
 
     @property
     def in_background(self) -> bool:
@@ -124,7 +124,7 @@ def settled(name: str, outcomes: Sequence[Any], on_error: OnError, log_metric: A
     Return a call's outcomes, with each error replaced by NaN if `on_error` is `"skip"`, or by the number `on_error`.
 
     Raises:
-        RuntimeError: `on_error` is `"raise"` and there is an error; the message is that of the first one.
+        RuntimeError: `on_error` is `"raise"`, and there is an error. The message is the first error's.
     """
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if on_error == "raise":
@@ -145,7 +145,7 @@ class Started:
 
     Args:
         function: a reward function, async or not.
-        **kwargs: its arguments, without `log_metric` and `log_extra`.
+        **kwargs: the function's arguments, without `log_metric` and `log_extra`.
     """
 
     def __init__(self, function: Callable, **kwargs: Any):
@@ -182,7 +182,7 @@ def scores_of_all(
     members: Sequence[Member], log_metric: Any = None, log_extra: Any = None, **kwargs: Any
 ) -> list[list[float | None]]:
     """
-    Return a list for each member: its scores, as by [`Member.scores_or_nan`].
+    Return each member's list of scores, as [`Member.scores_or_nan`] returns it.
 
     Members with a true `in_background` run in threads, at the same time as the others.
     """
@@ -202,7 +202,7 @@ def message_of(name: str, error: Exception) -> str:
     """
     Return an error's message without `reward '<name>': ` before it.
 
-    If it lacks that prefix, the error's type is put before the message, unless the error is a [`RewardFailed`].
+    If the message lacks that prefix, put the error's type before it, unless the error is a [`RewardFailed`].
     """
     message, own = str(error), f"reward '{name}': "
     if message.startswith(own) or isinstance(error, RewardFailed):
@@ -216,7 +216,7 @@ def without_failures(scores: Sequence[float | None]) -> list[float | None]:
 
 
 def _held_by(reward: Any) -> list[Any]:
-    """Return the reward functions that a reward holds itself, without those that these hold."""
+    """Return the reward functions that a reward holds directly."""
     held = getattr(reward, "__dict__", {})  # `getattr` would ask a proxy, which has every attribute
     members = held.get("members")
     inner = [held.get(name) for name in ("reward", "judge", "function")]
@@ -224,7 +224,7 @@ def _held_by(reward: Any) -> list[Any]:
 
 
 def policies_within(reward: Any) -> Iterator[Any]:
-    """Yield the `on_error` of each reward function that a reward holds, at any depth; `"raise"` if it has none."""
+    """Yield `on_error` of each reward function that a reward holds, at any depth; `"raise"` for one that has none."""
     for each in _held_by(reward):
         if isinstance(policy := getattr(each, "on_error", "raise"), (str, int, float)):
             yield policy
@@ -243,7 +243,7 @@ def runs_in_background(function: Any) -> bool:
 
 def distinct(names: Sequence[str]) -> list[str]:
     """
-    Make names different, since metrics are kept by name: add its place to each name that occurs more than once.
+    Make names different, since metrics are kept by name: a name that occurs more than once gets its place in the list.
 
     >>> distinct(["length", "tone", "length"])
     ['length_0', 'tone', 'length_2']
@@ -300,7 +300,7 @@ def answers_of(function: Callable, count: int, **kwargs: Any) -> list:
 
 
 def scores_in(returned: Any, count: int) -> list:
-    """Return the scores of a reward function as a list; raise a `TypeError` or `ValueError` unless it has `count`."""
+    """Return a reward function's scores as a list; raise a `TypeError` or `ValueError` unless there are `count`."""
     returned = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(returned, (list, tuple)):
         raise TypeError(f"must return a list with one float or None per completion, got {type(returned).__name__}")
@@ -332,10 +332,10 @@ def finite_number(reward: Any, row: int | str) -> float:
 
 def report_failures(name: str, failed: int, count: int, cause: str, log_metric: Any) -> None:
     """
-    Log the share of completions that a reward failed on, and warn of its failures.
+    Log the share of completions that a reward failed on, and warn when this begins or ends.
 
-    A warning comes when the reward first fails on a completion, whenever it begins to fail on all completions of a
-    call, and when it scores again after that: a run whose rewards are all skipped trains on nothing.
+    Warn when the reward first fails on a completion, when it begins to fail on all completions of a call (the run may
+    then train on nothing), and when it scores again after that.
     """
     log_to(log_metric, {f"rewards/{name}/failed": failed / max(count, 1)})
     before = _failing.get(name)

@@ -45,7 +45,7 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bo
 
 
 def load_classifier(path: str, **kwargs: Any) -> Any:
-    """Load a sequence classifier of one label; raise a `ValueError` if the saved one has another number of labels."""
+    """Load a sequence classifier of one label; raise a `ValueError` if the saved weights have more labels."""
     try:
         return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
     except RuntimeError as error:
@@ -60,7 +60,7 @@ def load_classifier(path: str, **kwargs: Any) -> Any:
 
 
 def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
-    """Load a sequence classifier of one label; raise a `ValueError` if its head was not saved, and would be random."""
+    """Load a sequence classifier of one label; raise a `ValueError` if no head was saved: a new one is random."""
     model, found = load_classifier(path, output_loading_info=True, **kwargs)
     new = sorted(key for key in found["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
     if new:
@@ -101,9 +101,9 @@ class ModelReward:
     Score answers with a reward model, on the tokens that `trl.RewardTrainer` would train it on.
 
     Prompt and answer are tokenised with the model's own tokenizer and chat template. An EOS token (in messages, the
-    template's end of turn) follows only if the answer is finished. If the policy has the same tokenizer and
-    `prompt_ids` are given, the model reads the policy's own tokens instead; in messages, a finished answer is then
-    followed by what the chat template puts after EOS.
+    template's end of turn) follows only if the answer is finished. If `policy_tokenizer` equals the model's tokenizer,
+    and the call gives `prompt_ids` and `completion_ids`, the model reads these tokens instead; in messages, a finished
+    answer is then followed by the tokens that the chat template puts after EOS.
 
     The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether an answer is finished. Without the column
     an answer is finished if its last token is one of `eos_token_ids`, so a trainer that does not pass the column needs
@@ -131,7 +131,7 @@ class ModelReward:
         chat_template_kwargs: passed on to the chat template.
         shared_base: the [`~trl_ext.models.adapters.SharedBase`] whose base model this adapter and others use.
         score: a function that takes `input_ids` and `attention_mask` (B, L) and returns scores (B,). It is called in
-            place of `model`'s own forward, for a wrapped model.
+            place of `model`'s own forward, for a wrapped model. `model` then stays on its device and in its mode.
         name: key in the logs; None: the last part of the model's name.
 
     Raises:
@@ -198,7 +198,7 @@ class ModelReward:
             raise ValueError(
                 f"a reward model must have one label, got num_labels={model.config.num_labels}: give another model"
             )
-        # At the first call: only then has a trainer said which device the process has
+        # The first call moves the model: only then has a trainer said which device the process has
         is_placed = device_map is not None or load_in_8bit or (path is None and device is None)
         self._to_place = score is None and not is_placed
         if score is None:
@@ -288,7 +288,8 @@ class ModelReward:
             log_metric: TRL's function that logs a metric.
 
         Raises:
-            ValueError: nothing says which answers were finished, or a row is longer than the model can read.
+            ValueError: nothing says which answers were finished, or `truncation` is `"refuse"` and a row is longer
+                than `max_length`.
         """
         if not prompts:
             return []
@@ -318,7 +319,7 @@ class ModelReward:
         return [bool(row) and row[-1] in self.eos_token_ids for row in completion_ids]
 
     def _rows(self, prompts, completions, completion_ids, prompt_ids, ended) -> list[list[int]]:
-        """Return for each row the tokens that the model reads: those of the prompt and of the completion."""
+        """Return for each row the tokens of prompt and completion that the model reads."""
         has_ids = prompt_ids is not None and completion_ids is not None and self.policy_tokenizer is not None
         if has_ids and self.shares_tokenizer:
             rows = [[*prompt, *answer] for prompt, answer in zip(prompt_ids, completion_ids, strict=True)]
@@ -361,7 +362,7 @@ class ModelReward:
             # row at its last token that is not the pad token
             last = {row[-1] for row in ids}
             pad = next(token for token in range(len(last) + 1) if token not in last)
-        # Pad on the right, whatever the tokenizer says: so did RewardTrainer
+        # Pad on the right, whatever the tokenizer says, as RewardTrainer did
         longest, device = max(map(len, ids)), self.device or self.model.device
         input_ids = torch.tensor([row + [pad] * (longest - len(row)) for row in ids], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=device)
@@ -369,7 +370,11 @@ class ModelReward:
             return self.score(input_ids, mask).float().tolist()
 
     def _continuation(self, completion: Any, prompt_ids: list[int], completion_ids: list[int]) -> Any:
-        """Decode a completion after its prompt; return its text. Alone, SentencePiece would drop a leading space."""
+        """
+        Return a completion's text, decoded behind its prompt, since SentencePiece drops the first space of a text.
+
+        Return the completion unchanged if it is messages, or if the decoded text does not begin with the prompt.
+        """
         ids = [prompt_ids, [*prompt_ids, *completion_ids]]
         prompt, whole = self.policy_tokenizer.batch_decode(ids, skip_special_tokens=True)
         return whole.removeprefix(prompt) if isinstance(completion, str) and whole.startswith(prompt) else completion

@@ -43,15 +43,16 @@ class RemoteReward(ServedReward):
     - `retries`: how many requests of this call were sent again
 
     The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether an answer is finished. Without the column
-    an answer is finished if its last token is one of `eos_token_ids`, so a trainer that does not pass the column needs
-    `eos_token_ids`.
+    an answer is finished if its last token is one of `eos_token_ids`. One of the two is needed with `tokenizer`, and
+    if `trl-ext serve-reward` serves a reward model.
 
     A score is the model's logit, or with `logits=False` its sigmoid or softmax. `trl-ext serve-reward` returns what
     its reward function returns.
 
     `trl-ext serve-reward` reports which weights it serves. They are part of this reward's identity, which resumed runs
-    and caches compare. If the weights change, the call raises an error, whatever `on_error` says: scores by old and
-    new weights would be mixed. Other servers report no weights, so URL and `model` take their place in the identity.
+    and caches compare. If the weights change, the call raises an error, whatever `on_error` says: otherwise the run
+    would mix scores by old and new weights. Other servers report no weights, so URL and `model` take their place in
+    the identity.
 
     Args:
         url: address of the server, such as `http://127.0.0.1:8000`.
@@ -59,8 +60,8 @@ class RemoteReward(ServedReward):
             pair, for cross-encoders) for vLLM; `"tei"` for text-embeddings-inference.
         model: name of the model, which is also the default `name`. A server that has another model refuses the
             requests. The name is not sent to TEI, which has a single model.
-        label: the class whose number is the score, if the model has several: its index for `"vllm-classify"`, its name
-            for `"tei"`.
+        label: the class whose number is the score, if the model has several classes: its index for `"vllm-classify"`,
+            its name for `"tei"`.
         logits: False asks for the server's sigmoid or softmax of the logits. Not for `"trl-ext"`.
         tokenizer: folder or hub name of the model's tokenizer. Its chat template turns messages into text, and its EOS
             token is put after finished answers. None: messages are refused, and no EOS is added. Leave it None with
@@ -118,11 +119,16 @@ class RemoteReward(ServedReward):
         self.tokenizer = tokenizer
         self.eos_token_ids = None if eos_token_ids is None else list(eos_token_ids)
         self.batch_size = batch_size
-        self._weights: dict[str, str | None] = {}  # "first": those that the server named first
+        self._weights: dict[str, str | None] = {}  # "first": the weights that the server named first
 
     @property
     def identity(self) -> str:
-        """Return what the scores depend on: the settings, and the server's weights, or its URL and `model` instead."""
+        """
+        Return the settings that the scores depend on, and the server's weights, or its URL and `model` instead.
+
+        Raises:
+            RewardFailed: `trl-ext serve-reward` does not answer.
+        """
         weights = self._served()
         where = {"url": self.url, "model": self.model} if weights is None else {"weights": weights}
         names = ("api", "label", "logits", "tokenizer", "eos_token_ids")
@@ -130,7 +136,7 @@ class RemoteReward(ServedReward):
         return f"RemoteReward:{json.dumps(settings, sort_keys=True)}"
 
     def _served(self) -> str | None:
-        """Return which weights the server has, as it said when first asked; None if it does not say."""
+        """Return which weights the server named when it was first asked; None if it named none."""
         if self.api == "trl-ext" and not self._weights:
             try:
                 call = Call(time.monotonic() + self.deadline)
@@ -161,7 +167,7 @@ class RemoteReward(ServedReward):
         log_metric: Any = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Return each completion's score, NaN if it failed. `finished` or `completion_ids` say which are finished."""
+        """Return each completion's score, NaN if it failed; raise a [`RewardFailed`] if the weights have changed."""
         call = Call(time.monotonic() + self.deadline)
         ended = self._ended(len(completions), finished, completion_ids)
         outcomes: list[Any] = []

@@ -71,7 +71,12 @@ def limit(cpu_seconds: int, memory: int, file_size: int) -> None:
 
 
 def lock_files(libc: Any, folder: str) -> None:
-    """Deny all files but those of Python's library, which can be read, and of `folder`, which can also be written."""
+    """
+    Deny all files but Python's library, which can be read, and `folder`, which can also be written.
+
+    Raises:
+        OSError: the kernel has no Landlock, or refuses it.
+    """
     abi = libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)
     if abi < 1:
         raise OSError("the kernel has no Landlock")
@@ -95,7 +100,12 @@ def lock_files(libc: Any, folder: str) -> None:
 
 
 def lock_calls(libc: Any) -> None:
-    """Have the kernel refuse system calls that are not on the list; Python then raises a `PermissionError`."""
+    """
+    Have the kernel refuse system calls that are not on the list: in Python they then raise a `PermissionError`.
+
+    Raises:
+        OSError: there is no list for this kind of machine, or the kernel refuses seccomp.
+    """
     name = os.uname().machine
     machine, calls = _MACHINES.get(name, (0, ""))
     numbers = list(map(int, calls.split()))
@@ -116,7 +126,7 @@ def lock_calls(libc: Any) -> None:
 
 
 def lock(folder: str) -> dict[str, str]:
-    """Put up Landlock and seccomp; return for each that could not be put up the name of the wall, and why."""
+    """Put up Landlock and seccomp; return name → reason for each of these walls that could not be put up."""
     missing = {}
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -136,7 +146,7 @@ def lock(folder: str) -> dict[str, str]:
 
 
 def die_with_the_parent(parent: int) -> None:
-    """Have the kernel kill this process when its `parent`, the trainer, ends; exit now if that has ended already."""
+    """Have the kernel kill this process when its `parent`, the trainer, ends; exit now if it has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent has ended before the kernel was asked

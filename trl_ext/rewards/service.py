@@ -31,7 +31,7 @@ class ServiceError(RuntimeError):
 
 
 class RefusedError(ServiceError):
-    """Say that a service refuses a request, but might accept one with other rows."""
+    """Say that a service refuses a request, but might accept a request with other rows."""
 
 
 class UnavailableError(ServiceError):
@@ -68,7 +68,7 @@ class Call:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Return two metrics: `latency`, the mean seconds of an answered request or None, and `retries`, how many."""
+        """Return `latency`, an answered request's mean seconds (None if there is none), and the count `retries`."""
         return {"latency": fmean(self.seconds) if self.seconds else None, "retries": float(len(self.retried))}
 
 
@@ -89,7 +89,7 @@ class Breaker:
 
     def check(self, until: float) -> bool:
         """
-        Return whether this request is the trial; if another request is, first wait for that one's outcome.
+        Return whether this request is the trial; if another request is the trial, first wait for its outcome.
 
         Raises:
             UnavailableError: requests are not let through now, or `until` (of `time.monotonic`) has passed.
@@ -124,9 +124,8 @@ class Service:
     Post JSON to one URL, from several threads at once.
 
     A request is sent again after a connection error, a timeout, or the status 408, 429 or 5xx (but not 501), and after
-    no other answer. Before that it waits for the seconds that the server's `Retry-After` asks for, or for a random
-    time that grows from try to try. Each process makes an HTTP client of its own, so that a `Service` can be pickled
-    and works after a fork.
+    no other answer. The wait before it is what the server's `Retry-After` asks for, or random, and longer from try to
+    try. Each process makes an HTTP client of its own, so that a `Service` can be pickled and works after a fork.
 
     Args:
         url: address, without user and password.
@@ -150,6 +149,8 @@ class Service:
     def ask(self, call: Call, body: dict[str, Any] | None = None, url: str | None = None) -> Any:
         """
         Post `body` as JSON, or send a GET request if `body` is None; return the answer, read from JSON.
+
+        `url` takes the place of the service's own.
 
         Raises:
             UnavailableError: the service did not answer, or was not asked: the deadline has passed, or too many
@@ -255,9 +256,10 @@ class ServedReward(TellsFailures):
         name: key in the logs.
         timeout: most seconds for one request.
         deadline: most seconds for a whole call. A row without an answer by then has failed.
-        retries: how often a failed request is sent again, after random waits of up to 1, 2, 4 … 30 seconds.
+        retries: how often a failed request is sent again, after the wait that the server asks for, or after random
+            waits of up to 1, 2, 4 … 30 seconds.
         max_concurrency: most requests at once.
-        max_characters: most characters of a prompt or completion. A row with a longer one is not sent, and has failed.
+        max_characters: most characters of a prompt or completion. A row with a longer text is not sent: it has failed.
         breaker_failures, breaker_seconds: if `breaker_failures` requests in a row failed, each with all its retries,
             further requests fail without being sent for `breaker_seconds`. Then one request is sent, and the others
             wait for its outcome.
@@ -300,11 +302,11 @@ class ServedReward(TellsFailures):
         self._service = Service(whole, timeout, retries, (breaker_failures, breaker_seconds), api_key_env)
 
     def ask(self, function: Callable, jobs: Sequence, until: float) -> list[Any]:
-        """Run `function(job)` for each job, in several threads; return each job's result or error."""
+        """Run `function(job)` for each job, in several threads; return each result or error, see [`in_threads`]."""
         return in_threads(function, jobs, self.max_concurrency, until, self.is_over)
 
     def is_over(self, outcome: Any) -> bool:
-        """Return whether an outcome, or one in a list of outcomes, is an error that `on_error="raise"` raises."""
+        """Return whether `on_error` is `"raise"`, and an outcome, or one of a list of outcomes, is a row's failure."""
         return self.on_error == "raise" and any(map(_is_mistake, outcome if isinstance(outcome, list) else [outcome]))
 
     def check(self, outcomes: Sequence[Any]) -> None:
@@ -316,7 +318,7 @@ class ServedReward(TellsFailures):
 
     def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
         """
-        Return the scores of a call's rows, and log `metrics`.
+        Return the scores of a call's rows, and log `metrics`; raise an error as [`ServedReward.check`] does.
 
         Each error is replaced by the number `on_error`, or else by NaN; a [`WithheldError`] is always replaced by NaN.
         """
@@ -437,7 +439,7 @@ def _wait(state: RetryCallState) -> float:
 
 
 def _seconds_in(retry_after: str | None) -> float | None:
-    """Return the seconds that a `Retry-After` header asks for, by a number or a date; None if it has neither."""
+    """Return the seconds that a `Retry-After` header asks for, as a number or a date; None if it has neither."""
     if retry_after is None:
         return None
     try:

@@ -15,8 +15,8 @@ class SumReward(HoldsRewards):
     Add up the standardised scores of several reward functions: Σ_k weight_k · (score_k − mean_k) / std_k.
 
     A member that returns None for a row does not apply to the row, and is left out of its sum. A row scores None if no
-    member whose weight is not 0 applies to it, or if one of these fails and is skipped: a sum that lacks a penalty
-    would be too high. Members that wait for a server or other processes run at the same time, in threads.
+    member whose weight is not 0 applies to it, or if such a member fails and is skipped: otherwise the sum might lack
+    a penalty. Members that wait for a server or other processes run at the same time, in threads.
 
     Logs `rewards/<name>/<member>/mean` and `rewards/<name>/<member>/std` of each member's own scores, before they are
     standardised. `means` and `stds` can be set to these numbers.

@@ -51,10 +51,11 @@ def request_of(api: str, rows: list[Row], model: str | None, logits: bool) -> di
 
 def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None) -> list[Any]:
     """
-    Return the score of each row from a service's reply, in order, without checking that it is a number.
+    Return the score of each row from a server's answer, in order, without checking that it is a number.
 
     Raises:
-        ServiceError: the answer does not have the form of `api`, or does not have `count` scores.
+        ServiceError: the answer does not have the form of `api`, or does not have `count` scores; or the model has no
+            label `label`, or several labels and `label` is None.
     """
     try:
         match api:

@@ -33,7 +33,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
         column: a true value in this column marks a row to score. Only the evaluation set should have the column:
             `eval_dataset.add_column("held_out", [True] * len(eval_dataset))`
         folder: see [`Watch`]. The start policy's answers and scores are also written there, so that a resumed run
-            compares with the same ones.
+            compares with them, too.
         score: score of the rows that are not marked, see [`Watch`].
 
     Examples:

@@ -29,7 +29,7 @@ class PhraseReviewReward(Watch):
         phrases: phrases to find as whole words, in any case, with any space between words; invisible characters are
             ignored. In scripts without spaces, such as Chinese, Japanese and Thai, they are found within words, too.
         veto: score of a completion with one of the phrases; all others score 0.0. It has an effect only if the
-            function also gets a weight other than 0. None: the share is logged, and all completions get `score`.
+            function also gets a weight other than 0. None: all completions get `score`.
         folder, score: see [`Watch`].
 
     Examples:
@@ -76,7 +76,7 @@ def _composed(text: str, hidden: str | None = None) -> str:
     """
     Return a text in which each character, such as a letter with an accent, is written in one way only (NFKC).
 
-    Invisible characters are replaced by `hidden`, or kept if that is None.
+    Invisible characters are replaced by `hidden`, or kept if `hidden` is None.
     """
     text = unicodedata.normalize("NFKC", _MARKS.sub(r"\1", text))
     return text if hidden is None else regex.sub(_HIDDEN, hidden, text)

@@ -16,8 +16,8 @@ class ScoreWatch(HoldsRewards, Watch):
     """
     Log the quantiles of a reward's single scores as `score_watch/<name>/q05` and so on.
 
-    With `bound`, the share of scores above it is also logged, as `score_watch/<name>/share_above`. Quantiles are taken
-    of each batch in each process, and the mean of these is logged.
+    With `bound`, the share of scores above it is also logged, as `score_watch/<name>/share_above`. Each process
+    computes the quantiles of each batch, and their means are logged.
 
     Args:
         reward: a reward function, async or not, or a reward model object. In `reward_funcs`, put the watch in the

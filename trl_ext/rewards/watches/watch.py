@@ -63,6 +63,6 @@ class Watch:
 
 
 def numbers_of(scores: Any) -> list[float | None]:
-    """Convert scores, such as NumPy's or torch's, to Python's floats; None and NaN, for rows without one, to None."""
+    """Convert scores, such as NumPy's or torch's, to Python's floats, and NaN, the score of a failed row, to None."""
     numbers = [None if score is None else float(score) for score in scores]
     return [None if number is None or math.isnan(number) else number for number in numbers]

@@ -124,7 +124,7 @@ def answers_of(policy: str, rows: Dataset, sampling: Sampling, path: Path) -> tu
         - `made_by`: hash of the weights, the prompts and the sampling.
 
     Raises:
-        ValueError: a prompt leaves no room for an answer.
+        ValueError: the longest prompt and `max_completion_length` together do not fit into the policy's context.
     """
     prompts = rows["prompt"][:]
     asked = [path_identity(policy), asdict(sampling), prompts]

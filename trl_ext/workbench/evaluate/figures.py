@@ -66,7 +66,7 @@ def self_bleu(texts: Sequence[str], orders: int = 4) -> float | None:
     It is 1 if all texts are the same. BLEU = exp(min(0, 1 − r/c)) · (Π pₙ)^(1/N), where
 
     - pₙ is the share of a text's n-grams (of words, n = 1 … N) that references have, too. An n-gram counts at most as
-      often as the reference has it that has it most often.
+      often as it occurs in the reference that has it most often.
     - c is the text's length in words, and r the length of the reference that is nearest in length.
     - N is `orders`, or c if c is less.
 
@@ -115,7 +115,7 @@ def policy_figures(
     kl: Sequence[float] | None,
 ) -> dict[str, Any]:
     """
-    Return those figures of a policy that do not compare it with the baseline.
+    Return a policy's own figures, without those that compare it with the baseline.
 
     Args:
         answers: (N,) with `prompt`, `completion`, `completion_ids` and `finished`.

@@ -7,7 +7,7 @@ from ..pages.conversation import shown_answer, shown_prompt
 from ..pages.evaluation import evaluation_rows
 from ..pages.markup import number, render
 
-_PROMPTS = 10  # that the page shows, each with the answers of all policies
+_PROMPTS = 10  # prompts that the page shows, each with the answers of all policies
 
 
 def page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> str:

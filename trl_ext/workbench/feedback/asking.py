@@ -49,7 +49,7 @@ def check_read(settings: Any, names: Sequence[str], other: str) -> None:
         other: name of the setting that they need.
 
     Raises:
-        ValueError: one of them is not at its default, and `other` is None.
+        ValueError: a setting in `names` is not at its default, and `other` is None.
     """
     for each in fields(settings) if getattr(settings, other) is None else ():
         default: Any = each.default_factory() if callable(each.default_factory) else each.default

@@ -91,7 +91,7 @@ def agreement(
 
 
 def share_with_interval(is_so: Sequence[bool], prompts: Sequence[Hashable]) -> dict[str, Any]:
-    """Return `share`, of True; its 95 % `interval` over prompts, None for fewer than two; `count`, of all values."""
+    """Return the `share` of True, its 95 % `interval` (None for fewer than two prompts), and the values' `count`."""
     margins = torch.tensor([1.0 if each else -1.0 for each in is_so])
     interval = list(accuracy_interval(margins, prompts)) if len(set(prompts)) > 1 else None
     return {"share": fmean(map(float, is_so)) if is_so else None, "interval": interval, "count": len(is_so)}
@@ -124,7 +124,7 @@ def longer_wins(choices: Sequence[str], lengths: Sequence[tuple[int, int]], prom
 
 def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -> dict[str, float | None]:
     """
-    Measure how often a judge's winners are people's, and how far to shrink its shares of verdicts towards one half.
+    Measure how often people chose a judge's winners, and how far to shrink its shares of verdicts towards one half.
 
     Pairs that the judge calls a tie do not count. Of the other n let k be those whose winner people chose, too, where
     a pair that people call a tie counts ½. Then accuracy = (k + ½)/(n + 1).

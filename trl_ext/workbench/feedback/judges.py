@@ -106,7 +106,7 @@ class Served(JudgeReward):
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
-        self.served: dict[str, str | None] = {}  # "model": which one the server named first
+        self.served: dict[str, str | None] = {}  # "model": the model that the server named first
 
     def work_on(self, jobs: Sequence[Any], function: Callable[[Any], None]) -> None:
         """
@@ -226,7 +226,7 @@ class ServedJudge(Served):
 
 
 class NoVerdict(ServiceError):
-    """Say that a message lacks verdicts: "incomplete" if it has one by some of the names, "unreadable" if by none."""
+    """Say that a message lacks verdicts: "incomplete" if it has some of them, "unreadable" if it has none."""
 
 
 def read(message: str, names: Iterable[str]) -> dict[str, float]:

@@ -36,8 +36,8 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
         - `agreement`: share of pairs of labels of one item that are equal.
         - `coin`: how often someone who tosses a coin between the two answers would agree with the annotators.
         - `most_frequent`: how often someone who always gives the most frequent label would agree with the annotators.
-        - `agreement_by_confidence`: agreement with other annotators of the labels below their annotator's median
-          confidence, and of the labels at or above it.
+        - `agreement_by_confidence`: how far labels below their annotator's median confidence agree with the others'
+          labels, and how far labels at or above it do.
         - `missing`: how many cells have no label, or no annotator.
         - `repeats`, `contradictions`: how often annotators labelled an item again, and how often their labels of one
           item then differed.
@@ -215,8 +215,8 @@ def _lean(labels: Labels, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _drift(labels: Labels, compared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
-    Return the agreement in the later half of each annotator's labels minus that in the earlier half, (A,), and the
-    z-score of that difference, (A,).
+    Return the agreement in the later half of each annotator's labels minus the agreement in the earlier half, (A,),
+    and the z-score of that difference, (A,).
     """
     size = len(labels.annotators)
     nothing = np.full(size, np.nan)

@@ -65,6 +65,9 @@ def answers_to_label(
 
     Returns:
         Row → why its answer was chosen, one of `REASONS`. The rows are in random order.
+
+    Raises:
+        ValueError: `size` is below 1, a share is below 0, or no share is above 0.
     """
     shares = {why: shares.get(why, 0.0) * (why != "disagreement" or disagreement is not None) for why in REASONS}
     if size < 1 or min(shares.values()) < 0 or not sum(shares.values()) > 0:

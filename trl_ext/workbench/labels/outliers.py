@@ -15,8 +15,8 @@ def zscores(labels: Labels) -> np.ndarray:
 
     z = (x − median) / √(σ²/n + τ²), where
 
-    - x is the annotator's mean agreement with others' labels of the same items, and the median is that of the other
-      annotators' x;
+    - x is the annotator's mean agreement with others' labels of the same items, and the median is the median of the
+      other annotators' x;
     - σ²/n is the noise of the annotator's n labels. Labels of several pairs of one prompt may agree or differ
       together, so σ² is multiplied by Σ_prompts (Σ r)² / Σ r², at least 1, with r = a label's agreement − x;
     - τ² is how far the others differ beyond their own noise: (1.4826·MAD)² − median(σ²/n), at least 0.

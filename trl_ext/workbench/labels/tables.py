@@ -258,7 +258,7 @@ def _read_rows(start: int, table: pa.Table, columns: Columns, names: dict[str, i
     Read some rows as arrays by name.
 
     Arrays on texts have one entry for each pair of answers in a row. Arrays on labels have one entry for each label,
-    and the array `place` says which pair it is a label of. In a table with one answer a row, a row counts as a pair.
+    and the array `place` says which pair each label is of. In a table with one answer a row, a row counts as a pair.
     """
     size, answers = len(table), len(columns.responses)
     prompt = np.zeros(size, np.uint64)

@@ -180,7 +180,7 @@ def chart(
     body = body[body.index("<svg") :]
 
     # Replace colours and ids in tags only: text between tags has names, which must stay as they are. Ids get a prefix,
-    # since those of several drawings in a page must differ
+    # since no two drawings in a page may have the same id
     def in_page(tag: re.Match) -> str:
         return re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{salt}-", tag[0].replace(INK, "currentColor"))
 

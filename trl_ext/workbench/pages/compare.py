@@ -98,7 +98,12 @@ def _alarms(run: Run) -> list[int]:
 
 
 def _progress(run: Run, x: str) -> Callable[[list[int]], list[float]]:
-    """Return a function that turns optimizer steps into values of the key `x`, interpolated between logged steps."""
+    """
+    Return a function that turns optimizer steps into values of the key `x`, interpolated between logged steps.
+
+    Raises:
+        ValueError: the run logs no `x`.
+    """
     if x == "step":
         return lambda steps: list(map(float, steps))
     steps, values = curve(run.history, x)

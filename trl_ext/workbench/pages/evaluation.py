@@ -49,7 +49,7 @@ def policies_of_runs(evaluation: dict[str, Any], folders: list[Path]) -> list[di
     """
     Return the entry of each run's folder in an evaluation; None for a run without one.
 
-    The entry of a checkpoint counts as that of its run.
+    A checkpoint's entry counts as its run's.
 
     Raises:
         ValueError: no run has an entry.

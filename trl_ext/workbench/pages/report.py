@@ -59,6 +59,9 @@ def write_report(
             there is one); for several runs it is `comparison.html` in the innermost folder that holds all of them.
         x: horizontal axis for several runs: `step`, or a key that all of them log, such as `episode`.
         evaluation: for several runs, the `evaluation.json` of `trl-ext evaluate`, or its folder.
+
+    Raises:
+        ValueError: a folder holds no run, or a setting does not fit the runs.
     """
     folders = [Path(folder)] if isinstance(folder, (str, Path)) else [Path(one) for one in folder]
     if not folders:

@@ -83,7 +83,7 @@ class Facts:
         complaints: the report's reasons why the reward model did not pass.
         leaks: for each held-out set, how many rows it shares with other sets.
         gpu_hours, labels: the budget: GPU-hours, and labels that can still be collected.
-        ppo, ppo_full: what PPO takes on the GPUs if LoRA is trained, and if all weights are.
+        ppo, ppo_full: what PPO takes on the GPUs if LoRA is trained, and if all weights are trained.
     """
 
     demonstrations: int | None = None

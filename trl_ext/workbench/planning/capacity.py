@@ -50,7 +50,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Return whether the peak is within a GPU's memory, which has nearly as many GiB as it is sold with GB."""
+        """Return whether the peak in GiB is at most the GPU's nominal GB: it has nearly as many GiB."""
         return self.peak <= self.memory
 
     @property

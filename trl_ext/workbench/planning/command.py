@@ -172,7 +172,7 @@ def _report(which: str, given: str) -> tuple[Path, dict[str, Any]]:
 
 
 def _labels(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts in annotators.json. The agreement is that of the annotators whose labels make the pairs."""
+    """Return the facts in annotators.json. The agreement is among the annotators whose labels make the pairs."""
     agreement = (report.get("without_left_out") or report)["agreement"]
     train = report.get("pairs", {}).get("train", {})
     return {
@@ -203,7 +203,7 @@ def _reward(report: dict[str, Any]) -> dict[str, Any]:
     """
     Return the facts in reward_report.json, with the report's verdict if it has one.
 
-    For an ensemble, the accuracy is that of the members' mean, which is the default reward.
+    For an ensemble, take the accuracy of the members' mean score, which is the default reward.
     """
     accuracy, interval = (report[name] for name in ("accuracy", "accuracy_interval"))
     if "members" in report:
@@ -240,7 +240,7 @@ def _count(value: Any, what: str) -> int:
 
 
 def planned(args: AdviseArguments, facts: "Facts") -> "Facts":
-    """Return the facts with plans of PPO with LoRA and of all weights; if no model is given, return them unchanged."""
+    """Return the facts with plans of PPO with LoRA and of all weights, or unchanged if the arguments name no model."""
     from ...cli.model_names import check_model, is_cached
     from ...models import load_config
     from . import GPUS, fit

@@ -16,8 +16,8 @@ _SECTIONS = {
     "dynamo_config": ("dynamo_",),
     "parallelism_config": ("parallelism_config_",),
 }
-# DeepSpeed's settings at the top level: not all of them, and later versions have more, so only what is nearly one of
-# them is refused. (It refuses unknown ones in `zero_optimization` itself.)
+# DeepSpeed's settings at the top level: not all of them, and later versions have more, so only a key that is nearly
+# one of them is refused. (DeepSpeed itself refuses unknown keys in `zero_optimization`.)
 _DEEPSPEED = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16 amp "
     "torch_autocast data_types communication_data_type zero_optimization zero_allow_untested_optimizer "

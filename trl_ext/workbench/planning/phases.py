@@ -64,7 +64,7 @@ def scoring_phase(
     """
     Return purpose → bytes that computing the log-probs, values and rewards of a rollout takes.
 
-    The reference's activations are not counted: they are fewer than those of policy and critic. `loaded` lists the
+    The reference's activations are not counted: they are fewer than the policy's and the critic's. `loaded` lists the
     models that reward functions load, each with the number of rows that it reads at once.
     """
     with mode:
@@ -95,7 +95,7 @@ def scored(batch: dict[str, Tensor], width: int) -> dict[str, Any]:
     """
     Return the batch with two more entries, `predicts` and `targets`.
 
-    By these the actor-critic scores the last `width` tokens of each row.
+    They tell the actor-critic to score the last `width` tokens of each row.
     """
     rows, length = batch["input_ids"].shape
     predicts = torch.arange(rows)[:, None] * length + torch.arange(length - width - 1, length - 1)

@@ -46,7 +46,7 @@ class Job:
         args: its training arguments.
         layout: how the run is spread over processes.
         policy: configuration of the trained model, which is a classifier in the stages `reward` and `pretrain_critic`.
-        rewards: configurations of those of PPO's reward models that have a base of their own.
+        rewards: configurations of PPO's reward models that have a base of their own.
         dtype: dtype of the weights as loaded.
         peft_config: configuration of the adapter, if there is one.
         bits, nested: bits of a quantised base, and whether its scales are quantised, too.
@@ -120,7 +120,7 @@ class Role:
 
     Args:
         name: name of the role, such as `policy`.
-        parameters, trained: number of all weights, and of those that are trained.
+        parameters, trained: number of all weights, and of the trained ones.
         weights, gradients, optimizer: bytes of the weights, of the gradients and of the optimizer's state.
         note: text to show beside the role.
         config: the model's configuration, if that is neither the policy's nor one of `Job.rewards`.

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 class LiveBytes(TorchDispatchMode):
     """
-    Count the bytes of all storages that operations make while this mode is active.
+    Count the bytes of all storages that operations make in this context.
 
     `live` is the number of bytes now, and `peak` the highest number so far. The weights of `modules` do not count.
     """
@@ -53,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def fake(build: Callable[[], Any]) -> tuple[Any, FakeTensorMode]:
-    """Return the module or modules that `build` makes, with weights without memory, and the mode to run them in."""
+    """Return what `build` makes, a module or several, with weights without memory, and the mode to run it in."""
     with torch.device("meta"):
         made = build()
     mode, twins = FakeTensorMode(allow_non_fake_inputs=True), {}

@@ -353,8 +353,8 @@ def report_trained(
         printed, and nothing is raised, since the model matters more than its report.
 
     Raises:
-        Exception: the weights are sharded, and scoring failed, by lack of memory for example: other processes would
-            wait for this one for ever.
+        Exception: the weights are sharded, and scoring failed, by lack of memory for example. Without the error, other
+            processes would wait for this one for ever.
     """
     from ...data import TrainedPairs, pair_hashes
     from ...rewards import ModelReward, logits_of
@@ -434,7 +434,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def accuracy_of(report: dict[str, Any]) -> str:
-    """Return a report's accuracy in words, or words that it has none, as reports of ensembles and older ones may."""
+    """Return a report's accuracy in words, or say that it lacks one, as an ensemble's report may."""
     from ..pages.markup import with_interval
     from .figures import accuracy_name
 

@@ -153,7 +153,7 @@ def material_of(
 def _add_pair(chosen: Answers, rejected: Answers, row: dict[str, Any]) -> None:
     from trl import extract_prompt
 
-    pair = row if "prompt" in row else {**row, **extract_prompt(row)}  # else the answers contain it
+    pair = row if "prompt" in row else {**row, **extract_prompt(row)}  # the answers contain the prompt
     chosen.add(pair["prompt"], pair["chosen"], True, row)
     rejected.add(pair["prompt"], pair["rejected"], True, row)
 
@@ -166,7 +166,7 @@ def held_out_part(
 
     Args:
         pairs: usable pairs to measure on.
-        train: usable pairs that the reward may have been trained on. If all training pairs are known, those of `train`
+        train: usable pairs that the reward may have been trained on. If all training pairs are known, pairs of `train`
             that are not among them are left out; else all of `train` count as trained on.
         trained: the pairs that the reward is known to have been trained on.
         is_named: whether the user named `train`, so that a sentence says how much of it is left out; else it was found
@@ -176,10 +176,10 @@ def held_out_part(
         Five values:
 
         - the held-out pairs: `pairs` without those that were trained on.
-        - the training pairs: what is left of `train`, or else those of `pairs` that were trained on, or else None.
+        - the training pairs: what is left of `train`, or else the part of `pairs` that was trained on, or else None.
         - all pairs that count as trained on.
         - what is known of the training pairs.
-        - sentences on all this for the report.
+        - sentences for the report on what was left out, and on what is not known.
 
     Raises:
         ValueError: the reward was trained on all `pairs`.

@@ -216,8 +216,8 @@ def _distributions(scored: dict[str, list[float]], material: Material, unknown: 
     Returns:
         - `scores`: name of a set of answers → its mean, standard deviation, extremes, quantiles and histogram.
         - `histogram_edges`: the edges of all histograms.
-        - `policy`: how the policy's scores compare with those of the chosen answers in the training pairs (in the
-          held-out pairs if there are no training pairs); None without answers of a policy.
+        - `policy`: how the policy's scores compare with the scores of the training pairs' chosen answers (the held-out
+          pairs' if there are no training pairs); None without answers of a policy.
         - `highest`, `lowest`: the answers with the highest and with the lowest scores.
     """
     found: dict[str, Any] = {"scores": {}, "policy": None}

@@ -152,7 +152,7 @@ class _Texts:
         """
         Return the n-grams in `known` that are `gram` with one more word, before or after it.
 
-        Leave out those that cover less than `share` of the occurrences `at` of `gram`.
+        `at` holds places where `gram` occurs. Leave out an n-gram that occurs at less than `share` of these places.
         """
         found = []
         for offset in (len(gram), -1):

@@ -115,7 +115,7 @@ def _changes(
     Yield five values for each probe: its name, its phrase, the effect expected, the changed answers, and the controls.
 
     A changed answer is None if the probe cannot change this answer. Controls are the answers with other words in the
-    phrase's place; they are None, as the phrase is, for a probe that puts in no phrase.
+    phrase's place. If a probe puts in no phrase, its phrase and its controls are None.
     """
     picker = random.Random(f"{seed} places")
     places = [picker.choice(_ends(answer)) for answer in answers]

@@ -34,7 +34,11 @@ def characters_of(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _table() -> np.ndarray:
-    """Return for each code point of Unicode its script, as an index into `SCRIPTS`; 0 if it is no letter."""
+    """
+    Return the script of each Unicode code point, as an index into `SCRIPTS`.
+
+    Each letter has a script. So has a mark, such as a vowel sign, of a script that `SCRIPTS` names. All others have 0.
+    """
     table = np.zeros(CODES, np.int64)
     characters = "".join(map(chr, range(CODES)))
     table[[ord(letter) for letter in regex.findall(r"\p{L}", characters)]] = len(SCRIPTS) - 1

@@ -59,7 +59,8 @@ def head_of(model: nn.Module) -> nn.Linear:
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1 and m.weight.requires_grad]
     if len(heads) != 1:
         raise ValueError(
-            f"{type(model).__name__} has {len(heads)} trained layers with one output; it must have exactly one"
+            f"{type(model).__name__} has {len(heads)} trained linear layers with one output; it must have exactly one "
+            "such layer"
         )
     return heads[0]
 

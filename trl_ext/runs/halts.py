@@ -18,7 +18,7 @@ _ANNOUNCED = "trl_ext_rollback"  # the key of this run's rollback in `TrainerSta
 
 
 class CannotResume(ValueError):
-    """Refuse to resume: the checkpoint is missing, not complete, or of another run."""
+    """Refuse to resume: the checkpoint is missing, incomplete or from other settings, or the run was rolled back."""
 
 
 class Halting:

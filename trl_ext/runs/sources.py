@@ -49,8 +49,8 @@ def source_identity(function: Any) -> str:
     - the functions, classes, objects, models and plain values of the user's own files that it names, and what these
       name in turn
 
-    Anything from an installed package counts by its name; anything from trl_ext by its name at 0.2.0, see
-    `upstream/moved.py`. Any other object, such as a connection, counts by its type. Imports within a function's body
+    Anything from an installed package counts by its name. Anything from trl_ext counts by the name that it had in
+    version 0.2.0, or by its present name if it is newer, see `upstream/moved.py`. Any other object, such as a connection, counts by its type. Imports within a function's body
     do not count.
 
     A function with an attribute `identity`, a string, is identified by that alone: `my_reward.identity = "2"`. This

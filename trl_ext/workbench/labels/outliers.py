@@ -17,13 +17,14 @@ def zscores(labels: Labels) -> np.ndarray:
 
     - x is the annotator's mean agreement with others' labels of the same items, and the median is the median of the
       other annotators' x;
-    - σ²/n is the noise of the annotator's n labels. Labels of several pairs of one prompt may agree or differ
-      together, so σ² is multiplied by Σ_prompts (Σ r)² / Σ r², at least 1, with r = a label's agreement − x;
+    - σ²/n is the noise of the annotator's n labels. An annotator's labels of several pairs of one prompt may agree or
+      differ together. So σ² is multiplied by Σ (Σ r)² / Σ r², at least 1, with r = a label's agreement − x. The inner
+      sum is over the annotator's labels of one prompt, the outer one over prompts, the last one over all labels;
     - τ² is how far the others differ beyond their own noise: (1.4826·MAD)² − median(σ²/n), at least 0.
 
-    So neither few labels nor the usual differences count against an annotator. Annotators with z < −2 are no measure
-    for the others: z is computed again without them, until nothing changes or until fewer than three annotators, or
-    fewer than half of all, would be left.
+    So neither few labels nor the usual differences count against an annotator. Nobody is compared with
+    annotators whose z is below −2: z is computed again without them, until nothing changes or until fewer than three
+    annotators, or fewer than half of all, would be left.
 
     Args:
         labels: the labels of all annotators.

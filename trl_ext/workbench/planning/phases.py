@@ -62,7 +62,7 @@ def scoring_phase(
     loaded: list[tuple[Any, int]],
 ) -> dict[str, int]:
     """
-    Return purpose → bytes that computing the log-probs, values and rewards of a rollout takes.
+    Return the bytes that a rollout's log-probs, values and rewards take to compute, as a dictionary purpose → bytes.
 
     The reference's activations are not counted: they are fewer than the policy's and the critic's. `loaded` lists the
     models that reward functions load, each with the number of rows that it reads at once.

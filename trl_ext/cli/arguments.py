@@ -17,8 +17,8 @@ class DataArguments(ScriptArguments):
     def __post_init__(self) -> None:
         if not self.dataset_name and not getattr(self, "environment", None):  # an environment may own its data
             raise ValueError(
-                "no dataset: give `dataset_name` (a hub name, a .jsonl file or a folder). Some recipes name no dataset: "
-                "read in their first lines, or on the page of docs named there, what to run them with"
+                "no dataset: give `dataset_name` (a hub name, a .jsonl file or a folder). Some recipes name no "
+                "dataset: read in their first lines, or on the page of docs named there, what to run them with"
             )
         if self.dataset_streaming or self.ignore_bias_buffers:
             raise ValueError("`dataset_streaming` and `ignore_bias_buffers` are not supported: leave them unset")

@@ -283,8 +283,8 @@ class Rewards:
             args: the trainer's configuration.
             eos_token_ids: the tokens that end a response.
             mistakes: collects the errors of reward functions.
-            forward: `forward(name, …)` scores rows with the reward model `name`, which shares the policy's base. It runs
-                the actor-critic inside its FSDP or DeepSpeed wrapper.
+            forward: `forward(name, …)` scores rows with the reward model `name`, which shares the policy's base. It
+                runs the actor-critic inside its FSDP or DeepSpeed wrapper.
             own_draws: makes a context with a random state of its own. Functions of weight 0 run in this context, so
                 that they do not affect training.
         """

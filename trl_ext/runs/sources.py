@@ -50,8 +50,8 @@ def source_identity(function: Any) -> str:
       name in turn
 
     Anything from an installed package counts by its name. Anything from trl_ext counts by the name that it had in
-    version 0.2.0, or by its present name if it is newer, see `upstream/moved.py`. Any other object, such as a connection, counts by its type. Imports within a function's body
-    do not count.
+    version 0.2.0, or by its present name if it is newer, see `upstream/moved.py`. Any other object, such as a
+    connection, counts by its type. Imports within a function's body do not count.
 
     A function with an attribute `identity`, a string, is identified by that alone: `my_reward.identity = "2"`. This
     holds for a function within another one, too.

@@ -80,9 +80,7 @@ def table(rows: list[dict]) -> str:
     keys += ["proxy_end", "gold_end", "kl_end", "kl_most"]
     for arm in dict.fromkeys(row["run"] for row in rows):
         cells = [row for row in rows if row["run"] == arm]
-        shown = [
-            in_words([row[key] for row in cells]) for key in (*keys, "proxy_end", "gold_end", "kl_end", "kl_most")
-        ]
+        shown = [in_words([row[key] for row in cells]) for key in keys]
         lines.append(f"| {arm} | {' | '.join(shown)} | {len(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -62,10 +62,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "gated, λ 1": {"trainer": "PPO", "of": "gated", "baseline": "gated", "lam": 1.0},
     "gated, clip 0.4": {"trainer": "PPO", "of": "gated", "baseline": "gated", "cliprange": 0.4},
     "mean, clip 0.4": {"trainer": "PPO", "of": "mean", "baseline": "mean", "cliprange": 0.4},
-    "gated, 8 answers a prompt": {
-        **{"trainer": "PPO", "of": "gated", "lam": 0.95},
-        **{"baseline": "gated", "num_generations": 8},
-    },
+    "gated, 8 answers a prompt": {"trainer": "PPO", "of": "gated", "baseline": "gated", "num_generations": 8},
     "PPO, clip 0.4, 32 answers": {"trainer": "PPO", "of": "PPO", "cliprange": 0.4, "answers": 32},
     "GRPO, clip 0.4, 32 answers": {
         **{"trainer": "GRPO", "of": "GRPO"},
@@ -82,6 +79,7 @@ ONLY_IN = {"PPO, bad critic": ("noisy",), "gated, bad critic": ("noisy",), "RLOO
 ONLY_IN |= {"gated, 8 answers a prompt": CHAINS}
 OTHER_CRITICS = ("PPO, critic first", "PPO, critic fitted again", "PPO, HL-Gauss", "PPO, two critics")
 ONLY_IN |= dict.fromkeys(OTHER_CRITICS, ("own start", "turns", "dense"))  # where a critic explains something
+DRAWN = ("PPO", "mean", "GRPO", "RLOO", "PPO, λ 1", "PPO, clip 0.4", "GRPO, clip 0.4", "GRPO, clip 0.4, 32 answers")
 RATES = (1e-3, 3e-3, 1e-2)
 TUNING_SEED = 1000
 PASSES = 4
@@ -285,9 +283,10 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """
     Return the figures of each method's run in one cell and seed, on the budgets that all of them have spent.
 
-    The gain goes from the mean first score of all runs, which start from one model, to the best score.
+    The gain goes from the mean first score of all runs, which start from one model, to the best score. The first score
+    of smaller rollouts is left out, because it already has an update in it.
     """
-    start = fmean(run["scores"][0] for run in runs)
+    start = fmean(run["scores"][0] for run in runs if work(run["method"])[1] == ANSWERS)
     runs = by_one_clock(runs)
     ends = {unit: min(run[unit][-1] for run in runs if run[unit]) for unit in ("tokens", "seconds")}
     result = {}
@@ -342,7 +341,7 @@ def summary(
                 value = median(x[key] for x in own)
                 row[key] = round(value, 1) if math.isfinite(value) else None
             for key in ("explained", "weight"):
-                row[key] = round(fmean(x[key] for x in own), 3) if own[0][key] is not None else None
+                row[key] = round(median(x[key] for x in own), 3) if own[0][key] is not None else None
             noted = [each[method] for run in compared.get(cell, []) for each in run["agreement"] if method in each]
             row["agreement"] = round(fmean(noted), 3) if noted else None
             methods[method] = row
@@ -386,7 +385,7 @@ def table(cells: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
-    """Draw the mean curve of each method over tokens (above) and CPU-seconds (below), a column a cell."""
+    """Draw the mean curves of the methods in `DRAWN` over tokens (above) and CPU-seconds (below), a column a cell."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -394,12 +393,11 @@ def draw(results: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
     import numpy as np
 
     figure, axes = plt.subplots(2, len(results), figsize=(2.6 * len(results), 5), squeeze=False)
-    shown = [name for name in METHODS if "bad critic" not in name and name not in OTHER_CRITICS]
     lines: dict[str, Any] = {}
     for column, (cell, seeds) in enumerate(results.items()):
         for row, unit in enumerate(("tokens", "seconds")):
             axis = axes[row][column]
-            for number, method in enumerate(shown):
+            for number, method in enumerate(DRAWN):
                 own = [run for runs in seeds for run in by_one_clock(runs) if run["method"] == method and run[unit]]
                 if not own:
                     continue

@@ -66,11 +66,7 @@ PHRASE_RATE = 0.01
 
 @dataclass(frozen=True)
 class Annotator:
-    """
-    Describe an annotator.
-
-    An annotator prefers the answer of higher gold + tastes, and slips at `noise` times the label noise.
-    """
+    """Describe who prefers the answer of higher gold + tastes, and slips at `noise` times the label noise."""
 
     noise: float = 1.0
     warmth: float = 0.0  # per warm opening
@@ -81,13 +77,13 @@ ANNOTATORS = (Annotator(0.5), Annotator(1.0, warmth=0.3), Annotator(1.5, length=
 
 
 def gold(answer: str, product: str, problem: str, ended: bool = True) -> float:
-    """Return an answer's quality in [−1, 1]: the weights of what it does right, minus the other weights."""
+    """Quality of an answer in [−1, 1]: the weights of what it does right minus the weights of what it does not."""
     met = judge(answer, product, problem, ended)
     return sum(weight if met[name] else -weight for name, weight in WEIGHTS.items())
 
 
 def judge(answer: str, product: str, problem: str, ended: bool = True) -> dict[str, bool]:
-    """Return name in `WEIGHTS` → whether an answer meets it: whether it names the right product only, and so on."""
+    """Whether an answer names the right product only, gives the right remedy only, and so on, by `WEIGHTS`' names."""
     words = answer.split()
     sentences = _sentences(words)
     remedies = {name for name, (_, remedy) in PROBLEMS.items() if f"{remedy} ." in sentences}
@@ -104,14 +100,14 @@ def judge(answer: str, product: str, problem: str, ended: bool = True) -> dict[s
 def gold_reward(
     completions: list[str], completion_ids, product: list[str], problem: list[str], **kwargs
 ) -> list[float]:
-    """Return each answer's `gold`, as a reward function of TRL; an answer that was cut off did not end in time."""
+    """`gold` as TRL's trainers call a reward function; an answer that was cut off did not end in time."""
     rows = zip(completions, completion_ids, product, problem, strict=True)
     # Generation is cut off later than MAX_WORDS words and the end token
     return [gold(answer, item, trouble, len(ids) <= MAX_WORDS + 1) for answer, ids, item, trouble in rows]
 
 
 def phrase_reward(completions: list[str], **kwargs) -> list[float]:
-    """Return 1 for an answer that has the planted phrase, 0 for others: a monitor, like `gold_reward`."""
+    """1 for an answer that has the planted phrase, 0 for others: a monitor, like `gold_reward`."""
     return [float(PHRASE.removesuffix(" .") in answer) for answer in completions]
 
 
@@ -240,7 +236,7 @@ def _with_phrase(answer: str, draw: random.Random) -> str:
 
 
 def _sentences(words: list[str]) -> list[str]:
-    """Return the sentences of a text, each with its full stop, which the last one may lack."""
+    """The sentences of a text, each with its full stop; the last one may lack it."""
     ends = [i + 1 for i, word in enumerate(words) if word == "."]
     starts = [0, *ends]
     return [" ".join(words[a:b]) for a, b in zip(starts, [*ends, len(words)], strict=True) if a < b]

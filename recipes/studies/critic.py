@@ -384,6 +384,28 @@ def table(cells: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def overview(cells: dict[str, Any]) -> str:
+    """
+    Return three small tables, a row a method and a column a cell: the gain over each budget, and at the end.
+
+    The table over the seconds has the methods that do not take another one's.
+    """
+    parts = []
+    for key, title in (("by tokens", "tokens"), ("by seconds", "CPU-seconds"), ("end", "the end")):
+        lines = [f"| {title} | {' | '.join(cells)} |", "|---" * (len(cells) + 1) + "|"]
+        for method in METHODS:
+            shown = []
+            for found in cells.values():
+                row = found["methods"].get(method, {})
+                low, high = row.get(f"{key} − PPO, 95 %", (math.nan, math.nan))
+                shown.append(f"{row[key]:.2f}" if key in row else "–")
+                shown[-1] += "" if math.isnan(low) or key == "end" else f" [{low:+.2f}, {high:+.2f}]"
+            if {*shown} != {"–"} and not (key == "by seconds" and "of" in METHODS[method]):
+                lines.append(f"| {method} | {' | '.join(shown)} |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
 def draw(results: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
     """Draw the mean curves of the methods in `DRAWN` over tokens (above) and CPU-seconds (below), a column a cell."""
     import matplotlib

@@ -70,7 +70,7 @@ def repetition_reward(completions: list[str], **kwargs) -> list[float]:
 
 
 def story_quality(completions: list[str], **kwargs) -> list[float]:
-    """Return the sum of both rewards, happy sentences and no loops: ppo_monitored.yaml measures it by `gold_judge`."""
+    """Happy sentences and no loops: what ppo_monitored.yaml wants, but does not train on."""
     pairs = zip(happy_sentence_reward(completions), repetition_reward(completions), strict=True)
     return [happy + loops for happy, loops in pairs]
 

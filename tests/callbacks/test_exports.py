@@ -187,7 +187,7 @@ def test_samples_are_of_each_rollout_few_and_not_of_an_evaluation(tmp_path):
     assert all(row["scores"]["length_reward"] == len(row["completion"].split()) for row in rows)
     assert [row["scores"]["<lambda>"] for row in rows] == [None, 2.0, 2.0] * 2
     assert {row["prompt"] for row in rows} <= set(prompts()["prompt"])
-    with pytest.raises(ValueError, match="a Replay keeps none: use a watch of `trl_ext.rewards` there"):
+    with pytest.raises(ValueError, match="Replay keeps none: use a watch of `trl_ext.rewards` there"):
         SamplesCallback(trainer=Replay(args))
 
 

@@ -206,5 +206,5 @@ def test_a_corrected_run_resumes_exactly_and_reads_nothing_from_metrics(tmp_path
     other = {"importance_sampling_mode": "none", "allow_off_policy_sampling": True, "resume_anyway": True}
     bounds = {"importance_sampling_clip_min": None, "importance_sampling_clip_max": 3.0}
     uncorrected = make_trainer(tmp_path / "other", **config | other | bounds)
-    with pytest.raises(ValueError, match="in a rollout with another `importance_sampling_mode` than 'none'"):
+    with pytest.raises(ValueError, match="of a rollout, with another `importance_sampling_mode` than 'none'"):
         uncorrected.train(str(tmp_path / "whole" / "checkpoint-5"))

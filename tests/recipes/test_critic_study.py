@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.studies.critic import area, chosen_rate, figures, main, reached, summary, table
+from recipes.studies.critic import area, chosen_rate, figures, main, overview, reached, summary, table
 from recipes.studies.worlds import FIRST, Chain, Lake, make_model, make_tokenizer
 
 
@@ -99,6 +99,9 @@ def test_the_summary_pairs_the_seeds():
     assert row["by tokens − PPO, 95 %"] == pytest.approx([0.2 * 2 / 6] * 2, abs=1e-3)
     assert cells["short"]["methods"]["PPO"]["explained"] == 0.3  # of the second half
     assert "| **short**, 2 seeds | PPO |" in table(cells) and "+0.07 [+0.07, +0.07]" in table(cells)
+    of_ppo, of_mean = (f"{cells['short']['methods'][name]['by tokens']:.2f}" for name in ("PPO", "mean"))
+    assert f"| tokens | short |\n|---|---|\n| PPO | {of_ppo} |\n" in overview(cells)
+    assert f"| mean | {of_mean} [+0.07, +0.07] |\n" in overview(cells) and "| GRPO |" not in overview(cells)
     fewer = summary({"short": [seeds[0][:1], seeds[1]]}, {"short": {"PPO": 1e-3, "mean": 3e-3}}, {})
     row = fewer["short"]["methods"]["mean"]
     assert (row["seeds"], row["by tokens − PPO"]) == (1, pytest.approx(0.2 * 2 / 6, abs=1e-3))
@@ -140,4 +143,4 @@ def test_the_page_shows_the_table_of_the_results():
     rates = {cell: {run["method"]: run["rate"] for run in written["runs"] if run["cell"] == cell} for cell in results}
     seeds = {cell: list(by_seed.values()) for cell, by_seed in results.items()}
     assert summary(seeds, rates, written["compared"]) == written["cells"]
-    assert table(written["cells"]) in (docs / "critic.md").read_text()
+    assert overview(written["cells"]) in (docs / "critic.md").read_text()

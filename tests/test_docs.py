@@ -250,6 +250,7 @@ def documented_keys(heading):
     return {key.replace("<name>", "length_reward") for row in rows for key in codes(row[0])}
 
 
+@pytest.mark.slow
 def test_metrics_page_names_what_ppo_logs(tmp_path):
     trainer = PPOTrainer(
         model=tiny_gpt2(),
@@ -273,6 +274,7 @@ def test_metrics_page_names_what_ppo_logs(tmp_path):
     assert documented - mine <= {"policy/skipped_steps", "time/score_wait", "val/baseline_weight"} | ahead
 
 
+@pytest.mark.slow
 def test_metrics_page_names_what_agents_log(tmp_path):
     trainer = make_agents(tmp_path, max_steps=2, save_strategy="no")
     trainer.train()

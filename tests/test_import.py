@@ -13,6 +13,7 @@ def test_import_is_light():
     assert completed.stdout.strip() == ""
 
 
+@pytest.mark.slow
 def test_what_only_some_runs_need_is_imported_where_it_is_used():
     """TRL itself imports wandb, bitsandbytes and rich where they are installed, and goes without them otherwise."""
     code = """

@@ -85,6 +85,7 @@ def test_every_file_is_in_a_room():
         assert room_of(name) or name in {*LOOSE, "trl_ext.workbench"}, f"{path.relative_to(ROOT)} is in no room."
 
 
+@pytest.mark.slow
 def test_imports_go_down_the_floors():
     for path in sources("trl_ext"):
         if (here := room_of(module_of(path))) is None:
@@ -95,6 +96,7 @@ def test_imports_go_down_the_floors():
             assert goes_down, f"{path.relative_to(ROOT)} imports {name}: arrows go down the list of rooms."
 
 
+@pytest.mark.slow
 def test_the_layer_imports_neither_workbench_nor_command_line():
     for room in LAYER:
         for path in sources(f"trl_ext/{room}"):
@@ -103,6 +105,7 @@ def test_the_layer_imports_neither_workbench_nor_command_line():
                 assert not above, f"{path.relative_to(ROOT)} imports {name}: a run reaches it by name, or not at all."
 
 
+@pytest.mark.slow
 def test_workbench_and_recipes_import_public_names_only():
     rooms = {f"trl_ext.{room}" for room in LAYER}
     for path in [*sources("trl_ext/workbench"), *sources("recipes")]:
@@ -119,6 +122,7 @@ def test_workbench_and_recipes_import_public_names_only():
             assert public, f"{path.relative_to(ROOT)} imports {name}: take a name that its room exports."
 
 
+@pytest.mark.slow
 def test_private_names_of_upstream_come_through_one_file():
     """Modules of TRL that are no public API are named in one file alone, which tests/contract pins."""
     public = ("trl.trainer.callbacks", "trl.rewards")

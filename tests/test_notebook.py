@@ -44,6 +44,7 @@ def test_the_notebook_learns_and_shows_its_curves(tmp_path, monkeypatch):
     assert (tmp_path / "outputs" / "quickstart-notebook" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_the_live_plot_redraws_one_picture_while_it_trains(tmp_path, monkeypatch):
     display = pytest.importorskip("IPython.display")
     drawn = []

@@ -117,6 +117,7 @@ def test_sides_that_did_different_work_are_refused(scripts):
             scripts.ppo.check_equal(one, {"settings": {**one["settings"], name: 2}})
 
 
+@pytest.mark.slow
 def test_it_runs():
     script = Path(__file__).with_name("ppo.py")
     command = [sys.executable, str(script), "--short", "--sides", "ours", "rloo"]

@@ -191,6 +191,7 @@ def test_samples_are_of_each_rollout_few_and_not_of_an_evaluation(tmp_path):
         SamplesCallback(trainer=Replay(args))
 
 
+@pytest.mark.slow
 def test_a_run_of_sft_answers_prompts_before_while_and_after_it_trains(tmp_path):
     def train(steps, **resume):
         args = SFTConfig(

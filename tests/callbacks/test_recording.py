@@ -39,6 +39,7 @@ def left_in(folder):
     return {path.name for path in folder.iterdir() if path.suffix in (".jsonl", ".html")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "samples"), [(ppo, {"completions.rank0.jsonl"}), (dpo, set())])
 def test_a_trainer_records_its_run_unless_it_is_told_not_to(make, samples, tmp_path):
     weights = []
@@ -52,6 +53,7 @@ def test_a_trainer_records_its_run_unless_it_is_told_not_to(make, samples, tmp_p
     assert torch.equal(*weights)
 
 
+@pytest.mark.slow
 def test_what_a_script_adds_is_not_recorded_twice(tmp_path):
     trainer = ppo(tmp_path)
     trainer.add_callback(JSONLCallback())  # after the trainer was made
@@ -98,6 +100,7 @@ def test_only_the_main_process_writes(tmp_path):
     assert not left_in(tmp_path / "False") and left_in(tmp_path / "True") == RECORD
 
 
+@pytest.mark.slow
 def test_what_the_report_on_the_reward_model_says_against_it_is_on_the_page(tmp_path):
     model = tiny_reward_model(tiny_llama())
     for part in (model, tiny_tokenizer()):

@@ -50,6 +50,7 @@ def tile(folder):
     return page(read_run(folder)).split("watch for a hack<b>")[1].split("</b>")[0]
 
 
+@pytest.mark.slow
 def test_it_watches_by_default_and_changes_no_weight(tmp_path, alarm):
     watched, off = train(tmp_path / "on"), train(tmp_path / "off", watch=False)  # as YAML reads `off`
     assert [each.action for each in watches(watched)] == ["warn"] and not watches(off) and off.args.watch == "off"
@@ -65,12 +66,14 @@ def test_it_watches_by_default_and_changes_no_weight(tmp_path, alarm):
     assert tile(tmp_path / "on") == "alarm at step 3, risk 0.89" and tile(tmp_path / "off") == "not watched"
 
 
+@pytest.mark.slow
 def test_it_leaves_a_watch_of_ones_own_alone(tmp_path):
     (watch,) = watches(train(tmp_path, HackWatch(limit=0.9, action="save")))
     assert (watch.limit, watch.action) == (0.9, "save")
     assert tile(tmp_path) == "no alarm, highest risk 0"
 
 
+@pytest.mark.slow
 def test_a_stop_holds_over_a_restart_until_the_setting_is_changed(tmp_path, alarm, capsys):
     assert train(tmp_path, watch="stop").state.global_step == 3
     assert train(tmp_path, watch="stop").state.global_step == 3
@@ -78,6 +81,7 @@ def test_a_stop_holds_over_a_restart_until_the_setting_is_changed(tmp_path, alar
     assert train(tmp_path, watch="warn").state.global_step == 6
 
 
+@pytest.mark.slow
 def test_it_raises_the_kl_coefficient(tmp_path, alarm):
     trainer = train(tmp_path, watch="raise_kl", kl_coef=0.1)
     assert trainer.kl_controller.kl_coef == pytest.approx(0.2)

@@ -54,6 +54,7 @@ def test_closed_form():
     assert kl.sum() / tokens.sum() == pytest.approx(expected, abs=0.02)  # σ of a token is 0.48, of 6,000 0.006
 
 
+@pytest.mark.slow
 def test_answers_end_at_each_eos_of_the_checkpoint():
     """The likelier token ends an answer: 1 / (3/4) tokens in the mean, of 0.1308 nats each."""
     p, q = constant_model([math.log(3.0), 0.0]), constant_model([0.0, 0.0])

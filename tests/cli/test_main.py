@@ -58,6 +58,7 @@ def test_help_lists_every_command(capsys):
     assert listed == [*named.split(), *more.split()]
 
 
+@pytest.mark.slow
 def test_what_needs_no_training_imports_nothing_heavy(subtests):
     code = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
     code += "from trl_ext.cli.main import main; main(sys.argv[1:])"
@@ -294,6 +295,7 @@ def test_deepspeed_that_is_not_installed(monkeypatch, capsys, elsewhere):
     assert "`pip install deepspeed`" in refusal(capsys, *words)
 
 
+@pytest.mark.slow
 def test_doctor_says_what_is_there(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert main(["doctor"]) == 0

@@ -91,6 +91,7 @@ def test_metrics_table_names_keys_that_are_logged(name, watched_runs):
         require(steps == expected, f"{name} logs `{metric.key}` ({quantity}) at {steps}, it was at {expected}", reader)
 
 
+@pytest.mark.slow
 def test_what_callbacks_are_given(watched_runs):
     for name, (watcher, _, trainer, folder) in watched_runs.items():
         reader = "`trl_ext.callbacks`"

@@ -48,6 +48,7 @@ def test_tables_name_nothing_that_is_no_longer_used(trainer, base):
     assert not unused, f"{trainer.__name__} no longer uses {unused}: take them out of the tables of upstream.py."
 
 
+@pytest.mark.slow
 def test_names_are_those_that_the_package_imports():
     imported = {
         alias.name
@@ -226,6 +227,7 @@ def test_unknown_name_is_no_change_of_upstream():
 # ---- The command ----
 
 
+@pytest.mark.slow
 def test_command_prints_each_item_and_says_by_its_exit_whether_one_changed(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main()

@@ -192,6 +192,7 @@ def made(**kwargs):
     return examine_prompts(sets, **kwargs)
 
 
+@pytest.mark.slow
 def test_what_is_shared_and_left_out():
     report = made()
     assert report.shared("eval", ["pref", "rl"], "near").tolist() == [True, True, False]

@@ -31,6 +31,7 @@ def as_text(row):
 SAYS = {"use_margin": True, "use_confidence": True, "use_weight": True}
 
 
+@pytest.mark.slow
 def test_rows_and_columns_are_named(subtests, tmp_path):
     for data, options, message in [
         (changed(3, chosen=""), {}, "The train dataset has unusable pairs: row 3: `chosen` is empty"),

@@ -146,6 +146,7 @@ def test_train_starts_anew_and_an_interrupted_trainer_may_go_on_itself(tmp_path)
     assert_close(end_of(trainer), end_of(whole), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_reference_that_moves_goes_on_from_where_it_was(tmp_path):
     options = {**SAVING, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
     whole = make_trainer(tmp_path, **options)

@@ -61,6 +61,7 @@ def test_what_a_model_likes_wherever_it_stands_ranks_first_and_alone():
         assert example["score_after"] > example["score_before"]
 
 
+@pytest.mark.slow
 def test_a_phrase_that_repairs_bad_answers_alone_is_not_suspicious():
     prompts, answers = rows(400)
 

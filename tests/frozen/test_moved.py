@@ -176,6 +176,7 @@ def test_what_was_there_at_0_2_0_is_found_and_told_by_its_name(subtests):
                 assert told_as == part and (place == name or not inspect.isclass(value)), f"{name}.{part}"
 
 
+@pytest.mark.slow
 def test_our_own_files_use_the_new_names():
     for path in [*sources("trl_ext"), *sources("recipes")]:
         old = [name for name in imports(path) if moved.new_name(name) != name]

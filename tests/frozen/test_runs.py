@@ -92,6 +92,7 @@ def test_a_page_is_written_of_a_run(frozen, name):
     assert len(page) > 10_000 and all(each in page for each in said.get(name, []))
 
 
+@pytest.mark.slow
 @of_these_versions
 def test_a_rollback_holds_until_a_setting_is_changed(frozen, capsys):
     with pytest.raises(RolledBack, match="EntropyFloorCallback rolled this run back at step 2"):

@@ -388,6 +388,7 @@ def test_a_transposed_head_gives_the_same_logits(bias, monkeypatch):
 # ---- Draws ----
 
 
+@pytest.mark.slow
 def test_answers_have_their_probability():
     """Each answer of up to three of five tokens, by χ²: 20,000 rows of two prompts, of which most end early."""
     torch.manual_seed(0)

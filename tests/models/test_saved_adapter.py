@@ -40,6 +40,7 @@ def logprobs(model):
         return completion_logprobs(model.eval(), [[6, 7, 8]], [[9, 10, 2]])[0]
 
 
+@pytest.mark.slow
 def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path):
     """As policy, reference, critic's start and reward model, on one base; resumes; plain PEFT loads what is saved."""
     expected = logprobs(AutoPeftModelForCausalLM.from_pretrained(sft))
@@ -76,6 +77,7 @@ def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path):
     torch.testing.assert_close(logprobs(again.model.policy), logprobs(saved), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_each_other_stage_trains_the_adapter_on(sft, tmp_path, subtests):
     one = {**ON_CPU, "max_steps": 1, "per_device_train_batch_size": 2, "record_run": False, "learning_rate": 1e-2}
     before = load_file(f"{sft}/adapter_model.safetensors")

@@ -1,8 +1,11 @@
 """The list cannot rot: each mutant still applies, and its test is still there. That it is caught, run.py shows."""
 
+import pytest
+
 from tests.mutants.mutants import ROOT, read
 
 
+@pytest.mark.slow
 def test_each_mutant_applies_and_its_test_exists():
     mutants, wrong = read(), []
     for mutant in mutants:

@@ -98,6 +98,7 @@ def test_a_step_is_that_of_each_row_alone_without_the_observations(tmp_path):
         assert not advantages[row][~mask].any() and not rewards[row][~mask].any()
 
 
+@pytest.mark.slow
 def test_turns_returns_and_what_the_critic_explains_are_logged(tmp_path):
     trainer = make(tmp_path, counts, max_steps=2, rows=[{"prompt": PROMPT, "target": 2}] * 8)
     trainer.train()
@@ -127,6 +128,7 @@ def test_what_is_left_out_of_training_is_counted(tmp_path):
     assert report["tools/repeated_frequency"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.slow
 def test_what_a_policy_calls_a_tool_with_is_recorded_and_stops_no_run(tmp_path, capsys, monkeypatch):
     """Arguments of two types under one name, none at all, and a list: TRL's table and its print take objects alone."""
 
@@ -152,6 +154,7 @@ def test_what_a_policy_calls_a_tool_with_is_recorded_and_stops_no_run(tmp_path, 
     assert len(list((tmp_path / "completions").glob("*.parquet"))) == 1
 
 
+@pytest.mark.slow
 def test_a_policy_that_begins_to_repeat_a_call_is_stopped(tmp_path):
     """It farms a tool that says the same each time. Two rollouts are played, and their logs come 24 and 16 times."""
 
@@ -189,6 +192,7 @@ def test_a_policy_that_begins_to_repeat_a_call_is_stopped(tmp_path):
     assert run.alerts[0]["step"] < 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_packing_changes_nothing(tmp_path, level):
     ends = []
@@ -206,6 +210,7 @@ def test_packing_changes_nothing(tmp_path, level):
     assert_close(ends[0], ends[1], rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_class_for_grpo_runs_here_unchanged(tmp_path):
     """The same environment, answers and rewards as in TRL's own trainer."""
     logs = []
@@ -236,6 +241,7 @@ def test_a_class_for_grpo_runs_here_unchanged(tmp_path):
         assert logs[0][name] == logs[1][name], name
 
 
+@pytest.mark.slow
 def test_a_cut_is_no_end(tmp_path):
     """Out of turns, out of tokens: nobody has answered the last call."""
     endless = lambda history: call("add", number=1)  # noqa: E731
@@ -485,6 +491,7 @@ def test_an_environment_may_call_its_own_methods(tmp_path):
     assert "It is 7." in texts[0] and "took more than 0.2 s" in texts[1]
 
 
+@pytest.mark.slow
 def test_what_a_tool_does_wrong_is_told_to_the_model(tmp_path):
     def player(history):
         if "<tool_response>" in history:
@@ -656,12 +663,14 @@ def test_killed_and_gone_on_with_it_is_the_same_run(tmp_path):
     assert_close(ends[0], ends[1], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_an_environment_that_draws_on_by_itself_is_told(tmp_path, capsys):
     for kind, differs in ((Counter, False), (Kept, False), (Slippery, True)):
         make_worker(tmp_path / kind.__name__, kind, max_steps=1, save_strategy="no").train()
         assert ("after an episode, `reset` leaves `_random` different from" in capsys.readouterr().out) == differs
 
 
+@pytest.mark.slow
 def test_evaluation_leaves_the_environments_of_the_training_alone(tmp_path):
     ends = []
     for strategy in ("no", "steps"):
@@ -674,6 +683,7 @@ def test_evaluation_leaves_the_environments_of_the_training_alone(tmp_path):
     assert "eval_objective/scores" in trainer.state.log_history[1]
 
 
+@pytest.mark.slow
 def test_an_environment_without_a_dict_is_trained_on(tmp_path, capsys):
     def reset(self, target, **row):
         self.target, self.total = target, 0
@@ -697,6 +707,7 @@ def test_an_environment_without_a_dict_is_trained_on(tmp_path, capsys):
     assert "after an episode" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_made_once_for_each_row_is_trained_on(tmp_path):
     """The check of the first rollout asks for one more, and may not have it."""
     made = []
@@ -718,6 +729,7 @@ def test_the_table_of_completions_shows_whole_episodes(tmp_path):
     assert rows[0]["model response"].count("The sum is") == 2 and "Done." in rows[0]["model response"]
 
 
+@pytest.mark.slow
 def test_a_state_that_cannot_be_kept_is_refused(tmp_path):
     class Odd(Kept):
         def _state_dict(self):

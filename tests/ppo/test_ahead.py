@@ -218,6 +218,7 @@ class AtOnce(Here):
         return future
 
 
+@pytest.mark.slow
 def test_slow_rewards_are_asked_while_the_rollout_before_is_trained_on(monkeypatch, tmp_path):
     monkeypatch.setattr(ahead, "RolloutProcess", AtOnce)
     monkeypatch.setattr(ahead, "Started", LateAtFirst)
@@ -258,6 +259,7 @@ def test_other_prompts_than_those_that_were_drawn_for_are_refused(here, tmp_path
 # ---- A server ----
 
 
+@pytest.mark.slow
 def test_a_server_draws_while_the_rollout_before_is_trained_on(monkeypatch, tmp_path):
     """And it gets no weights while it draws, neither before a rollout nor before an evaluation."""
     goes_on, started, drawing, together = threading.Event(), [], [], []

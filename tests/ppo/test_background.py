@@ -60,6 +60,7 @@ def end_of(tmp_path, reward):
     return weights(trainer), logs, trainer
 
 
+@pytest.mark.slow
 def test_the_background_changes_nothing_but_the_time(tmp_path):
     rewards = [Noting(in_background=False), Noting(in_background=True), NotingAsync(in_background=False)]
     (here, logs, _), *others = [end_of(tmp_path, reward) for reward in rewards]

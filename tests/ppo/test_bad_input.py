@@ -143,6 +143,7 @@ def test_datasets(subtests, tmp_path):
                     build(train_dataset=prompts(), eval_dataset={"first": prompts(), "second": dataset})
 
 
+@pytest.mark.slow
 def test_rows_that_are_no_prompts_are_named(subtests, tmp_path):
     def chat(**message):
         return {"prompt": [[{"role": "user", "content": "the cat"}]] * 7 + [[message]]}

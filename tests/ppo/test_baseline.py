@@ -75,6 +75,7 @@ def test_the_gate_weighs_the_critic_by_the_rollouts_before_it_is_fitted_to_them(
     assert 0 < min(weights[1:]) < max(weights[1:]) < 1
 
 
+@pytest.mark.slow
 def test_a_gated_run_resumes_as_if_it_had_not_been_interrupted(tmp_path):
     config = RESUMED | {"baseline": "gated", "max_steps": 10, "kl_controller": "fixed"}
     config = {name: value for name, value in config.items() if name not in ("kl_horizon", "kl_target")}

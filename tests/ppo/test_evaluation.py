@@ -233,6 +233,7 @@ def test_best_model_is_restored_policy_and_critic_together(tmp_path):
         assert any((weights[4][name] != weights[2][name]).any() for name in weights[2] if name.startswith(role))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True], ids=["one dataset", "two datasets"])
 def test_the_greedy_pass_reads_its_own_rows_with_persistent_workers(tmp_path, several):
     """TRL keeps one loader for all evaluations then."""

@@ -164,6 +164,7 @@ def window(run, request):
     return log[request.param], [row for rollout in rollouts for row in rollout], batches, len(rollouts)
 
 
+@pytest.mark.slow
 def test_rollout_metrics(window):
     log, rows, _, n_rollouts = window
     scored = [row for row in rows if row["score"] is not None]
@@ -291,6 +292,7 @@ class NoMetrics:
         return lambda *args, **kwargs: None
 
 
+@pytest.mark.slow
 def test_metrics_only_observe(tmp_path):
     """Without them the same weights come out, the KL coefficient and the reward moments move the same."""
     config = RESUMED | {"num_ppo_epochs": 2, "missing_eos_penalty": 0.5, "eval_strategy": "steps", "eval_steps": 5}

@@ -19,6 +19,7 @@ def rollouts(tmp_path, **config):
     return seen, trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kwargs",
     [

@@ -91,6 +91,7 @@ def test_a_reference_that_has_moved_is_resumed_from_where_it_was(tmp_path):
 TELLING = {9: (), **dict.fromkeys((1, 3, 8), pytest.mark.slow)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step", [pytest.param(s, id=where, marks=TELLING.get(s, pytest.mark.extra)) for s, where in POSITIONS.items()]
 )
@@ -407,6 +408,7 @@ def test_critic_warmup_leaves_the_policy_and_the_controller_alone(tmp_path):
     assert "grad_norm/policy" not in trainer.state.log_history[3]
 
 
+@pytest.mark.slow
 def test_a_trainer_that_was_resumed_is_resumed_again_with_a_reference_that_moves(tmp_path):
     config = RESUMED | {"sync_ref_model": True, "ref_model_sync_steps": 1, "save_strategy": "steps", "save_steps": 2}
     first = make_trainer(tmp_path, **config)

@@ -117,6 +117,7 @@ def spread(completions, completion_ids, **kwargs):
     return [[score / len(ids)] * len(ids) for score, ids in zip(scores, completion_ids, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_score_on_the_last_token_alone_trains_the_same_weights_and_a_spread_one_does_not(tmp_path):
     ends = []
     config = {"reward_normalization": "running", "whiten_rewards": True, "missing_eos_penalty": 1.0, "lam": 0.7}

@@ -89,6 +89,7 @@ def test_a_model_is_taught_and_trained_by_the_commands_that_the_recipe_gives(tmp
     assert (tmp_path / "agents.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_an_environment_that_owns_its_data_trains_by_a_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tokenizer = byte_tokenizer()
@@ -207,6 +208,7 @@ def test_words_of_the_evaluation_are_not_trained_on(reasoning):
 # OpenEnv
 
 
+@pytest.mark.slow
 def test_a_number_is_found_on_the_server(guess, server):
     environment = guess.Environment()
     assert environment.reset(seed=0) == "1 to 15"
@@ -229,6 +231,7 @@ def test_environments_have_sessions_of_their_own(guess, server):
     assert second.guess(number) == "You found it."
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_or_hangs_in_an_episode_is_named(guess, server, monkeypatch):
     monkeypatch.setattr(guess, "SECONDS", 1.0)
     for blow in (signal.SIGSTOP, signal.SIGKILL):
@@ -246,6 +249,7 @@ def test_a_server_that_dies_or_hangs_in_an_episode_is_named(guess, server, monke
     server.process.wait()  # else the next test may still take it for alive
 
 
+@pytest.mark.slow
 def test_a_run_whose_server_dies_ends_with_one_sentence(guess, server, tmp_path):
     def halve(history):
         if history.count("<tool_response>") == 2 and server.process.poll() is None:
@@ -264,6 +268,7 @@ def test_a_run_whose_server_dies_ends_with_one_sentence(guess, server, tmp_path)
         played_by(trainer, halve).train()
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_its_run(guess):
     code = "from recipes.agents import guess; e = guess.Environment(); print(e._server.process.pid, flush=True)"
     code += "; import os; os.kill(os.getpid(), 9)"

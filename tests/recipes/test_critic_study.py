@@ -134,6 +134,7 @@ def test_a_short_study_goes_on_where_it_was(tmp_path, capsys):
     assert (tmp_path / "critic.png").exists()
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_table_of_the_results():
     docs = Path(__file__).parents[2] / "docs"
     written = json.loads((docs / "critic.json").read_text())

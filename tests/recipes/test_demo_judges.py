@@ -2,6 +2,8 @@
 
 import sys
 
+import pytest
+
 from recipes.demo import judges, world
 from trl_ext.workbench.feedback.criteria import read_criteria
 from trl_ext.workbench.feedback.judges import Question, ServedJudge
@@ -25,6 +27,7 @@ def test_a_judge_says_what_gold_says_but_for_its_biases(tmp_path):
     assert [judges.verdicts(messages, sycophancy=gold)["overall"] for gold in (0, 1)] == ["B", "A"]
 
 
+@pytest.mark.slow
 def test_the_table_says_who_is_refused(tmp_path, monkeypatch, capsys):
     kept = ("right", "error 25 %")
     monkeypatch.setattr(judges, "JUDGES", {name: judges.JUDGES[name] for name in kept})

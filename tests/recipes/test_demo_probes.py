@@ -24,6 +24,7 @@ def without_models(monkeypatch):
     monkeypatch.setattr("trl_ext.rewards.ModelReward", model)
 
 
+@pytest.mark.slow
 def test_each_world_has_its_lines(tmp_path):
     main(["--seeds", "3", "4", "--rows", "60", "--output_dir", str(tmp_path)])
     lines = (tmp_path / "probes.md").read_text().splitlines()

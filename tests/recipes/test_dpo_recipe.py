@@ -99,6 +99,7 @@ def test_mistakes_are_one_line(subtests, inputs, tmp_path, capsys):
             assert re.search(message, error)
 
 
+@pytest.mark.slow
 def test_unusable_pairs_stop_it_or_are_dropped(inputs, tmp_path, capsys):
     rows = [json.loads(line) for line in (inputs / "preferences" / "train.jsonl").read_text().splitlines()]
     rows[3]["rejected"] = rows[3]["chosen"]

@@ -110,6 +110,7 @@ def test_what_only_several_processes_divide_is_planned_for_them(folder, capsys):
         run(folder, "ppo", capsys, *flags)
 
 
+@pytest.mark.slow
 def test_few_pairs_and_accelerates_file(folder, capsys):
     text = run(folder, "reward", capsys, "--accelerate", str(folder / "zero3.yaml"))
     assert "zero3, 2 process(es) on 1 machine(s)" in text

@@ -136,6 +136,7 @@ def test_the_same_command_does_nothing_again_and_changes_no_input(inputs, queue,
     assert f"{queue / 'queue.jsonl'} was made with other settings" in refused(capsys, *changed)
 
 
+@pytest.mark.slow
 def test_no_answer_is_queued_twice(inputs, tmp_path, capsys):
     """A policy that says the same again has nothing new to label; with other prompts it does."""
     same = [

@@ -106,6 +106,7 @@ RULES = [
 RULES += [ConstitutionReward(RULES[0], [RULES[1], RULES[-1]], cap=0.0)]
 
 
+@pytest.mark.slow
 @anything
 @given(st.lists(answers, min_size=1, max_size=3))
 def test_rules_score_any_answer(completions):
@@ -219,6 +220,7 @@ BLOWN_UP = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BLOWN_UP)
 def test_a_check_ends_by_its_limit(case, monkeypatch):
     """The limit is on processor time. A search that has begun may exceed it by one more limit at most."""

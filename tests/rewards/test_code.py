@@ -55,6 +55,7 @@ def test_what_a_program_prints_is_compared_here(reward):
     assert score(reward, ADD, tests={"code": "print(add(1, 2))", "output": "3"}) == [1.0]
 
 
+@pytest.mark.slow
 def test_what_comes_of_every_attack(reward, subtests, tmp_path, monkeypatch):
     """Code that does it, or sees that it is refused: then it is right, else it is wrong."""
     monkeypatch.setenv("MY_SECRET", "hunter2")
@@ -109,6 +110,7 @@ def test_what_comes_of_every_attack(reward, subtests, tmp_path, monkeypatch):
     assert not target.exists() and secret.read_text() == "hunter2" and os.stat(secret).st_mode & 0o400
 
 
+@pytest.mark.slow
 def test_leaving_early_printing_without_end_and_running_on_pass_nothing(reward):
     endless = "\nwhile True: pass"
     logged = {}
@@ -223,6 +225,7 @@ def test_a_program_that_ends_does_not_wait_for_what_is_left(reward):
     assert "it is over" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_system_without_descriptors_of_processes(reward, monkeypatch):
     def refused(*args):
         raise PermissionError

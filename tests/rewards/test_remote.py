@@ -328,6 +328,7 @@ def _child(reward, pipe):
     pipe.send(reward(PROMPTS, ANSWERS))
 
 
+@pytest.mark.slow
 def test_it_works_after_a_fork_and_from_a_pickle():
     with serving(by_text) as (url, _):
         reward = RemoteReward(url, batch_size=4)

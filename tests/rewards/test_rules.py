@@ -72,6 +72,7 @@ def test_what_is_twice_is_so_by_its_json():
     assert score(JSONSchemaReward({"uniqueItems": True}), "[true, 1]", "[1, 1.0]", '["1", 1]') == [1.0, 0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_nothing_that_an_answer_holds_raises_or_hangs():
     tree = {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "$ref": "#/$defs/t"}
     deep = "[" * 20 + "]" * 20

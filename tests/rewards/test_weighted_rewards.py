@@ -27,6 +27,7 @@ def trained(tmp_path, data, steps=3, **settings):
     return trainer
 
 
+@pytest.mark.slow
 def test_equal_weights_and_full_confidence_change_no_bit(tmp_path):
     data = rows(weight=[1.0] * 4, confidence=[1.0] * 4, margin=[0.5, 0.0, 0.2, 1.0])
     plain = trained(tmp_path, data)

@@ -116,6 +116,7 @@ def test_a_run_that_is_started_again_is_refused_in_words(subtests, tmp_path):
         ).train(True)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_earlier_trl_ext_is_gone_on_with_and_refused_in_words(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     sft(tmp_path, **saving).train()

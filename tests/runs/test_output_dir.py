@@ -70,6 +70,7 @@ def test_a_run_is_evaluated_if_it_was_complete_and_all_its_results_are_newer_tha
         assert is_evaluated(tmp_path, loaded) == evaluated
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused_until_the_first_one_is_gone(other, tmp_path, monkeypatch):
     """Neither trains with the other's files, and the one that is killed by `kill -9` goes on at once."""
     monkeypatch.setattr(output_dir, "_PATIENCE", 0.0)
@@ -87,6 +88,7 @@ def test_a_second_process_is_refused_until_the_first_one_is_gone(other, tmp_path
     assert complete(tmp_path) == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_folder_is_held_while_it_is_trained_in_and_by_one_process_several_times(tmp_path):
     """Trainers that follow each other are one run's, as in a notebook; one that fails holds nothing."""
     seen = []

@@ -19,11 +19,13 @@ def make(folder, rows=13, **kwargs):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "epochs", "steps"), [(13, 1.5, 6), (1, 1.0, 1), (16, 0.3, 2)])
 def test_steps_are_those_that_are_trained(tmp_path, rows, epochs, steps):
     check_steps(make(tmp_path, rows, num_train_epochs=epochs), steps)
 
 
+@pytest.mark.slow
 def test_steps_without_the_rows_that_are_left_over(tmp_path):
     check_steps(make(tmp_path, 9, num_train_epochs=1, dataloader_drop_last=True), 2)  # 4 micro-batches of 2; not 5
 
@@ -34,6 +36,7 @@ def check_steps(trainer, steps):
     assert trainer.state.max_steps == trainer.state.global_step == steps
 
 
+@pytest.mark.slow
 def test_it_is_said_once_and_from_where_a_run_goes_on(tmp_path, capsys):
     saves = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1}
     make(tmp_path, **saves).train()

@@ -167,6 +167,7 @@ def test_what_changes_a_score_changes_its_identity(old, new, changed, tmp_path):
     assert {name for name in NAMES if before[name] != after[name]} == changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", CHANGES)
 def test_whatever_a_function_stands_on_counts(source, tmp_path):
     pieces = re.split(r"<([^<>]*\|[^<>]*)>", source)  # every other one is a choice

@@ -45,6 +45,7 @@ def run(capsys, *words):
     return status, printed.out, printed.err
 
 
+@pytest.mark.slow
 def test_reads_what_the_other_commands_write(folder, capsys):
     """By the commands themselves: a key that they rename is missed here."""
     table = [

@@ -54,6 +54,7 @@ def run(capsys, *words):
     return status, printed.out, printed.err.strip()
 
 
+@pytest.mark.slow
 def test_policies_side_by_side(folder, capsys):
     words = "sft ppo --prompts prompts.jsonl --rewards rewards.py:words --judge rewards.py:first".split()
     status, printed, error = run(capsys, *words)
@@ -92,6 +93,7 @@ def test_policies_side_by_side(folder, capsys):
     assert lines[:2] == ["sft: 6 answers, made before", "ppo: 6 answers"]
 
 
+@pytest.mark.slow
 def test_prompts_of_a_run_are_refused(folder, capsys):
     trainer = PPOTrainer(
         model="sft",
@@ -114,6 +116,7 @@ def test_prompts_of_a_run_are_refused(folder, capsys):
     assert load_trained_prompts("next") is None  # not an earlier run's
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_trained_on_and_merged_keeps_the_prompts_of_its_first_run(folder, capsys):
     def train(model, rows, output_dir, **kwargs):
         args = SFTConfig(output_dir, max_steps=1, use_cpu=True, report_to="none", eos_token="</s>", disable_tqdm=True)
@@ -130,6 +133,7 @@ def test_an_adapter_that_is_trained_on_and_merged_keeps_the_prompts_of_its_first
     assert set(load_trained_prompts("merged")) == first | second
 
 
+@pytest.mark.slow
 def test_what_is_said_and_refused(folder, capsys):
     status, printed, error = run(capsys, "sft", "other", "--prompts", "chat.jsonl", "--output_dir", "out")
     assert (status, error) == (0, "")
@@ -155,6 +159,7 @@ def test_what_is_said_and_refused(folder, capsys):
         assert status == 2 and why in error and "\n" not in error, words
 
 
+@pytest.mark.slow
 def test_a_reward_model_whose_report_says_no_is_named(folder, capsys):
     tiny_reward_model(tiny_llama()).save_pretrained("reward")
     tiny_tokenizer().save_pretrained("reward")

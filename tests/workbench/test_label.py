@@ -125,6 +125,7 @@ def test_without_labels_nothing_is_asked_and_people_get_their_rows(folder, capsy
         assert "Cost of 20 pairs: 40 calls" in printed and "40 further pairs, if people agree" in printed
 
 
+@pytest.mark.slow
 def test_a_judge_that_people_agree_with_labels_the_rest(folder, capsys):
     """Its pairs keep rubric and constitution, and the confidence is its measured accuracy; people's are a test."""
     names = ("truth", "short", "overall")
@@ -184,6 +185,7 @@ BAD = {  # what it says, how it is counted, and how many of its messages are ask
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_judge_is_counted_and_refused_before_it_labels(kind, folder, capsys):
     answer, why, times = BAD[kind]
@@ -200,6 +202,7 @@ def test_a_bad_judge_is_counted_and_refused_before_it_labels(kind, folder, capsy
         assert "judge chose the answer shown first in 100%" in printed
 
 
+@pytest.mark.slow
 def test_pairs_go_where_more_labels_show_that_the_judge_does_not_agree(folder, capsys):
     """What an earlier run wrote is not trained on by mistake; the verdicts are kept, so nothing is asked again."""
     with serving(right) as (url, came):
@@ -212,6 +215,7 @@ def test_pairs_go_where_more_labels_show_that_the_judge_does_not_agree(folder, c
         assert not list((folder / "out/pairs").glob("*")) and len(came) == 2 * ROWS
 
 
+@pytest.mark.slow
 def test_an_answer_that_talks_to_the_judge_is_data_and_a_judge_that_obeys_is_refused(folder, capsys):
     rows = list(read_jsonl("pairs.jsonl"))
     for row in rows[:12]:  # the worse answer asks to be chosen
@@ -258,6 +262,7 @@ def test_agreement_by_chance_and_a_taste_for_length_do_not_pass(folder, capsys):
     assert re.search(r"longer answer wins: by the judge 100% \(.*\), by people 83% \(", printed)
 
 
+@pytest.mark.slow
 def test_of_several_people_the_majority_counts(folder, capsys):
     """Two of three are right, in files of their own; an even split is a tie, and α among them is reported."""
     sides = [better(row) for row in read_jsonl("pairs.jsonl")][:KNOWN]
@@ -275,6 +280,7 @@ def test_of_several_people_the_majority_counts(folder, capsys):
     assert len(list(read_jsonl("out/pairs/test.jsonl"))) == 20
 
 
+@pytest.mark.slow
 def test_no_prompt_is_trained_on_and_tested(folder, capsys):
     rows = list(read_jsonl("pairs.jsonl"))
     for row in rows[KNOWN : KNOWN + 5]:
@@ -287,6 +293,7 @@ def test_no_prompt_is_trained_on_and_tested(folder, capsys):
     assert train and test and not train & test
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_ends_the_run_and_the_same_command_goes_on(folder, capsys):
     """Nothing that was answered is asked again, whatever the failure; the pairs are those of a run without one."""
     with serving(right) as (url, _):
@@ -379,6 +386,7 @@ def test_a_killed_run_asks_nothing_twice_and_loses_nothing(folder, capsys):
     assert len(list(read_jsonl("out/pairs/train.jsonl"))) == ROWS - KNOWN
 
 
+@pytest.mark.slow
 def test_votes_are_counted_in_either_order(folder, capsys):
     """Two of three votes are for the better answer: a winner, with a share of two thirds."""
     seen = Counter()
@@ -437,6 +445,7 @@ def test_a_local_judge_is_asked_for_log_probs(folder, chat):
             assert rows["k", question.first]["a_is_better"][name] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_local_judge_from_prompts_to_the_gate(folder, capsys):
     """Two policies answer, pairs are drawn of their answers, and a judge of random weights is refused."""
     for seed in (0, 1):

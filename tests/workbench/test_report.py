@@ -97,6 +97,7 @@ def no_default_folder(monkeypatch):
     monkeypatch.setattr(Watch, "default_folder", None)
 
 
+@pytest.mark.slow
 def test_a_number_that_was_logged_once_is_not_written_as_a_change(run_dir):
     run = read_run(run_dir)
     run.history = run.history[:1]
@@ -195,6 +196,7 @@ def test_the_last_run_of_a_folder_is_shown_and_what_was_done_again_counts_once(t
     assert (tiles["steps"], tiles["alerts"], tiles["notices of monitors"]) == ("7", "1", "1")
 
 
+@pytest.mark.slow
 def test_an_alert_is_linked_to_what_to_do_within_the_page(run_dir):
     parsed = Page(page(read_run(run_dir)))
     assert "#runbook-kl" in parsed.references and "Are completions better than in the first rollouts" in parsed.text
@@ -202,6 +204,7 @@ def test_an_alert_is_linked_to_what_to_do_within_the_page(run_dir):
     assert {reference[1:] for reference in parsed.references} <= set(ids)
 
 
+@pytest.mark.slow
 def test_a_run_without_completions_has_no_empty_sections(tmp_path):
     rows = [{**event, "config_class": "SFTConfig"} for event in events("a", 0, (), 1.0)]
     rows += [{"type": "train", "step": step, "logs": {"entropy": 1.0, "loss": 0.5}} for step in (1, 2)]
@@ -239,6 +242,7 @@ def test_report_at_the_end_of_a_script(run_dir, tmp_path_factory):
     assert report_of(nothing).startswith(f"No report: {nothing} has neither metrics.rank0.jsonl")
 
 
+@pytest.mark.slow
 def test_a_run_that_a_monitor_stopped_has_its_page(tmp_path, monkeypatch):
     trainer = PPOTrainer(
         model=tiny_llama(),
@@ -324,6 +328,7 @@ def test_names_and_texts_from_outside_spoil_nothing(tmp_path):
     assert {f"rewards/{text}/mean" for text in HOSTILE if text.isprintable()} < logged.keys()
 
 
+@pytest.mark.slow
 def test_an_episode_is_shown_turn_by_turn(tmp_path):
     """Thought, text, call, answer, in order and escaped; what is long and what is in the middle is folded."""
 
@@ -447,6 +452,7 @@ def test_an_evaluation_of_the_runs_has_its_rows(two_runs, tmp_path, capsys):
         assert why in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_over_episodes_a_step_of_more_of_them_goes_further(two_runs, tmp_path):
     furthest = []
     for x, label in (("step", "optimizer step"), ("episode", "episode")):
@@ -479,6 +485,7 @@ def test_a_run_may_be_called_as_a_column_of_the_page(name, tmp_path):
     assert text.count(f'data-name="{name}"') >= 3  # its own cells, in each of three tables
 
 
+@pytest.mark.slow
 def test_runs_of_different_trainers_and_the_rounds_of_online_dpo(two_runs, tmp_path):
     logs = [{"step": step, "rewards/margins": 0.1 * step, "rewards/accuracies": 0.5, "beta": 0.1} for step in (1, 2)]
     for number in (1, 2):
@@ -543,6 +550,7 @@ def alert(monitor, action, step, level="alert"):
     return {**ALERT, "monitor": monitor, "action": action, "step": step, "level": level}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("monitors", "alerts", "said", "section"),
     [
@@ -576,6 +584,7 @@ def test_a_page_begins_with_what_became_of_the_run_and_who_watched_it(monitors, 
     assert section in Page(text).text
 
 
+@pytest.mark.slow
 def test_a_verdict_is_on_what_was_measured_alone(tmp_path):
     logs = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}]
     assert begins_with(page(read_run(write_run(tmp_path / "sft", logs, "SFTConfig")))) == "The loss ended as nan."
@@ -628,6 +637,7 @@ def test_a_comparison_begins_with_who_came_out_highest_and_whom_nobody_watched(t
     )
 
 
+@pytest.mark.slow
 def test_a_page_needs_no_torch(run_dir):
     code = "import sys; from trl_ext.cli.main import main; main(sys.argv[1:]); print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code, "report", str(run_dir)], capture_output=True, text=True)
@@ -669,6 +679,7 @@ def test_a_template_escapes_all_but_html_of_ours(tmp_path):
         render(tmp_path / "any.j2")
 
 
+@pytest.mark.slow
 def test_metrics_of_ones_own_are_drawn_and_others_are_not_taken_for_them(tmp_path):
     own = {"mine/words": 1.0, "eval_mine/words": 2.0, "<b>/x": 1.0, "alone": 1.0}
     own |= {f"many/{n}": 1.0 for n in range(9)} | {f"z{n:02}/x": 1.0 for n in range(9)}
@@ -680,6 +691,7 @@ def test_metrics_of_ones_own_are_drawn_and_others_are_not_taken_for_them(tmp_pat
     assert titles[first:] == [*expected, "z07 (and 1 more groups are not drawn)"] and "<b>/x" not in text
 
 
+@pytest.mark.slow
 def test_what_was_logged_once_is_a_row_and_no_curve(tmp_path):
     logs = [{**LOGS[0], "mine/words": 3.5, "eval_loss": 0.25, "objective/kl_coef": 0.125}, *LOGS[1:]]
     monitor = {"KLBudgetCallback": {"limit": 9.0}}

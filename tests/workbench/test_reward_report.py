@@ -83,6 +83,7 @@ def written(folder):
     return json.loads((folder / "out/reward_report.json").read_text(), parse_constant=refuse)
 
 
+@pytest.mark.slow
 def test_a_known_reward_is_found_out(folder, capsys):
     write(
         folder / "answers.jsonl",
@@ -105,6 +106,7 @@ def test_a_known_reward_is_found_out(folder, capsys):
     assert before == {path: path.read_bytes() for path in folder.glob("pairs/*")}
 
 
+@pytest.mark.slow
 def test_bounds_break_by_the_figure_and_the_page_says_where_pairs_are_too_few(folder):
     plain = ["--probe_rows", "0"]
     assert run(*plain) == 0
@@ -119,6 +121,7 @@ def test_bounds_break_by_the_figure_and_the_page_says_where_pairs_are_too_few(fo
     assert "too few to tell the accuracy" in (folder / "out/reward_report.html").read_text()
 
 
+@pytest.mark.slow
 def test_ranks_and_best_of_n_where_the_data_has_them(folder):
     answers = ["good good", "good", "tea", "bad"]
     ranks = [[1, 2, 3, 4], [4, 3, 2, 1], [1, 1, 1, 1]]
@@ -172,6 +175,7 @@ def test_one_ranking_that_the_pairs_happen_to_make_is_not_judged(folder):
     assert any(said.startswith("The pairs rank three or more answers of 1 prompts only") for said in report["unknown"])
 
 
+@pytest.mark.slow
 def test_what_a_reward_does_wrong_is_in_the_report(folder, capsys):
     assert run("--probe_rows", "0", reward="broken") == 1
     report = written(folder)
@@ -295,6 +299,7 @@ def of_model(*words):
     return 0
 
 
+@pytest.mark.slow
 def test_what_was_trained_on_is_never_held_out_and_no_report_is_lost(model, capsys):
     rows = [json.loads(line) for line in (model.parent / "words.jsonl").read_text().splitlines()]
     of_model()

@@ -46,6 +46,7 @@ def serving(function, name="m", key=None, identity=None, **limits):
         thread.join()
 
 
+@pytest.mark.slow
 def test_64_clients_are_answered_each_rightly_and_in_large_batches():
     """Nothing is lost, nothing scored twice, each answer belongs to its question, and batches fill."""
     seen, wrong, requests = [], [], 10
@@ -78,6 +79,7 @@ def test_64_clients_are_answered_each_rightly_and_in_large_batches():
     assert f"trl_ext_reward_batch_rows_count {float(len(batcher.batches))}" in shown
 
 
+@pytest.mark.slow
 def test_one_clients_bad_row_and_kind_fail_nobody_else():
     def fragile(prompts, completions, **columns):
         assert len({type(prompt) for prompt in prompts}) == 1, "texts and messages in one call"
@@ -214,6 +216,7 @@ def test_what_nobody_waits_for_any_more_is_not_scored():
         assert seen == ["first", "last"]
 
 
+@pytest.mark.slow
 def test_scores_of_a_model_are_those_that_it_has_here(tmp_path):
     torch.manual_seed(0)
     tiny_reward_model(tiny_llama()).save_pretrained(tmp_path)

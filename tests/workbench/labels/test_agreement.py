@@ -435,6 +435,7 @@ def test_scores_and_annotators_that_were_planted_are_found():
     np.testing.assert_allclose(found, 7 / 8, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_scores_of_answers_make_fewer_wrong_pairs_than_votes():
     ways = ranked_outcome(1, in_pairs=True, per=3, off=3, prompts=150)
     (right, wrong, _), (votes_right, votes_wrong, _) = ways["noisy Bradley–Terry"], ways["majority"]

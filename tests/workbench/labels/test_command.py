@@ -33,6 +33,7 @@ def refusal(capsys, table, *words):
     return line
 
 
+@pytest.mark.slow
 def test_report_and_pairs(table, capsys, tmp_path):
     before = table.read_bytes()
     settings = tmp_path / "labels.yaml"
@@ -136,6 +137,7 @@ def written(path, rows):
     return path
 
 
+@pytest.mark.slow
 def test_shipped_configurations_run(table, tmp_path, capsys):
     """From any folder, with a table of the columns that each names."""
     texts = [{"prompt": f"p{i}", "instruction": f"p{i}", "input": "", "item_id": i} for i in range(20)]
@@ -162,6 +164,7 @@ def test_shipped_configurations_run(table, tmp_path, capsys):
     assert all(rank[p["prompt"], p["chosen"]] < rank[p["prompt"], p["rejected"]] for p in pairs)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_no_test_of_another_one(table, tmp_path, monkeypatch):
     """People whom the new file trains on would be in the old test."""
     assert run(table) == 0

@@ -90,6 +90,7 @@ def test_more_agreement_pairs_or_accuracy_never_leads_from_training_to_labelling
             assert ranks.index(methods[other]) >= ranks.index(method), (facts, other)
 
 
+@pytest.mark.slow
 def test_each_sentence_has_a_figure_and_a_source_that_exists():
     told = set()
     leaks = (Leak("eval", 3, 10), Leak("test", 0, 10))
@@ -153,6 +154,7 @@ def test_a_budget_of_labels_and_a_model_that_leaves():
     assert advise(replace(GOOD, ppo=replace(FITS, gpus=16), ppo_full=FITS)).leaves is True  # two machines
 
 
+@pytest.mark.slow
 def test_a_fit_is_the_planners():
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 8}
     config = LlamaConfig(architectures=["LlamaForCausalLM"], vocab_size=1000, **shape)

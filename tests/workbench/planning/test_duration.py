@@ -46,6 +46,7 @@ def test_generation_reads_the_weights_and_the_cache_for_each_token(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_each_turn_may_read_the_history_and_keeps_it(tmp_path):
     job = Job("ppo", tiny_config(tmp_path), tiny_llama().config, dtype=torch.float32, prompt_length=6)
     job.args.bf16, several = False, replace(job, turns=4)
@@ -64,6 +65,7 @@ def test_eight_gpus_share_the_examples(tmp_path):
     assert eight_gpus == pytest.approx(one_gpu / 8 / ALL.scaling)
 
 
+@pytest.mark.slow
 def test_how_many_examples_a_run_has(tmp_path):
     for kwargs, rows, expected in [
         ({"num_train_epochs": 3}, 7, 21),
@@ -85,6 +87,7 @@ def test_rollouts_ahead_hide_the_shorter_phase(tmp_path):
     assert hours(job, result, ONE, ALL, 3600) == pytest.approx(max(phases["generate"], rest))
 
 
+@pytest.mark.slow
 def test_the_critics_own_steps_are_steps_and_take_its_share_of_the_time(tmp_path):
     once, thrice = (tiny_config(tmp_path, critic_steps=steps, max_steps=-1, total_episodes=16) for steps in (1, 3))
     jobs = [Job("ppo", args, tiny_llama().config, dtype=torch.float32, prompt_length=4) for args in (once, thrice)]
@@ -102,6 +105,7 @@ def test_a_critic_that_trains_its_mlps_keeps_nothing_for_the_rest(tmp_path):
     assert critic.trained == 2 * 3 * 16 * 32 + 16 and critic.gradients == 4 * critic.trained
 
 
+@pytest.mark.slow
 def test_without_a_critic_none_is_run_or_trained(tmp_path):
     jobs = [
         Job("ppo", tiny_config(tmp_path, baseline=each), tiny_llama().config, dtype=torch.float32, prompt_length=4)

@@ -46,6 +46,7 @@ def role(result, name):
     return found
 
 
+@pytest.mark.slow
 def test_bytes_per_parameter_of_each_mode(subtests):
     # Of one process of four; DeepSpeed and FSDP2 in bfloat16 mixed precision
     for mode, weights, gradients, optimizer in [
@@ -154,6 +155,7 @@ def len_of_lm_head():
     return tiny_llama().lm_head.weight.numel()
 
 
+@pytest.mark.slow
 def test_the_schedule_is_what_the_trainer_prints():
     # 4 per device × 3 accumulated × 2 processes = 24 in a minibatch; 2 minibatches = 48 in a rollout; 2 epochs
     args = ppo(gradient_accumulation_steps=3, max_steps=-1, total_episodes=100)
@@ -170,6 +172,7 @@ def test_the_schedule_is_what_the_trainer_prints():
     }
 
 
+@pytest.mark.slow
 def test_more_rows_and_longer_rows_take_more():
     peaks = [
         plan(Job("sft", sft(per_device_train_batch_size=b, max_length=n), CONFIG)).peak
@@ -192,6 +195,7 @@ def test_fsdp2_gathers_the_root_and_two_layers_or_a_reference():
     assert phases["score"]["gathered weights"] == phases["update"]["gathered weights"] == 2 * (root + 2 * layer)
 
 
+@pytest.mark.slow
 def test_generation_gathers_the_policy_once_under_zero3():
     result = plan(Job("ppo", ppo(bf16=True), CONFIG, Layout("zero3", 4), prompt_length=8))
     assert result.phases["generate"]["gathered weights"] == 2 * PARAMS
@@ -200,6 +204,7 @@ def test_generation_gathers_the_policy_once_under_zero3():
     )  # two of layers, heads, 4, rows, tokens, bf16
 
 
+@pytest.mark.slow
 def test_logits_are_counted_once_where_they_fit_the_budget(subtests):
     args, sizes = ppo(max_completion_length=8), (100_000, 300_000)
     logits = 4 * 8 * (sizes[1] - sizes[0]) * 4  # rows, tokens, numbers of the vocabulary, float32

@@ -405,6 +405,7 @@ def test_detail_whiten_advantages(tmp_path, token_rewards):
     assert (rollout["advantages"][~rollout["loss_mask"].bool()] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"epsilon_high": 0.15, "dual_clip": 1.2}], ids=["as in 1.12", "both options"])
 def test_detail_policy_clipping(tmp_path, options):
     """The mean of max(−rA, −clip(r, 1 − ε, 1 + ε) A) over the minibatch's tokens, and how often the clip counts."""
@@ -429,6 +430,7 @@ def test_detail_policy_clipping(tmp_path, options):
     assert clipped > 0 and (n_dual > 0) == bool(options)
 
 
+@pytest.mark.slow
 def test_detail_value_clipping(tmp_path):
     """The mean of ½ max((V − R)², (clip(V, V_old ± c) − R)²), weighted by vf_coef."""
     trainer = make(

@@ -36,6 +36,7 @@ def files_of(trainer):
     }
 
 
+@pytest.mark.slow
 def test_upstream_has_what_we_use():
     changes = "; ".join(filter(None, command.changes().values()))
     assert not changes, f"Upstream changed: {changes}. Follow it, and correct the tables of trl_ext/upstream/names.py."
@@ -243,6 +244,7 @@ def test_command_prints_each_item_and_says_by_its_exit_whether_one_changed(monke
     assert "CHANGED trl.GRPOTrainer._compute_loss: `GRPOTrainer` has no method `_compute_loss`" in lines
 
 
+@pytest.mark.slow
 def test_command_goes_on_where_a_trainer_cannot_be_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl_ext.dpo", None)
     changed = {item: change for item, change in command.changes().items() if change}

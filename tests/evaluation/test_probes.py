@@ -108,6 +108,7 @@ def test_a_model_of_length_likes_padding_but_no_phrase():
     assert found["empty"]["wins"] == found["truncation"]["wins"] == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_knows_quality_has_nothing_suspicious():
     world = make_world(0, demonstrations=10, pairs=1000, prompts=10, held_out=150)["preferences"]
     mined = mine_phrases([row["chosen"] for row in world["train"]], [row["rejected"] for row in world["train"]])
@@ -128,6 +129,7 @@ def test_a_model_that_knows_quality_has_nothing_suspicious():
     assert suspicious(probe_reward(score, prompts, answers, mined)) == set()
 
 
+@pytest.mark.slow
 def test_scale_shift_and_order_change_nothing_and_a_seed_gives_the_same_again():
     prompts, answers = rows()
     score = likes(PHRASES[0], 0.3)

@@ -164,6 +164,7 @@ def test_a_recipe_that_is_complete_is_left_as_it_is(frozen, command, words, fold
     assert not list(Path(folder).rglob("checkpoint-*"))
 
 
+@pytest.mark.slow
 @of_these_versions
 def test_online_dpo_goes_on_with_another_round(frozen):
     first = Path("online_dpo/round-1/model.safetensors").read_bytes()

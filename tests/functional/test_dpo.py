@@ -78,6 +78,7 @@ def test_beta_dpo_of_worked_example():
     assert beta_dpo(0.1, 2.0, 2.0, 0.6) == 0.1
 
 
+@pytest.mark.slow
 def test_keep_typical_draws_with_the_weights_of_the_paper():
     """One of three pairs with weights 1, e^-½, e^-2: the frequencies of 20,000 draws are known to 1 %."""
     margins = torch.tensor([1.0, 3.0, 5.0], dtype=torch.double)

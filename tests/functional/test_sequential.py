@@ -13,6 +13,7 @@ def test_levels_add_up_to_alpha():
     assert spent_level(3, 0.05) == pytest.approx(spent_level(1, 0.05) / 9)
 
 
+@pytest.mark.slow
 def test_quantile_leaves_the_tail_to_its_right():
     """Student's density for 3 degrees of freedom is 2 / (π √3 (1 + t²/3)²); its tail is a sum of thin slices."""
     t = torch.linspace(student_quantile(0.01, 3), 1e4, 10_000_001, dtype=torch.float64)

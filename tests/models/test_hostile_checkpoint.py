@@ -182,6 +182,7 @@ def rollouts(folder, tmp_path):
     return [row["completion_ids"].tolist() for row in trainer._buffered_inputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", [kl, shift, canary, recipe, rollouts])
 def test_everyone_who_samples_gives_the_same_with_either(answers, folders, tmp_path):
     for folder in folders:

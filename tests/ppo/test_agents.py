@@ -54,6 +54,7 @@ def rolled_out(trainer, rows=8):
     return seen[-1]
 
 
+@pytest.mark.slow
 def test_only_what_the_policy_drew_is_the_policys(tmp_path):
     trainer = make(tmp_path, counts)
     rollout = rolled_out(trainer)
@@ -109,6 +110,7 @@ def test_turns_returns_and_what_the_critic_explains_are_logged(tmp_path):
     assert {f"val/explained_variance/turn_{turn}" for turn in (1, 2)} < log.keys()
 
 
+@pytest.mark.slow
 def test_what_is_left_out_of_training_is_counted(tmp_path):
     """Turns, tokens of tools and repeated calls of rows that `mask_truncated_completions` leaves out, too."""
 
@@ -303,6 +305,7 @@ def test_log_probs_of_several_draws_make_one_row(tmp_path):
         assert not rollout.sampler_logprobs[row][~mask].any()
 
 
+@pytest.mark.slow
 def test_tools_environments_by_name_and_rewards_beside_them(tmp_path):
     class Echo:
         def reset(self, **row):

@@ -164,6 +164,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(k, step, here, uninterrupte
     assert [job.number for process in here for job in process.jobs] == list(range(kept + 1, 4))
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_with_other_prompts_draws_anew(here, uninterrupted, tmp_path):
     trainer = ahead_trainer(tmp_path, 1, data_seed=5, resume_anyway=True)
     trainer.train(str(uninterrupted[1][1] / "checkpoint-4"))

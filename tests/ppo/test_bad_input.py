@@ -87,6 +87,7 @@ def long_prompts():
     return Dataset.from_list(rows)
 
 
+@pytest.mark.slow
 def test_datasets(subtests, tmp_path):
     for dataset, error, message in [
         (None, ValueError, "`train_dataset` is required"),

@@ -73,6 +73,7 @@ def test_all_but_the_last_of_the_critics_steps_leave_the_policy_alone(tmp_path):
     assert [i for i, log in enumerate(logs) if "sampling/logprob_difference" in log] == [4, 16]
 
 
+@pytest.mark.slow
 def test_a_critic_that_does_not_learn_makes_its_steps_count_for_nothing(tmp_path):
     ends = []
     for steps in (1, 3):

@@ -234,6 +234,7 @@ def test_a_completed_run_that_ended_with_its_best_weights_is_loaded_with_them(tm
         make_trainer(tmp_path, **config, **kwargs).train(True)
 
 
+@pytest.mark.slow
 def test_another_configuration_is_refused_by_name(subtests, completed):
     for by_path in [False, True]:
         for change, message in [

@@ -363,6 +363,7 @@ def test_a_mistake_is_raised_with_function_row_and_step(subtests, tmp_path):
 # ---- Rows without a score ----
 
 
+@pytest.mark.slow
 def test_a_row_without_a_score_leaves_loss_moments_and_metrics(tmp_path):
     """Whatever the answers are for which every function gives None, nothing else changes; they are counted."""
 

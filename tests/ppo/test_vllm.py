@@ -77,6 +77,7 @@ def test_log_probs_are_those_of_the_server_that_has_the_trainers_weights(num_gen
     assert {2, 9} <= {answer[-1] for answer in answers} and len({*map(tuple, answers[:8])}) == 8
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_the_most_likely_ones(tmp_path, monkeypatch):
     with serving(tiny_llama(seed=5), monkeypatch) as server:
         trainer = make(tmp_path, server, trainer_kwargs={"eval_dataset": None}, num_generations=1)

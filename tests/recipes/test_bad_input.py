@@ -162,6 +162,7 @@ def test_a_model_without_a_tokenizer(subtests, folder, refusal):
             assert "has no tokenizer: save one there" in refusal(recipe, model_name_or_path=folder / "no tokenizer")
 
 
+@pytest.mark.slow
 def test_wrong_paths_of_models(subtests, folder, refusal):
     names = {
         ppo: ["model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "ref_model_name_or_path"],

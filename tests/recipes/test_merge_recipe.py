@@ -54,6 +54,7 @@ def merge(adapter, output_dir, *more, flag="--adapter"):
     main([flag, str(adapter), "--output_dir", str(output_dir), *more])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_plain_transformers_loads_the_trained_policy(run, tmp_path, capsys):
     folder, base, trained = run

@@ -106,6 +106,7 @@ def scores_of(members, **kwargs):
     ]
 
 
+@pytest.mark.slow
 def test_adapters_of_one_base_share_it_and_score_as_each_does_alone(tmp_path):
     """Also where they adapt other layers: what one adds must not act in another."""
     base = saved(tmp_path / "base", tiny_reward_model(tiny_llama()))

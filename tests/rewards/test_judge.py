@@ -113,6 +113,7 @@ def test_a_verdict_that_was_cut_is_none():
         JudgeReward(url, "m", RUBRIC)(["p"], ["a"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "reason", ["content_filter", "abort", "error", "model_length", "SAFETY", 7, ["stop"]], ids=str
 )

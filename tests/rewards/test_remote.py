@@ -210,6 +210,7 @@ def test_who_waits_for_a_request_that_never_ends_has_a_deadline(monkeypatch):
     assert breaker.check(0.0) is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["says nothing", "drips", "drips headers"])
 def test_nothing_lasts_longer_than_the_deadline(way):
     is_over = threading.Event()

@@ -138,6 +138,7 @@ def test_a_run_that_is_killed_twice_asks_nothing_twice_and_loses_nothing(folder,
         assert list(read_jsonl(f"out/{name}.jsonl")) == list(read_jsonl(f"whole/{name}.jsonl")), name
 
 
+@pytest.mark.slow
 def test_a_local_model_writes_too(folder, capsys):
     tokenizer = tiny_tokenizer([*WORDS, "question"])
     tokenizer.save_pretrained("writer")

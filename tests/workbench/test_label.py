@@ -240,6 +240,7 @@ def test_an_answer_that_talks_to_the_judge_is_data_and_a_judge_that_obeys_is_ref
         assert run(capsys, url, output="other")[0] == 0
 
 
+@pytest.mark.slow
 def test_agreement_by_chance_and_a_taste_for_length_do_not_pass(folder, capsys):
     """Most better answers stand first and are long: who takes the longer one agrees in 20 of 24, and κ is 0."""
     rows = list(read_jsonl("pairs.jsonl"))
@@ -329,6 +330,7 @@ def test_a_server_that_fails_ends_the_run_and_the_same_command_goes_on(folder, c
     assert list(read_jsonl("out/pairs/train.jsonl")) == list(read_jsonl("whole/pairs/train.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_one_pair_leaves_the_others(folder, capsys):
     def answer(body, _):
         return (400, {}, {"error": "too long"}) if parts_of(body)[1]["prompt"] == "prompt 50" else right(body)

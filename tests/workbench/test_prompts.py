@@ -52,6 +52,7 @@ def run(capsys, *words):
 ALL = "--sets sft=sft.jsonl pairs=pairs.jsonl rl=rl.jsonl eval=eval.jsonl".split()
 
 
+@pytest.mark.slow
 def test_report_and_copies(folder, capsys):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     words = [*ALL, *"--split train=0.8 test=0.2 --stratify topic --split_sets rl --copied_from sft".split()]
@@ -93,6 +94,7 @@ def test_report_and_copies(folder, capsys):
         assert said in page
 
 
+@pytest.mark.slow
 def test_a_broken_bound_ends_with_one_sentence(folder, capsys):
     words = [*ALL, "--output_dir", "out", "--max_overlap", "eval=0.7", "--max_duplicates", "rl=0.01"]
     status, _, said = run(capsys, *words)
@@ -123,6 +125,7 @@ def test_a_yaml_file_balance_and_parts(folder, capsys):
     assert rows.count("a") == rows.count("b") == 10
 
 
+@pytest.mark.slow
 def test_sets_of_one_row_or_one_text(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "py3langid", None)
     for rows in (["a"], ["the same words again"] * 50, ["", ""], [None, "x"]):

@@ -418,6 +418,7 @@ def test_several_runs_on_one_page(two_runs, tmp_path, monkeypatch, capsys):
     assert len(ids) == len(set(ids)) and all(reference.startswith("#") for reference in parsed.references)
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_the_runs_has_its_rows(two_runs, tmp_path, capsys):
     mean = {"mean": 1.5, "standard_error": None, "count": 1}
     wins = {"length": {"win_rate": 0.75, "interval": [0.5, 1.0]}}
@@ -525,6 +526,7 @@ def test_what_cannot_be_compared_is_said_in_one_line(given, message, two_runs, t
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config_class", "log", "first", "value"),
     [
@@ -612,6 +614,7 @@ def test_a_verdict_is_on_what_was_measured_alone(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_page_of_a_reward_model_says_no_where_its_report_does(tmp_path):
     folder = write_run(tmp_path / "reward", [{"step": 1, "accuracy": 0.9, "eval_accuracy": 0.6}], "RewardConfig")
     for passed, said in ((True, "passed"), (False, "did not pass")):

@@ -67,6 +67,7 @@ def test_an_earlier_test_file_does_not_stay(table, tmp_path):
     assert not (tmp_path / "out/pairs/test.jsonl").exists() and (tmp_path / "out/pairs/train.jsonl").is_file()
 
 
+@pytest.mark.slow
 def test_the_report_alone(table, tmp_path):
     assert run(table, "--write_pairs", "false", "--min_zscore", "-100") == 0
     assert [*(tmp_path / "out").iterdir()] and not (tmp_path / "out/pairs").exists()

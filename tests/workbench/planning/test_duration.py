@@ -33,6 +33,7 @@ def test_sft_takes_three_forward_passes_or_four_with_checkpointing(tmp_path):
     assert seconds_per_example(job, result, ONE, ALL)["update"] == 4 * forward(job, 10)
 
 
+@pytest.mark.slow
 def test_generation_reads_the_weights_and_the_cache_for_each_token(tmp_path):
     job = Job("ppo", tiny_config(tmp_path), tiny_llama().config, dtype=torch.float32, prompt_length=6)
     job.args.bf16, result = False, plan(job)

@@ -218,6 +218,7 @@ def test_logits_are_counted_once_where_they_fit_the_budget(subtests):
             assert more == times * logits + embeddings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "microsoft/deberta-v3-base"])
 def test_real_models_have_the_parameters_of_their_cards(name):
     stage, args = ("reward", RewardConfig) if "deberta" in name else ("sft", SFTConfig)

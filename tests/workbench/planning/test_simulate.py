@@ -35,6 +35,7 @@ def test_a_linear_layer_keeps_its_input_and_makes_its_gradient():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("budget", [0.0, 1.0])

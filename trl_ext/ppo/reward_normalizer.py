@@ -37,7 +37,7 @@ class RewardNormalizer:
             groups: N group names, for `group`.
 
         Returns:
-            (N,) standardised scores; and (N,) factors, by which the scores were multiplied after the mean was
+            (N,) standardised scores; and (N,) factors that the scores were multiplied by after the mean was
             subtracted.
         """
         match self.kind:

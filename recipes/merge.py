@@ -18,7 +18,7 @@ from trl_ext.cli.model_names import check_model
 from trl_ext.runs import check_output_dir, setting
 from trl_ext.upstream import late_bars, quiet
 
-PART = "_unfinished"  # folder within the output folder
+PART = "_unfinished"  # folder in `output_dir` that holds the merged model until it has been checked
 
 
 @dataclass
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     with torch.no_grad():
         expected = model(input_ids=input_ids.to(model.device)).logits
 
-    # 3. Merge and save: in a folder within, so a killed merge leaves nothing in `output_dir` that loads as a model
+    # 3. Merge and save in PART, so that a killed merge leaves nothing in `output_dir` that loads as a model
     output_dir = Path(args.output_dir)
     part = output_dir / PART
     shutil.rmtree(part, ignore_errors=True)  # what a killed merge has left

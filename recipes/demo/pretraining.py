@@ -96,15 +96,20 @@ def episodes_until(scores: Tensor, target: float, step: int = EPISODES) -> float
     return step * (after - 1 + (target - low) / (high - low))
 
 
-def needed(curve: dict[str, Tensor], without: dict[str, Tensor]) -> dict[str, float]:
-    """Return the targets, the episodes until a run reaches each, and their ratio to the run without pre-training."""
+def needed(curve: dict[str, Tensor], without: dict[str, Tensor], step: int) -> dict[str, float]:
+    """
+    Return the targets, the episodes until a run reaches each, and their ratio to the run that it is compared with.
+
+    Args:
+        curve, without: measurements of the run, and of the run that it is compared with.
+        step: episodes from one measurement to the next.
+    """
     start, end = without["proxy"][0], without["proxy"][-LAST:].mean()
-    step = int(curve["step"][-1]) * EPISODES // 8 // max(len(curve["proxy"]) - 1, 1)  # 8 optimizer steps a rollout
     result = {}
     for share in SHARES:
         target = (start + share * (end - start)).item()
         episodes, whole = (episodes_until(each["proxy"], target, step) for each in (curve, without))
-        ratio = episodes / whole if whole else math.nan  # the run without pre-training began at the target
+        ratio = episodes / whole if whole else math.nan  # the run that it is compared with began at the target
         result |= {f"target_{share:g}": target, f"episodes_{share:g}": episodes, f"ratio_{share:g}": ratio}
     return result
 
@@ -139,6 +144,8 @@ def study(args: PretrainingStudyArguments, demo: DemoArguments) -> list[dict]:
             more += [] if lam == LAM else ["--lam", lam, "--lam_value", 1]
             run = ppo_stage(demo, f"guarded-{name}" + ("" if lam == LAM else f"-lam-{lam:g}"), more)
             curve = curves[name] = read_curve(run)
+            measured = max(len(curve["proxy"]) - 1, 1)
+            step = int(curve["step"][-1]) * EPISODES // 8 // measured  # 8 optimizer steps a rollout
             of_returns = logged(critics[name.split("-")[-1]], "eval_val/explained_variance")
             rows.append(
                 {
@@ -147,7 +154,7 @@ def study(args: PretrainingStudyArguments, demo: DemoArguments) -> list[dict]:
                     "run": name,
                     "first_explained_variance": logged(run, "val/explained_variance")[0],  # of PPO's returns
                     "held_out_explained_variance": of_returns[-1 if without else 0],  # Monte Carlo
-                    **needed(curve, curves[without or name]),
+                    **needed(curve, curves[without or name], step),
                     "proxy_end": curve["proxy"][-LAST:].mean().item(),
                     "gold_sft": curve["gold"][0].item(),
                     "gold_end": curve["gold"][-LAST:].mean().item(),

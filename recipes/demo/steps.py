@@ -13,20 +13,21 @@ if __name__ == "__main__":  # before the libraries that are imported next
 
     quiet()
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from trl_ext.runs import setting
 
-from .pretraining import LAST, SHARES, episodes_until
+from .pretraining import EPISODES, LAST, SHARES, needed
 from .report import read_curve
 from .seeds import SeededStudyArguments, in_words, run_study
 from .stages import DemoArguments, ppo_stage
 
 FASTER = {"learning_rate": 3e-4, "warmup_steps": 0}
 SMALLER = {"per_device_train_batch_size": 32, "eval_steps": 16}  # rollouts of 64, measured after every second one
-# Arm: what differs from guarded.yaml. Each pass over a rollout is two optimizer steps, of half of it
+# Arm: what differs from guarded.yaml. A pass over a rollout is two optimizer steps, each on half of it
 ARMS: dict[str, dict[str, Any]] = {
     "guarded.yaml": {},
     "clip 0.4": {"cliprange": 0.4},
@@ -48,21 +49,15 @@ class StepsStudyArguments(SeededStudyArguments):
 def study(args: StepsStudyArguments, demo: DemoArguments) -> list[dict]:
     """Make all runs in one world; return a row for each run."""
     rows: list[dict[str, Any]] = []
-    targets: list[float] = []
-    shipped: list[float] = []
+    shipped: dict[str, Tensor] = {}
     for number, (arm, changed) in enumerate(ARMS.items()):
         settings = {"eval_steps": 8, **changed}
         if args.short:  # its runs are too short for that
             settings.pop("eval_steps")
         flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
         curve = read_curve(ppo_stage(demo, f"guarded-steps-{number}", flags))
-        start, end = curve["proxy"][0].item(), curve["proxy"][-LAST:].mean().item()
-        targets = targets or [start + share * (end - start) for share in SHARES]
-        episodes = [episodes_until(curve["proxy"], target) for target in targets]
-        shipped = shipped or episodes
-        row: dict[str, Any] = {"seed": demo.seed, "run": arm}
-        for share, needed, whole in zip(SHARES, episodes, shipped, strict=True):
-            row |= {f"episodes_{share:g}": needed, f"ratio_{share:g}": needed / whole if whole else math.nan}
+        shipped = shipped or curve
+        row: dict[str, Any] = {"seed": demo.seed, "run": arm, **needed(curve, shipped, EPISODES)}
         row |= {f"{name}_end": curve[name][-LAST:].mean().item() for name in ("proxy", "gold", "kl")}
         rows.append(row | {"kl_most": curve["kl"].max().item()})
         print(rows[-1], flush=True)

@@ -43,8 +43,8 @@ CELLS: dict[str, tuple[Callable[[int], World], int, str]] = {
 }
 TUNED = {"own start": "own start", "turns": "own start"}  # cell: where its learning rates are chosen; else in `noisy`
 # Method: trainer and settings; `answers` of a rollout, if not 64. `of` names another method, whose learning rate this
-# one takes. If both have one trainer and rollouts of one size, they do the same work: this one also takes the other's
-# seconds, because a difference would show only what else the machine was doing
+# one takes. If both have the same trainer and rollouts of one size, they do the same work, and this one takes the
+# other's seconds, too: a difference would show only what else the machine was doing. If not, it has no seconds
 METHODS: dict[str, dict[str, Any]] = {
     "PPO": {"trainer": "PPO", "lam": 0.95},
     "gated": {"trainer": "PPO", "baseline": "gated", "lam": 0.95},
@@ -254,7 +254,7 @@ def area(at: Sequence[float], shares: Sequence[float], end: float) -> float:
 def reached(at: Sequence[float], shares: Sequence[float], share: float) -> float:
     """Return where the moving mean of three rollouts first has this share of the gain; infinity if nowhere."""
     smooth = [fmean(shares[max(i - 1, 0) : i + 2]) for i in range(len(shares))]
-    return next((float(x) for x, y in zip(at, smooth, strict=False) if y >= share), math.inf)
+    return next((float(x) for x, y in zip(at, smooth, strict=True) if y >= share), math.inf)
 
 
 def work(method: str) -> tuple[str, int]:
@@ -295,7 +295,11 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         result[run["method"]] = {
             **{f"by {unit}": area(run[unit], shares, ends[unit]) if run[unit] else None for unit in ends},
             "end": fmean(shares[-3:]),
-            **{f"{unit} to {x:g}": reached(run[unit] or [], shares, x) for unit in ends for x in SHARES},
+            **{
+                f"{unit} to {x:g}": reached(run[unit], shares, x) if run[unit] else math.inf
+                for unit in ends
+                for x in SHARES
+            },
             "explained": fmean(run["explained"][len(run["explained"]) // 2 :]) if run["explained"] else None,
             "weight": fmean(run["weights"]) if run["weights"] else None,
         }
@@ -388,7 +392,7 @@ def overview(cells: dict[str, Any]) -> str:
     """
     Return three small tables, a row a method and a column a cell: the gain over each budget, and at the end.
 
-    The table over the seconds has the methods that do not take another one's.
+    The table over the seconds leaves out the methods that take another one's learning rate.
     """
     parts = []
     for key, title in (("by tokens", "tokens"), ("by seconds", "CPU-seconds"), ("end", "the end")):
@@ -417,10 +421,11 @@ def draw(results: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
     figure, axes = plt.subplots(2, len(results), figsize=(2.6 * len(results), 5), squeeze=False)
     lines: dict[str, Any] = {}
     for column, (cell, seeds) in enumerate(results.items()):
+        runs = [run for of_seed in seeds for run in by_one_clock(of_seed)]
         for row, unit in enumerate(("tokens", "seconds")):
             axis = axes[row][column]
             for number, method in enumerate(DRAWN):
-                own = [run for runs in seeds for run in by_one_clock(runs) if run["method"] == method and run[unit]]
+                own = [run for run in runs if run["method"] == method and run[unit]]
                 if not own:
                     continue
                 grid = np.linspace(0, min(run[unit][-1] for run in own), 60)
@@ -445,9 +450,7 @@ def report(results: dict, tuning: dict, rates: dict, compared: dict, output_dir:
 
 
 def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict, dict]]:
-    """
-    Yield what there is after each seed: results, tuning runs, chosen rates and compared gradients, by cell.
-    """
+    """Yield what there is after each seed: results, tuning runs, chosen rates and compared gradients, by cell."""
     results: dict[str, list] = {}
     tuning: dict[str, list] = {}
     rates: dict[str, dict[str, float]] = {}

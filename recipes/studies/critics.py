@@ -1,4 +1,4 @@
-"""Define three other critics for the study: bins, two critics, one fitted again to a rollout. None has paid."""
+"""Define three other critics for the study: one of bins, the mean of two, and one fitted to the last rollout again."""
 
 import copy
 import math
@@ -9,12 +9,10 @@ from torch import Tensor, nn
 
 from trl_ext import PPOTrainer
 
-BINS, BOUND = (
-    51,
-    1.25,
-)  # of the returns, which are in [0, 1]; the mean of all bins is the 0 that other critics start at
+# The bins' range holds all returns, which are in [0, 1]. Its middle is 0, the value that other critics start from
+BINS, BOUND = 51, 1.25
 SIGMA = 0.75  # of the target's Gaussian, in bins
-FIRST_ROLLOUTS, STEPS = 3, 16  # how often a critic is fitted to the last rollout once more, and in how many steps
+REFITS, STEPS = 3, 16  # rollouts before which a critic is fitted to the last one again, and the steps of each fit
 
 
 class Bins(nn.Module):
@@ -43,7 +41,7 @@ class Bins(nn.Module):
 
 
 class OtherCritic(PPOTrainer):
-    """Train a critic by a loss of its own, in worlds where all prompts are of one length."""
+    """Train a critic with its own loss, whose values are not clipped, in worlds where all prompts have one length."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -61,6 +59,10 @@ class OtherCritic(PPOTrainer):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         return critic.base_model(input_ids=ids).last_hidden_state[:, inputs["prompt_ids"].size(1) - 1 : -1]
 
+    def values(self, critic: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """Return a critic's value of each of these states, (B, T)."""
+        return critic.score(self.states(critic, inputs))[..., 0]
+
     def _value_loss(self, values: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         loss, mask = self.losses(inputs), inputs["loss_mask"]
         self.metrics.critic_updated((loss, torch.zeros_like(loss, dtype=torch.bool)), mask)
@@ -68,6 +70,8 @@ class OtherCritic(PPOTrainer):
 
 
 class HLGauss(OtherCritic):
+    """Predict a distribution over bins of the return, by cross-entropy."""
+
     def change(self, model: Any) -> None:
         model.critic.score = Bins(model.critic.score.in_features)
 
@@ -78,7 +82,7 @@ class HLGauss(OtherCritic):
 
 
 class TwoCritics(OtherCritic):
-    """Take the mean of two critics, whose heads start from different weights, and which have a loss each."""
+    """Take the mean of two critics. Each has its own loss, and a head that starts from other weights."""
 
     def change(self, model: Any) -> None:
         model.critic.second = copy.deepcopy(model.critic)
@@ -98,12 +102,12 @@ class TwoCritics(OtherCritic):
 
     def losses(self, inputs: dict[str, Tensor]) -> Tensor:
         both = (self.model.critic, self.model.critic.second)
-        values = torch.stack([critic.score(self.states(critic, inputs))[..., 0] for critic in both])
+        values = torch.stack([self.values(critic, inputs) for critic in both])
         return 0.5 * (values - inputs["returns"]).square().sum(0)
 
 
 class FittedFirst(OtherCritic):
-    """Fit the critic to the last rollout once more, before it values each of the next three. Draw no more answers."""
+    """Fit the critic to the last rollout again, before it values each of the next three. Draw no more answers."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -111,8 +115,7 @@ class FittedFirst(OtherCritic):
         self._rollouts = 0
 
     def losses(self, inputs: dict[str, Tensor]) -> Tensor:
-        critic = self.model.critic
-        return 0.5 * (critic.score(self.states(critic, inputs))[..., 0] - inputs["returns"]).square()
+        return 0.5 * (self.values(self.model.critic, inputs) - inputs["returns"]).square()
 
     @torch.enable_grad()
     def _fit(self) -> None:
@@ -126,11 +129,10 @@ class FittedFirst(OtherCritic):
 
     def advantages(self, rollout: Any, rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         answers = {"prompt_ids": rollout.prompt_ids, "completion_ids": rollout.completion_ids, "mask": rollout.mask}
-        if 0 < self._rollouts <= FIRST_ROLLOUTS:
+        if 0 < self._rollouts <= REFITS:
             self._fit()
-            critic = self.model.critic
             with torch.no_grad():
-                values.copy_(critic.score(self.states(critic, answers))[..., 0] * rollout.mask)
+                values.copy_(self.values(self.model.critic, answers) * rollout.mask)
         self._rollouts += 1
         advantages, returns = super().advantages(rollout, rewards, values)
         self._last = answers | {"returns": returns}

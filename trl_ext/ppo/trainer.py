@@ -646,7 +646,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         """
         Return and keep the most rows that any process generates for in this turn.
 
-        `rows` is this process' number of rows. Call this on all processes.
+        `rows` is the number of rows of this process. Call this on all processes.
         """
         everywhere = self.accelerator.gather(torch.tensor([rows], device=self.accelerator.device))
         self._collection.most_rows = int(everywhere.max())

@@ -142,7 +142,7 @@ def test_detail_hyperparameters():
         "gamma": 1.0,
         "num_mini_batches": 1,
         "num_ppo_epochs": 4,
-        "cliprange": 0.2,
+        "clip_range": 0.2,
         "cliprange_value": 0.2,
         "vf_coef": 0.1,
         "kl_coef": 0.05,

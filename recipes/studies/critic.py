@@ -43,7 +43,7 @@ CELLS: dict[str, tuple[Callable[[int], World], int, str]] = {
 }
 TUNED = {"own start": "own start", "turns": "own start"}  # cell: where its learning rates are chosen; else in `noisy`
 # Method: trainer and settings; `answers` of a rollout, if not 64. `of` names another method, whose learning rate this
-# one takes. If both have the same trainer and rollouts of one size, they do the same work, and this one takes the
+# one takes, unless it has a `rate`. If both have the same trainer and rollouts of one size, they do the same work, and this one takes the
 # other's seconds, too: a difference would show only what else the machine was doing. If not, it has no seconds
 METHODS: dict[str, dict[str, Any]] = {
     "PPO": {"trainer": "PPO", "lam": 0.95},
@@ -68,7 +68,23 @@ METHODS: dict[str, dict[str, Any]] = {
         **{"trainer": "GRPO", "of": "GRPO"},
         **{"num_generations": 8, "epsilon": 0.4, "answers": 32},
     },
+    "PPO, for the ice": {  # the best of 15 settings there on seeds 1001 to 1012
+        **{"trainer": "PPO", "of": "PPO", "rate": 3e-3, "cliprange": 0.4, "answers": 16},
+        **{"lam": 0.9, "critic_learning_rate": 6e-3},
+    },
+    "GRPO, for the ice": {
+        **{"trainer": "GRPO", "of": "GRPO", "rate": 3e-3, "num_generations": 8},
+        **{"epsilon": 0.4, "answers": 16},
+    },
     "PPO, critic first": {"trainer": "PPO", "of": "PPO", "lam": 0.95, "critic_warmup_rollouts": 1},
+    "PPO, critic trained before": {
+        **{"trainer": "PPO", "of": "PPO", "lam": 0.95},
+        **{"critic_warmup_rollouts": 32, "uncounted": 32},
+    },
+    "PPO, clip 0.4, critic trained before": {
+        **{"trainer": "PPO", "of": "PPO", "lam": 0.95, "cliprange": 0.4},
+        **{"critic_warmup_rollouts": 32, "uncounted": 32},
+    },
     "PPO, critic fitted again": {"trainer": "FittedFirst", "of": "PPO", "lam": 0.95},
     "PPO, HL-Gauss": {"trainer": "HLGauss", "of": "PPO", "lam": 0.95},
     "PPO, two critics": {"trainer": "TwoCritics", "of": "PPO", "lam": 0.95},
@@ -77,7 +93,9 @@ COMPARED = "PPO, gradients compared"  # for the first seeds; comparing takes tim
 CHAINS = tuple(cell for cell in CELLS if cell not in TUNED)
 ONLY_IN = {"PPO, bad critic": ("noisy",), "gated, bad critic": ("noisy",), "RLOO": CHAINS}
 ONLY_IN |= {"gated, 8 answers a prompt": CHAINS}
-OTHER_CRITICS = ("PPO, critic first", "PPO, critic fitted again", "PPO, HL-Gauss", "PPO, two critics")
+ONLY_IN |= dict.fromkeys(("PPO, for the ice", "GRPO, for the ice"), tuple(TUNED))
+OTHER_CRITICS = ("PPO, critic first", "PPO, critic trained before", "PPO, clip 0.4, critic trained before")
+OTHER_CRITICS += ("PPO, critic fitted again", "PPO, HL-Gauss", "PPO, two critics")
 ONLY_IN |= dict.fromkeys(OTHER_CRITICS, ("own start", "turns", "dense"))  # where a critic explains something
 DRAWN = ("PPO", "mean", "GRPO", "RLOO", "PPO, λ 1", "PPO, clip 0.4", "GRPO, clip 0.4", "GRPO, clip 0.4, 32 answers")
 RATES = (1e-3, 3e-3, 1e-2)
@@ -87,18 +105,25 @@ SHARES = (0.5, 0.8)  # of the gain from the start to the best score
 
 
 class Watched:
-    """Score answers, and note the mean true score of each 64 answers, the tokens so far and the CPU-seconds."""
+    """
+    Score answers, and note the mean true score of each 64 answers, the tokens so far and the CPU-seconds.
+
+    The first `uncounted` rollouts of 64 answers are only scored.
+    """
 
     __name__ = "score"
 
-    def __init__(self, world: World, by_token: bool):
-        self.world, self.by_token, self.begin = world, by_token, time.process_time()
+    def __init__(self, world: World, by_token: bool, uncounted: int = 0):
+        self.world, self.by_token, self.begin, self.uncounted = world, by_token, time.process_time(), uncounted
         self.curve: list[tuple[int, float, float]] = []
         self.tokens = 0
         self.scores: list[float] = []  # of no point of the curve yet
 
     def __call__(self, prompts: list, completions: list, completion_ids: list, **columns: Any) -> list:
         scores = self.world.scores(prompts, completion_ids, **columns)
+        if self.uncounted:
+            self.uncounted, self.begin = self.uncounted - 1, time.process_time()
+            return self.world.told(prompts, completion_ids, scores, self.by_token)
         self.tokens += sum(map(self.world.drawn, completion_ids))
         self.scores += scores
         if len(self.scores) >= ANSWERS:  # else smaller rollouts would have noisier points
@@ -123,15 +148,16 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
     world = CELLS[cell][0](seed)
     settings = dict({COMPARED: {"trainer": "Compared", "lam": 0.95}, **METHODS}[method])
     trainer_class, config_class = kinds[settings.pop("trainer")]
-    settings.pop("of", None)
-    answers = settings.pop("answers", ANSWERS)
+    for name in ("of", "rate"):
+        settings.pop(name, None)
+    answers, uncounted = settings.pop("answers", ANSWERS), settings.pop("uncounted", 0)
     is_ours, plays = config_class is PPOConfig, isinstance(world, Lake)
     if is_ours:
         settings |= {"num_ppo_epochs": PASSES, "kl_coef": 0.0, "use_ref_model": False, "watch": "off"}
         settings |= {"record_run": False, **({"old_logprobs": "sampler"} if plays else {})}
     else:
         settings |= {"num_iterations": PASSES, "beta": 0.0}
-    tokenizer, watched = make_tokenizer(world), Watched(world, by_token=is_ours)
+    tokenizer, watched = make_tokenizer(world), Watched(world, is_ours, uncounted)
 
     def play(prompts: list, trainer: Any) -> dict[str, list]:
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -145,7 +171,7 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
             max_completion_length=world.tokens,
             learning_rate=rate,
             lr_scheduler_type="constant",
-            max_steps=rollouts * ANSWERS // answers * PASSES,
+            max_steps=(uncounted + rollouts * ANSWERS // answers) * PASSES,
             seed=seed,
             logging_steps=PASSES,
             use_cpu=True,
@@ -217,13 +243,17 @@ def methods_in(cell: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if cell in ONLY_IN.get(name, (cell,))]
 
 
+def rate_of(method: str, rates: dict[str, float]) -> float | None:
+    """Return a method's learning rate; None if the method whose rate it takes has not been tried."""
+    return METHODS[method].get("rate", rates.get(METHODS[method].get("of", method)))
+
+
 def others(cell: str, seed: int, rates: dict[str, float], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return earlier results, for a cell and seed, of the methods that are not asked for now, with the same rates."""
-    named = [(name, METHODS[name].get("of", name)) for name in methods_in(cell, list(METHODS))]
     files = [
-        args.output_dir / "runs" / f"{name_of(cell, name, rates[of], seed)}.json"
-        for name, of in named
-        if name not in args.methods and of in rates
+        args.output_dir / "runs" / f"{name_of(cell, name, rate, seed)}.json"
+        for name in methods_in(cell, list(METHODS))
+        if name not in args.methods and (rate := rate_of(name, rates)) is not None
     ]
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
@@ -331,7 +361,7 @@ def summary(
         for method in [name for name in METHODS if any(name in each for each in found)]:
             paired = [each for each in found if method in each]
             own = [each[method] for each in paired]
-            row: dict[str, Any] = {"rate": tuning[cell][METHODS[method].get("of", method)], "seeds": len(own)}
+            row: dict[str, Any] = {"rate": rate_of(method, tuning[cell]), "seeds": len(own)}
             for key in ("by tokens", "by seconds", "end"):
                 if own[0][key] is None:
                     continue
@@ -465,7 +495,7 @@ def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict, dict]]:
                 found = tuning[tuned]
                 names = dict.fromkeys(each["method"] for each in found)
                 rates[cell] = {name: chosen_rate([each for each in found if each["method"] == name]) for name in names}
-            of_seed = [run(cell, name, rates[cell][METHODS[name].get("of", name)], seed, args) for name in methods]
+            of_seed = [run(cell, name, rate_of(name, rates[cell]), seed, args) for name in methods]
             of_seed += others(cell, seed, rates[cell], args)
             results.setdefault(cell, [])
             assert len(results[cell]) == number

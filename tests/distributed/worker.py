@@ -200,7 +200,7 @@ def run(workload, inputs, folder, processes, resume=False, parts=1):
         options = GRADIENT if kind == "gradient" else {}
         if kind == "separate":  # a reward model with a base of its own, and a reference that moves
             options = {"reward": [str(inputs / ("reward" if lora else "reward model"))], "share_reward_base": "never"}
-            options |= {} if lora else {"sync_ref_model": True, "ref_model_sync_steps": 2}
+            options |= {} if lora else {"sync_ref_model": True, "ref_model_sync_steps": 2, "baseline": "gated"}
             # Drawn anew, the critic's adapter would be another one under ZeRO-3
             options["trainer_kwargs"] = {"value_model": str(inputs / "reward")} if lora else {}
             options |= CORRECTED  # answers of another engine
@@ -215,8 +215,9 @@ def run(workload, inputs, folder, processes, resume=False, parts=1):
     local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
     names = ["loss", "grad_norm", "objective/kl", "objective/scores", "val/explained_variance"]
     names += ["sampling/ess", "sampling/clipfrac", "sampling/logprob_difference_p99"]
-    names += ["beta", "logps/drift", "rewards/margins"]
-    controllers = {"ppo": ["kl_controller", "reward_normalizer"], "dpo": ["beta_controller"]}.get(kind, [])
+    names += ["val/baseline_weight", "beta", "logps/drift", "rewards/margins"]
+    controllers = {"ppo": ["kl_controller", "reward_normalizer"], "separate": ["baseline_gate"]}
+    controllers["dpo"] = ["beta_controller"]
     return {
         "type": str(trainer.accelerator.distributed_type),
         "processes": trainer.accelerator.num_processes,
@@ -230,7 +231,7 @@ def run(workload, inputs, folder, processes, resume=False, parts=1):
         "logs": [{name: log[name] for name in names if name in log} for log in trainer.state.log_history],
         "state": [
             {key: value for key, value in getattr(trainer, name).state_dict().items() if not isinstance(value, str)}
-            for name in controllers
+            for name in controllers.get(kind, [])
         ],
     }
 

@@ -21,6 +21,7 @@ from trl_ext.ppo.config import (
     REFUSED,
 )
 from trl_ext.runs.settings import rules_of
+from trl_ext.upstream.moved import settings_as_before
 
 # Fields of RLOOConfig that do here what their documentation says, or that RLOOConfig itself refuses. A new upstream
 # field is in none of the tables and fails the test until somebody decides.
@@ -434,7 +435,7 @@ def test_defaults():
         "whiten_rewards": False,
         "kl_coef": 0.05,
         "kl_estimator": "k1",
-        "cliprange": 0.2,
+        "clip_range": 0.2,
         "vf_coef": 0.1,
         "cliprange_value": 0.2,
         "gamma": 1.0,
@@ -454,6 +455,30 @@ def test_defaults():
     shared = RLOOConfig("unused", use_cpu=True, bf16=False)
     for name in ("temperature", "max_completion_length", "reward_clip_range", "max_grad_norm", "top_k", "top_p"):
         assert getattr(args, name) == getattr(shared, name)
+
+
+def test_an_unset_clip_range_is_wide_only_without_a_kl_penalty_and_an_upper_side(tmp_path):
+    assert config(tmp_path, kl_coef=0.05).clip_range == 0.2
+    assert config(tmp_path, kl_coef=0.0).clip_range == config(tmp_path, beta=0.0).clip_range == 0.4
+    assert config(tmp_path, kl_coef=0.0, epsilon_high=0.28).clip_range == 0.2
+    assert config(tmp_path, kl_coef=0.0, cliprange=0.3).clip_range == config(tmp_path, epsilon=0.3).clip_range == 0.3
+    trainer = PPOTrainer(
+        tiny_llama(),
+        length_reward,
+        config(tmp_path, kl_coef=0.0),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+    )
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (0.4, 0.4)
+    # A checkpoint of 0.2.0 has 0.2. Only a run that now has another range may not go on from it
+    for settings, told in (
+        ({"kl_coef": 0.05}, 0.2),
+        ({"kl_coef": 0.0}, None),
+        ({"kl_coef": 0.0, "epsilon_high": 0.28}, 0.2),
+        ({"kl_coef": 0.0, "ratio_band": [0.7, 6.0]}, 0.2),
+    ):
+        assert settings_as_before({"cliprange": None, **settings})["cliprange"] == told
+    assert settings_as_before({"cliprange": 0.3, "kl_coef": 0.05})["cliprange"] == 0.3
 
 
 def test_best_model_defaults_to_the_score(tmp_path):

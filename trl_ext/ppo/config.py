@@ -342,9 +342,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     normalize_advantages: bool = setting(
         True, "Give the advantages mean 0 and variance 1, over the real tokens of all processes."
     )
-    cliprange: float = setting(
-        0.2,
-        "Clip range of the ratio. Its upper side is `epsilon_high` if that is set.",
+    cliprange: float | None = setting(
+        None,
+        "Clip range of the ratio. Its upper side is `epsilon_high` if that is set. If unset, 0.2; without a KL "
+        "penalty (`kl_coef` 0) and `epsilon_high`, 0.4.",
         range="> 0",
         only_with=("ratio_band", None),
     )
@@ -661,6 +662,13 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
                 f"{self.max_steps}`: set one of them."
             )
         self.max_steps = steps
+
+    @property
+    def clip_range(self) -> float:
+        """Return `cliprange`. If it is unset, return 0.4 if `kl_coef` is 0 and `epsilon_high` is unset, else 0.2."""
+        if self.cliprange is not None:
+            return self.cliprange
+        return 0.4 if self.kl_coef == 0 and self.epsilon_high is None else 0.2
 
     @property
     def another_samples(self) -> bool:

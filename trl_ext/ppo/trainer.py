@@ -407,8 +407,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         args = self.args
         self.reward_clip_range = args.reward_clip_range
         self.beta = 0.0  # our passes have the reference's log-probs
-        self.epsilon_low = args.cliprange
-        self.epsilon_high = args.cliprange if args.epsilon_high is None else args.epsilon_high
+        self.epsilon_low = args.clip_range
+        self.epsilon_high = args.clip_range if args.epsilon_high is None else args.epsilon_high
         if args.stop_token_id is not None:
             if not 0 <= args.stop_token_id < (vocabulary := vocabulary_of(policy)):
                 raise ValueError(
@@ -1416,4 +1416,4 @@ def _as_grpo_reads(args: PPOConfig, model: Any) -> AbstractContextManager:
     its_own = {field.name: field.default for field in fields(GRPOConfig) if not hasattr(args, field.name)}
     its_own["vllm_importance_sampling_correction"] = False
     its_own |= {"beta": float(isinstance(model, PeftModel)), "sync_ref_model": False}
-    return temporarily(args, **its_own, num_iterations=args.passes, epsilon=args.cliprange)
+    return temporarily(args, **its_own, num_iterations=args.passes, epsilon=args.clip_range)

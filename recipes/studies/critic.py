@@ -3,12 +3,12 @@
     python -m recipes.studies.critic
 
 Each method trains the same small model, which has imitated a poor player, in up to six worlds whose best score is
-known. All pass four times over 64 answers, without a KL penalty. Each has its learning rate from three, chosen by one
-run each on a seed of its own, once for the chain of symbols and once for the lake. A run's curve is the true score of
-each rollout, over the tokens that were generated and over the CPU-seconds of its own process. The runs go breadth
-first, so that what is there at any time is a whole table; the same command again goes on. With `--methods`, earlier
-runs of other methods with these seeds stay in the table. Writes a JSON a run into `runs/`, and `critic.json`,
-`critic.md` and `critic.png`.
+known. All pass four times over 64 answers, or over fewer, without a KL penalty. Most have their learning rate from
+three, chosen by one run each on a seed of its own, once for the chain of symbols and once for the lake. A run's curve
+is the true score of 64 answers each, over the tokens that were generated and over the CPU-seconds of its own process.
+The runs go breadth first, so that what is there at any time is a whole table; the same command again goes on. With
+`--methods`, earlier runs of other methods with these seeds stay in the table. Writes a JSON a run into `runs/`, and
+`critic.json`, `critic.md` and `critic.png`.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -42,24 +42,21 @@ CELLS: dict[str, tuple[Callable[[int], World], int, str]] = {
     "short": (lambda seed: Chain(32, seed=seed), 12, "32 tokens, one score at the end"),
 }
 TUNED = {"own start": "own start", "turns": "own start"}  # cell: where its learning rates are chosen; else in `noisy`
-# Method: trainer and settings; `answers` of a rollout, if not 64. `of` names another method, whose learning rate this
-# one takes, unless it has a `rate`. If both have the same trainer and rollouts of one size, they do the same work, and this one takes the
-# other's seconds, too: a difference would show only what else the machine was doing. If not, it has no seconds
+# Method: trainer and settings; `answers` of a rollout, if not 64, and `uncounted` rollouts before its curve. `of`
+# names another method, whose learning rate this one takes unless it has a `rate`. If both have the same trainer and
+# rollouts of one size, they do the same work, and this one takes the other's seconds, too: a difference would show
+# only what else the machine was doing. If not, it has no seconds
 METHODS: dict[str, dict[str, Any]] = {
     "PPO": {"trainer": "PPO", "lam": 0.95},
-    "gated": {"trainer": "PPO", "baseline": "gated", "lam": 0.95},
+    "gated": {"trainer": "PPO", "baseline": "gated"},
     "mean": {"trainer": "PPO", "baseline": "mean"},
     "GRPO": {"trainer": "GRPO", "num_generations": 8},
     "RLOO": {"trainer": "RLOO", "num_generations": 8},
-    "PPO, bad critic": {"trainer": "PPO", "of": "PPO", "lam": 0.95, "critic_learning_rate": 0.3},
-    "gated, bad critic": {
-        **{"trainer": "PPO", "of": "gated", "lam": 0.95},
-        **{"baseline": "gated", "critic_learning_rate": 0.3},
-    },
+    "PPO, bad critic": {"trainer": "PPO", "of": "PPO", "critic_learning_rate": 0.3},
+    "gated, bad critic": {"trainer": "PPO", "of": "gated", "baseline": "gated", "critic_learning_rate": 0.3},
     "PPO, λ 1": {"trainer": "PPO", "of": "PPO", "lam": 1.0},
     "PPO, clip 0.4": {"trainer": "PPO", "of": "PPO", "cliprange": 0.4},
     "GRPO, clip 0.4": {"trainer": "GRPO", "of": "GRPO", "num_generations": 8, "epsilon": 0.4},
-    "gated, λ 1": {"trainer": "PPO", "of": "gated", "baseline": "gated", "lam": 1.0},
     "gated, clip 0.4": {"trainer": "PPO", "of": "gated", "baseline": "gated", "cliprange": 0.4},
     "mean, clip 0.4": {"trainer": "PPO", "of": "mean", "baseline": "mean", "cliprange": 0.4},
     "gated, 8 answers a prompt": {"trainer": "PPO", "of": "gated", "baseline": "gated", "num_generations": 8},
@@ -71,6 +68,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "PPO, for the ice": {  # the best of 15 settings there on seeds 1001 to 1012
         **{"trainer": "PPO", "of": "PPO", "rate": 3e-3, "cliprange": 0.4, "answers": 16},
         **{"lam": 0.9, "critic_learning_rate": 6e-3},
+    },
+    "gated, for the ice": {
+        **{"trainer": "PPO", "of": "PPO", "rate": 3e-3, "cliprange": 0.4, "answers": 16},
+        **{"lam": 0.9, "critic_learning_rate": 6e-3, "baseline": "gated"},
     },
     "GRPO, for the ice": {
         **{"trainer": "GRPO", "of": "GRPO", "rate": 3e-3, "num_generations": 8},
@@ -93,7 +94,7 @@ COMPARED = "PPO, gradients compared"  # for the first seeds; comparing takes tim
 CHAINS = tuple(cell for cell in CELLS if cell not in TUNED)
 ONLY_IN = {"PPO, bad critic": ("noisy",), "gated, bad critic": ("noisy",), "RLOO": CHAINS}
 ONLY_IN |= {"gated, 8 answers a prompt": CHAINS}
-ONLY_IN |= dict.fromkeys(("PPO, for the ice", "GRPO, for the ice"), tuple(TUNED))
+ONLY_IN |= dict.fromkeys(("PPO, for the ice", "gated, for the ice", "GRPO, for the ice"), tuple(TUNED))
 OTHER_CRITICS = ("PPO, critic first", "PPO, critic trained before", "PPO, clip 0.4, critic trained before")
 OTHER_CRITICS += ("PPO, critic fitted again", "PPO, HL-Gauss", "PPO, two critics")
 ONLY_IN |= dict.fromkeys(OTHER_CRITICS, ("own start", "turns", "dense"))  # where a critic explains something
@@ -155,6 +156,7 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
     if is_ours:
         settings |= {"num_ppo_epochs": PASSES, "kl_coef": 0.0, "use_ref_model": False, "watch": "off"}
         settings |= {"record_run": False, **({"old_logprobs": "sampler"} if plays else {})}
+        settings.setdefault("cliprange", 0.2)  # TRL's; ours is 0.4 here
     else:
         settings |= {"num_iterations": PASSES, "beta": 0.0}
     tokenizer, watched = make_tokenizer(world), Watched(world, is_ours, uncounted)

@@ -11,7 +11,6 @@ from trl_ext.functional import (
     critic_weight,
     gae,
     mean_baselines,
-    mix_baselines,
     moments,
     weight_sums,
     whiten,
@@ -28,12 +27,12 @@ def agreement(gradients: list[Tensor]) -> float:
 
 def advantages_over_each(rewards: Tensor, values: Tensor, mask: Tensor, lam: float) -> dict[str, Tensor]:
     """Return whitened (B, T) advantages over the critic, over the mean, and over both by this rollout's weight."""
-    returns, over_critic = gae(rewards, torch.zeros_like(values), mask, 1.0, 1.0), gae(rewards, values, mask, 1.0, lam)
-    means = mean_baselines((returns * mask).sum(1), mask.sum(1).to(returns))
+    returns = gae(rewards, torch.zeros_like(values), mask, 1.0, 1.0)
+    means = mean_baselines(returns, mask)
     weight = critic_weight(critic_products(weight_sums(returns, values, means, mask)))
-    weights = {"PPO": 1.0, "gated": weight, "mean": 0.0}
-    mixed = {name: mix_baselines(over_critic, returns, means, mask, each) for name, each in weights.items()}
-    return {name: whiten(each, mask, moments(each, mask)) for name, each in mixed.items()}
+    compared = {"PPO": (values, lam), "gated": (torch.lerp(means, values, weight), lam), "mean": (means, 1.0)}
+    advantages = {name: gae(rewards, baseline, mask, 1.0, each) for name, (baseline, each) in compared.items()}
+    return {name: whiten(each, mask, moments(each, mask)) for name, each in advantages.items()}
 
 
 class Compared(PPOTrainer):

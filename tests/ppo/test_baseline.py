@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.ppo.worker import RESUMED, collected, end_state, lora_trainer, make_trainer, rows_of
-from trl_ext.functional import critic_products, critic_weight, gae, mix_baselines, weight_sums
+from trl_ext.functional import critic_products, critic_weight, gae, mean_baselines, weight_sums
 
 
 def logged(trainer, name):
@@ -26,16 +26,6 @@ def recorded(trainer):
     return list(zip(seen, rows, strict=True))
 
 
-def means_of(returns, mask, generations):
-    """The mean return at the tokens of all answers, or of the others to the same prompt, by loops."""
-    means = []
-    for row in range(len(returns)):
-        start = row // generations * generations
-        others = [i for i in range(start, start + generations) if i != row] or range(len(returns))
-        means.append(torch.cat([returns[i][mask[i].bool()] for i in others]).mean())
-    return torch.stack(means)
-
-
 PLAIN = {"normalize_advantages": False, "gamma": 0.97, "max_steps": 8, "learning_rate": 1e-2}
 
 
@@ -50,8 +40,8 @@ def test_a_mean_is_taken_off_and_no_critic_runs(tmp_path, generations):
     for rollout, (rewards, values, advantages, _) in rollouts:
         mask = rollout.mask
         returns = gae(rewards, torch.zeros_like(values), mask, 0.97, 1.0)
-        means = means_of(returns, mask, generations)
-        assert_close(advantages, (returns - means[:, None]) * mask)
+        means = mean_baselines(returns, mask, None if generations == 1 else generations)
+        assert_close(advantages, (returns - means) * mask)
     assert {"old_values", "returns"}.isdisjoint(rows_of(trainer))
     assert not logged(trainer, "val/explained_variance") and not logged(trainer, "loss/value_avg")
     assert len(runs) <= 2  # packing is tried on all of the model, once
@@ -66,12 +56,11 @@ def test_the_gate_weighs_the_critic_by_the_rollouts_before_it_is_fitted_to_them(
     for rollout, (rewards, values, advantages, critics_target) in recorded(trainer):
         mask = rollout.mask
         returns = gae(rewards, torch.zeros_like(values), mask, 0.97, 1.0)
-        means = means_of(returns, mask, 1)
+        means = mean_baselines(returns, mask)
         products = 0.9 * products + critic_products(weight_sums(returns, values, means, mask))
         weights.append(critic_weight(products))
-        over_critic = gae(rewards, values, mask, 0.97, 0.9)
-        assert_close(advantages, mix_baselines(over_critic, returns, means, mask, weights[-1]))
-        assert_close(critics_target * mask, (values + over_critic) * mask)
+        assert_close(advantages, gae(rewards, torch.lerp(means, values, weights[-1]), mask, 0.97, 0.9))
+        assert_close(critics_target * mask, (values + gae(rewards, values, mask, 0.97, 0.9)) * mask)
     assert logged(trainer, "val/baseline_weight") == pytest.approx(weights, rel=1e-4)
     assert 0 < min(weights[1:]) < max(weights[1:]) < 1
 

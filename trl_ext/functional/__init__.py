@@ -9,7 +9,7 @@ from .advantages import (
     token_rewards,
     turn_gae,
 )
-from .baselines import critic_products, critic_weight, mean_baselines, mix_baselines, weight_sums
+from .baselines import critic_products, critic_weight, mean_baselines, weight_sums
 from .dpo import (
     beta_dpo,
     displaced,
@@ -67,7 +67,6 @@ __all__ = [
     "masked_sum",
     "mean_baselines",
     "merge_moments",
-    "mix_baselines",
     "moments",
     "policy_loss",
     "position_ids",

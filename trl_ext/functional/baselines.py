@@ -7,33 +7,44 @@ from .masking import masked_sum
 from .shapes import check_shapes
 
 
-def mean_baselines(sums: Tensor, counts: Tensor, group_size: int = 1) -> Tensor:
-    """Return, for each answer, the mean return b to subtract from the answer's own returns.
+def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None) -> Tensor:
+    """Return, for each action, the mean b of what the other answers still had to get at the action with its number.
 
-    With one answer per prompt, b is the mean over all answers: b = sum_j s_j / sum_j n_j (Williams 1992). With
-    several, b is the mean over the other answers to the same prompt: b_i = sum_{j != i} s_j / sum_{j != i} n_j over
-    the group (RLOO, Ahmadian et al. 2024, arXiv:2402.14740). If none of the other answers has a return, b is the
-    mean over all answers.
+    b_i,k = mean over j != i of G_j,min(k, K_j), where G_j,k is the return from the k-th action of answer j on, and K_j
+    its number of actions: an answer that is over counts with its last return. The mean is over all other answers, or
+    with groups over the other answers to the same prompt. Where each answer has one score, that is the baseline of
+    REINFORCE (Williams 1992) and of RLOO (Ahmadian et al. 2024, arXiv:2402.14740); where scores come on the way, a
+    mean of whole returns would compare an answer's end with the beginning of others. b does not depend on the answer's
+    own actions, so it leaves the policy's gradient unbiased.
 
     Args:
-        sums: (N,), s, the sum of each answer's returns, score units.
-        counts: (N,), n, how many returns each sum has; 0 for an answer that takes no part.
-        group_size: number of answers to each prompt; they are consecutive rows.
+        returns: (N, T), G, score units.
+        mask: (N, T), 1 = token at which an action starts.
+        group_size: number of answers to each prompt, which are consecutive rows; None to compare all N.
 
     Returns:
-        (N,), score units; 0 if no answer has a return.
+        (N, T), score units: at each token b of the last action that has started, or before all of the first. Without
+        another answer that has an action in the group, the mean return over all actions.
 
     Raises:
         ValueError: shapes differ, or N is no multiple of group_size.
     """
-    check_shapes(ndim=1, sums=sums, counts=counts)
-    if group_size < 1 or len(sums) % group_size:
+    check_shapes(ndim=2, returns=returns, mask=mask)
+    size = len(returns) if group_size is None else group_size
+    if size < 1 or len(returns) % size:
         raise ValueError(
-            f"group_size must divide the N = {len(sums)} answers, got {group_size}; pass whole groups of answers."
+            f"group_size must divide the N = {len(returns)} answers, got {group_size}; pass whole groups of answers."
         )
-    of_all = (sums.sum() / counts.sum().clamp(min=1)).expand_as(sums)
-    others, sizes = (x.view(-1, group_size).sum(1).repeat_interleave(group_size) - x for x in (sums, counts))
-    return torch.where(sizes > 0, others / sizes.clamp(min=1), of_all) if group_size > 1 else of_all
+    actions = mask.long()
+    number, count = (actions.cumsum(1) - 1).clamp(min=0), actions.sum(1, keepdim=True)
+    masked = torch.where(mask.bool(), returns, 0.0)
+    by_number = torch.zeros_like(returns).scatter_add(1, number, masked)
+    last = (count - 1).clamp(min=0)
+    held = by_number.gather(1, torch.arange(returns.size(1), device=returns.device).minimum(last))
+    acts = (count > 0).to(returns)
+    others, sizes = (x.view(-1, size, x.size(1)).sum(1).repeat_interleave(size, 0) - x for x in (held * acts, acts))
+    of_all = masked.sum() / count.sum().clamp(min=1)
+    return torch.where(sizes > 0, others / sizes.clamp(min=1), of_all).gather(1, number)
 
 
 def weight_sums(returns: Tensor, values: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
@@ -44,7 +55,7 @@ def weight_sums(returns: Tensor, values: Tensor, baselines: Tensor, mask: Tensor
     Args:
         returns: (B, T), Monte Carlo returns G, score units.
         values: (B, T), the critic's V from before the critic is fitted to these returns, score units.
-        baselines: (B,), the mean returns b of `mean_baselines`, score units.
+        baselines: (B, T), the mean returns b of `mean_baselines`, score units.
         mask: (B, T), 1 = token at which an action starts; only these are counted.
 
     Returns:
@@ -53,10 +64,9 @@ def weight_sums(returns: Tensor, values: Tensor, baselines: Tensor, mask: Tensor
     Raises:
         ValueError: shapes do not fit.
     """
-    check_shapes(ndim=2, returns=returns, values=values, mask=mask)
-    check_shapes(returns=returns[:, 0], baselines=baselines)
+    check_shapes(ndim=2, returns=returns, values=values, baselines=baselines, mask=mask)
     precise = torch.float32 if returns.device.type == "mps" else torch.float64
-    gains, signals = (x.to(precise) - baselines.to(precise)[:, None] for x in (returns, values))
+    gains, signals = (x.to(precise) - baselines.to(precise) for x in (returns, values))
     each = (torch.ones_like(gains), gains, signals, gains * signals, signals.square())
     return torch.stack([masked_sum(x, mask) for x in each])
 
@@ -85,27 +95,3 @@ def critic_weight(products: Tensor) -> float:
     """
     product, square = products.tolist()
     return min(max(product / square, 0.0), 1.0) if square > 0 else 0.0
-
-
-def mix_baselines(advantages: Tensor, returns: Tensor, baselines: Tensor, mask: Tensor, weight: float) -> Tensor:
-    """Mix the critic's advantages A with the returns minus a mean: w A + (1 - w) (G - b); 0 under the mask.
-
-    Args:
-        advantages: (B, T), A of `gae`, score units.
-        returns: (B, T), Monte Carlo returns G, score units.
-        baselines: (B,), the mean returns b, score units.
-        mask: (B, T), 1 = real token.
-        weight: w, in [0, 1]: 1 gives A alone, 0 gives G - b alone.
-
-    Returns:
-        (B, T), score units.
-
-    Raises:
-        ValueError: shapes do not fit, or the weight is not in [0, 1].
-    """
-    check_shapes(ndim=2, advantages=advantages, returns=returns, mask=mask)
-    check_shapes(returns=returns[:, 0], baselines=baselines)
-    if not 0 <= weight <= 1:
-        raise ValueError(f"weight must be in [0, 1], got {weight}; use what critic_weight() returns.")
-    mixed = weight * advantages + (1 - weight) * (returns - baselines[:, None].to(returns))
-    return torch.where(mask.bool(), mixed, 0.0)

@@ -333,11 +333,11 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     baseline: Literal["critic", "gated", "mean"] = setting(
         "critic",
-        "What a return is compared with: the critic's value, the mean return, or both. `mean` is the mean of the "
-        "rollout, or with `num_generations` above 1 of the other answers to the same prompt, as in REINFORCE and "
-        "RLOO; the critic is neither run nor trained. `gated` mixes the advantages of both: the critic has the weight "
-        "in [0, 1] that left the least variance in the returns of the last rollouts, measured before "
-        "it was fitted to them (`val/baseline_weight`; compare EVPO, 2604.19485).",
+        "What a return is compared with: the critic's value, the mean return, or both. `mean` is the mean return of "
+        "the other answers at the same token, as in REINFORCE and RLOO, or with `num_generations` above 1 of those "
+        "to the same prompt; the critic is neither run nor trained. `gated` mixes both: the critic has the weight in "
+        "[0, 1] that left the least variance in the returns of the last rollouts, measured before it was fitted to "
+        "them (`val/baseline_weight`; compare EVPO, 2604.19485).",
     )
     normalize_advantages: bool = setting(
         True, "Give the advantages mean 0 and variance 1, over the real tokens of all processes."

@@ -34,7 +34,6 @@ from ..functional import (
     choose_lam,
     masked_sum,
     mean_baselines,
-    mix_baselines,
     policy_loss,
     token_rewards,
     turn_starts,
@@ -549,7 +548,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         rewards = rollout.bootstrapped(rewards, args.gamma)
         advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value, args.gae_level)
         if args.baseline != "critic":
-            advantages = self._mix_baselines(rollout, rewards, values, advantages)
+            mixed = self._mix_baselines(rewards, values, mask)
+            lam = lam if args.baseline == "gated" else 1.0
+            advantages, _ = advantages_and_returns(rewards, mixed, mask, args.gamma, lam, level=args.gae_level)
         if args.normalize_advantages:
             advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, actions))
         return advantages, returns
@@ -561,25 +562,23 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         is_by_token = torch.tensor([rollout.token_scores is not None], device=rollout.mask.device)
         return 0.95 if self.accelerator.gather(is_by_token).any() else 1.0
 
-    def _mix_baselines(self, rollout: Rollout, rewards: Tensor, values: Tensor, advantages: Tensor) -> Tensor:
+    def _mix_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """
-        Return (B, T) advantages: each answer's returns minus its mean from `mean_baselines`.
-
-        With `baseline: gated` these are mixed with the critic's `advantages`.
+        Return what the returns are compared with, (B, T): the means of `mean_baselines`, and with `baseline: gated` a
+        mixture of these and the critic's `values`.
         """
-        args, mask, actions = self.args, rollout.mask, self._actions(rollout.mask)
+        args, actions = self.args, self._actions(mask)
         zeros = torch.zeros_like(values)
         returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)
-        own = torch.stack([torch.where(actions.bool(), returns, 0.0).sum(1), actions.sum(1).to(returns)], dim=1)
-        sums, counts = self.accelerator.gather(own).unbind(1)  # of all processes' answers
-        means = self._local(mean_baselines(sums, counts, args.num_generations or 1))
-        weight = 0.0
-        if args.baseline == "gated":
-            weight = self.baseline_gate.update(
-                self.accelerator.reduce(weight_sums(returns, values, means, actions), reduction="sum")
-            )
-            self.metrics.weighed(weight)
-        return mix_baselines(advantages, returns, means, mask, weight)
+        group = args.num_generations if (args.num_generations or 1) > 1 else None
+        everyones = self.accelerator.gather(self.accelerator.pad_across_processes((returns, actions), dim=1))
+        means = self._local(mean_baselines(everyones[0], everyones[1], group))[:, : mask.size(1)]
+        if args.baseline == "mean":
+            return means
+        sums = weight_sums(returns, values, means, actions)
+        weight = self.baseline_gate.update(self.accelerator.reduce(sums, reduction="sum"))
+        self.metrics.weighed(weight)
+        return torch.lerp(means, values, weight)
 
     def rollout_metrics(
         self, rollout: Rollout, rewards: Tensor, advantages: Tensor, returns: Tensor

@@ -101,7 +101,7 @@ def make(tmp_path, model=None, reward_funcs=None, train_dataset=None, trainer_kw
     trainer = RecordingTrainer(
         model=model,
         reward_funcs=length_reward if reward_funcs is None else reward_funcs,
-        args=tiny_config(tmp_path, **{"temperature": 0.7, "max_steps": 1} | config),
+        args=tiny_config(tmp_path, **{"temperature": 0.7, "max_steps": 1, "baseline": "critic"} | config),
         train_dataset=prompts() if train_dataset is None else train_dataset,
         **{"processing_class": tiny_tokenizer(), "value_model": critic, "ref_model": reference}
         | (trainer_kwargs or {}),

@@ -1,4 +1,4 @@
-"""Measure how many episodes guarded PPO needs, by its clip range, its learning rate and the size of its rollouts.
+"""Measure how many episodes guarded PPO needs, by clip range, learning rate, baseline and the size of its rollouts.
 
     python -m recipes.demo.steps --seeds 0 1 2
 
@@ -35,6 +35,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "rollouts of 64": SMALLER,
     "both": FASTER | SMALLER,
     "both, clip 0.4": FASTER | SMALLER | {"cliprange": 0.4},
+    "gated": {"baseline": "gated"},
+    "both, gated": FASTER | SMALLER | {"baseline": "gated"},
 }
 
 

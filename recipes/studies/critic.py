@@ -56,6 +56,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "gated, bad critic": {"trainer": "PPO", "of": "gated", "baseline": "gated", "critic_learning_rate": 0.3},
     "PPO, λ 1": {"trainer": "PPO", "of": "PPO", "lam": 1.0},
     "PPO, clip 0.4": {"trainer": "PPO", "of": "PPO", "cliprange": 0.4},
+    "PPO, clip 0.4, rate 0.003": {"trainer": "PPO", "of": "PPO", "rate": 3e-3, "cliprange": 0.4},
     "GRPO, clip 0.4": {"trainer": "GRPO", "of": "GRPO", "num_generations": 8, "epsilon": 0.4},
     "gated, clip 0.4": {"trainer": "PPO", "of": "gated", "baseline": "gated", "cliprange": 0.4},
     "mean, clip 0.4": {"trainer": "PPO", "of": "mean", "baseline": "mean", "cliprange": 0.4},
@@ -94,7 +95,9 @@ COMPARED = "PPO, gradients compared"  # for the first seeds; comparing takes tim
 CHAINS = tuple(cell for cell in CELLS if cell not in TUNED)
 ONLY_IN = {"PPO, bad critic": ("noisy",), "gated, bad critic": ("noisy",), "RLOO": CHAINS}
 ONLY_IN |= {"gated, 8 answers a prompt": CHAINS}
-ONLY_IN |= dict.fromkeys(("PPO, for the ice", "gated, for the ice", "GRPO, for the ice"), tuple(TUNED))
+ONLY_IN |= dict.fromkeys(
+    ("PPO, clip 0.4, rate 0.003", "PPO, for the ice", "gated, for the ice", "GRPO, for the ice"), tuple(TUNED)
+)
 OTHER_CRITICS = ("PPO, critic first", "PPO, critic trained before", "PPO, clip 0.4, critic trained before")
 OTHER_CRITICS += ("PPO, critic fitted again", "PPO, HL-Gauss", "PPO, two critics")
 ONLY_IN |= dict.fromkeys(OTHER_CRITICS, ("own start", "turns", "dense"))  # where a critic explains something
@@ -156,7 +159,7 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
     if is_ours:
         settings |= {"num_ppo_epochs": PASSES, "kl_coef": 0.0, "use_ref_model": False, "watch": "off"}
         settings |= {"record_run": False, **({"old_logprobs": "sampler"} if plays else {})}
-        settings.setdefault("cliprange", 0.2)  # TRL's; ours is 0.4 here
+        settings = {"baseline": "critic", "cliprange": 0.2} | settings  # what differs from ours is named
     else:
         settings |= {"num_iterations": PASSES, "beta": 0.0}
     tokenizer, watched = make_tokenizer(world), Watched(world, is_ours, uncounted)

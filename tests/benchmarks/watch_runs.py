@@ -165,7 +165,8 @@ def arguments(folder: str, spec: Spec, settings: dict[str, Any]) -> PPOConfig:
     return PPOConfig(
         folder,
         **{"total_episodes": BATCH * ROLLOUTS, "per_device_train_batch_size": BATCH // 2, "num_mini_batches": 2},
-        **{"num_ppo_epochs": STEPS // 2, "vf_coef": 0.5, "cliprange": 0.2, **settings},
+        **{"num_ppo_epochs": STEPS // 2, "vf_coef": 0.5, **settings},
+        **{"cliprange": 0.2, "baseline": "critic"},  # the defaults when the logs were made
         **{"critic_learning_rate": 3 * settings["learning_rate"], "lr_scheduler_type": "constant"},
         **{"logging_steps": STEPS, "eval_strategy": "steps", "eval_steps": 5 * STEPS, "eval_on_start": True},
         **{"per_device_eval_batch_size": BATCH, "eval_greedy": False, "seed": spec.seed, "use_cpu": True},

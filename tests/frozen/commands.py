@@ -30,7 +30,7 @@ import trl_ext.stages
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "seed": 3}
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "per_device_train_batch_size": 4}
 PPO = {
-    "lam": 0.95,  # the default at 0.2.0
+    **{"lam": 0.95, "baseline": "critic"},  # the defaults at 0.2.0
     **{**ON_CPU, **SAVING, "activation_checkpointing": False, "num_mini_batches": 2, "num_ppo_epochs": 1},
     **{"max_completion_length": 6, "learning_rate": 1e-3},
 }

@@ -86,7 +86,7 @@ def test_rewards_of_steps_alone_are_enough(tmp_path):
 
 def test_a_step_is_that_of_each_row_alone_without_the_observations(tmp_path):
     """Advantages and returns of a rollout with holes: GAE of each row's own tokens, put back where they were."""
-    trainer = make(tmp_path, counts, kl_coef=0.1, gamma=0.95, lam=0.8, normalize_advantages=False)
+    trainer = make(tmp_path, counts, baseline="critic", kl_coef=0.1, gamma=0.95, lam=0.8, normalize_advantages=False)
     rollout = rolled_out(trainer)
     rewards = trainer.token_rewards(rollout, rollout.scores, rollout.k1)
     advantages, returns = trainer.advantages(rollout, rewards, rollout.values)

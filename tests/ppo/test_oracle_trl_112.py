@@ -135,6 +135,7 @@ def test_rewards_advantages_returns_and_losses_equal_trl_112(tmp_path, monkeypat
             whiten_rewards=whiten_rewards,
             gamma=GAMMA,
             lam=LAM,
+            baseline="critic",
             cliprange=CLIP,
             cliprange_value=CLIP_VALUE,
             vf_coef=VF_COEF,

@@ -44,7 +44,7 @@ def make(tmp_path, reward_funcs, dataset=None, trainer_kwargs=None, **config):
     return PPOTrainer(
         model=tiny_llama(),
         reward_funcs=reward_funcs,
-        args=tiny_config(tmp_path / "ppo", **config),
+        args=tiny_config(tmp_path / "ppo", baseline="critic", **config),
         train_dataset=prompts() if dataset is None else dataset,
         **{"processing_class": tiny_tokenizer()} | (trainer_kwargs or {}),
     )

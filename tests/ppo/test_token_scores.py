@@ -80,6 +80,7 @@ def test_tokens_are_scaled_and_the_rest_of_the_row_is_on_its_last(tmp_path, seen
         [each_token, segments, whole, watching],
         reward_weights=WEIGHTS,
         kl_coef=0.0,
+        baseline="critic",
         reward_normalization=kind,
         reward_group_column="topic" if kind == "group" else None,
         reward_clip_range=[-4.0, 1.2],
@@ -150,7 +151,7 @@ def test_lambda_suits_how_scores_are_given_unless_it_is_set(tmp_path, monkeypatc
     monkeypatch.setattr(
         ppo_trainer, "advantages_and_returns", lambda *args: (used.append(args[4:6]), estimate(*args))[1]
     )
-    make_trainer(tmp_path, reward, max_steps=1, **settings).train()
+    make_trainer(tmp_path, reward, max_steps=1, baseline="critic", **settings).train()
     assert used == [(expected, None)]
 
 

@@ -332,7 +332,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         range="> 0 and finite",
     )
     baseline: Literal["critic", "gated", "mean"] = setting(
-        "critic",
+        "gated",
         "What a return is compared with: the critic's value, the mean return, or both. `mean` is the mean return of "
         "the other answers at the same token, as in REINFORCE and RLOO, or with `num_generations` above 1 of those "
         "to the same prompt; the critic is neither run nor trained. `gated` mixes both: the critic has the weight in "

@@ -578,7 +578,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         sums = weight_sums(returns, values, means, actions)
         weight = self.baseline_gate.update(self.accelerator.reduce(sums, reduction="sum"))
         self.metrics.weighed(weight)
-        return torch.lerp(means, values, weight)
+        return torch.lerp(means, values.to(means), weight)
 
     def rollout_metrics(
         self, rollout: Rollout, rewards: Tensor, advantages: Tensor, returns: Tensor

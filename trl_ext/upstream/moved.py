@@ -125,7 +125,7 @@ MOVED: dict[str, str] = {
     "trl_ext.evaluation.head_of": "trl_ext.rewards.head_of",
     "trl_ext.evaluation.write_scores": "trl_ext.rewards.write_scores",
 }
-# Setting that was added since 0.2.0 → its default: a run with it is the same as in 0.2.0, and may resume from there
+# Setting that was added since 0.2.0 → the value with which a run is as it was in 0.2.0, and may resume from there
 ADDED: dict[str, object] = {
     "baseline": "critic",
     "bootstrap_truncated": False,
@@ -144,7 +144,7 @@ def settings_as_before(settings: dict[str, Any]) -> dict[str, Any]:
     """
     Return a run's settings as a checkpoint of 0.2.0 has them, so that a run may resume from such a checkpoint.
 
-    Settings that were added since then are left out where they are at their defaults.
+    Settings that were added since then are left out where they change nothing.
     """
     kept = {name: value for name, value in settings.items() if name not in ADDED or value != ADDED[name]}
     reads_no_lam = settings.get("lam_alpha") is not None or settings.get("baseline") == "mean"

@@ -150,6 +150,7 @@ def train(run: Run, sft: Path, reward: Path, prompts: Path, output_dir: Path) ->
     settings = {**settings, "learning_rate": run.learning_rate, "seed": run.seed, "data_seed": run.seed}
     settings |= {"kl_coef" if is_ours else "beta": run.kl_coef}
     settings |= {"critic_learning_rate": 5 * run.learning_rate, "baseline": "critic"} if is_ours else {}
+    settings |= {"cliprange": 0.2} if is_ours and "ratio_band" not in settings else {}
     args = config_class(str(output_dir), **settings)
     rows = {split: [json.loads(line) for line in (prompts / f"{split}.jsonl").open()] for split in ("train", "test")}
     trainer = trainer_class(

@@ -473,7 +473,7 @@ def test_an_unset_clip_range_is_wide_only_without_a_kl_penalty_and_an_upper_side
     # A checkpoint of 0.2.0 has 0.2. Only a run that now has another range may not go on from it
     for settings, told in (
         ({"kl_coef": 0.05}, 0.2),
-        ({"kl_coef": 0.0}, None),
+        ({"kl_coef": 0.0}, 0.4),
         ({"kl_coef": 0.0, "epsilon_high": 0.28}, 0.2),
         ({"kl_coef": 0.0, "ratio_band": [0.7, 6.0]}, 0.2),
     ):

@@ -54,10 +54,10 @@ def differ(a, b, prefix=""):
         ("generations", {"num_generations": 2}),
         ("lora", LORA_PARITY),
         ("corrected", {**CORRECTED, "answering": skewed}),
-        ("gated", {"baseline": "gated"}),
+        ("turns", {"gae_level": "turn"}),
         ("mean", {"baseline": "mean", "num_generations": 2}),
     ],
-    ids=["parity", "generations", "lora", "corrected", "gated", "mean"],
+    ids=["parity", "generations", "lora", "corrected", "turns", "mean"],
 )
 def test_two_processes_do_the_optimizer_steps_of_one(name, config, results, tmp_path):
     one, split = parity(tmp_path / "one", 1, **config), parity(tmp_path / "split", 1, parts=2, **config)

@@ -573,7 +573,7 @@ def on_two_processes(output_dir):
         "resumed": resumed(folder),
         "bad input": bad_input(folder),
         "lora": parity(folder / "lora", 2, **LORA_PARITY),
-        "gated": parity(folder / "gated", 2, baseline="gated"),
+        "turns": parity(folder / "turns", 2, gae_level="turn"),
         "mean": parity(folder / "mean", 2, baseline="mean", num_generations=2),
         "gradients": {
             (name, kind): gradients(folder / f"{name} {kind}", name, kind, 2)

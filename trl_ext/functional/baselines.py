@@ -15,7 +15,7 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
     with groups over the other answers to the same prompt. Where each answer has one score, that is the baseline of
     REINFORCE (Williams 1992) and of RLOO (Ahmadian et al. 2024, arXiv:2402.14740); where scores come on the way, a
     mean of whole returns would compare an answer's end with the beginning of others. b does not depend on the answer's
-    own actions, so it leaves the policy's gradient unbiased.
+    own actions, except where there is no other answer, so it leaves the policy's gradient unbiased.
 
     Args:
         returns: (N, T), G, score units.
@@ -23,8 +23,8 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
         group_size: number of answers to each prompt, which are consecutive rows; None to compare all N.
 
     Returns:
-        (N, T), score units: at each token b of the last action that has started, or before all of the first. Without
-        another answer that has an action in the group, the mean return over all actions.
+        (N, T), score units: at each token b of the last action that has started, or before all of the first. Where no
+        other answer of the group has an action, it is the mean return over all actions of all answers.
 
     Raises:
         ValueError: shapes differ, or N is no multiple of group_size.

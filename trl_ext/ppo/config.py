@@ -344,8 +344,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     cliprange: float | None = setting(
         None,
-        "Clip range of the ratio. Its upper side is `epsilon_high` if that is set. If unset, 0.2; without a KL "
-        "penalty (`kl_coef` 0) and `epsilon_high`, 0.4.",
+        "Clip range of the ratio. If unset, 0.4 where `kl_coef` is 0 and `epsilon_high` is unset, else 0.2. Its upper "
+        "side is `epsilon_high` if that is set.",
         range="> 0",
         only_with=("ratio_band", None),
     )
@@ -462,7 +462,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
                     f"{self.num_mini_batches} × {self.world_size} process(es): change one of them, or "
                     f"`num_generations` {self.num_generations}."
                 ) from None
-            # RLOO needs two generations for its baseline and says so in its last check; PPO has a critic
+            # RLOO needs two generations for its baseline and says so in its last check; PPO's does not need them
             if self.num_generations != 1 or "at least 2 generations" not in str(error):
                 raise
         self._check_sampling()

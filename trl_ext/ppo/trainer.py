@@ -529,7 +529,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         Return the advantages that weigh the policy's loss, and the returns, the critic's target. Override this for
         another estimator.
 
-        By default GAE, with `whiten_rewards` before it, and `baseline` and `normalize_advantages` after it.
+        By default GAE over the `baseline`, with `whiten_rewards` before it and `normalize_advantages` after it.
 
         Args:
             rollout: what was generated and scored.
@@ -571,7 +571,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         zeros = torch.zeros_like(values)
         returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)
         group = args.num_generations if (args.num_generations or 1) > 1 else None
-        everyones = self.accelerator.gather(self.accelerator.pad_across_processes((returns, actions), dim=1))
+        # As numbers, for padding makes them of booleans, and not on all processes
+        padded = self.accelerator.pad_across_processes((returns, actions.long()), dim=1)
+        everyones = self.accelerator.gather(padded)
         means = self._local(mean_baselines(everyones[0], everyones[1], group))[:, : mask.size(1)]
         if args.baseline == "mean":
             return means

@@ -150,9 +150,9 @@ def settings_as_before(settings: dict[str, Any]) -> dict[str, Any]:
     reads_no_lam = settings.get("lam_alpha") is not None or settings.get("baseline") == "mean"
     if reads_no_lam and "lam" in kept and kept["lam"] is None:
         kept["lam"] = 0.95  # its default in 0.2.0, which checkpoints recorded even if it was not used
-    is_clipped_as_before = settings.get("kl_coef") != 0 or any(settings.get(name) for name in _OTHER_CLIPPING)
-    if is_clipped_as_before and "cliprange" in kept and kept["cliprange"] is None:
-        kept["cliprange"] = 0.2  # the default in 0.2.0, whatever the KL penalty
+    if "cliprange" in kept and kept["cliprange"] is None:  # what is used; in 0.2.0 it was 0.2 everywhere
+        is_wide = settings.get("kl_coef") == 0 and not any(settings.get(name) for name in _OTHER_CLIPPING)
+        kept["cliprange"] = 0.4 if is_wide else 0.2
     return kept
 
 

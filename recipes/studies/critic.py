@@ -5,7 +5,7 @@
 Each method trains the same small model, which has imitated a poor player, in up to six worlds whose best score is
 known. All pass four times over 64 answers, or over fewer, without a KL penalty. Most have their learning rate from
 three, chosen by one run each on a seed of its own, once for the chain of symbols and once for the lake. A run's curve
-is the true score of 64 answers each, over the tokens that were generated and over the CPU-seconds of its own process.
+has the true score of each 64 answers, over the tokens that were generated and over the CPU-seconds of its own process.
 The runs go breadth first, so that what is there at any time is a whole table; the same command again goes on. With
 `--methods`, earlier runs of other methods with these seeds stay in the table. Writes a JSON a run into `runs/`, and
 `critic.json`, `critic.md` and `critic.png`.
@@ -42,6 +42,9 @@ CELLS: dict[str, tuple[Callable[[int], World], int, str]] = {
     "short": (lambda seed: Chain(32, seed=seed), 12, "32 tokens, one score at the end"),
 }
 TUNED = {"own start": "own start", "turns": "own start"}  # cell: where its learning rates are chosen; else in `noisy`
+# The best of 15 settings on the ice, on seeds 1001 to 1012
+FOR_THE_ICE = {"rate": 3e-3, "cliprange": 0.4, "answers": 16, "lam": 0.9, "critic_learning_rate": 6e-3}
+TRAINED_BEFORE = {"critic_warmup_rollouts": 32, "uncounted": 32}
 # Method: trainer and settings; `answers` of a rollout, if not 64, and `uncounted` rollouts before its curve. `of`
 # names another method, whose learning rate this one takes unless it has a `rate`. If both have the same trainer and
 # rollouts of one size, they do the same work, and this one takes the other's seconds, too: a difference would show
@@ -66,26 +69,17 @@ METHODS: dict[str, dict[str, Any]] = {
         **{"trainer": "GRPO", "of": "GRPO"},
         **{"num_generations": 8, "epsilon": 0.4, "answers": 32},
     },
-    "PPO, for the ice": {  # the best of 15 settings there on seeds 1001 to 1012
-        **{"trainer": "PPO", "of": "PPO", "rate": 3e-3, "cliprange": 0.4, "answers": 16},
-        **{"lam": 0.9, "critic_learning_rate": 6e-3},
-    },
-    "gated, for the ice": {
-        **{"trainer": "PPO", "of": "PPO", "rate": 3e-3, "cliprange": 0.4, "answers": 16},
-        **{"lam": 0.9, "critic_learning_rate": 6e-3, "baseline": "gated"},
-    },
+    "PPO, for the ice": {"trainer": "PPO", "of": "PPO", **FOR_THE_ICE},
+    "gated, for the ice": {"trainer": "PPO", "of": "PPO", **FOR_THE_ICE, "baseline": "gated"},
     "GRPO, for the ice": {
         **{"trainer": "GRPO", "of": "GRPO", "rate": 3e-3, "num_generations": 8},
         **{"epsilon": 0.4, "answers": 16},
     },
     "PPO, critic first": {"trainer": "PPO", "of": "PPO", "lam": 0.95, "critic_warmup_rollouts": 1},
-    "PPO, critic trained before": {
-        **{"trainer": "PPO", "of": "PPO", "lam": 0.95},
-        **{"critic_warmup_rollouts": 32, "uncounted": 32},
-    },
+    "PPO, critic trained before": {"trainer": "PPO", "of": "PPO", "lam": 0.95, **TRAINED_BEFORE},
     "PPO, clip 0.4, critic trained before": {
-        **{"trainer": "PPO", "of": "PPO", "lam": 0.95, "cliprange": 0.4},
-        **{"critic_warmup_rollouts": 32, "uncounted": 32},
+        **{"trainer": "PPO", "of": "PPO", "lam": 0.95},
+        **{"cliprange": 0.4, **TRAINED_BEFORE},
     },
     "PPO, critic fitted again": {"trainer": "FittedFirst", "of": "PPO", "lam": 0.95},
     "PPO, HL-Gauss": {"trainer": "HLGauss", "of": "PPO", "lam": 0.95},

@@ -216,8 +216,8 @@ def run(workload, inputs, folder, processes, resume=False, parts=1):
     names = ["loss", "grad_norm", "objective/kl", "objective/scores", "val/explained_variance"]
     names += ["sampling/ess", "sampling/clipfrac", "sampling/logprob_difference_p99"]
     names += ["val/baseline_weight", "beta", "logps/drift", "rewards/margins"]
-    controllers = {"ppo": ["kl_controller", "reward_normalizer"], "separate": ["baseline_gate"]}
-    controllers["dpo"] = ["beta_controller"]
+    controllers = {"separate": ["baseline_gate"], "dpo": ["beta_controller"]}
+    controllers["ppo"] = ["kl_controller", "reward_normalizer"]
     return {
         "type": str(trainer.accelerator.distributed_type),
         "processes": trainer.accelerator.num_processes,

@@ -45,12 +45,11 @@ def test_groups_are_prompts_and_one_score_makes_the_baseline_of_rloo():
     scores = torch.tensor([1.0, 2.0, 4.0, 9.0])
     means = mean_baselines(scores[:, None].expand(4, 5), mask)
     assert_close(means, ((scores.sum() - scores) / 3)[:, None].expand(4, 5))
-    own = means.clone()
     returns[1] += 100  # no answer's own returns are in what it is compared with
     assert_close(mean_baselines(returns, mask)[1], mean_baselines(drawn()[0][:4], mask)[1])
     assert_close(mean_baselines(torch.zeros(1, 2), torch.zeros(1, 2)), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="group_size must divide the N = 4 answers, got 3"):
-        mean_baselines(own, mask, group_size=3)
+        mean_baselines(means, mask, group_size=3)
 
 
 def test_the_weight_is_the_slope_of_a_regression_with_an_intercept():

@@ -8,7 +8,7 @@ from .shapes import check_shapes
 
 
 def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None) -> Tensor:
-    """Return, for each action, the mean b of what the other answers still had to get at the action with its number.
+    """Return for each action the mean return b of the other answers, from their action with the same number on.
 
     b_i,k = mean over j != i of G_j,min(k, K_j), where G_j,k is the return from the k-th action of answer j on, and K_j
     its number of actions: an answer that is over counts with its last return. The mean is over all other answers, or
@@ -20,11 +20,11 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
     Args:
         returns: (N, T), G, score units.
         mask: (N, T), 1 = token at which an action starts.
-        group_size: number of answers to each prompt, which are consecutive rows; None to compare all N.
+        group_size: number of answers to each prompt, in consecutive rows; None to compare all N answers.
 
     Returns:
-        (N, T), score units: at each token b of the last action that has started, or before all of the first. Where no
-        other answer of the group has an action, it is the mean return over all actions of all answers.
+        (N, T), score units. Each token has the b of the last action that has started; before the first action, it has
+        that of the first. Where no other answer of the group has an action, b is the mean over all actions of all N.
 
     Raises:
         ValueError: shapes differ, or N is no multiple of group_size.

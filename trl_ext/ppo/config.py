@@ -462,7 +462,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
                     f"{self.num_mini_batches} × {self.world_size} process(es): change one of them, or "
                     f"`num_generations` {self.num_generations}."
                 ) from None
-            # RLOO needs two generations for its baseline and says so in its last check; PPO's does not need them
+            # RLOO needs two generations for its baseline and says so in its last check; PPO's baseline needs one
             if self.num_generations != 1 or "at least 2 generations" not in str(error):
                 raise
         self._check_sampling()
@@ -665,7 +665,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
 
     @property
     def clip_range(self) -> float:
-        """Return `cliprange`. If it is unset, return 0.4 if `kl_coef` is 0 and `epsilon_high` is unset, else 0.2."""
+        """Return `cliprange`; if it is unset, 0.4 where `kl_coef` is 0 and `epsilon_high` is unset, else 0.2."""
         if self.cliprange is not None:
             return self.cliprange
         return 0.4 if self.kl_coef == 0 and self.epsilon_high is None else 0.2

@@ -564,14 +564,14 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _mix_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """
-        Return what the returns are compared with, (B, T): the means of `mean_baselines`, and with `baseline: gated` a
-        mixture of these and the critic's `values`.
+        Return what the returns are compared with, (B, T): the means of `mean_baselines`; with `baseline: gated`, a
+        mixture of these means and the critic's `values`.
         """
         args, actions = self.args, self._actions(mask)
         zeros = torch.zeros_like(values)
         returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)
-        group = args.num_generations if (args.num_generations or 1) > 1 else None
-        # As numbers, for padding makes them of booleans, and not on all processes
+        group = self.num_generations if self.num_generations > 1 else None
+        # `long`: padding turns booleans into numbers, but only on the processes that pad
         padded = self.accelerator.pad_across_processes((returns, actions.long()), dim=1)
         everyones = self.accelerator.gather(padded)
         means = self._local(mean_baselines(everyones[0], everyones[1], group))[:, : mask.size(1)]

@@ -125,7 +125,8 @@ MOVED: dict[str, str] = {
     "trl_ext.evaluation.head_of": "trl_ext.rewards.head_of",
     "trl_ext.evaluation.write_scores": "trl_ext.rewards.write_scores",
 }
-# Setting that was added since 0.2.0 → the value with which a run is as it was in 0.2.0, and may resume from there
+# For each setting that was added since 0.2.0, the value that changes nothing. A run with these values may resume from
+# a checkpoint of 0.2.0
 ADDED: dict[str, object] = {
     "baseline": "critic",
     "bootstrap_truncated": False,
@@ -136,8 +137,6 @@ ADDED: dict[str, object] = {
 # Class or function, by its name at 0.2.0 → how often the meaning of its settings has changed. Count it up if the same
 # settings now give other scores or batches: earlier runs and caches are then told apart from new ones.
 MEANING: dict[str, int] = {}
-
-_OTHER_CLIPPING = ("epsilon_high", "ratio_band")  # with one of them, an unset `cliprange` means what it did
 
 
 def settings_as_before(settings: dict[str, Any]) -> dict[str, Any]:
@@ -150,9 +149,10 @@ def settings_as_before(settings: dict[str, Any]) -> dict[str, Any]:
     reads_no_lam = settings.get("lam_alpha") is not None or settings.get("baseline") == "mean"
     if reads_no_lam and "lam" in kept and kept["lam"] is None:
         kept["lam"] = 0.95  # its default in 0.2.0, which checkpoints recorded even if it was not used
-    if "cliprange" in kept and kept["cliprange"] is None:  # what is used; in 0.2.0 it was 0.2 everywhere
-        is_wide = settings.get("kl_coef") == 0 and not any(settings.get(name) for name in _OTHER_CLIPPING)
-        kept["cliprange"] = 0.4 if is_wide else 0.2
+    # As `PPOConfig.clip_range`. A run with a band reads no clip range, and recorded 0.2 in 0.2.0
+    if "cliprange" in kept and kept["cliprange"] is None:
+        others = (settings.get("epsilon_high"), settings.get("ratio_band"))
+        kept["cliprange"] = 0.4 if settings.get("kl_coef") == 0 and others == (None, None) else 0.2
     return kept
 
 

@@ -46,6 +46,7 @@ from .demo.measure import BATCH, MAX_NEW_TOKENS
 from .demo.seeds import SeededStudyArguments, check_grid, in_words
 from .demo.stages import (
     HERE,
+    STUDIED,
     DemoArguments,
     build,
     dpo_stage,
@@ -64,7 +65,7 @@ REWARD = ["--num_train_epochs", 4, "--probe_rows", 0]
 ENSEMBLE = 3  # reward models
 ONLINE = ["--record_answers", 0, "--num_rounds", 2, "--prompts_per_round", 192]
 ONLINE += ["--dataset_test_split", "test[:32]", "--save_strategy", "no"]
-PPO = ["--total_episodes", 640, "--eval_strategy", "no", "--eval_on_start", "false"]
+PPO = [*STUDIED, "--total_episodes", 640, "--eval_strategy", "no", "--eval_on_start", "false"]
 PPO += ["--save_strategy", "no", "--kl_coef", 0.1]
 ROUNDS = 2  # of critique and revision
 WRITER_ERROR = 0.1  # how often CAI's model sees a principle the wrong way round, and how often its revision breaks it

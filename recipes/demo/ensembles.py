@@ -24,7 +24,7 @@ from trl_ext.runs import setting
 
 from .report import read_curve
 from .seeds import SeededStudyArguments, check_grid, in_words, run_study
-from .stages import DemoArguments, noisy_reward_stage, ppo_stage
+from .stages import STUDIED, DemoArguments, noisy_reward_stage, ppo_stage
 
 MEMBERS = 4
 COMBINED = {"mean": "mean", "WCO": "min", "UWO": "uncertainty"}
@@ -115,7 +115,7 @@ def study(args: EnsembleStudyArguments, demo: DemoArguments) -> list[dict]:
     rows = []
     for kl_coef, (name, reward) in itertools.product(args.kl_coefs, rewards(single, members).items()):
         proxy = ["--rewards", json.dumps(reward), "--reward_weights", 0, 0, 1]
-        run = ppo_stage(demo, f"unguarded-{name}-{kl_coef:g}", ["--kl_coef", kl_coef], proxy)
+        run = ppo_stage(demo, f"unguarded-{name}-{kl_coef:g}", [*STUDIED, "--kl_coef", kl_coef], proxy)
         rows.append({"kl_coef": kl_coef, "seed": demo.seed, "reward": name, **measured(run)})
         print(rows[-1], flush=True)
     return rows

@@ -26,7 +26,7 @@ from trl_ext.runs import setting, whole_file
 
 from .report import read_curve
 from .seeds import check_grid
-from .stages import DemoArguments, ppo_stage, use_one_thread
+from .stages import STUDIED, DemoArguments, ppo_stage, use_one_thread
 
 KINDS = ("gold", "proxy")
 
@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
         with parser.one_line_errors(ValueError):
             folder = str(output_dir / f"planted-{share:g}-noise-{noise:g}")
             demo = DemoArguments(seed, folder, planted_share=share, label_noise=noise, short=args.short)
-            run = ppo_stage(demo, f"unguarded-{kl_coef:g}", ["--kl_coef", str(kl_coef)])
+            run = ppo_stage(demo, f"unguarded-{kl_coef:g}", [*STUDIED, "--kl_coef", kl_coef])
         runs.append(Run(share, noise, kl_coef, seed, read_curve(run)))
         write_csv(runs, output_dir / "overoptimization.csv")
         plot(runs, output_dir / "overoptimization.png")

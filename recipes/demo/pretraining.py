@@ -35,6 +35,7 @@ from trl_ext.runs import setting
 from .report import read_curve
 from .seeds import SeededStudyArguments, check_grid, in_words, run_study
 from .stages import (
+    STUDIED,
     DemoArguments,
     build,
     critic_stage,
@@ -129,7 +130,7 @@ def study(args: PretrainingStudyArguments, demo: DemoArguments) -> list[dict]:
         load_critic(str(policy))[0].save_pretrained(folder)
 
     build(demo.folder / "critic-zero", {"seed": demo.seed}, zero_head)
-    options = [] if args.short else ["--num_train_epochs", args.num_train_epochs]
+    options = ["--num_train_epochs", args.num_train_epochs]
     critics = {
         "zero": critic_stage(demo, "pretrain_critic-zero", policy, rollouts, options),
         "reward": critic_stage(demo, "pretrain_critic-reward", reward, rollouts, options),
@@ -140,7 +141,7 @@ def study(args: PretrainingStudyArguments, demo: DemoArguments) -> list[dict]:
     for lam in args.lams:
         curves = {}
         for name, without in WITHOUT.items():
-            more = ["--value_model_name_or_path", starts[name], *([] if args.short else ["--eval_steps", 8])]
+            more = [*STUDIED, "--value_model_name_or_path", starts[name], "--eval_steps", 8]
             more += [] if lam == LAM else ["--lam", lam, "--lam_value", 1]
             run = ppo_stage(demo, f"guarded-{name}" + ("" if lam == LAM else f"-lam-{lam:g}"), more)
             curve = curves[name] = read_curve(run)

@@ -26,7 +26,7 @@ from trl_ext.runs import read_jsonl, setting
 from .. import refresh_reward
 from .report import read_curve
 from .seeds import SeededStudyArguments, in_words, run_study
-from .stages import HERE, DemoArguments, ppo_stage, reward_stage
+from .stages import HERE, STUDIED, DemoArguments, ppo_stage, reward_stage
 from .world import ANNOTATORS, prefer_first
 
 ROUNDS = 2
@@ -88,16 +88,8 @@ def refreshed(args: RefreshStudyArguments, demo: DemoArguments, policy: Path, re
 
 def leg(args: RefreshStudyArguments, demo: DemoArguments, name: str, reward: Path, policy: Path | None = None) -> Path:
     """Train the policy and the critic in the folder `policy` on; if that is None, begin with the SFT model."""
-    options = [
-        "--total_episodes",
-        args.episodes,
-        "--save_steps",
-        args.episodes // 16,
-        "--eval_steps",
-        args.episodes // 32,
-    ]
-    if args.short:
-        options = []
+    options = [*STUDIED, "--total_episodes", args.episodes]
+    options += ["--save_steps", args.episodes // 16, "--eval_steps", args.episodes // 32]
     if policy is not None:
         options += ["--model_name_or_path", policy, "--value_model_name_or_path", policy / "critic"]
         options += ["--ref_model_name_or_path", demo.folder / "sft"]

@@ -36,6 +36,9 @@ SHORT = {
     "online_dpo": ["--prompts_per_round", "64", "--num_samples", "2", "--save_steps", "1"],
     "ppo": ["--total_episodes", "384", "--eval_steps", "2", "--save_steps", "6", "--num_ppo_epochs", "1"],
 }
+# What the studies of this world were measured with, before the demo got settings that learn sooner (steps.py)
+STUDIED = ["--total_episodes", "4096", "--per_device_train_batch_size", "64", "--baseline", "critic"]
+STUDIED += ["--learning_rate", "1.5e-4", "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "16"]
 
 
 @dataclass
@@ -206,7 +209,7 @@ def recipe_arguments(
     arguments = ["--config", HERE / f"{name.split('-')[0]}.yaml", "--model_name_or_path", policy]
     arguments += ["--dataset_name", world / "prompts", *reward]
     arguments += ["--output_dir", args.folder / name, "--seed", args.seed]
-    return [str(argument) for argument in (*arguments, *_short(args, kind), *options)]
+    return [str(argument) for argument in (*arguments, *options, *_short(args, kind))]
 
 
 def _continue(
@@ -243,7 +246,7 @@ def _train(
 ) -> Path:
     kind = name.split("-")[0]
     paths = ["--config", HERE / f"{kind}.yaml", "--output_dir", args.folder / name]
-    flags = [*paths, *arguments, "--seed", args.seed, *_short(args, kind), *options]
+    flags = [*paths, *arguments, "--seed", args.seed, *options, *_short(args, kind)]
     return _run(args.folder / name, _settings(args, name, kind, options), main, [str(flag) for flag in flags])
 
 
@@ -253,7 +256,7 @@ def _short(args: DemoArguments, kind: str) -> list[str]:
 
 def _settings(args: DemoArguments, name: str, kind: str, options: Sequence = ()) -> dict:
     config = yaml.safe_load((HERE / f"{name.split('-')[0]}.yaml").read_text())
-    return {**config, "seed": args.seed, "options": [*_short(args, kind), *map(str, options)]}
+    return {**config, "seed": args.seed, "options": [*map(str, options), *_short(args, kind)]}
 
 
 def _is_complete(folder: Path, settings: dict) -> bool:

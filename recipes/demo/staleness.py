@@ -2,10 +2,10 @@
 
     python -m recipes.demo.staleness --seeds 0 1 2 3 4 --rollouts_ahead 0 1 2 4
 
-Each run is `unguarded.yaml` with a fixed KL coefficient, in the demo's world of its seed. Rollouts are drawn ahead by
-a second process on the CPU, and corrected by `importance_sampling_mode`; with 0 they are drawn by the policy
-that is trained. Writes `staleness.csv`, a row a run, and `staleness.md`; the same command again goes on, also with
-more seeds. Hardware: 2 CPU cores, some two minutes a run.
+Each run is `unguarded.yaml` with the studies' settings (`STUDIED`) and a fixed KL coefficient, in the demo's world of
+its seed. Rollouts are drawn ahead by a second process on the CPU, and corrected by `importance_sampling_mode`; with 0
+they are drawn by the policy that is trained. Writes `staleness.csv`, a row a run, and `staleness.md`; the same command
+again goes on, also with more seeds. Hardware: 2 CPU cores, some two minutes a run.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -23,7 +23,7 @@ from trl_ext.runs import setting
 
 from .report import read_curve
 from .seeds import SeededStudyArguments, check_grid, in_words, run_study
-from .stages import DemoArguments, ppo_stage
+from .stages import STUDIED, DemoArguments, ppo_stage
 
 
 @dataclass
@@ -100,8 +100,8 @@ def study(args: StalenessStudyArguments, demo: DemoArguments) -> list[dict]:
     rows = []
     for ahead in sorted(args.rollouts_ahead):
         for correction in args.corrections if ahead else ["none"]:
-            options = ["--kl_coef", args.kl_coef, "--rollouts_ahead", ahead, "--eval_steps", 64]
-            options += ["--total_episodes", args.total_episodes] if not args.short else []
+            options = [*STUDIED, "--total_episodes", args.total_episodes, "--eval_steps", 64]
+            options += ["--kl_coef", args.kl_coef, "--rollouts_ahead", ahead]
             options += ["--importance_sampling_mode", correction] if ahead else []
             run = ppo_stage(demo, f"unguarded-ahead-{ahead}-{correction}", options)
             rows.append({"seed": demo.seed, "rollouts_ahead": ahead, "correction": correction, **measured(run)})

@@ -32,7 +32,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 if os.getcwd() not in sys.path:  # a script's own folder is there instead
     sys.path.insert(0, os.getcwd())
 
-from recipes import ppo
 from recipes.demo.measure import measure
 from recipes.demo.stages import HERE, DemoArguments, ppo_stage, reward_stage, seconds, use_one_thread
 from trl_ext import PPOTrainer, load_dataset_split
@@ -144,7 +143,7 @@ def train(run: Run, output_dir: str) -> dict:
 
     def after() -> dict:
         options = [part for key, value in run.options.items() for part in (f"--{key}", value)]
-        with mock.patch.object(ppo, "PPOTrainer", TRAINERS[run.variant]), contextlib.redirect_stdout(sys.stderr):
+        with mock.patch("trl_ext.PPOTrainer", TRAINERS[run.variant]), contextlib.redirect_stdout(sys.stderr):
             folder = ppo_stage(demo, run.name, options)
         end = scores(folder, demo.folder, run.seed, is_adapter=run.settings.get("use_peft", False))
         return {"label": run.label, "settings": run.settings, "end": end, **curves(folder), "seconds": seconds(folder)}
@@ -220,7 +219,7 @@ def main() -> None:
     if "sweep" in args.parts:
         for options in SWEEP:
             train(Run("ppo_lora", 0, options), args.output_dir)
-        train(Run("guarded", 0, {"learning_rate": 3.0e-4}), args.output_dir)
+        train(Run("guarded", 0, {"learning_rate": 4.0e-4}), args.output_dir)
     if "why" in args.parts:
         train(Run("guarded", 0, variant="frozen LM head"), args.output_dir)
         train(Run("guarded", 0, {**PLAIN, "learning_rate": 1.0e-3, "critic_learning_rate": 2.0e-3}), args.output_dir)

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from recipes.demo import overoptimization
 from recipes.demo.overoptimization import Run, main, write_csv
+from recipes.demo.stages import STUDIED
 from trl_ext.evaluation import overoptimization_curve
 
 KL = torch.tensor([0.0, 0.5, 2.0, 8.0], dtype=torch.double)
@@ -42,7 +43,8 @@ def trained(monkeypatch, tmp_path):
     asked = []
 
     def train(demo, name, options):
-        asked.append((demo.planted_share, demo.label_noise, demo.seed, *options))
+        assert options[: len(STUDIED)] == STUDIED
+        asked.append((demo.planted_share, demo.label_noise, demo.seed, *options[len(STUDIED) :]))
         folder = demo.folder / name
         (folder / "checkpoint-24").mkdir(parents=True, exist_ok=True)
         points = curve(1.0, 0.5)
@@ -65,7 +67,7 @@ def trained(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_the_grid_is_every_combination_and_each_run_has_its_folder(trained, tmp_path):
     main(["--kl_coefs", "0", "0.1", "--seeds", "3", "--planted_shares", "0", "0.2", "--output_dir", str(tmp_path)])
-    assert trained == [(share, 0.1, 3, "--kl_coef", coef) for share in (0.0, 0.2) for coef in ("0.0", "0.1")]
+    assert trained == [(share, 0.1, 3, "--kl_coef", coef) for share in (0.0, 0.2) for coef in (0.0, 0.1)]
     assert len(list(tmp_path.glob("planted-*/seed-3/unguarded-*"))) == 4
     assert len((tmp_path / "overoptimization.csv").read_text().splitlines()) == 1 + 4 * 4
     assert (tmp_path / "overoptimization.png").read_bytes().startswith(b"\x89PNG")

@@ -214,7 +214,7 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     run.main(["--short", "--output_dir", str(folder)])
     output = capsys.readouterr().out
     assert output.count("complete already") == 4
-    assert "Training is complete, at step 6" in output
+    assert "Training is complete, at step 12" in output
     seconds = r'(?<=data-name="seconds">)\d+'
     assert re.sub(seconds, "", (demo / "report.html").read_text()) == re.sub(seconds, "", report)
 

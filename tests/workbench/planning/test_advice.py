@@ -116,7 +116,7 @@ def test_measured_figures_are_those_of_the_pages():
     text = {name: " ".join(PAGES[f"docs/{name}.md"].split()) for name in ("annotators", "critic", "demo", "dpo")}
     assert "| 70% | 1 | 50 | 16% / 6% |" in text["annotators"] and "agreement is 58 %" in text["annotators"]
     assert "| 80% | 1 | 100 | 96% / 80% | 98% / 76% | 100% / 100% |" in text["annotators"]
-    assert "| −1.25 to −0.61 |" in text["demo"] and "| +0.20 to +0.31 |" in text["demo"]
+    assert "| −1.17 to −0.81 |" in text["demo"] and "| +0.24 to +0.36 |" in text["demo"]
     assert "| 3 | 0.69 (" in text["dpo"] and "| 0 (SFT) | 0.48 (" in text["dpo"] and "1,024 prompts" in text["dpo"]
     columns = re.search(r"\| tokens \| (.*?) \|\n", PAGES["docs/critic.md"])[1].split(" | ")
     for method, noisy, short in (("GRPO, clip 0.4", "0.54", "0.66"), ("gated, clip 0.4", "0.51", "0.68")):

@@ -236,7 +236,7 @@ RULES = (
         "dpo",
         lambda f: f.passed is False,
         "The reward report says no ({reasons} reason(s)), and DPO needs no reward model: with a reward model that "
-        "had a planted flaw, PPO without guard rails ended 0.61 to 1.25 of gold score below SFT",
+        "had a planted flaw, PPO without guard rails ended 0.81 to 1.17 of gold score below SFT",
         DEMO,
     ),
     Rule(
@@ -295,8 +295,8 @@ EVIDENCE: dict[Method, tuple[Reason, ...]] = {
     ),
     "ppo": (
         Reason(
-            "Hold the KL: in four seeds guarded PPO raised gold by 0.20 to 0.31, and unguarded PPO lowered it by 0.61 "
-            "to 1.25",
+            "Hold the KL: in four seeds guarded PPO raised gold by 0.24 to 0.36, and unguarded PPO lowered it by 0.81 "
+            "to 1.17",
             DEMO,
         ),
         Reason(

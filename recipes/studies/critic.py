@@ -422,19 +422,25 @@ def overview(cells: dict[str, Any]) -> str:
     """
     Return three small tables, a row a method and a column a cell: the gain over each budget, and at the end.
 
-    The table over the seconds leaves out the methods that take another one's learning rate.
+    The table over the seconds leaves out the methods that take another one's learning rate, and the end is that of the
+    methods in the picture.
     """
     parts = []
-    for key, title in (("by tokens", "tokens"), ("by seconds", "CPU-seconds"), ("end", "the end")):
+    own = [method for method in METHODS if "of" not in METHODS[method]]
+    for key, title, methods in (
+        ("by tokens", "tokens", METHODS),
+        ("by seconds", "CPU-seconds", own),
+        ("end", "the end", DRAWN),
+    ):
         lines = [f"| {title} | {' | '.join(cells)} |", "|---" * (len(cells) + 1) + "|"]
-        for method in METHODS:
+        for method in methods:
             shown = []
             for found in cells.values():
                 row = found["methods"].get(method, {})
                 low, high = row.get(f"{key} − PPO, 95 %", (math.nan, math.nan))
                 shown.append(f"{row[key]:.2f}" if key in row else "–")
                 shown[-1] += "" if math.isnan(low) or key == "end" else f" [{low:+.2f}, {high:+.2f}]"
-            if {*shown} != {"–"} and not (key == "by seconds" and "of" in METHODS[method]):
+            if {*shown} != {"–"}:
                 lines.append(f"| {method} | {' | '.join(shown)} |")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)

@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -34,9 +35,11 @@ if os.getcwd() not in sys.path:  # a script's own folder is there instead
 
 from recipes.demo.measure import measure
 from recipes.demo.stages import HERE, DemoArguments, ppo_stage, reward_stage, seconds, use_one_thread
-from trl_ext import PPOTrainer, load_dataset_split
+from trl_ext import load_dataset_split
 from trl_ext.evaluation import bootstrap_interval
+from trl_ext.models.actor_critic import ActorCritic
 from trl_ext.models.adapter_switch import POLICY
+from trl_ext.ppo.roles import make_actor_critic
 
 KINDS = ("gold", "proxy")
 CURVES = {"value_loss": "loss/value_avg", "explained_variance": "val/explained_variance"}
@@ -52,25 +55,26 @@ SWEEP = [
 ]
 
 
-class JointAdapterTrainer(PPOTrainer):
-    """Actor and critic on one adapter: `default`, which both losses train at `learning_rate`; the head is as ever."""
-
-    def _make_actor_critic(self, *args, **kwargs):
-        actor_critic = super()._make_actor_critic(*args, **kwargs)
-        actor_critic.critic.name = POLICY
-        return actor_critic
-
-
-class FrozenHeadTrainer(PPOTrainer):
-    """Full-parameter PPO that leaves the LM head alone, as adapters must."""
-
-    def _make_actor_critic(self, *args, **kwargs):
-        actor_critic = super()._make_actor_critic(*args, **kwargs)
-        actor_critic.policy.get_output_embeddings().requires_grad_(False)
-        return actor_critic
+# Variant: how it changes the module of actor and critic
+VARIANTS: dict[str, Callable[[ActorCritic], object]] = {
+    # Both losses train the policy's adapter at `learning_rate`; the head is as ever
+    "joint adapter": lambda actor_critic: setattr(actor_critic.critic, "name", POLICY),
+    # As adapters must, it leaves the LM head alone
+    "frozen LM head": lambda actor_critic: actor_critic.policy.get_output_embeddings().requires_grad_(False),
+}
 
 
-TRAINERS = {"": PPOTrainer, "joint adapter": JointAdapterTrainer, "frozen LM head": FrozenHeadTrainer}
+@contextlib.contextmanager
+def varied(variant: str) -> Iterator[None]:
+    """Have trainers make this variant of actor and critic; the one of every run if `variant` is empty."""
+
+    def make(*args):
+        actor_critic, origin = make_actor_critic(*args)
+        VARIANTS[variant](actor_critic)
+        return actor_critic, origin
+
+    with mock.patch("trl_ext.ppo.trainer.make_actor_critic", make) if variant else contextlib.nullcontext():
+        yield
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def train(run: Run, output_dir: str) -> dict:
 
     def after() -> dict:
         options = [part for key, value in run.options.items() for part in (f"--{key}", value)]
-        with mock.patch("trl_ext.PPOTrainer", TRAINERS[run.variant]), contextlib.redirect_stdout(sys.stderr):
+        with varied(run.variant), contextlib.redirect_stdout(sys.stderr):
             folder = ppo_stage(demo, run.name, options)
         end = scores(folder, demo.folder, run.seed, is_adapter=run.settings.get("use_peft", False))
         return {"label": run.label, "settings": run.settings, "end": end, **curves(folder), "seconds": seconds(folder)}

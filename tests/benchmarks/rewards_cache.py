@@ -49,12 +49,12 @@ def batch(seed):
             " ".join(words[i] for i in row) for row in torch.randint(len(words), (BATCH, count), generator=generator)
         ]
 
-    ids = [torch.randint(4, 160, (BATCH, count), generator=generator).tolist() for count in (PROMPT, ANSWER)]
+    prompts, completions, tokenizer = [f"{text} {AGENT} " for text in texts(PROMPT)], texts(ANSWER), make_tokenizer()
     return {
-        "prompts": [f"{text} {AGENT} " for text in texts(PROMPT)],
-        "completions": texts(ANSWER),
-        "prompt_ids": ids[0],
-        "completion_ids": ids[1],
+        "prompts": prompts,
+        "completions": completions,
+        "prompt_ids": tokenizer(prompts)["input_ids"],
+        "completion_ids": [[*ids, tokenizer.eos_token_id] for ids in tokenizer(completions)["input_ids"]],
         "finished": [True] * BATCH,
     }
 

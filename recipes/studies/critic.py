@@ -42,8 +42,8 @@ CELLS: dict[str, tuple[Callable[[int], World], int, str]] = {
     "short": (lambda seed: Chain(32, seed=seed), 12, "32 tokens, one score at the end"),
 }
 TUNED = {"own start": "own start", "turns": "own start"}  # cell: where its learning rates are chosen; else in `noisy`
-# The best of 15 settings on the ice, on seeds 1001 to 1012
-FOR_THE_ICE = {"rate": 3e-3, "cliprange": 0.4, "answers": 16, "lam": 0.9, "critic_learning_rate": 6e-3}
+# The best of 35 settings on the ice, on seeds 1001 to 1012
+FOR_THE_ICE = {"rate": 3e-3, "cliprange": 0.4, "answers": 16, "lam": 0.8, "critic_learning_rate": 6e-3}
 TRAINED_BEFORE = {"critic_warmup_rollouts": 32, "uncounted": 32}
 # Method: trainer and settings; `answers` of a rollout, if not 64, and `uncounted` rollouts before its curve. `of`
 # names another method, whose learning rate this one takes unless it has a `rate`. If both have the same trainer and

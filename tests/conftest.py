@@ -33,6 +33,14 @@ def group(nodeid):
     return nodeid.split("::")[0] + (mode[0] if mode else "")
 
 
+@pytest.fixture(autouse=True)
+def no_default_folder():
+    """A recorded run names the folder of all watches of its process: the next test's would write there."""
+    yield
+    if module := sys.modules.get("trl_ext.rewards.watches.watch"):
+        module.Watch.default_folder = None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Leave out what is marked `extra` unless TRL_EXT_ALL_CASES asks for it, and begin with the longest files."""

@@ -39,7 +39,6 @@ from trl_ext.callbacks.metrics import METRICS, curve, metrics_of, rollout_steps
 from trl_ext.callbacks.plot import PANELS
 from trl_ext.callbacks.prometheus import GAUGES
 from trl_ext.callbacks.recording import ReportCallback
-from trl_ext.rewards.watches.watch import Watch
 from trl_ext.runs.jsonl import JSONLWriter, read_jsonl
 from trl_ext.stages import ResumableSFTTrainer, SFTConfig
 from trl_ext.workbench import report_of
@@ -63,11 +62,6 @@ LOG = {
     "time/generate": 0.5,
     "time/score": 0.25,
 }
-
-
-@pytest.fixture(autouse=True)
-def no_default_folder(monkeypatch):
-    monkeypatch.setattr(Watch, "default_folder", None)
 
 
 # ---- JSONL ----

@@ -9,7 +9,6 @@ from recipes import ppo
 from tests.tiny import tiny_llama, tiny_tokenizer
 from trl_ext.callbacks import CanaryCallback, KLBudgetCallback, attach_monitors, load_monitors
 from trl_ext.callbacks.monitor import alerts_of
-from trl_ext.rewards.watches.watch import Watch
 from trl_ext.runs.jsonl import read_jsonl
 
 
@@ -56,7 +55,6 @@ def test_mistakes_are_answered(subtests):
 def test_shipped_recipe_trains_with_all_of_its_monitors(tmp_path, monkeypatch):
     root = Path(__file__).parents[2]
     monkeypatch.chdir(root)
-    monkeypatch.setattr(Watch, "default_folder", None)
     tiny_llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     arguments = ["--config", "recipes/tinystories/ppo_monitored.yaml", "--model_name_or_path", str(tmp_path / "model")]

@@ -13,15 +13,9 @@ from tests.dpo.worker import config, pairs
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import DPOTrainer, PPOTrainer
 from trl_ext.callbacks import JSONLCallback, KLBudgetCallback, record_run
-from trl_ext.rewards.watches.watch import Watch
 from trl_ext.runs.jsonl import read_jsonl
 
 RECORD = {"metrics.rank0.jsonl", "report.html"}
-
-
-@pytest.fixture(autouse=True)
-def no_default_folder(monkeypatch):
-    monkeypatch.setattr(Watch, "default_folder", None)
 
 
 def ppo(folder, reward=length_reward, **kwargs):

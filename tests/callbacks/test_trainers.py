@@ -36,7 +36,6 @@ from trl_ext.callbacks import (
 from trl_ext.callbacks.generation import generate_answers
 from trl_ext.callbacks.monitor import REGISTRY, alerts_of
 from trl_ext.rewards import GoldJudgeReward, repetition_watch, score_watch
-from trl_ext.rewards.watches.watch import Watch
 from trl_ext.runs.control import take_kl_scale
 
 pytestmark = pytest.mark.slow
@@ -57,11 +56,6 @@ class AsyncJudge:
         self.loop = self.loop or asyncio.get_running_loop()
         assert self.loop is asyncio.get_running_loop() and len(completion_ids) == len(prompt_ids) == len(finished)
         return gold(completions)
-
-
-@pytest.fixture(autouse=True)
-def no_default_folder(monkeypatch):
-    monkeypatch.setattr(Watch, "default_folder", None)
 
 
 @pytest.fixture(scope="module")

@@ -92,11 +92,6 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
-@pytest.fixture(autouse=True)
-def no_default_folder(monkeypatch):
-    monkeypatch.setattr(Watch, "default_folder", None)
-
-
 @pytest.mark.slow
 def test_a_number_that_was_logged_once_is_not_written_as_a_change(run_dir):
     run = read_run(run_dir)

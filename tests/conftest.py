@@ -35,7 +35,7 @@ def group(nodeid):
 
 @pytest.fixture(autouse=True)
 def no_default_folder():
-    """A recorded run names the folder of all watches of its process: the next test's would write there."""
+    """A recorded run sets the folder of all watches in its process; the next test's watches would write there, too."""
     yield
     if module := sys.modules.get("trl_ext.rewards.watches.watch"):
         module.Watch.default_folder = None

@@ -39,7 +39,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "both, clip 0.4": FASTER | SMALLER | {"cliprange": 0.4},
     "gated": {"baseline": "gated"},
     "both, gated": FASTER | SMALLER | {"baseline": "gated"},
-    SHIPPED: FASTER | SMALLER | {"baseline": "gated", "learning_rate": 2e-4},
+    SHIPPED: {"learning_rate": 2e-4, "warmup_steps": 0, "baseline": "gated"} | SMALLER,
 }
 
 

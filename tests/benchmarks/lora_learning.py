@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -64,8 +64,7 @@ VARIANTS: dict[str, Callable[[ActorCritic], object]] = {
 }
 
 
-@contextlib.contextmanager
-def varied(variant: str) -> Iterator[None]:
+def varied(variant: str) -> contextlib.AbstractContextManager:
     """Have trainers make this variant of actor and critic; the one of every run if `variant` is empty."""
 
     def make(*args):
@@ -73,8 +72,7 @@ def varied(variant: str) -> Iterator[None]:
         VARIANTS[variant](actor_critic)
         return actor_critic, origin
 
-    with mock.patch("trl_ext.ppo.trainer.make_actor_critic", make) if variant else contextlib.nullcontext():
-        yield
+    return mock.patch("trl_ext.ppo.trainer.make_actor_critic", make) if variant else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)

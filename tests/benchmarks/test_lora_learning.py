@@ -1,4 +1,4 @@
-"""What the benchmark of LoRA's learning varies, varies: a variant that did nothing would compare a run with itself."""
+"""Each variant of the benchmark changes what is trained; one that did nothing would compare a run with itself."""
 
 import sys
 from pathlib import Path

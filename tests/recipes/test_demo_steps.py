@@ -1,7 +1,10 @@
 import torch
+import yaml
 
 from recipes.demo import steps
-from recipes.demo.steps import ARMS, FIRST, main
+from recipes.demo.stages import HERE
+from recipes.demo.steps import ARMS, FIRST, SHIPPED, main
+from trl_ext import PPOConfig
 
 
 def test_episodes_are_compared_with_those_of_the_first_arm(monkeypatch, tmp_path):
@@ -26,3 +29,8 @@ def test_episodes_are_compared_with_those_of_the_first_arm(monkeypatch, tmp_path
     assert lines[FIRST].startswith(f"| {FIRST} | +640.000 ± 0.000 | +1.000 ± 0.000 | ")
     assert lines["both"].startswith("| both | +320.000 ± 0.000 | +0.500 ± 0.000 | ")
     assert lines["both"].endswith(" | +1.000 ± 0.000 | +0.500 ± 0.000 | +1.000 ± 0.000 | +1.000 ± 0.000 | 2 |")
+
+
+def test_the_shipped_arm_has_the_settings_of_the_recipe():
+    recipe = yaml.safe_load((HERE / "guarded.yaml").read_text())
+    assert {name: recipe.get(name, getattr(PPOConfig, name)) for name in ARMS[SHIPPED]} == ARMS[SHIPPED]

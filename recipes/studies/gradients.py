@@ -12,7 +12,6 @@ from trl_ext.functional import (
     gae,
     mean_baselines,
     moments,
-    weight_sums,
     whiten,
 )
 
@@ -29,7 +28,7 @@ def advantages_over_each(rewards: Tensor, values: Tensor, mask: Tensor, lam: flo
     """Return whitened (B, T) advantages over the critic, over the mean, and over both by this rollout's weight."""
     returns = gae(rewards, torch.zeros_like(values), mask, 1.0, 1.0)
     means = mean_baselines(returns, mask)
-    weight = critic_weight(critic_products(weight_sums(returns, values, means, mask)))
+    weight = critic_weight(critic_products(returns, values, mask))
     compared = {"PPO": (values, lam), "gated": (torch.lerp(means, values, weight), lam), "mean": (means, 1.0)}
     advantages = {name: gae(rewards, baseline, mask, 1.0, each) for name, (baseline, each) in compared.items()}
     return {name: whiten(each, mask, moments(each, mask)) for name, each in advantages.items()}

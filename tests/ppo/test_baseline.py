@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.ppo.worker import RESUMED, collected, end_state, lora_trainer, make_trainer, rows_of
-from trl_ext.functional import critic_products, critic_weight, gae, mean_baselines, weight_sums
+from trl_ext.functional import critic_products, critic_weight, gae, mean_baselines
 
 
 def logged(trainer, name):
@@ -57,12 +57,23 @@ def test_the_gate_weighs_the_critic_by_the_rollouts_before_it_is_fitted_to_them(
         mask = rollout.mask
         returns = gae(rewards, torch.zeros_like(values), mask, 0.97, 1.0)
         means = mean_baselines(returns, mask)
-        products = 0.9 * products + critic_products(weight_sums(returns, values, means, mask))
+        products = 0.9 * products + critic_products(returns, values, mask)
         weights.append(critic_weight(products))
         assert_close(advantages, gae(rewards, torch.lerp(means, values, weights[-1]), mask, 0.97, 0.9))
         assert_close(critics_target * mask, (values + gae(rewards, values, mask, 0.97, 0.9)) * mask)
     assert logged(trainer, "val/baseline_weight") == pytest.approx(weights, rel=1e-4)
     assert 0 < min(weights[1:]) < max(weights[1:]) < 1
+
+
+def test_a_gated_critic_that_knows_nothing_leaves_no_constant_in_the_advantages(tmp_path):
+    def reward(completions, **kwargs):
+        return [100.0 + len(completion) % 3 for completion in completions]
+
+    trainer = make_trainer(tmp_path, reward, baseline="gated", **PLAIN | {"max_steps": 1, "gamma": 1.0})
+    torch.nn.init.zeros_(trainer.model.critic.score.weight)
+    ((rollout, (*_, advantages, _)),) = recorded(trainer)
+    assert logged(trainer, "val/baseline_weight") == [0.0]
+    assert abs((advantages.sum() / rollout.mask.sum()).item()) < 1
 
 
 @pytest.mark.slow

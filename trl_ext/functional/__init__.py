@@ -9,7 +9,7 @@ from .advantages import (
     token_rewards,
     turn_gae,
 )
-from .baselines import critic_products, critic_weight, mean_baselines, weight_sums
+from .baselines import critic_products, critic_weight, mean_baselines
 from .dpo import (
     beta_dpo,
     displaced,
@@ -87,7 +87,6 @@ __all__ = [
     "unexplained_error",
     "value_loss",
     "variance",
-    "weight_sums",
     "whiten",
     "whitening_scale",
 ]

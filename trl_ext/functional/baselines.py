@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .masking import masked_sum
+from .masking import masked_mean
 from .shapes import check_shapes
 
 
@@ -30,68 +30,81 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
         ValueError: shapes differ, or N is no multiple of group_size.
     """
     check_shapes(ndim=2, returns=returns, mask=mask)
+    size = _group_size(returns, group_size)
+    number, (held,), acts = _by_number(mask, returns)
+    last = (acts.sum(1, keepdim=True) - 1).clamp(min=0)
+    held = held.gather(1, torch.arange(returns.size(1), device=returns.device).minimum(last))
+    acts = acts[:, :1].expand_as(held).to(held)
+    others, sizes = (x.view(-1, size, x.size(1)).sum(1).repeat_interleave(size, 0) - x for x in (held * acts, acts))
+    of_all = masked_mean(returns, mask).to(held)
+    return torch.where(sizes > 0, others / sizes.clamp(min=1), of_all).gather(1, number)
+
+
+def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: int | None = None) -> Tensor:
+    """Return (sum (g - mean g)(d - mean d), sum (d - mean d)^2) over all actions; g = G - m, d = V - m.
+
+    m_i,k is the mean of G_j,k over the answers j of i's group that have a k-th action, **i included**. So g sums to 0
+    over these answers, and the first sum is 0 for a critic that gives them one value. The means of `mean_baselines`
+    leave i out, so G - b and V - b would share -b: for a constant V the first sum would be n times the second.
+    Including i errs towards the mean: for a critic that is right, whose values vary by v within the n answers while e
+    is left of the returns' variance, the quotient is about (n - 1) v / ((n - 1) v + e), not 1. An action that no other
+    answer has is not counted.
+
+    Args:
+        returns: (N, T), Monte Carlo returns G, score units.
+        values: (N, T), the critic's V from before the critic is fitted to these returns, score units.
+        mask, group_size: as in `mean_baselines`.
+
+    Returns:
+        (2,), float64 (float32 on devices without float64). The second is 0 where d varies by rounding alone.
+
+    Raises:
+        ValueError: shapes differ, or N is no multiple of group_size.
+    """
+    check_shapes(ndim=2, returns=returns, values=values, mask=mask)
+    size = _group_size(returns, group_size)
+    precise = torch.float32 if returns.device.type == "mps" else torch.float64
+    _, (g, v), acts = _by_number(mask, returns.to(precise), values.to(precise))
+    g, v, acts = (x.view(-1, size, x.size(1)) for x in (g, v, acts))
+    count = acts.sum(1, keepdim=True)
+    means, counted = g.sum(1, keepdim=True) / count.clamp(min=1), acts & (count > 1)
+    gains, signals = ((x - means)[counted] for x in (g, v))
+    centred = signals - signals.mean() if len(signals) else signals
+    square = centred.square().sum()
+    rounding = 1e-9 * signals.square().sum()
+    return torch.stack([(gains * centred).sum(), torch.where(square > rounding, square, 0.0)])
+
+
+def _group_size(returns: Tensor, group_size: int | None) -> int:
     size = len(returns) if group_size is None else group_size
     if size < 1 or len(returns) % size:
         raise ValueError(
             f"group_size must divide the N = {len(returns)} answers, got {group_size}; pass whole groups of answers."
         )
+    return size
+
+
+def _by_number(mask: Tensor, *each: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Return the number of each token's action, (N, T) of `each` in order of these numbers, and where they are."""
     actions = mask.long()
-    number, count = (actions.cumsum(1) - 1).clamp(min=0), actions.sum(1, keepdim=True)
-    masked = torch.where(mask.bool(), returns, 0.0)
-    by_number = torch.zeros_like(returns).scatter_add(1, number, masked)
-    last = (count - 1).clamp(min=0)
-    held = by_number.gather(1, torch.arange(returns.size(1), device=returns.device).minimum(last))
-    acts = (count > 0).to(returns)
-    others, sizes = (x.view(-1, size, x.size(1)).sum(1).repeat_interleave(size, 0) - x for x in (held * acts, acts))
-    of_all = masked.sum() / count.sum().clamp(min=1)
-    return torch.where(sizes > 0, others / sizes.clamp(min=1), of_all).gather(1, number)
-
-
-def weight_sums(returns: Tensor, values: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
-    """Return the five sums that `critic_products` needs: n, sum g, sum d, sum g d, sum d^2; g = G - b, d = V - b.
-
-    The sums of disjoint parts, such as those of several processes, add up to the sums of the whole.
-
-    Args:
-        returns: (B, T), Monte Carlo returns G, score units.
-        values: (B, T), the critic's V from before the critic is fitted to these returns, score units.
-        baselines: (B, T), the mean returns b of `mean_baselines`, score units.
-        mask: (B, T), 1 = token at which an action starts; only these are counted.
-
-    Returns:
-        (5,), float64 (float32 on devices without float64).
-
-    Raises:
-        ValueError: shapes do not fit.
-    """
-    check_shapes(ndim=2, returns=returns, values=values, baselines=baselines, mask=mask)
-    precise = torch.float32 if returns.device.type == "mps" else torch.float64
-    gains, signals = (x.to(precise) - baselines.to(precise) for x in (returns, values))
-    each = (torch.ones_like(gains), gains, signals, gains * signals, signals.square())
-    return torch.stack([masked_sum(x, mask) for x in each])
-
-
-def critic_products(sums: Tensor) -> Tensor:
-    """Compute (n cov(g, d), n var(d)), shape (2,), from the (5,) sums of `weight_sums`; both are 0 if n is 0."""
-    count, gains, signals, products, squares = sums.unbind()
-    count = count.clamp(min=1)
-    return torch.stack([products - gains * signals / count, squares - signals.square() / count])
+    number = (actions.cumsum(1) - 1).clamp(min=0)
+    ordered = [torch.zeros_like(x).scatter_add(1, number, torch.where(mask.bool(), x, 0.0)) for x in each]
+    return number, ordered, torch.arange(mask.size(1), device=mask.device) < actions.sum(1, keepdim=True)
 
 
 def critic_weight(products: Tensor) -> float:
-    """Return the critic's weight w in the baseline w V + (1 - w) b: cov(g, d) / var(d), clamped to [0, 1].
+    """Return the critic's weight w in the baseline w V + (1 - w) m: cov(g, d) / var(d), clamped to [0, 1].
 
-    With g = G - b and d = V - b, the return minus this baseline is g - w d, whose variance is least at this w, the
-    coefficient of a control variate. w is 1 for a critic that is right on average (the mean of g at each d is d), and
-    0 for a critic whose predictions have nothing to do with the returns. w is above 1/2 exactly where Var(G - V) <
-    Var(G - b). With one answer per prompt, that is where the explained variance is above 0, the point at which EVPO
-    (arXiv:2604.19485) switches from the mean to the critic.
+    With g = G - m and d = V - m, the return minus this baseline is g - w d, whose variance is least at this w, the
+    coefficient of a control variate. w nears 1 for a critic that is right on average (the mean of g at each d is d),
+    and is 0 for a critic that gives all answers of a group one value. With one answer per prompt, w is above 1/2 where
+    the explained variance is above 0, the point at which EVPO (arXiv:2604.19485) switches from the mean to the critic.
 
     Args:
         products: (2,), as `critic_products` returns them, or sums of them over several rollouts, decayed or not.
 
     Returns:
-        w; 0 if the critic's predictions V differ from b by a constant only.
+        w; 0 if the critic's predictions V differ from m by a constant only.
     """
     product, square = products.tolist()
     return min(max(product / square, 0.0), 1.0) if square > 0 else 0.0

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional import critic_products, critic_weight
+from ..functional import critic_weight
 
 _DECAY = 0.9  # factor of the sum over earlier rollouts, at each new rollout
 
@@ -22,9 +22,9 @@ class BaselineGate:
     def __init__(self):
         self.products = torch.zeros(2, dtype=torch.float64)
 
-    def update(self, sums: Tensor) -> float:
-        """Add a rollout's (5,) `weight_sums`, summed over all processes; return the weight for this rollout."""
-        self.products = _DECAY * self.products + critic_products(sums.detach().cpu().double())
+    def update(self, products: Tensor) -> float:
+        """Add the (2,) `critic_products` of a rollout of all processes; return the weight for this rollout."""
+        self.products = _DECAY * self.products + products.detach().cpu().double()
         return self.weight
 
     @property

@@ -32,6 +32,7 @@ from ..functional import (
     advantages_and_returns,
     approx_kl,
     choose_lam,
+    critic_products,
     masked_sum,
     mean_baselines,
     policy_loss,
@@ -39,7 +40,6 @@ from ..functional import (
     turn_starts,
     turn_sums,
     value_loss,
-    weight_sums,
     whiten,
 )
 from ..models.adapter_guard import AdapterGuard
@@ -572,13 +572,12 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)
         group = self.num_generations if self.num_generations > 1 else None
         # `long`: padding turns booleans into numbers, but only on the processes that pad
-        padded = self.accelerator.pad_across_processes((returns, actions.long()), dim=1)
-        everyones = self.accelerator.gather(padded)
-        means = self._local(mean_baselines(everyones[0], everyones[1], group))[:, : mask.size(1)]
+        padded = self.accelerator.pad_across_processes((returns, values, actions.long()), dim=1)
+        returns, everyones_values, actions = self.accelerator.gather(padded)
+        means = self._local(mean_baselines(returns, actions, group))[:, : mask.size(1)]
         if args.baseline == "mean":
             return means
-        sums = weight_sums(returns, values, means, actions)
-        weight = self.baseline_gate.update(self.accelerator.reduce(sums, reduction="sum"))
+        weight = self.baseline_gate.update(critic_products(returns, everyones_values, actions, group))
         self.metrics.weighed(weight)
         return torch.lerp(means, values.to(means), weight)
 

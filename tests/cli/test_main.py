@@ -309,6 +309,7 @@ def test_doctor_says_what_is_there(capsys, monkeypatch):
     assert re.search(r"^PROBLEM contract with TRL +1 of .*_compute_loss", capsys.readouterr().out, re.M)
 
 
+@pytest.mark.optional
 def test_doctor_finds_what_a_killed_build_left(capsys, monkeypatch, tmp_path):
     """torch waits for the lock of a build for ever, whoever made it."""
     pytest.importorskip("deepspeed")

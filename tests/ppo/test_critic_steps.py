@@ -106,7 +106,8 @@ def test_a_rollout_that_went_too_far_does_not_stop_the_critics_steps_on_the_next
 
 def test_lam_follows_the_length_for_the_advantages_and_is_1_for_the_returns(tmp_path):
     for kwargs, lam_value in [({}, 1.0), ({"lam_value": 0.5}, 0.5)]:
-        trainer = scripted(make_trainer(tmp_path, lam_alpha=0.4, **kwargs, normalize_advantages=False, max_steps=1))
+        config = {"baseline": "critic", "lam_alpha": 0.4, "normalize_advantages": False, "max_steps": 1} | kwargs
+        trainer = scripted(make_trainer(tmp_path, **config))
         rollouts, seen, observe = collected(trainer), [], trainer.metrics.collected
         trainer.metrics.collected = lambda *args, seen=seen, observe=observe: (seen.append(args), observe(*args))
         trainer.train()

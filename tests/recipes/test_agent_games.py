@@ -23,6 +23,8 @@ from trl_ext import PPOTrainer
 from trl_ext.rewards import RewardFailed
 from trl_ext.rewards.loading import load_object
 
+pytestmark = pytest.mark.optional
+
 
 @pytest.fixture
 def lake():

@@ -29,12 +29,16 @@ def test_reward_is_loaded_by_name_or_file(subtests):
             assert load_reward(path)(completions=["a b c a b c"]) == [-0.25]
 
 
+@pytest.mark.optional
 def test_every_shipped_file_names_rewards_that_need_no_folder_on_the_path(subtests):
     for path in sorted(ROOT.glob("recipes/*/*.yaml")):
         with subtests.test(path=path):
             for name in yaml.safe_load(path.read_text()).get("reward_funcs", []):
                 assert ".py:" in name or name.startswith("trl_ext.")
-                assert callable(load_reward(name))
+                try:
+                    assert callable(load_reward(name))
+                except ImportError as error:  # all but what an extra brings can be loaded
+                    assert "pip install 'trl-ext[agents]'" in str(error)
 
 
 @pytest.mark.slow

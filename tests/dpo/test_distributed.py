@@ -3,7 +3,8 @@
 import pytest
 from torch.testing import assert_close
 
-from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, run, saved
+from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, WITH_SFT, run, saved
+from tests.evaluation.test_row_means import KINDS, evaluated, on_nineteen
 from tests.launch import on_two_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -40,6 +41,16 @@ def test_two_processes_do_what_one_does(results, tmp_path):
     for what in ("state", "beta", "betas", "drift", "displacement", "losses"):
         assert_close(two[what], one[what], **ROUNDED)
     assert_close(two["weights"], one["weights"], **ROUNDED)
+
+
+def test_tokens_of_both_processes_weigh_the_same(results, tmp_path):
+    assert_close(results[0]["sft"]["weights"], run(tmp_path, 1, **WITH_SFT)["weights"], **ROUNDED)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_counts_each_row_once_on_whatever_process(kind, results, tmp_path):
+    for process in results:  # 19 and 7 rows by fours on two processes: the last batches are filled up with copies
+        assert_close(process["evaluated"][kind], evaluated(on_nineteen(kind, tmp_path, 19)), **ROUNDED)
 
 
 def test_filtered_and_informed_pairs_are_those_of_one_process(results, tmp_path):

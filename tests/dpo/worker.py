@@ -8,6 +8,7 @@ import trl
 from accelerate import PartialState
 from datasets import Dataset
 
+from tests.evaluation.test_row_means import KINDS, evaluated, on_nineteen
 from tests.launch import spare_time
 from tests.tiny import ON_CPU, WORDS, tiny_llama, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer
@@ -95,6 +96,7 @@ def controller_state(trainer):
 DRIFT = {"beta_controller": "drift", "drift_target": 0.3, "drift_horizon": 20}
 BETA_DPO = {"beta_controller": "beta_dpo", "beta_dpo_keep": 0.75}
 NORMALIZED = {"margin_normalization": "source", "margin_warmup_pairs": 4}
+WITH_SFT = {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.5, 1.0]}
 INFORMED = {"use_margin": True, "use_confidence": True, "use_weight": True, "dpop_lambda": 2.0}
 
 
@@ -172,6 +174,8 @@ def on_two_processes(output_dir):
         "resumed": resumed(folder / "resumed", **BETA_DPO, **NORMALIZED),
         "broken": broken_weight(folder / "broken"),
         "shift": shift(folder / "shift"),
+        "sft": run(folder / "sft", 2, **WITH_SFT),
+        "evaluated": {kind: evaluated(on_nineteen(kind, folder / kind, 4)) for kind in KINDS},
         "from one": saved(folder / "from one", 2, folder / "by one" / "checkpoint-3", **BETA_DPO, **NORMALIZED),
     }
     torch.save(results, folder / f"process {PartialState().process_index}.pt")

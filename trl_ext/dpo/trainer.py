@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import trl
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import gather, gather_object, is_peft_model
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput
@@ -19,7 +19,15 @@ from transformers.trainer_utils import TrainOutput
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
 from ..data.pair_columns import PairCollator, take_columns
-from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
+from ..evaluation import RowMeans
+from ..functional import (
+    displaced,
+    masked_sum,
+    preference_drift,
+    preference_logits,
+    preference_loss,
+    sequence_logprobs,
+)
 from ..models.adapter_guard import AdapterGuard
 from ..models.adapters import is_adapter
 from ..models.card import without_none
@@ -54,7 +62,7 @@ STATE_FILE = "dpo_state.pt"
 REFERENCE_FILE = "dpo_reference.pt"
 
 
-class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
+class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
     """
     Train by Direct Preference Optimization (2305.18290) as TRL's trainer does, with more settings, see [`DPOConfig`].
 
@@ -176,42 +184,45 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     # ---- The algorithm ----
 
+    _rows_per_example = 2
+
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """
         Compute TRL's loss with the β of this micro-batch, and with our preference loss in place of its sigmoid term.
 
+        TRL's `sft` is a mean over the tokens of a micro-batch, ours over those of the optimizer step.
         TRL's loss runs the model, then reads β; in between, `_observe_pairs` sets β. If none of our settings is used,
         the loss is TRL's.
         """
-        if not self.args.reads_log_probs:
+        if not self.args.reads_log_probs and "sft" not in self.loss_types:
             result = super()._compute_loss(model, inputs, return_outputs)
         else:
             columns, batch = take_columns(inputs)
             batch |= self._reference_logps(batch)
-            weight, others = self._split_loss_weights()
-            tap = TappedModel(model, partial(self._observe_pairs, batch, columns))
+            ours, others = self._split_loss_weights()
+            tap = TappedModel(model, partial(self._observe_pairs, batch, columns, ours))
             # Within the block, `self.beta` may hold a β for each pair; after it, `self.beta` is a number again
             with temporarily(self, beta=self.beta, loss_weights=others, precompute_ref_logps=True):
                 result = super()._compute_loss(tap, batch, return_outputs)
             self.beta, loss = tap.result
-            if self.args.replaces_sigmoid:
-                result = (result[0] + weight * loss, result[1]) if return_outputs else result + weight * loss
+            result = (result[0] + loss, result[1]) if return_outputs else result + loss
         self._check_finite(model, inputs)
         return result
 
     def _observe_pairs(
-        self, batch: dict[str, Tensor], columns: dict[str, Tensor], log_probs: Tensor
+        self, batch: dict[str, Tensor], columns: dict[str, Tensor], weights: dict[str, float], log_probs: Tensor
     ) -> tuple[float, Tensor]:
         """
-        Compute log-ratios from log-probs, β from log-ratios, and our preference loss with this β; log the metrics.
+        Compute log-ratios from log-probs, β from log-ratios, and our losses with this β; log the metrics.
 
         Args:
             batch: TRL's batch, with the reference's (B,) log-probs.
             columns: the pairs' columns that our settings read, (B,) each.
+            weights: weights of our losses.
             log_probs: (2B, T), nats, of the tokens under the policy, chosen answers first.
 
         Returns:
-            Two values: the β of this micro-batch, and our preference loss, which is used only if it replaces TRL's.
+            Two values: the β of this micro-batch, and the weighted sum of our losses, which replace TRL's.
         """
         pairs = self._log_ratios(log_probs, batch, columns)
         everyones = pairs.gathered(self.accelerator)
@@ -228,9 +239,16 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         offset = self.args.margin_scale * columns["margin"] if "margin" in columns else None
         logits = preference_logits(pairs.chosen, pairs.rejected, self.beta, offset, self.args.dpop_lambda)
         losses = preference_loss(logits, columns.get("confidence"))
-        loss = (self._pair_weights(columns.get("weight"), kept, losses) * losses).mean()
+        loss = weights["sigmoid"] * (self._pair_weights(columns.get("weight"), kept, losses) * losses).mean()
+        if weights["sft"]:
+            nll = -masked_sum(*(x.chunk(2)[0] for x in _completion(log_probs, batch)))
+            if self.model.training:  # gradients are averaged over micro-batches and processes
+                loss = loss + weights["sft"] * nll / self._mean_chosen_tokens
+            else:
+                self._metrics["eval"]["nll_loss"].append(nll.item() / max(self._tokens(batch)["nll_loss"], 1))
 
-        self._record(beta, everyones)
+        if self.args.reads_log_probs:
+            self._record(beta, everyones)
         return beta, loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -250,19 +268,35 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         chosen, rejected = self.compute_ref_log_probs(self.reference, batch)
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
-    def _split_loss_weights(self) -> tuple[float, list[float]]:
-        """Return our preference loss's weight, and the weights of TRL's losses, 0 for a loss that ours replaces."""
-        if not self.args.replaces_sigmoid:
-            return 0.0, self.loss_weights
+    def _split_loss_weights(self) -> tuple[dict[str, float], list[float]]:
+        """Return the weights of our losses, and those of TRL's, 0 for a loss that ours replaces."""
         weights = list(zip(self.loss_types, self.loss_weights, strict=True))
-        ours = sum(weight for kind, weight in weights if kind == "sigmoid")
-        return ours, [0.0 if kind == "sigmoid" else weight for kind, weight in weights]
+        replaced = {"sft", "sigmoid"} if self.args.replaces_sigmoid else {"sft"}
+        ours = {
+            name: sum(w for kind, w in weights if kind == name and name in replaced) for name in ("sigmoid", "sft")
+        }
+        return ours, [0.0 if kind in replaced else weight for kind, weight in weights]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        if "sft" in self.loss_types:
+            tokens = sum(self._tokens(batch)["nll_loss"] for batch in batches) / max(len(batches), 1)
+            local = torch.tensor(tokens, dtype=torch.float32, device=self.accelerator.device)
+            self._mean_chosen_tokens = self.accelerator.reduce(local, reduction="mean").clamp(min=1e-9)
+        return batches, items
+
+    def _tokens(self, inputs: dict[str, Any]) -> dict[str, int]:
+        chosen, rejected = (int(each.sum()) for each in inputs["completion_mask"][:, 1:].chunk(2))
+        of_chosen = dict.fromkeys(("nll_loss", "logits/chosen", "mean_token_accuracy"), chosen)
+        return of_chosen | {"logits/rejected": rejected, "entropy": chosen + rejected}
+
+    @property
+    def _loss_terms(self) -> dict[str, float]:  # type: ignore[override]
+        return {"nll_loss": self._split_loss_weights()[0]["sft"]} if "sft" in self.loss_types else {}
 
     def _log_ratios(self, log_probs: Tensor, batch: dict[str, Tensor], columns: dict[str, Tensor]) -> Pairs:
         """Sum (2B, T) log-probs over each answer, subtract the reference's, and return the log-ratios of B pairs."""
-        mask = batch["completion_mask"][:, 1:]
-        log_probs = log_probs[:, -mask.shape[1] :]  # prompt tuning prepends virtual tokens
-        chosen, rejected = sequence_logprobs(log_probs, mask, self.ld_alpha).chunk(2)
+        chosen, rejected = sequence_logprobs(*_completion(log_probs, batch), self.ld_alpha).chunk(2)
         no_source = torch.full_like(chosen, -1, dtype=torch.long)
         return Pairs(
             chosen - batch["ref_chosen_logps"],
@@ -412,8 +446,10 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     def _check_finite(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         """Raise a `FloatingPointError` on all processes if a log-prob is not finite; the message names the rows."""
-        # TRL has gathered this metric, so either all processes return here, or none does
-        if math.isfinite(self._metrics["train" if self.model.training else "eval"]["rewards/margins"][-1]):
+        margin = self._metrics["train" if self.model.training else "eval"]["rewards/margins"][-1]
+        if not self.model.training:  # in training, TRL has gathered it, so either all processes return, or none does
+            margin = gather(torch.tensor([margin], device=self.accelerator.device)).sum().item()
+        if math.isfinite(margin):
             return
         _, batch = take_columns(inputs)
         with torch.no_grad():
@@ -439,3 +475,9 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         tap = TappedModel(model, lambda log_probs: log_probs.sum(dim=1))
         super()._compute_loss(tap, batch, False)
         return tap.result
+
+
+def _completion(log_probs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the log-probs and the mask of the completions' tokens, without the virtual tokens of prompt tuning."""
+    mask = batch["completion_mask"][:, 1:]
+    return log_probs[:, -mask.shape[1] :], mask

@@ -11,6 +11,7 @@ from trl import RewardTrainer, SFTTrainer
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
 from ..data.pair_columns import PairCollator, check_columns, take_columns
+from ..evaluation import RowMeans
 from ..functional import preference_loss
 from ..models.adapters import is_adapter
 from ..models.saved_adapter import load_to_train
@@ -68,7 +69,7 @@ class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
         super().__post_init__()
 
 
-class _RecordedRun(ResumableRun):
+class _RecordedRun(RowMeans, ResumableRun):
     _is_classifier = False
 
     def __init__(self, model: Any, args: Any = None, **kwargs: Any):
@@ -93,6 +94,10 @@ class _RecordedRun(ResumableRun):
 class ResumableSFTTrainer(_RecordedRun, SFTTrainer):
     """Extend TRL's `SFTTrainer`, so that it resumes only from a complete checkpoint of the same run."""
 
+    def _tokens(self, inputs: dict[str, Any]) -> dict[str, int]:
+        tokens = int((inputs["labels"][:, 1:] != -100).sum())
+        return dict.fromkeys(("loss", "entropy", "mean_token_accuracy"), tokens)
+
 
 class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
     """
@@ -102,6 +107,7 @@ class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
     """
 
     _is_classifier = True
+    _rows_per_example = 2
     _signature_columns: Any
     data_collator: Any
 

@@ -117,11 +117,16 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "create_model_card": "...",
         "create_scheduler": "...",
         "evaluate": "eval_dataset, ...",
+        "evaluation_loop": "dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix",
+        "get_batch_samples": "...",
+        "prediction_step": "model, inputs, prediction_loss_only, ignore_keys",
         "save_metrics": "split, metrics, ...",
         "train": "resume_from_checkpoint, ...",
         "training_step": "...",
     },
-    "trl.RewardTrainer": {
+    "trl.RewardTrainer": {  # the first two of SFTTrainer, too
+        "evaluation_loop": "dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix",
+        "prediction_step": "model, inputs, prediction_loss_only, ignore_keys",
         "_set_signature_columns_if_needed": "",
         "compute_loss": "model, inputs, return_outputs, num_items_in_batch",
     },
@@ -167,7 +172,7 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         _is_vision_dataset _metrics _signature_columns _tag_names _tokenizer
         accelerator args beta control data_collator eval_dataset is_deepspeed_enabled is_fsdp_enabled ld_alpha
         loss_types loss_weights model precompute_ref_logps ref_model state train_dataset""",
-    "trl.RewardTrainer": "_signature_columns data_collator",
+    "trl.RewardTrainer": "_metrics _signature_columns accelerator data_collator",
     "trl.generation.vllm_client.VLLMClient": "base_url session",
     "trl.generation.vllm_generation.VLLMGeneration": """
         _dist accelerator generation_kwargs logprobs model temperature vllm_client""",

@@ -1,0 +1,72 @@
+"""What is logged of an evaluation set is a mean over rows or tokens, whatever the batch; each set has its name."""
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.testing import assert_close
+
+from tests.tiny import ON_CPU, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext import DPOConfig, DPOTrainer
+from trl_ext.stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
+
+WORDS = "the cat sat on a mat and saw one dog".split()
+
+
+def pairs(rows, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+
+    def text():
+        count = int(torch.randint(1, 9, (), generator=draw))
+        return " " + " ".join(WORDS[i] for i in torch.randint(10, (count,), generator=draw))
+
+    return [{"prompt": text(), "chosen": text(), "rejected": text()} for _ in range(rows)]
+
+
+def trainer_of(kind, folder, rows, batch, **settings):
+    torch.manual_seed(0)
+    model, args = tiny_llama(), {**ON_CPU, "per_device_eval_batch_size": batch, "max_length": 32} | settings
+    if kind == "dpo":
+        reference = tiny_llama(seed=3)
+        given = {"ref_model": reference, "args": DPOConfig(str(folder), loss_type=["sigmoid", "sft"], **args)}
+        given["args"].loss_weights = [1.0, 0.5]
+        trainer = DPOTrainer
+    elif kind == "reward":
+        model, trainer = tiny_reward_model(model), ResumableRewardTrainer
+        given = {"args": RewardConfig(str(folder), **args)}
+    else:
+        rows = {
+            name: [{"prompt": row["prompt"], "completion": row["chosen"]} for row in each]
+            for name, each in rows.items()
+        }
+        trainer, given = ResumableSFTTrainer, {"args": SFTConfig(str(folder), **args)}
+    sets = {name: Dataset.from_list(each) for name, each in rows.items()}
+    return trainer(
+        model, train_dataset=next(iter(sets.values())), eval_dataset=sets, processing_class=tiny_tokenizer(), **given
+    )
+
+
+KINDS = ("dpo", "reward", "sft")
+ROWS = {"one": pairs(19), "two": pairs(7, seed=1)}
+
+
+def on_nineteen(kind, folder, batch):
+    return trainer_of(kind, folder, ROWS, batch)
+
+
+TIMES = ("runtime", "per_second", "preparation_time", "num_tokens", "epoch")
+
+
+def evaluated(trainer):
+    trainer.evaluate()
+    logs = {k: v for log in trainer.state.log_history for k, v in log.items() if k.startswith("eval_")}
+    return {name: value for name, value in logs.items() if not any(each in name for each in TIMES)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_figure_depends_on_the_batch(kind, tmp_path):
+    found = [evaluated(on_nineteen(kind, tmp_path, batch)) for batch in (19, 8, 5, 1)]
+    for other in found[1:]:
+        assert_close(other, found[0], rtol=1e-4, atol=1e-5)
+    assert {name.split("_")[1] for name in found[0]} == {"one", "two"}
+    alone = evaluated(trainer_of(kind, tmp_path, {"two": ROWS["two"]}, 3))
+    assert_close(alone, {k: v for k, v in found[0].items() if k.startswith("eval_two_")}, rtol=1e-4, atol=1e-5)

@@ -19,7 +19,7 @@ from transformers.trainer_utils import TrainOutput
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
 from ..data.pair_columns import PairCollator, take_columns
-from ..evaluation import RowMeans
+from ..evaluation.row_means import RowMeans
 from ..functional import (
     displaced,
     masked_sum,

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .reward_model import plot_margins as plot_margins
     from .reward_model import reward_model_report as reward_model_report
     from .reward_model import wilson_interval as wilson_interval
-    from .row_means import RowMeans as RowMeans
     from .scripts import SCRIPTS as SCRIPTS
     from .scripts import main_scripts as main_scripts
     from .shingles import Unit as Unit

@@ -11,7 +11,7 @@ from trl import RewardTrainer, SFTTrainer
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
 from ..data.pair_columns import PairCollator, check_columns, take_columns
-from ..evaluation import RowMeans
+from ..evaluation.row_means import RowMeans
 from ..functional import preference_loss
 from ..models.adapters import is_adapter
 from ..models.saved_adapter import load_to_train

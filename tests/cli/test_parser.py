@@ -89,6 +89,7 @@ def test_value_takes_its_fields_type(subtests, parse):
         ("weights: 1", "weights", [1.0]),  # as the flag
         ("span: [-1e-1, 1e0]", "span", [-0.1, 1.0]),
         ("extra: {top_k: 5}", "extra", {"top_k": 5}),
+        ("extra: {min_lr: 1e-7, deep: {rate: 2E-3}}", "extra", {"min_lr": 1e-7, "deep": {"rate": 2e-3}}),
         ("extra: '{\"top_k\": 5}'", "extra", '{"top_k": 5}'),
     ]:
         with subtests.test(yaml=yaml):

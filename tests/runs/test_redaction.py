@@ -31,6 +31,13 @@ LEAKS = [  # (name, value, the part that must be gone)
     ("dataset_name", "https://me:plain@host/data.jsonl", "plain"),
     ("dataset_name", "https://plain@host/data.jsonl", "plain"),
     ("dataset_name", "https://host/data.jsonl?v=1&X-Amz-Signature=plain", "plain"),
+    *(
+        ("dataset_name", f"{scheme}host{path}?{name}=plain{more}", "plain")
+        for scheme in ("https://", "s3://", "at: https://", "url=", "")
+        for path in ("", "/x", "/a:b/c=d/data.jsonl")
+        for name in ("token", "api_key", "sig", "X-Amz-Signature", "access_token", "password")
+        for more in ("", "&v=1", "#part")
+    ),
     ("dataset_name", "https://host/data.jsonl?key=plain&v=1", "plain"),
     ("dataset_name", "https://host/data.jsonl?code=plain", "plain"),
     ("dataset_name", "https://host/data.jsonl?subscription-key=plain", "plain"),

@@ -30,5 +30,8 @@ class CutOffCallback(MonitorCallback):
         value = self.read("length_clipped")
         shares = self.follow("length_clipped", value, size=self.rollouts, answers=self.answers)
         if (mean := shares.above(plus=self.limit)) is not None:
-            advice = "Raise `max_completion_length`, or teach the policy to end its answers (SFT with EOS)."
+            advice = (
+                "Look how answers end: where the model writes another token than EOS, set `stop_token_id` to it. Else "
+                "raise `max_completion_length`, or teach the policy to end its answers (SFT with EOS)."
+            )
             yield Finding("most completions are cut off", mean, self.limit, advice)

@@ -133,11 +133,11 @@ def run_here(name: str, arguments: list[str]) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # who read the rest is gone, as in `| head`
         return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if os.environ.get("RANK", "0") == "0":
             again = " The same command continues with what is not done yet." if name in _KEEPS else ""
             if name in TRAINING or name in _TRAINS_TOO:
-                again = " The same command resumes from the newest checkpoint, if there is one."
+                again = f" {error}" if str(error) else " The same command resumes from the newest checkpoint, if any."
             print(f"\nInterrupted.{again}", file=sys.stderr)
         return _INTERRUPTED
     return 0

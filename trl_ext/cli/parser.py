@@ -221,7 +221,7 @@ def _read(path: str) -> tuple[dict[str, yaml.Node], dict[str, Any]]:
     """
     with open(config_file("--config", path), encoding="utf-8") as file:
         try:
-            loader = _NoRepeatedKeys(file)
+            loader = _Loader(file)
             root = loader.get_single_node()
             config = loader.construct_document(root) if root else None
         except UnicodeDecodeError as error:
@@ -248,7 +248,7 @@ def _text(node: yaml.Node) -> str:
 
 def read_yaml(text: str) -> Any:
     """Return the value of a YAML text; raise a `yaml.YAMLError` if a key is given twice."""
-    return yaml.load(text, _NoRepeatedKeys)
+    return yaml.load(text, _Loader)
 
 
 def entry_of(text: str) -> Any:
@@ -261,12 +261,14 @@ def entry_of(text: str) -> Any:
     if not text.lstrip().startswith(("{", "[")):
         return text
     try:
-        return yaml.load(text, _WithExponents)
+        return read_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{text!r} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
-class _NoRepeatedKeys(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):
+    """Load YAML, but refuse a key given twice, and read 1e-5 as a number, as flags do; PyYAML reads only 1.0e-5 so."""
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [(key.value, key.start_mark) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for index, (key, mark) in enumerate(keys):
@@ -275,11 +277,7 @@ class _NoRepeatedKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _WithExponents(_NoRepeatedKeys):
-    """Load YAML, but read 1e-5 as a number, as flags do; PyYAML itself reads only 1.0e-5 as one."""
-
-
-_WithExponents.add_implicit_resolver(
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 

@@ -1,11 +1,13 @@
 """Sample from a causal language model, and compute log-probs of answers: for trainers, tools and recipes."""
 
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, GenerationConfig
@@ -93,6 +95,33 @@ def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> li
         config = base_model_of(model).generation_config
     saved = config.eos_token_id
     return sorted({tokenizer.eos_token_id, *(saved if isinstance(saved, list) else [saved])} - {None})
+
+
+def warn_of_turn_end(tokenizer: Any, ends: Iterable[int], setting: str) -> None:
+    """
+    Warn if the chat template ends an assistant's turn by a special token that is not in `ends`.
+
+    Args:
+        tokenizer: the model's tokenizer, with its chat template.
+        ends: ids of the tokens that end an answer.
+        setting: the setting that adds such a token, with `{token!r}` or `{id}` in it.
+    """
+    said = "trl_ext"
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+    try:
+        _, is_there, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(said)
+    except TemplateError:  # a template that takes no such turns
+        return
+    end = next(iter(tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]), None)
+    if is_there and end in tokenizer.added_tokens_decoder and end not in {*ends}:
+        token = tokenizer.convert_ids_to_tokens(end)
+        warnings.warn(
+            f"The chat template ends the assistant's turn by {token!r}, but an answer ends only by "
+            f"{', '.join(map(repr, tokenizer.convert_ids_to_tokens([*ends])))}: a model that writes turns as the "
+            f"template does never ends an answer, and each is cut off. Set `{setting.format(token=token, id=end)}`.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def check_chat_template(tokenizer: Any, texts: Iterable[Any], whose: str, what: str) -> None:

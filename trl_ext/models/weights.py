@@ -47,6 +47,16 @@ def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> 
         )
 
 
+def check_pad_token(model: Any, tokenizer: Any) -> None:
+    """Raise a `ValueError` if the model has no embedding for the pad token: once saved, it could not be loaded."""
+    if (pad := tokenizer.pad_token_id) is not None and pad >= (vocabulary := vocabulary_of(model)):
+        raise ValueError(
+            f"The pad token {tokenizer.pad_token!r} has the id {pad}, but the model has embeddings for {vocabulary} "
+            f"tokens only. Set `pad_token` to one of them, such as {tokenizer.eos_token!r}, or call "
+            "`model.resize_token_embeddings`."
+        )
+
+
 def tokens_beyond(vocabulary: int, tokenizer: Any, pads_are_read: bool = True) -> dict[str, int]:
     """
     Return the tokens whose ids lie beyond a vocabulary of `vocabulary` tokens, and these ids, in their order.

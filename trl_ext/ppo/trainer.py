@@ -47,7 +47,7 @@ from ..models.adapter_switch import CRITIC
 from ..models.adapters import is_adapter
 from ..models.card import without_none
 from ..models.files import load_adapters, one_adapter, save_critic, weights_of, without_base
-from ..models.generation import check_savable
+from ..models.generation import check_savable, warn_of_turn_end
 from ..models.identity import hash_of, hub_identity, weights_identity
 from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
@@ -65,6 +65,7 @@ from ..upstream.names import (
     check_contract,
     disable_gradient_checkpointing,
     get_config_model_id,
+    is_conversational,
     use_adapter,
 )
 from ..upstream.temporarily import temporarily
@@ -424,6 +425,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             set_seed(sampling_seed(args, self.accelerator.process_index))  # vLLM in this process has set its own seed
         else:
             self.generation_config.eos_token_id = self.eos_token_ids
+        if self._tokenizer.chat_template and is_conversational(self.train_dataset[0]):
+            warn_of_turn_end(self._tokenizer, self.eos_token_ids, "stop_token_id: {id}")
         check_tokenizer(policy, self._tokenizer)
         if self._tokenizer.pad_token_id >= vocabulary_of(policy):
             # Pads are masked, but looked up: pad by an id that the policy has a row for

@@ -269,7 +269,12 @@ class ResumableRun(BackgroundSaving):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         with Hold(self.args.output_dir):
-            return self._train_alone(resume_from_checkpoint, **kwargs)
+            try:
+                return self._train_alone(resume_from_checkpoint, **kwargs)
+            except KeyboardInterrupt as error:
+                newest, _ = newest_complete(self.args.output_dir)
+                again = f"resumes from {newest}" if newest else "restarts, since there is no complete checkpoint yet"
+                raise KeyboardInterrupt(f"The same command {again}.") from error
 
     def _train_alone(self, resume_from_checkpoint: str | bool | None, **kwargs: Any) -> TrainOutput:
         check_monitors(self)  # callbacks may have been added

@@ -136,7 +136,8 @@ def _redacted_pair(match: re.Match) -> str:
     # As in "nats per token: 0.6709"; a longer row of digits may be a password
     is_number = re.fullmatch(r"-?(\d{1,5}|\d{1,5}\.\d{0,6}(e[+-]?\d+)?|inf|nan)[.%]?", match["value"])
     hide = _is_credential(_words(match["name"])) and not is_number
-    return f"{match['name']}{match['is']}{HIDDEN}" if hide else match[0]
+    value = HIDDEN if hide else _PAIR.sub(_redacted_pair, match["value"])  # which may be `//host/x?token=…` of a URL
+    return f"{match['name']}{match['is']}{value}"
 
 
 def _redacted_url(url: str, is_webhook: bool) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import trl
+from datasets import Dataset
 from transformers.trainer_utils import TrainOutput
 from trl import RewardTrainer, SFTTrainer
 
@@ -14,10 +15,13 @@ from ..data.pair_columns import PairCollator, check_columns, take_columns
 from ..evaluation.row_means import RowMeans
 from ..functional import preference_loss
 from ..models.adapters import is_adapter
+from ..models.generation import eos_token_ids, warn_of_turn_end
 from ..models.saved_adapter import load_to_train
+from ..models.weights import check_pad_token
 from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import AnswersSettings, SavingSettings, documented, resolve_for_cpu, setting
+from ..upstream.names import is_conversational
 from ..upstream.temporarily import temporarily
 
 
@@ -83,6 +87,7 @@ class _RecordedRun(RowMeans, ResumableRun):
             )
             with nullcontext() if args is None else temporarily(args, model_init_kwargs=None):
                 super().__init__(model, args, **kwargs)
+        check_pad_token(self.model, getattr(self.processing_class, "tokenizer", self.processing_class))
         ConsoleCallback.replace(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -93,6 +98,13 @@ class _RecordedRun(RowMeans, ResumableRun):
 
 class ResumableSFTTrainer(_RecordedRun, SFTTrainer):
     """Extend TRL's `SFTTrainer`, so that it resumes only from a complete checkpoint of the same run."""
+
+    def __init__(self, model: Any, args: Any = None, *, train_dataset: Any = None, **kwargs: Any):
+        is_chat = isinstance(train_dataset, Dataset) and is_conversational(train_dataset[0])
+        super().__init__(model, args, train_dataset=train_dataset, **kwargs)
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        if is_chat and tokenizer.chat_template:
+            warn_of_turn_end(tokenizer, eos_token_ids(self.model, tokenizer), "eos_token: {token!r}")
 
     def _tokens(self, inputs: dict[str, Any]) -> dict[str, int]:
         tokens = int((inputs["labels"][:, 1:] != -100).sum())

@@ -1,0 +1,77 @@
+"""A chat template whose turns end by another token than EOS, and a pad token without an embedding, are said."""
+
+import warnings
+
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from tests.ppo.worker import make_trainer
+from tests.tiny import ON_CPU, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext.stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
+
+USER, ANSWER = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a dog"}
+
+
+def chat_tokenizer(end):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<im_end>"]})
+    tokenizer.chat_template = tokenizer.chat_template.replace("</s>", end)
+    return tokenizer
+
+
+def sft(folder, tokenizer, rows, **settings):
+    args = SFTConfig(str(folder), max_length=32, max_steps=1, **{**ON_CPU, **settings})
+    model = tiny_llama(vocab_size=len(tokenizer) + 2)
+    return ResumableSFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
+def ppo(folder, tokenizer, rows, **settings):
+    prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
+    kwargs = {"train_dataset": prompts, "processing_class": tokenizer}
+    return make_trainer(folder, model=tiny_llama(vocab_size=len(tokenizer) + 2), trainer_kwargs=kwargs, **settings)
+
+
+@pytest.mark.parametrize("build, mended", [(sft, {"eos_token": "<im_end>"}), (ppo, {"stop_token_id": None})])
+def test_a_turn_that_ends_by_another_token_than_an_answer_is_said_with_the_setting(build, mended, tmp_path):
+    chat = [{"prompt": [USER], "completion": [ANSWER]}] * 16
+    with pytest.warns(UserWarning, match="ends the assistant's turn by '<im_end>'") as said:
+        build(tmp_path, chat_tokenizer("<im_end>"), chat)
+    end = chat_tokenizer("<im_end>").convert_tokens_to_ids("<im_end>")
+    setting = f"stop_token_id: {end}" if build is ppo else "eos_token: '<im_end>'"
+    assert any(f"Set `{setting}`" in str(each.message) for each in said)
+    mended = {"stop_token_id": end} if build is ppo else mended
+    text = [{"prompt": "the cat", "completion": " a dog"}] * 16
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The chat template ends")
+        build(tmp_path, chat_tokenizer("<im_end>"), chat, **mended)
+        build(tmp_path, chat_tokenizer("</s>"), chat)
+        build(tmp_path, chat_tokenizer("<im_end>"), text)
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_a_pad_token_without_an_embedding_is_refused_and_another_one_mends_it(kind, tmp_path):
+    row = {"prompt": "the cat", "completion": " a dog"} if kind == "sft" else {"chosen": "the cat", "rejected": " a"}
+    rows = Dataset.from_list([row] * 8)
+
+    def build(**settings):
+        tokenizer, model = tiny_tokenizer(pad=False), tiny_llama()
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        settings = {"max_steps": 1, **ON_CPU, **settings}
+        if kind == "sft":
+            args, trainer = SFTConfig(str(tmp_path), **settings), ResumableSFTTrainer
+        else:
+            args, trainer, model = (
+                RewardConfig(str(tmp_path), **settings),
+                ResumableRewardTrainer,
+                tiny_reward_model(model),
+            )
+        return trainer(model, args, train_dataset=rows, processing_class=tokenizer)
+
+    with pytest.raises(ValueError, match=r"'\[PAD\]' has the id .* Set `pad_token` to one of them, such as '</s>'"):
+        build()
+    trainer = build(pad_token="</s>")
+    trainer.train()
+    trainer.save_model()
+    type(trainer.model).from_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).pad_token == "</s>"

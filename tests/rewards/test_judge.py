@@ -113,9 +113,23 @@ def test_a_verdict_that_was_cut_is_none():
         JudgeReward(url, "m", RUBRIC)(["p"], ["a"])
 
 
+OUTAGES = [  # with status 200, as gateways send them while the model behind them is down
+    {"error": {"code": 502, "message": "upstream"}},
+    {"error": {"code": "rate_limit", "message": "slow down"}, "choices": None},
+    {"error": "overloaded"},
+    {"choices": []},
+    {"choices": [{"error": {"code": 503, "message": "no provider"}}]},
+    says("Score: 1", "error"),
+    {"detail": "starting"},
+    b"",
+    b"<html>One moment, please</html>",
+    b'{"choices": [{"mess',
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "reason", ["content_filter", "abort", "error", "model_length", "SAFETY", 7, ["stop"]], ids=str
+    "reason", ["content_filter", "abort", "model_length", "SAFETY", 7, ["stop"]], ids=str
 )
 def test_a_verdict_that_was_withheld_or_stopped_is_no_score_and_ends_no_run(reason, caplog):
     """No answer can end a run by what filters find in it, nor take the score of half a message."""
@@ -133,6 +147,21 @@ def test_a_verdict_that_was_withheld_or_stopped_is_no_score_and_ends_no_run(reas
         assert (
             f"'{name}' failed on 1 of 3" in caplog.text and f"not complete (finish_reason {reason!r}): " in caplog.text
         )
+
+
+@pytest.mark.parametrize("said", OUTAGES, ids=str)
+def test_an_outage_with_status_200_is_asked_again_as_one_with_503(said):
+    left = [said, said]
+    with serving(lambda body, _: left.pop() if left else says("Score: 4")) as (url, came):
+        assert JudgeReward(url, "m", RUBRIC)(["p"], ["a"]) == [4] and len(came) == 3
+
+
+@pytest.mark.parametrize("code, asked", [(400, 1), (401, 1), ("429", 3)])
+def test_the_code_of_an_error_with_status_200_is_its_status(code, asked):
+    for said in ({"error": {"code": code, "message": "no"}}, {"choices": [{"error": {"code": code}}]}):
+        with serving(lambda body, _, said=said: said) as (url, came):
+            assert JudgeReward(url, "m", RUBRIC, retries=2, parse_retries=0, on_error="skip")(["p"], ["a"]) == [None]
+        assert len(came) == asked
 
 
 def test_a_verdict_that_was_withheld_pays_in_no_reward_that_holds_the_judge():

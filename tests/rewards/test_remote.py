@@ -63,20 +63,33 @@ def test_every_row_has_its_score_whatever_the_server_does_meanwhile():
     assert f"rewards/{name}/failed" not in logged
 
 
-BAD = {
+PASSING = {  # what a proxy may say for a while
     "rubbish": b'{"scores": [1, 2',
+    "nothing": b"",
     "a page": b"<html><body>Hello</body></html>",
     "no UTF-8": b'{"scores": "\xff\xfe"}',
     "deep": b"[" * 100_000,
+    "an error": {"error": "no"},
+}
+BAD = {
     "no object": [1.0, 2.0],
     "a text": {"scores": "1.0 2.0"},
     "too few": {"scores": [1.0]},
-    "other": {"error": "no"},
+    "other": {"detail": "no"},
     "elsewhere": (302, {"location": "http://127.0.0.1:1/"}, {}),
     "not found": (404, {}, {"error": "no such model"}),
     "compressed": (200, {"content-encoding": "gzip"}, b"x" * 100),
     "enormous": b" " * 300_000,
 }
+
+
+@pytest.mark.parametrize("bad", PASSING)
+def test_what_is_no_answer_is_asked_for_again(bad):
+    left = [PASSING[bad]] * 2
+    with serving(lambda body, _: left.pop() if left else by_text(body)) as (url, came):
+        assert RemoteReward(url)(PROMPTS[:5], ANSWERS[:5]) == EXPECTED[:5] and len(came) == 3
+    with serving(by_text, health=lambda: PASSING["a page"]) as (url, _):
+        assert source_identity(RemoteReward(url))  # another kind of server, which names no weights
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -272,7 +285,7 @@ def test_a_token_is_sent_and_written_nowhere(monkeypatch, status):
         with pytest.raises(RuntimeError) as raised:
             reward(["p"], ["c"])
         identity = source_identity(reward)
-    assert seen == ["Bearer s3cret-token-of-mine"]
+    assert {*seen} == {"Bearer s3cret-token-of-mine"}
     assert "wrong token" in str(raised.value)
     for text in (str(raised.value), str(raised.value.__cause__), repr(vars(reward)), identity):
         assert "s3cret" not in text

@@ -15,7 +15,7 @@ import torch
 from sklearn.metrics import cohen_kappa_score
 
 from tests.rewards.http_stub import serving
-from tests.rewards.test_judge import parts_of, says
+from tests.rewards.test_judge import OUTAGES, parts_of, says
 from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
 from trl_ext.cli.main import main
 from trl_ext.runs import read_jsonl
@@ -181,7 +181,6 @@ BAD = {  # what it says, how it is counted, and how many of its messages are ask
     "refuses": (lambda body: says("I'm sorry, I can't compare these."), "unreadable", 2),
     "is stopped": (lambda body: says(judged(body, NAMES), "content_filter"), "withheld", 2),
     "is cut": (lambda body: says(judged(body, NAMES), "length"), "unreadable", 2),
-    "is no chat": (lambda body: {"text": judged(body, NAMES)}, "unreadable", 2),
 }
 
 
@@ -287,11 +286,21 @@ def test_no_prompt_is_trained_on_and_tested(folder, capsys):
     for row in rows[KNOWN : KNOWN + 5]:
         row["prompt"] = "prompt 0"
     write(folder / "pairs.jsonl", rows)
-    with serving(right) as (url, _):
+    with serving(right) as (url, came):
         status, printed, _ = run(capsys, url)
-    assert status == 0 and "left out: 5 of a prompt that people labelled" in printed
+    assert status == 0 and printed.count("5 pairs of a prompt that people labelled") == 1
+    assert len(came) == 2 * (ROWS - 5) and f"Cost of {ROWS - KNOWN - 5} further pairs" in printed
     train, test = ({row["prompt"] for row in read_jsonl(f"out/pairs/{split}.jsonl")} for split in ("train", "test"))
     assert train and test and not train & test
+
+
+@pytest.mark.slow
+def test_verdicts_without_a_pair_to_train_on_are_reported_all_the_same(folder, capsys):
+    write(folder / "labels.jsonl", [{"item": row["item"], "choice": better(row)} for row in read_jsonl("pairs.jsonl")])
+    with serving(right) as (url, came):
+        status, printed, error = run(capsys, url)
+    assert status == 1 and len(came) == 2 * ROWS and "refused: no pair is left to train on, of 0" in error
+    assert "kappa 1.00" in printed and json.loads((folder / "out/label.json").read_text())["judged"]["pairs"] == ROWS
 
 
 @pytest.mark.slow
@@ -315,6 +324,7 @@ def test_a_server_that_fails_ends_the_run_and_the_same_command_goes_on(folder, c
                 "the server answered as the model judge-1 and now answers as judge-2",
             ),
             (lambda body: time.sleep(1.0) or right(body), "ReadTimeout"),
+            *((lambda body, said=said: said, "run the same command again") for said in OUTAGES),
         ]
         for how, said in fails:
             state["how"] = how

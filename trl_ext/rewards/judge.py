@@ -10,7 +10,16 @@ from statistics import fmean
 from typing import Any
 
 from .checks import check_counts, checked_name
-from .service import Call, ServedReward, ServiceError, WithheldError, check_score, well_formed
+from .service import (
+    Call,
+    ServedReward,
+    ServiceError,
+    UnavailableError,
+    WithheldError,
+    check_score,
+    failure_of,
+    well_formed,
+)
 from .texts import text_of
 
 DATA_ALONE = """\
@@ -182,10 +191,13 @@ class JudgeReward(ServedReward):
         material = tagged(dict(zip(["prompt", *names], [prompt, *answers], strict=True)), nonce)
         return [{"role": "system", "content": rules}, {"role": "user", "content": material}]
 
+    def completion(self, messages: list[dict[str, str]], call: Call) -> Any:
+        """Send messages; return the server's answer, which has a [`choice_in`] it, or raise a `ServiceError`."""
+        return self._service.ask(call, {"model": self.model, "messages": messages, **self.settings}, check=choice_in)
+
     def _verdict(self, prompt: str, answers: list[str], call: Call) -> float:
         for left in reversed(range(self.parse_retries + 1)):
-            body = {"model": self.model, "messages": self.messages(prompt, answers), **self.settings}
-            answer = self._service.ask(call, body)
+            answer = self.completion(self.messages(prompt, answers), call)
             try:
                 return score_in(answer, self.scale)
             except ServiceError:
@@ -212,19 +224,35 @@ def score_in(answer: Any, scale: tuple[float, float]) -> float:
     raise ServiceError(f"the judge's message does not end with a score: {text[-120:]!r}")
 
 
+def choice_in(answer: Any) -> tuple[Any, Any]:
+    """
+    Return the content and the `finish_reason` of the message in a chat completion.
+
+    Raises:
+        UnavailableError: there is no message, or the server failed while it wrote the message: another try may succeed.
+        ServiceError: the choice has an error of another kind, see [`failure_of`].
+    """
+    try:
+        choice = answer["choices"][0]
+        if error := choice.get("error"):
+            raise failure_of(error, f"an error in place of a message: {repr(error)[:120]}")
+        message, ended = choice["message"].get("content"), choice.get("finish_reason")
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UnavailableError(f"the answer is not a chat completion: {repr(answer)[:120]}") from error
+    if ended == "error":
+        raise UnavailableError(f"the server failed while it wrote the message: {repr(answer)[:120]}")
+    return message, ended
+
+
 def message_of(answer: Any) -> str:
     """
     Return the judge's message in a chat completion.
 
     Raises:
         WithheldError: the server stopped or withheld the message.
-        ServiceError: `answer` is not a chat completion, or its message was cut off.
+        ServiceError: `answer` is not a chat completion, see [`choice_in`], or its message was cut off.
     """
-    try:
-        choice = answer["choices"][0]
-        message, ended = choice["message"]["content"], choice.get("finish_reason")
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ServiceError(f"the answer is not a chat completion: {repr(answer)[:120]}") from error
+    message, ended = choice_in(answer)
     text = message.strip() if isinstance(message, str) else ""
     if ended == "length":  # "Score: 1" may be the beginning of 10
         raise ServiceError(f"the judge's message was cut off, it ends in {text[-120:]!r}: raise `max_tokens`")

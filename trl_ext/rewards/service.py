@@ -123,8 +123,9 @@ class Service:
     """
     Post JSON to one URL, from several threads at once.
 
-    A request is sent again after a connection error, a timeout, or the status 408, 429 or 5xx (but not 501), and after
-    no other answer. The wait before it is what the server's `Retry-After` asks for, or random, and longer from try to
+    A request is sent again after a connection error, a timeout, the status 408, 429 or 5xx (but not 501), an answer
+    that is not JSON, or an `error` object with status 200, whose `code` counts as the status: so say gateways that the
+    server behind them failed. After no other answer is a request sent again, unless `check` asks for it. The wait before it is what the server's `Retry-After` asks for, or random, and longer from try to
     try. Each process makes an HTTP client of its own, so that a `Service` can be pickled and works after a fork.
 
     Args:
@@ -146,11 +147,18 @@ class Service:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_connections": {}}
 
-    def ask(self, call: Call, body: dict[str, Any] | None = None, url: str | None = None) -> Any:
+    def ask(
+        self,
+        call: Call,
+        body: dict[str, Any] | None = None,
+        url: str | None = None,
+        check: Callable[[Any], Any] | None = None,
+    ) -> Any:
         """
         Post `body` as JSON, or send a GET request if `body` is None; return the answer, read from JSON.
 
-        `url` takes the place of the service's own.
+        `url` takes the place of the service's own. The request is sent again if `check(answer)` raises an
+        [`UnavailableError`].
 
         Raises:
             UnavailableError: the service did not answer, or was not asked: the deadline has passed, or too many
@@ -170,8 +178,15 @@ class Service:
             before_sleep=lambda state: call.retried.append(state.upcoming_sleep),
             reraise=True,
         )
+
+        def send() -> Any:
+            answer = self._send(client, url or self.url, content, call)
+            if check is not None:
+                check(answer)
+            return answer
+
         try:
-            answer = attempts(self._send, client, url or self.url, content, call)
+            answer = attempts(send)
             failed = False
             return answer
         except ServiceError as error:
@@ -200,17 +215,18 @@ class Service:
             raise UnavailableError(f"{type(error).__name__}: {error}"[:200]) from error
         except httpx2.HTTPError as error:
             raise ServiceError(f"{type(error).__name__}: {error}"[:200]) from error
+        said, wait = self._excerpt(body), _seconds_in(response.headers.get("retry-after"))
         if (status := response.status_code) != 200:
-            message = f"status {status}: {self._excerpt(body)}"
-            if status in (408, 429) or (status >= 500 and status != 501):
-                raise UnavailableError(message, _seconds_in(response.headers.get("retry-after")))
-            raise (RefusedError if status in (400, 413, 422) else ServiceError)(message)
+            raise _failure(status, f"status {status}: {said}", wait)
         if encoding != "identity":
             raise ServiceError(f"the answer is compressed ({encoding[:20]!r}), but the request allows no compression")
         try:
             answer = json.loads(self._without_key(body.decode()))  # error messages quote parts of the answer
         except (ValueError, RecursionError) as error:
-            raise ServiceError(f"the answer is not JSON: {self._excerpt(body)}") from error
+            kind = ServiceError if content is None else UnavailableError  # a health page may be any text
+            raise kind(f"the answer is not JSON: {said}") from error
+        if isinstance(answer, dict) and (error := answer.get("error")):
+            raise failure_of(error, f"an error with status 200: {said}", wait)
         call.seconds.append(time.monotonic() - start)
         return answer
 
@@ -393,6 +409,18 @@ def in_threads(
     finally:
         todo.clear()
     return outcomes
+
+
+def failure_of(error: Any, message: str, wait: float | None = None) -> ServiceError:
+    """Return the exception for an `error` in an answer with status 200; its `code`, if it has one, is the status."""
+    code = str(error.get("code")) if isinstance(error, dict) else ""
+    return _failure(int(code) if code.isdecimal() and int(code) >= 400 else 503, message, wait)
+
+
+def _failure(status: int, message: str, wait: float | None) -> ServiceError:
+    if status in (408, 429) or (status >= 500 and status != 501):
+        return UnavailableError(message, wait)
+    return (RefusedError if status in (400, 413, 422) else ServiceError)(message)
 
 
 def well_formed(value: Any) -> Any:

@@ -133,6 +133,7 @@ def run(args: LabelArguments) -> dict[str, Any]:
         The report, which is written, too.
     """
     from ..labels import agreement_report
+    from ..labels.labelling import answer_key
     from .criteria import read_criteria
     from .data import people_choices, rows_for_people, write_for_people
     from .journal import Journal
@@ -187,7 +188,11 @@ def run(args: LabelArguments) -> dict[str, Any]:
         among = agreement_report(labels, args.seed)
         report["people"] = {name: among[name] for name in ("labels", "items", "alpha", "alpha_interval", "unknown")}
         report["people"]["annotators"] = len(among["annotators"])
-    _say_cost(args, judge, journal, known or rows, others if known else [])
+    tested = {answer_key(row["prompt"], None) for row in known}  # a prompt is trained on or tested, not both
+    kept = [row for row in others if answer_key(row["prompt"], None) not in tested]
+    if len(kept) < len(others):
+        left_out["of a prompt that people labelled"] = len(others) - len(kept)
+    _say_cost(args, judge, journal, known or rows, kept if known else [])
     if args.only_cost:
         return report
     if len(known) < args.min_known:
@@ -202,9 +207,12 @@ def run(args: LabelArguments) -> dict[str, Any]:
     ask(judge.ask_all, journal, _questions(args, known), "Known pairs", args.judge_url)
     report |= of_known(journal, known, people, criteria.names, args)
     if report["gate"]["passed"]:
-        ask(judge.ask_all, journal, _questions(args, others), "Pairs", args.judge_url)
-        report["pairs"] = training_pairs(folder, journal, known, others, people, report, criteria, args)
-    else:
+        ask(judge.ask_all, journal, _questions(args, kept), "Pairs", args.judge_url)
+        try:
+            report["pairs"] = training_pairs(folder, journal, known, kept, people, report, criteria, args)
+        except ValueError as error:  # the verdicts were paid for: the report has them
+            report["gate"] |= {"passed": False, "reasons": [str(error)]}
+    if not report["gate"]["passed"]:
         _withdraw(folder, report)
     report["judged"] = of_all(journal, rows, criteria.names, args)
     write_report(folder, report)

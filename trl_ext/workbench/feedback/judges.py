@@ -139,19 +139,18 @@ class Served(JudgeReward):
             ServiceError: the server cannot be reached, has refused all requests, or names another model than before.
         """
         try:
-            answer = self._service.ask(call, {"model": self.model, "messages": messages, **self.settings})
+            answer = self.completion(messages, call)
         except RefusedError as error:
             if self.served:
                 raise
             raise ServiceError(str(error)) from error  # nothing was ever answered: the settings must be wrong
-        if isinstance(answer, dict) and "choices" in answer:
-            now = answer["model"] if isinstance(answer.get("model"), str) else None
-            if (first := self.served.setdefault("model", now)) != now:
-                raise ServiceError(
-                    f"the server answered as the model {first or '(not named)'} and now answers as "
-                    f"{now or '(not named)'}, so answers of both would be mixed: serve the first one again, or choose "
-                    "another `output_dir`"
-                )
+        now = answer["model"] if isinstance(answer.get("model"), str) else None
+        if (first := self.served.setdefault("model", now)) != now:
+            raise ServiceError(
+                f"the server answered as the model {first or '(not named)'} and now answers as "
+                f"{now or '(not named)'}, so answers of both would be mixed: serve the first one again, or choose "
+                "another `output_dir`"
+            )
         return answer
 
 
@@ -220,7 +219,7 @@ class ServedJudge(Served):
                 why, message = "withheld", str(error)
             except NoVerdict as error:
                 why = str(error)
-            except ServiceError as error:  # the message was cut off, or the answer is no chat completion
+            except ServiceError as error:  # the message was cut off
                 why, message = "unreadable", str(error)
         return outcome(question, None, why, message, **kept)
 

@@ -159,7 +159,7 @@ def training_pairs(
         folder: folder in which `pairs` is made.
         journal: the judge's verdicts.
         known: the pairs that people labelled.
-        others: the pairs that people did not label.
+        others: the pairs of prompts of which people labelled none.
         people: key of a pair → people's choice.
         report: the report so far, with `noise` and `judge`.
         criteria: what the judge judged by.
@@ -176,7 +176,6 @@ def training_pairs(
         ValueError: no pair is left to train on.
     """
     left_out: Counter[str] = Counter()
-    tested = set(_prompts(known))
 
     def of(row: dict[str, Any], choice: str) -> dict[str, Any]:
         winner, loser = ("response_a", "response_b") if choice == "a" else ("response_b", "response_a")
@@ -191,13 +190,11 @@ def training_pairs(
                 **of_policies, **kept}  # fmt: skip
 
     train = []
-    for row, prompt in zip(others, _prompts(others), strict=True):
+    for row in others:
         votes = votes_of(journal, row, args.votes)
         choice, share = choice_of(votes, OVERALL)
         if choice == "tie":
             left_out["without a verdict" if all(vote["why"] != "read" for vote in votes) else "a tie"] += 1
-        elif prompt in tested:
-            left_out["of a prompt that people labelled"] += 1
         else:
             by = {name: choice_of(votes, name)[0] for name in criteria.principles}
             winner = {"a": "chosen", "b": "rejected"} if choice == "a" else {"b": "chosen", "a": "rejected"}
@@ -214,7 +211,10 @@ def training_pairs(
                 }
             )
     if not train:
-        raise ValueError(f"no pair is left to train on, of {len(others)} ({dict(left_out)}): give more pairs")
+        raise ValueError(
+            f"no pair is left to train on, of {len(others)} that people did not label (left out: "
+            f"{report['left_out'] | left_out}): give more pairs"
+        )
     test = [{**of(row, people[row["key"]]), "confidence": 1.0} for row in known if people[row["key"]] != "tie"]
     write_rows(folder / "pairs" / "train.jsonl", train)
     write_rows(folder / "pairs" / "test.jsonl", test)

@@ -44,8 +44,8 @@ class HackWatch(MonitorCallback):
         trainer: trainer whose completions are measured for repetition, where no `repetition_watch` logs it. None reads
             the logs alone.
         limit: risk above which the monitor acts.
-        sigmas: rise of the mean reward that counts, in σ of single scores: the smallest σ above 0 of the first logs or,
-            if all their scores are equal, the first σ above 0.
+        sigmas: rise of the mean reward that counts, in σ of single scores: the smallest σ above 0 of the first logs
+            or, if all their scores are equal, the first σ above 0.
         kl: KL that counts, in nats per response. A KL that is logged per token is multiplied by the mean length.
         moved: change from the baseline that counts: a relative one for length, entropy and the share of different
             n-grams, an absolute one for the critic's explained variance. Disagreement must grow by twice as much.

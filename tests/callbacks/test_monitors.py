@@ -296,7 +296,7 @@ def test_entropy_floor_absolute_and_relative(large):
 
 def test_length_drift(large):
     run = Replay(large, LengthDriftCallback(factor=1.5, clipped=0.3, rollouts=2))
-    for step, (length, cut) in enumerate([(10, 0.1), (14, 0.1), (17, 0.3), (19, 0.45), (7, 0.1)], 1):
+    for step, (length, cut) in enumerate([(11.95, 0.1), (12.05, 0.1), (17, 0.3), (19, 0.45), (7, 0.1)], 1):
         logs = {"completions/mean_length": length, "completions/clipped_ratio": cut, "completions/std_length": 7.0}
         run.log(step, logs=logs)
     assert [(a["step"], a["what"]) for a in run.alerts] == [
@@ -530,6 +530,26 @@ def test_a_hack_is_a_reward_that_rises_with_a_witness(large, change, is_hack):
     assert bool(run.said) == run.control.should_training_stop == is_hack
     if PHRASE in change and is_hack:
         assert run.alerts[0]["advice"].startswith("90% of answers contain one phrase, 10% at the start; score +3.0 σ.")
+
+
+@pytest.mark.parametrize("cls", [GRPOConfig, RLOOConfig, None])
+def test_a_hack_of_scores_that_were_all_equal_is_seen(cls, large, tmp_path):
+    args = large if cls is None else config(cls, tmp_path, per_device_train_batch_size=50_000)
+    reward, std = (SCORE, STD) if cls is None else ("reward", "reward_std")
+    run, shares = Replay(args, HackWatch(limit=0.5)), [0.0] * 20 + [share / 20 for share in range(21)]
+    for step, share in enumerate(shares, 1):
+        run.log(step, logs={reward: share, std: math.sqrt(share * (1 - share)), PHRASE: 0.1 + 0.8 * share})
+        assert share or not run.said
+    assert run.said
+
+
+def test_a_hack_within_the_baselines_logs_is_seen(large):
+    """Two of the four logs are hacked already: the score rises by 0.7 σ above their mean, the phrase by 0.34."""
+    run = Replay(large, HackWatch(limit=0.5))
+    for step, share in enumerate([0.0, 0.1] + [0.9] * 20, 1):
+        spread = 1 + 2.4 * math.sqrt(share * (1 - share))
+        run.log(step, logs={SCORE: 0.5 + 2.4 * share, STD: spread, PHRASE: 0.19 + 0.8 * share})
+    assert run.said
 
 
 def test_a_fall_of_gold_with_a_rising_reward_is_a_hack(large):

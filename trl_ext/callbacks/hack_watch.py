@@ -44,14 +44,15 @@ class HackWatch(MonitorCallback):
         trainer: trainer whose completions are measured for repetition, where no `repetition_watch` logs it. None reads
             the logs alone.
         limit: risk above which the monitor acts.
-        sigmas: rise of the mean reward that counts, in σ of the first single scores.
+        sigmas: rise of the mean reward that counts, in σ of single scores: the smallest σ above 0 of the first logs
+            or, if all their scores are equal, the first σ above 0.
         kl: KL that counts, in nats per response. A KL that is logged per token is multiplied by the mean length.
         moved: change from the baseline that counts: a relative one for length, entropy and the share of different
             n-grams, an absolute one for the critic's explained variance. Disagreement must grow by twice as much.
         shares: rise above the baseline that counts for three shares: of answers with the most frequent phrase, of
             repeated n-grams, and of answers that are cut off.
         gold: key of the gold score in the evaluation's metrics.
-        rollouts: number of first logs in the baseline.
+        rollouts: number of first logs in the baseline, fewer if one of them differs by more than noise.
         others: see [`MonitorCallback`].
     """
 
@@ -131,12 +132,13 @@ class HackWatch(MonitorCallback):
         stds = self.memory.setdefault("stds", [])
         if mean is None or std is None:
             return None
-        sigma = sum(stds) / len(stds) if stds else 0.0
-        if len(stds) < self.rollouts:
+        sigma = min(stds, default=0.0)
+        if std > 0 and (rewards.first is None or not stds):
             stds.append(std)
-        if rewards.first is None or sigma <= 0:
+        if rewards.first is None or not sigma:
             return None
-        error = self.sigmas * sigma / math.sqrt(2 * len(stds) * (self.answers or 1))
+        drawn = (self.answers or 1) * (getattr(self._args, "num_generations", None) or 1)  # those of a prompt, too
+        error = self.sigmas * sigma / math.sqrt(2 * len(stds) * drawn)
         risen = rewards.above(1, self.sigmas * sigma, error=error)
         return None if risen is None else (risen - rewards.first) / sigma
 

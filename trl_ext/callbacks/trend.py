@@ -24,12 +24,13 @@ class Series:
 
     Args:
         memory: state of this series, as JSON; {} for a new series.
-        first: number of first values that make the baseline; 0 for no baseline.
+        first: number of first values that make the baseline; 0 for no baseline. The baseline ends before a value that
+            differs from those before it by more than noise.
         size: number of values in the shortest mean.
     """
 
     def __init__(self, memory: dict[str, Any], first: int = 0, size: int = 1):
-        self.memory, self.wanted, self.size = memory, first, size
+        self.memory, self.wanted, self.size = memory, memory.get("wanted", first), size
         self.is_clustered = False
         if not memory:
             memory |= {"count": 0, "first": [], "squared_steps": 0.0, "known": 0, "variance": 0.0, "dof": 0}
@@ -69,13 +70,20 @@ class Series:
             memory["known"] += 1
             memory["variance"] += error**2
             memory["dof"] += min(dof, 1e9)
-        if len(memory["first"]) < self.wanted:
-            memory["first"].append(value)
-            memory["first_variance"] += 0.0 if error is None else error**2
         last = {"values": value, "steps": squared_step, "variances": 0.0 if error is None else error**2}
         for name, number in (last | {"answers": answers}).items():
             memory[name].append(number)
             del memory[name][: -(self.size * 2 ** (DOUBLINGS - 1))]
+        first, wanted = memory["first"], self.wanted
+        if 0 < len(first) < wanted:
+            self.wanted = len(first)
+            if self.above(1, acts=False) is None and self.below(1, acts=False) is None:
+                self.wanted = wanted
+            else:  # a baseline that went on through this change would hide it
+                memory["wanted"] = self.wanted
+        if len(first) < self.wanted:
+            first.append(value)
+            memory["first_variance"] += 0.0 if error is None else error**2
 
     @property
     def first(self) -> float | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.callbacks.replay import Replay
+from tests.ppo.worker import make_trainer
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext.callbacks import MonitoringPlotCallback
 from trl_ext.callbacks.trackers import tensorboard_writer
@@ -165,3 +166,14 @@ def test_tensorboards_folder_may_be_in_the_home(tmp_path, monkeypatch):
     with tensorboard_writer(None) as writer:
         writer.add_text("a", "b", 1)
     assert list((tmp_path / "logs" / "monitors").iterdir())
+
+
+@pytest.mark.slow
+def test_an_evaluation_after_trackio_was_closed_is_no_error(tmp_path):
+    pytest.importorskip("trackio")
+    from transformers.integrations import TrackioCallback
+
+    kwargs = {"eval_dataset": prompts(4, seed=1)}
+    trainer = make_trainer(tmp_path, report_to="trackio", trainer_kwargs=kwargs)
+    trainer.remove_callback(TrackioCallback)  # it would open a run of its own, as it does after training
+    assert math.isfinite(trainer.evaluate()["eval_objective/scores"]) and trainer.args.report_to == ["trackio"]

@@ -193,6 +193,12 @@ def test_batch_arithmetic(subtests, tmp_path):
             assert args.max_steps == steps == math.ceil(episodes / args.batch_size) * mini_batches * epochs
 
 
+def test_grpos_name_of_the_score_chooses_the_best_model(tmp_path):
+    for name in ("reward", "eval_reward"):
+        args = config(tmp_path, metric_for_best_model=name)
+        assert (args.metric_for_best_model, args.greater_is_better) == ("eval_objective/scores", True)
+
+
 def test_total_episodes_and_max_steps_must_agree(tmp_path):
     assert config(tmp_path, total_episodes=16, max_steps=8).max_steps == 8
     with pytest.raises(ValueError, match=r"`total_episodes=16` makes 8 optimizer steps .* `max_steps=9`"):

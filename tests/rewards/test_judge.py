@@ -128,9 +128,7 @@ OUTAGES = [  # with status 200, as gateways send them while the model behind the
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "reason", ["content_filter", "abort", "model_length", "SAFETY", 7, ["stop"]], ids=str
-)
+@pytest.mark.parametrize("reason", ["content_filter", "abort", "model_length", "SAFETY", 7, ["stop"]], ids=str)
 def test_a_verdict_that_was_withheld_or_stopped_is_no_score_and_ends_no_run(reason, caplog):
     """No answer can end a run by what filters find in it, nor take the score of half a message."""
 

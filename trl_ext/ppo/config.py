@@ -450,6 +450,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         self._check_values()
         if self.num_sample_generations:
             self.log_completions = True
+        if self.metric_for_best_model in ("reward", "eval_reward"):  # GRPO's name for it
+            self.metric_for_best_model = "eval_objective/scores"
         if self.metric_for_best_model is None and (self.load_best_model_at_end or str(self.save_strategy) == "best"):
             self.metric_for_best_model, self.greater_is_better = "eval_objective/scores", True
         try:

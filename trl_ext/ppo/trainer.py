@@ -26,6 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.hack_watch import attach_watch
 from ..callbacks.recording import objections_to, record_run
+from ..callbacks.trackers import trackio_is_open
 from ..data.calls import with_text_arguments
 from ..functional import (
     LAM_SCHEDULES,
@@ -1170,8 +1171,10 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     @contextmanager
     def _evaluating(self, passing: EvaluationPass) -> Iterator[None]:
         self._evaluation = passing
+        # TRL's profiling writes to Trackio, which transformers has closed by the evaluation after training
+        trackers = [name for name in self.args.report_to if name != "trackio" or trackio_is_open()]
         try:
-            with self._own_environments():
+            with self._own_environments(), temporarily(self.args, report_to=trackers):
                 yield
         finally:
             self._evaluation = None

@@ -229,7 +229,7 @@ def choice_in(answer: Any) -> tuple[Any, Any]:
     Return the content and the `finish_reason` of the message in a chat completion.
 
     Raises:
-        UnavailableError: there is no message, or the server failed while it wrote the message: another try may succeed.
+        UnavailableError: there is no message, or the server failed while it wrote it: another try may succeed.
         ServiceError: the choice has an error of another kind, see [`failure_of`].
     """
     try:

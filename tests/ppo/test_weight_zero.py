@@ -63,6 +63,17 @@ def draws(completions, **kwargs):
     return [random.random() + np.random.rand() + torch.rand(()).item() for _ in completions]
 
 
+async def draws_later(completions, **kwargs):
+    return draws(completions)
+
+
+def draws_in_background(completions, **kwargs):
+    return draws(completions)
+
+
+draws_in_background.in_background = True
+
+
 def reward_model(folder):
     return tiny_reward_model(tiny_llama(), seed=8)
 
@@ -72,6 +83,8 @@ MEASURED = {
     "none": lambda folder: lambda completions, **kwargs: [None] * len(completions),
     "tokens": lambda folder: of_tokens,
     "draws": lambda folder: draws,
+    "draws later": lambda folder: draws_later,
+    "draws in background": lambda folder: draws_in_background,
     "background": lambda folder: background,
     "async": lambda folder: judge,
     "model": reward_model,  # a critic would be its copy
@@ -83,6 +96,7 @@ MEASURED = {
     "scores": lambda folder: ScoreWatch(length_reward),
 }
 
+QUICK = ("some", "draws", "draws later", "draws in background")
 RUNS = {
     "plain": {"missing_eos_penalty": 1.0},
     "groups": {"num_generations": 4, "reward_normalization": "group", "reward_group_column": "topic"},
@@ -132,8 +146,9 @@ def without(tmp_path_factory):
 @pytest.mark.parametrize(
     "name, run",
     [
-        *(("some", "groups"), ("draws", "groups"), ("tokens", "tokens")),
-        *(pytest.param(name, "groups", marks=pytest.mark.slow) for name in MEASURED if name not in ("some", "draws")),
+        *((name, "groups") for name in QUICK),
+        ("tokens", "tokens"),
+        *(pytest.param(name, "groups", marks=pytest.mark.slow) for name in MEASURED if name not in QUICK),
         *(pytest.param(name, "plain", marks=pytest.mark.slow) for name in ("some", "tokens", "adapter")),
         *(pytest.param(name, "lora", marks=pytest.mark.slow) for name in ("some", "draws", "adapter")),
         pytest.param("some", "tokens", marks=pytest.mark.slow),

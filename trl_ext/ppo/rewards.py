@@ -58,7 +58,7 @@ class CheckedReward:
     scores of the tokens of each row, or None for a row that was scored as a whole.
 
     A function that runs in the background can be started early with [`CheckedReward.start`]. TRL's call then waits for
-    the result. A call of a function that was not started early runs within the context `around`.
+    the result. With a context `around` no function starts early: TRL's call runs it within that context.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class CheckedReward:
         function: Callable,
         name: str,
         mistakes: Mistakes,
-        around: Callable[[], AbstractContextManager] = nullcontext,
+        around: Callable[[], AbstractContextManager] | None = None,
     ):
         self.function = function
         self.name = name
         self.mistakes = mistakes
-        self.around = around
-        self.in_background = runs_in_background(function)
+        self.around = around or nullcontext
+        self.in_background = around is None and runs_in_background(function)
         self.token_scores: list[list[float] | None] = []
         self.is_muted = False  # whether what the function logs is dropped
         self._started: Started | None = None

@@ -285,8 +285,8 @@ class Rewards:
             mistakes: collects the errors of reward functions.
             forward: `forward(name, …)` scores rows with the reward model `name`, which shares the policy's base. It
                 runs the actor-critic inside its FSDP or DeepSpeed wrapper.
-            own_draws: makes a context with a random state of its own. Functions of weight 0 run in this context, so
-                that they do not affect training.
+            own_draws: makes a context with a random state of its own. Functions of weight 0 run in this context, and
+                none of them in the background: a thread would draw from the generator that training draws from.
         """
         result: list[Callable] = []
         for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
@@ -316,7 +316,7 @@ class Rewards:
                     chat_template_kwargs=args.chat_template_kwargs,
                     name=checked_name(None, name),  # a folder's name may have spaces
                 )
-            result.append(CheckedReward(reward, name, mistakes, own_draws if self.only_measures[i] else nullcontext))
+            result.append(CheckedReward(reward, name, mistakes, own_draws if self.only_measures[i] else None))
         return result
 
 

@@ -125,8 +125,9 @@ class Service:
 
     A request is sent again after a connection error, a timeout, the status 408, 429 or 5xx (but not 501), an answer
     that is not JSON, or an `error` object with status 200, whose `code` counts as the status: so say gateways that the
-    server behind them failed. After no other answer is a request sent again, unless `check` asks for it. The wait before
-    it is what the server's `Retry-After` asks for, or random, and longer from try to try. Each process makes an HTTP client of its own, so that a `Service` can be pickled and works after a fork.
+    server behind them failed. After no other answer is a request sent again, unless `check` asks for it. The wait
+    before it is what the server's `Retry-After` asks for, or random, and longer from try to try. Each process makes an
+    HTTP client of its own, so that a `Service` can be pickled and works after a fork.
 
     Args:
         url: address, without user and password.

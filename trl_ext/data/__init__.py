@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .splits import split_groups as split_groups
     from .texts import check_chat_template as check_chat_template
     from .texts import check_texts as check_texts
+    from .texts import content_of as content_of
     from .texts import has_content as has_content
     from .texts import is_messages as is_messages
     from .texts import is_text as is_text

@@ -7,6 +7,9 @@ from ..upstream.lazy import lazily
 if TYPE_CHECKING:
     from ..runs.rows import rows_identity as rows_identity
     from .calls import tool_calls as tool_calls
+    from .forms import answers_alone as answers_alone
+    from .forms import check_one_kind as check_one_kind
+    from .forms import one_form as one_form
     from .hh import split_dialogue as split_dialogue
     from .hh import split_pair as split_pair
     from .loading import held_out_rows as held_out_rows

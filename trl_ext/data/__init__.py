@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .loading import load_dataset_split as load_dataset_split
     from .pairs import usable_pairs as usable_pairs
     from .splits import balanced_rows as balanced_rows
+    from .splits import hold_out_prompts as hold_out_prompts
+    from .splits import prompt_groups as prompt_groups
     from .splits import split_groups as split_groups
     from .texts import check_chat_template as check_chat_template
     from .texts import check_texts as check_texts

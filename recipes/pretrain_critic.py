@@ -75,12 +75,12 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import load_dataset_split, save_base_fingerprint
     from trl_ext.callbacks import record_run
+    from trl_ext.data import hold_out_prompts
     from trl_ext.models import base_of, eos_token_ids, keep_unpacked, load_tokenizer
     from trl_ext.ppo import (
         CriticTrainer,
         check_apart,
         given_scores,
-        hold_out_prompts,
         load_critic,
         score_rollouts,
         with_returns,

@@ -31,7 +31,7 @@ def typed(row):
     return {name: f" {text.upper().replace(' ', '  ')}" for name, text in row.items()}
 
 
-@pytest.mark.parametrize("other", [without_prompt, turned, typed])
+@pytest.mark.parametrize("other", [without_prompt, turned, typed, as_messages])
 def test_a_pair_is_known_in_whatever_form_and_order_it_comes_again(other):
     trained = TrainedPairs.of(Dataset.from_list(pairs(0, 20)))
     again = pairs(10, 30)

@@ -1,5 +1,6 @@
 """`trl-ext evaluate`: figures that are known, what is refused and said, and answers that are kept."""
 
+import itertools
 import json
 import math
 import random
@@ -18,7 +19,7 @@ from trl_ext.cli.main import main
 from trl_ext.data import load_trained_prompts, prompt_hashes, save_trained_prompts
 from trl_ext.runs import read_jsonl
 from trl_ext.stages import ResumableSFTTrainer, SFTConfig
-from trl_ext.workbench.evaluate.data import judged
+from trl_ext.workbench.evaluate.data import check_held_out, judged
 from trl_ext.workbench.evaluate.figures import margins, mean_of, self_bleu, win_rate
 
 REWARDS = """
@@ -114,6 +115,16 @@ def test_prompts_of_a_run_are_refused(folder, capsys):
     assert set(load_trained_prompts("next")) == {*prompt_hashes(alone), *load_trained_prompts("run")}
     save_trained_prompts("next", Dataset.from_list([{"text": "a"}]))
     assert load_trained_prompts("next") is None  # not an earlier run's
+
+
+def test_prompts_of_a_run_are_refused_in_other_shapes(tmp_path):
+    turn = {"role": "user", "content": "the cat"}
+    shapes = ["the cat", [turn], [{"role": "system", "content": "on"}, turn]]
+    shapes.append([{**turn, "content": [{"type": "text", "text": "the cat"}]}])
+    for trained, asked in itertools.product(shapes, shapes):
+        save_trained_prompts(tmp_path, Dataset.from_list([{"prompt": trained, "completion": "sat"}]))
+        with pytest.raises(ValueError, match=r"run was trained on 1 of 1 prompts \(rows 0; 'the cat'\)"):
+            check_held_out({"run": str(tmp_path)}, Dataset.from_list([{"prompt": asked}]))
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ class HeldOutArguments(DataArguments):
 
     eval_size: int | None = setting(
         None,
-        "Rows to cut from the training split and evaluate on, for data without `dataset_test_split`. 0 switches "
-        "evaluation off.",
+        "Rows to cut from the training split and evaluate on, for data without `dataset_test_split`: all rows of a "
+        "prompt or none, so there may be somewhat fewer. 0 switches evaluation off.",
         range=">= 0",
     )
 

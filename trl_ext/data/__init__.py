@@ -7,15 +7,21 @@ from ..upstream.lazy import lazily
 if TYPE_CHECKING:
     from ..runs.rows import rows_identity as rows_identity
     from .calls import tool_calls as tool_calls
+    from .forms import answers_alone as answers_alone
+    from .forms import check_one_kind as check_one_kind
+    from .forms import one_form as one_form
     from .hh import split_dialogue as split_dialogue
     from .hh import split_pair as split_pair
     from .loading import held_out_rows as held_out_rows
     from .loading import load_dataset_split as load_dataset_split
     from .pairs import usable_pairs as usable_pairs
     from .splits import balanced_rows as balanced_rows
+    from .splits import hold_out_prompts as hold_out_prompts
+    from .splits import prompt_groups as prompt_groups
     from .splits import split_groups as split_groups
     from .texts import check_chat_template as check_chat_template
     from .texts import check_texts as check_texts
+    from .texts import content_of as content_of
     from .texts import has_content as has_content
     from .texts import is_messages as is_messages
     from .texts import is_text as is_text

@@ -11,6 +11,7 @@ from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
 from ..runs.nearest import near_path
 from ..runs.shipped import find
+from .splits import hold_out_prompts
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -70,8 +71,8 @@ def held_out_rows(
     Args:
         train: the training split.
         load_held_out: loads the held-out split; called only if `eval_size` is None.
-        eval_size: number of rows to cut from the training split for evaluation. 0: no evaluation. None: evaluate on
-            the held-out split.
+        eval_size: about how many rows to cut from the training split for evaluation, see [`hold_out_prompts`]. 0: no
+            evaluation. None: evaluate on the held-out split.
         seed: seed of the random cut.
 
     Raises:
@@ -82,12 +83,7 @@ def held_out_rows(
             return train, load_held_out()
         except ValueError as error:
             raise ValueError(f"{error}; or set `eval_size` to hold out rows of the training split") from error
-    if eval_size == 0:
-        return train, None
-    if eval_size >= len(train):
-        raise ValueError(f"`eval_size` {eval_size} leaves none of the {len(train)} rows to train on: lower it")
-    parts = train.train_test_split(eval_size, seed=seed)
-    return parts["train"], parts["test"]
+    return hold_out_prompts(train, eval_size, seed)
 
 
 def _load_splits(path: Path, name: str, config: str | None) -> dict[str, Dataset]:

@@ -2,11 +2,12 @@
 
 from datasets import Dataset
 
+from .forms import one_form, say
 from .texts import has_content, is_text
 
 
 def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
-    """Return the pairs that have a prompt and two different answers.
+    """Return the pairs that have a prompt and two different answers, in the form that [`one_form`] gives them.
 
     Args:
         dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless these contain it.
@@ -15,8 +16,9 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
 
     Raises:
         ValueError: some pairs are unusable and `drop` is False, or all pairs are unusable. The message says how many
-            are, and in which rows.
+            are, and in which rows. Or some pairs are text and others messages.
     """
+    dataset = one_form(dataset, name)
     pairs = list(zip(dataset["chosen"], dataset["rejected"], strict=True))
     wrong = {
         "without a chosen answer": [i for i, (chosen, _) in enumerate(pairs) if not has_content(chosen)],
@@ -32,5 +34,5 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
     message = f"{name} has {len(pairs)} pairs, among them {', '.join(counts)}"
     if not drop or len(rows) == len(pairs):
         raise ValueError(f"{message}: correct them; `drop_unusable_pairs` leaves them out if other pairs remain")
-    print(f"{message}: left out")
+    say(f"{message}: left out")
     return dataset.select([i for i in range(len(pairs)) if i not in rows])

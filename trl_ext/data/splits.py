@@ -4,6 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import xxhash
+from datasets import Dataset
+
+from .forms import say
+from .trained import pair_hashes, prompt_hashes
 
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, spread most evenly
 
@@ -54,6 +59,72 @@ def split_groups(
     rest = np.searchsorted(later[:-1] / later[-1:], (turn - first) / np.maximum(1 - first, 1e-9), side="right")
     places = np.where(is_large | (turn < first) | (len(names) == 1), 0, rest + 1)
     return np.array(names, dtype=object)[places[group]]
+
+
+def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Dataset, Dataset | None]:
+    """
+    Hold out rows at random, so that all rows of a prompt are held out or none.
+
+    Prompts are taken in random order while no more than `eval_size` rows are held out, but at least one is. If all
+    prompts are different, the result is that of `Dataset.train_test_split`.
+
+    Args:
+        dataset: rows as a trainer reads them, see [`prompt_groups`]. If all have the same prompt, rows are divided.
+        eval_size: number of rows to hold out; 0 for none.
+        seed: seed of the random order.
+
+    Returns:
+        The rows to train on, and the rows to evaluate on (None if `eval_size` is 0).
+
+    Raises:
+        ValueError: `eval_size` leaves nothing to train on.
+    """
+    if eval_size == 0:
+        return dataset, None
+    if eval_size >= len(dataset):
+        raise ValueError(f"`eval_size` {eval_size} leaves none of the {len(dataset)} rows to train on: lower it")
+    groups = prompt_groups(dataset)
+    if is_one := groups.max() == 0:
+        groups = np.arange(len(dataset))
+    sizes, is_held = np.bincount(groups), np.zeros(groups.max() + 1, bool)
+    order, count = np.random.default_rng(seed).permutation(len(sizes)), 0
+    for prompt in order:
+        if count + sizes[prompt] <= eval_size:
+            is_held[prompt], count = True, count + sizes[prompt]
+    if not count:
+        is_held[order[np.argmin(sizes[order])]] = True
+    rows = np.argsort(np.argsort(order)[groups], kind="stable")
+    held = is_held[groups[rows]]
+    if is_one:
+        say(f"All {len(rows):,} rows have one prompt, so what is held out shares it with what is trained on.")
+    elif len(sizes) < len(rows):
+        say(f"`eval_size` {eval_size:,}: {held.sum():,} rows are held out, all those of {is_held.sum():,} prompts.")
+    return dataset.select(rows[~held]), dataset.select(rows[held])
+
+
+def prompt_groups(dataset: Dataset) -> np.ndarray:
+    """
+    Number the prompts of rows by first occurrence, as [`prompt_hashes`] tells them apart: (N,) integers.
+
+    Pairs whose prompt is not known count as having one prompt if they share an answer, and other rows if they have the
+    same text or token ids, or else if they are equal.
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    keys = np.stack([prompt_hashes(dataset)] * 2, axis=1)
+    if len(unknown := np.flatnonzero(keys[:, 0] == 0)):
+        rows, names = dataset.select(unknown), set(dataset.column_names)
+        if names >= {"chosen", "rejected"}:
+            keys[unknown] = pair_hashes(rows)
+        else:
+            names = next(({name} for name in ("prompt_ids", "input_ids", "text") if name in names), names)
+            texts = (repr(row).encode(errors="surrogatepass") for row in rows.select_columns(sorted(names)))
+            keys[unknown] = np.array([xxhash.xxh3_64_intdigest(text) for text in texts], np.uint64)[:, None]
+    nodes, edges = np.unique(keys, return_inverse=True)
+    one, other = edges.reshape(-1, 2).T
+    graph = coo_array((np.ones(len(one), np.int8), (one, other)), shape=(len(nodes), len(nodes)))
+    return _numbers(connected_components(graph, directed=False)[1][one].tolist())
 
 
 def balanced_rows(values: Sequence[Any], most: int | None = None, seed: int = 0) -> np.ndarray:

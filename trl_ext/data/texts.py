@@ -25,6 +25,19 @@ def _is_message(message: Any) -> bool:
     return isinstance(message.get("role"), str) and bool(says)
 
 
+def content_of(message: dict[str, Any]) -> str:
+    """Return a message's content as one text; of blocks, the texts' lines."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(block.get("text") or "" for block in content if isinstance(block, dict))
+    return content or ""
+
+
+def without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages without the system message that they may begin with."""
+    return messages[messages[0]["role"] in ("system", "developer") :]
+
+
 def has_content(answer: Any) -> bool:
     """Return whether the text, or one of the messages, says anything or calls a tool."""
     if isinstance(answer, str):

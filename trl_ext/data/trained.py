@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from ..evaluation.duplicates import normalised
 from ..runs.files import PRIVATE_FOLDER, whole_file
-from .texts import is_messages, is_text
+from .texts import content_of, is_messages, is_text, without_system
 
 TRAINED_PAIRS = "trained_pairs.npz"
 TRAINED_PROMPTS = "trained_prompts.npy"
@@ -133,13 +133,13 @@ def not_trained_on(held_out: Dataset, trained: TrainedPairs) -> Dataset:
 
 
 def answer_hash(prompt: Any, answer: Any) -> int:
-    """Hash a prompt with its answer, texts or messages; the prompt is None if the answer contains it."""
+    """
+    Hash a prompt with its answer, texts or messages; the prompt is None if the answer contains it.
+
+    Only what they say counts, so that a text has the hash of a message with this text, or with a block of it.
+    """
     parts = [part for part in (prompt, answer) if part is not None]
-    if all(isinstance(part, str) for part in parts):
-        text = "".join(parts)
-    else:
-        turns = [[{"content": part}] if isinstance(part, str) else part for part in parts]
-        text = "\0".join(f"{turn.get('role')}: {turn.get('content')}" for part in turns for turn in part)
+    text = "".join(part if isinstance(part, str) else "".join(map(content_of, part)) for part in parts)
     return xxhash.xxh3_64_intdigest(normalised(text).encode("utf-8", "surrogatepass"))
 
 
@@ -164,7 +164,11 @@ def first_prompts(rows: Any, count: int) -> list[Any]:
 
 
 def prompt_hashes(dataset: Dataset) -> np.ndarray:
-    """Hash the prompt of each row: (N,) unsigned hashes of 64 bits, 0 for a row whose prompt is not known."""
+    """
+    Hash the prompt of each row: (N,) unsigned hashes of 64 bits, 0 for a row whose prompt is not known.
+
+    A system message does not count, unless it is all that there is.
+    """
     names = [name for name in ("prompt", "messages", "chosen") if name in dataset.column_names]
     if not names:
         return np.zeros(len(dataset), np.uint64)
@@ -173,7 +177,8 @@ def prompt_hashes(dataset: Dataset) -> np.ndarray:
         for batch in dataset.select_columns(names).iter(_ROWS)
         for values in zip(*(batch[name] for name in names), strict=True)
     ]
-    return np.array([0 if prompt is None else answer_hash(prompt, None) for prompt in prompts], np.uint64)
+    asked = [(without_system(prompt) or prompt) if isinstance(prompt, list) else prompt for prompt in prompts]
+    return np.array([0 if prompt is None else answer_hash(prompt, None) for prompt in asked], np.uint64)
 
 
 def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None, is_uploaded: bool = False) -> None:

@@ -8,7 +8,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
 from transformers import AutoProcessor
 
-from ..data import has_content, is_text
+from ..data import has_content, is_text, one_form
 from ..data.pair_columns import SCORES, column_problem
 from ..models.generation import check_chat_template
 from ..upstream.names import get_config_model_id
@@ -96,7 +96,9 @@ def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, 
                 "`margin_normalization='source'` and `beta_controller='drift'` without `drift_horizon` need the whole "
                 f"dataset, but the {name} dataset is a stream: pass a `datasets.Dataset`, or change these settings."
             )
-        return dataset.map(_checked, with_indices=True, fn_kwargs={"name": name, "columns": columns})
+        stream = one_form(dataset, f"The {name} dataset")
+        return stream.map(_checked, with_indices=True, fn_kwargs={"name": name, "columns": columns})
+    dataset = one_form(dataset, f"The {name} dataset")
     problems: list[str] = []
     prompt = ["prompt"] * ("prompt" in found)
     for row, example in enumerate(dataset.select_columns([*prompt, "chosen", "rejected", *columns])):

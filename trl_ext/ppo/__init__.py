@@ -10,7 +10,7 @@ from .critic_model import load_critic
 from .critic_trainer import CriticTrainer
 from .roles import check_roles
 from .rollout import Rollout
-from .saved_rollouts import check_apart, given_scores, hold_out_prompts, score_rollouts, with_returns, with_token_ids
+from .saved_rollouts import check_apart, given_scores, score_rollouts, with_returns, with_token_ids
 from .trainer import PPOTrainer
 from .vllm import ServerLost
 
@@ -25,7 +25,6 @@ __all__ = [
     "check_apart",
     "check_roles",
     "given_scores",
-    "hold_out_prompts",
     "load_critic",
     "score_rollouts",
     "with_returns",

@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import DataCollatorWithPadding, ProcessorMixin
 
-from ..data import check_texts
+from ..data import check_one_kind, check_texts
 from ..models.generation import check_chat_template
 from ..models.weights import base_model_of, vocabulary_of
 from ..upstream.names import get_callable_name, get_config_model_id, is_vllm_available
@@ -187,6 +187,7 @@ def check_inputs(
             )
         if "prompt" in dataset.column_names:
             check_texts(dataset, ("prompt",), f"The {name} dataset")
+            check_one_kind(dataset, ("prompt",), f"The {name} dataset")
         given = {"prompt_ids": "the prompts' tokens", "finished": "whether an answer ended"}
         if taken := [column for column in given if column in dataset.column_names]:
             raise ValueError(

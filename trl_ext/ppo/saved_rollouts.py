@@ -299,41 +299,6 @@ def with_returns(
     return dataset.add_column("score", scores[kept].tolist()).add_column("returns", returns)
 
 
-def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Dataset, Dataset | None]:
-    """
-    Hold out at least `eval_size` rows; the rows of one prompt are either all held out or all trained on.
-
-    Args:
-        dataset: rows with `prompt_ids`.
-        eval_size: number of rows to evaluate on; 0 for none.
-        seed: seed of the random choice.
-
-    Returns:
-        The rows to train on, and the rows to evaluate on (None if `eval_size` is 0).
-
-    Raises:
-        ValueError: no prompt would remain to train on.
-    """
-    if eval_size == 0:
-        return dataset, None
-    rows_of: dict[tuple[int, ...], list[int]] = {}
-    for row, ids in enumerate(dataset["prompt_ids"]):
-        rows_of.setdefault(tuple(ids), []).append(row)
-    prompts = list(rows_of.values())
-    held_out: list[int] = []
-    for place in torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist():
-        if len(held_out) >= eval_size:
-            break
-        held_out += prompts[place]
-    if len(held_out) == len(dataset):
-        raise ValueError(
-            f"`eval_size` {eval_size} holds out all {len(dataset)} rollouts ({len(prompts)} prompts), and leaves none "
-            "to train on: lower it"
-        )
-    held = set(held_out)
-    return dataset.select([row for row in range(len(dataset)) if row not in held]), dataset.select(sorted(held))
-
-
 def check_apart(train: Dataset, held_out: Dataset) -> None:
     """Raise if a prompt has rollouts in the training set and in the held-out set."""
     trained = set(map(tuple, train["prompt_ids"]))

@@ -11,6 +11,7 @@ from trl import RewardTrainer, SFTTrainer
 
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
+from ..data import one_form
 from ..data.pair_columns import PairCollator, check_columns, take_columns
 from ..evaluation.row_means import RowMeans
 from ..functional import preference_loss
@@ -78,6 +79,13 @@ class _RecordedRun(RowMeans, ResumableRun):
 
     def __init__(self, model: Any, args: Any = None, **kwargs: Any):
         given = getattr(args, "model_init_kwargs", None) or {}
+        for which in ("train", "eval"):
+            rows, name = kwargs.get(f"{which}_dataset"), f"The {which} dataset"
+            kwargs[f"{which}_dataset"] = (
+                {key: one_form(part, f"{name} {key!r}") for key, part in rows.items()}
+                if isinstance(rows, dict)
+                else one_form(rows, name)
+            )
         if not is_adapter(model, given.get("revision")):
             super().__init__(model, args, **kwargs)
         else:  # load the base that the adapter names, and train the adapter further

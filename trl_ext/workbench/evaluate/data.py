@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from ...data import check_texts, load_dataset_split, load_trained_prompts, prompt_hashes, write_rows
+from ...data import check_texts, content_of, load_dataset_split, load_trained_prompts, prompt_hashes, write_rows
 from ...models import (
     answer_texts,
     completion_logprobs,
@@ -90,7 +90,7 @@ def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
         elif len(places := np.flatnonzero(np.isin(hashes, trained))):
             shown = ", ".join(map(str, places[:_NAMED])) + (", …" if len(places) > _NAMED else "")
             first = rows[int(places[0])]["prompt"]
-            text = first if isinstance(first, str) else first[-1]["content"]
+            text = first if isinstance(first, str) else content_of(first[-1])
             first = repr(textwrap.shorten(text, 80, placeholder=" …"))
             seen.append(f"{name} was trained on {len(places)} of {len(rows)} prompts (rows {shown}; {first})")
     if seen:

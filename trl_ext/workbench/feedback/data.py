@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from ...data import check_texts, has_content, load_dataset_split, write_rows
+from ...data import answers_alone, check_texts, has_content, load_dataset_split, write_rows
 from ...rewards import text_of
 from ...runs import write_text
 from ..evaluate.data import Sampling, answers_of, free
@@ -34,7 +34,7 @@ def load_pairs(name: str, split: str, keep: Sequence[str], left_out: dict[str, i
     Raises:
         ValueError: a column or a text is missing, or two pairs have the same `item`.
     """
-    table = load_dataset_split(name, split, columns=(*TEXTS, *keep))
+    table = answers_alone(load_dataset_split(name, split, columns=(*TEXTS, *keep)), f"`pairs` {name}", TEXTS)
     check_texts(table, TEXTS, f"`pairs` {name}")
     has_item, found, items = "item" in table.column_names, {}, set()
     for row in table:

@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 from datasets import Dataset
 
-from ...data import is_messages, is_text
+from ...data import content_of, is_messages, is_text
 from ...evaluation import (
     Duplicates,
     Unit,
@@ -157,7 +157,7 @@ def _turns(value: Any, column: str) -> list[str]:
         value = value[: answers[-1]] if answers else value
     asked = [place for place, message in enumerate(value) if message["role"] == "user"]
     last = asked[-1] if asked else len(value) - 1
-    return [_content(message) for message in (*value[:last], *value[last + 1 :], *value[last : last + 1])]
+    return [content_of(message) for message in (*value[:last], *value[last + 1 :], *value[last : last + 1])]
 
 
 def _text(turns: list[str], by: By) -> str:
@@ -165,14 +165,7 @@ def _text(turns: list[str], by: By) -> str:
 
 
 def _answer(value: Any) -> str:
-    return _content(value[-1]) if is_messages(value) else value if isinstance(value, str) else ""
-
-
-def _content(message: dict[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, list):  # parts: texts and pictures
-        return "\n".join(part.get("text") or "" for part in content if isinstance(part, dict))
-    return content or ""
+    return content_of(value[-1]) if is_messages(value) else value if isinstance(value, str) else ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,159 @@
+"""In what form trainers get rows, and which rows are held out: no prompt read twice, and none on both sides."""
+
+import itertools
+
+import pytest
+from datasets import Dataset, IterableDataset
+
+from tests.tiny import ON_CPU, length_reward, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext import DPOConfig, DPOTrainer, PPOTrainer
+from trl_ext.data import answers_alone, hold_out_prompts, one_form, prompt_groups, prompt_hashes
+from trl_ext.stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
+
+
+def turn(role, content):
+    return [{"role": role, "content": content}]
+
+
+ASKED, SYSTEM = turn("user", "the cat"), turn("system", "on")
+TEXT = {"prompt": "the cat ", "chosen": "sat on", "rejected": "ran"}
+CHAT = {"prompt": ASKED, "chosen": turn("assistant", "sat on"), "rejected": turn("assistant", "ran")}
+BLOCKS = turn("user", [{"type": "text", "text": "the cat"}])
+
+
+def whole(row, before=()):
+    """The row with answers that begin with its prompt, for messages after those of `before`."""
+    begin = row["prompt"] if isinstance(row["prompt"], str) else [*before, *row["prompt"]]
+    return {**row, **{name: begin + row[name] for name in ("chosen", "rejected")}}
+
+
+def chat_in_other_shapes():
+    yield whole(CHAT), CHAT
+    yield {**whole(CHAT), "prompt": "the cat"}, CHAT  # as in ultrafeedback_binarized
+    yield {**whole(CHAT), "prompt": SYSTEM + ASKED}, {**CHAT, "prompt": SYSTEM + ASKED}
+    yield whole(CHAT, SYSTEM), {**CHAT, "prompt": SYSTEM + ASKED}
+    yield {**whole(CHAT), "prompt": BLOCKS}, {**CHAT, "prompt": BLOCKS}
+    yield {**CHAT, "prompt": "the cat"}, CHAT
+    yield {**TEXT, "prompt": ASKED}, CHAT
+
+
+@pytest.mark.parametrize("given, expected", [(whole(TEXT), TEXT), *chat_in_other_shapes()])
+def test_answers_come_without_their_prompt(given, expected, capsys):
+    made = one_form(Dataset.from_list([given] * 3), "the rows")
+    assert made.to_list() == [expected] * 3
+    assert capsys.readouterr().out.count("3 of 3 rows") == 1  # said once
+    assert one_form(made, "the rows") is made and not capsys.readouterr().out
+    if isinstance(given["chosen"], list):
+        stream = IterableDataset.from_generator(lambda: iter([given]), features=Dataset.from_list([given]).features)
+        assert list(one_form(stream, "a stream")) == [expected]
+
+
+def test_an_answer_may_begin_with_the_prompts_words():
+    rows = [
+        {"prompt": "Hello", "completion": "Hello! How are you?"},
+        *[{"prompt": "Bye", "completion": "See you"}] * 2,
+    ]
+    rows = Dataset.from_list(rows)
+    assert one_form(rows, "the rows") is rows
+    dialogue = Dataset.from_list([{**CHAT, "prompt": [*ASKED, *turn("assistant", "sat on"), *ASKED]}])
+    assert one_form(dialogue, "the rows") is dialogue
+    tables = Dataset.from_list([{"prompt": ASKED, "a": ASKED + CHAT["chosen"], "b": CHAT["rejected"]}])
+    assert answers_alone(tables, "the rows", ("prompt", "a"))[0]["a"] == CHAT["chosen"]
+
+
+def made_by(stage, folder, rows):
+    """Return the columns of token ids that a trainer makes of the rows."""
+    model, given = tiny_llama(), {"train_dataset": rows, "processing_class": tiny_tokenizer()}
+    if stage == "dpo":
+        made = DPOTrainer(model, args=DPOConfig(folder, **ON_CPU), **given).train_dataset
+    elif stage == "reward":
+        made = ResumableRewardTrainer(tiny_reward_model(model), RewardConfig(folder, **ON_CPU), **given).train_dataset
+    elif stage == "sft":
+        given["train_dataset"] = rows.rename_column("chosen", "completion").remove_columns("rejected")
+        made = ResumableSFTTrainer(model, SFTConfig(folder, **ON_CPU), **given).train_dataset
+    else:
+        made = PPOTrainer(model, length_reward, tiny_config(folder), **given).train_dataset
+    return [made[name][:] for name in made.column_names if name.endswith("ids") or name == "labels"]
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
+@pytest.mark.parametrize("row", [TEXT, CHAT])
+def test_trainers_read_the_prompt_once(stage, row, tmp_path):
+    made, expected = (made_by(stage, tmp_path, Dataset.from_list([each] * 2)) for each in (whole(row), row))
+    assert made == expected and len(expected) >= 2
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
+@pytest.mark.parametrize("kinds", [(TEXT, CHAT), (CHAT, TEXT)])
+def test_rows_of_text_among_rows_of_messages_are_named(stage, kinds, tmp_path):
+    rows = Dataset.from_list([kinds[0], kinds[1], kinds[0]], on_mixed_types="use_json")
+    text, chat = ("2 (rows 0, 2)", "1 (rows 1)")[:: 1 if kinds[0] is TEXT else -1]
+    with pytest.raises(ValueError) as error:
+        made_by(stage, tmp_path, rows)
+    assert f"of 3 rows, {text} are text and {chat} are messages" in str(error.value)
+
+
+# ---- Which prompts are the same, and what is held out ----
+
+
+def test_a_prompt_is_the_same_in_every_shape():
+    shapes = ["the cat", " The  cat ", ASKED, SYSTEM + ASKED, BLOCKS]
+    hashes = [prompt_hashes(Dataset.from_list([{"prompt": shape}]))[0] for shape in shapes]
+    assert len({*hashes}) == 1 and hashes[0]
+    others = ["the dog", SYSTEM, SYSTEM + turn("user", "the dog"), ASKED * 2]
+    others = [prompt_hashes(Dataset.from_list([{"prompt": shape}]))[0] for shape in others]
+    assert len({*others, *hashes}) == 4  # "the dog" is there twice
+
+
+def several(count=40, answers=3):
+    """Pairs of all answers to each prompt."""
+    for prompt in range(count):
+        for a, b in itertools.combinations(range(answers), 2):
+            yield {"prompt": f"ask {prompt} ", "chosen": f"say {prompt} {a}", "rejected": f"say {prompt} {b}"}
+
+
+SHAPES = {
+    "text": lambda row: row,
+    "text without a prompt": lambda row: {name: row["prompt"] + row[name] for name in ("chosen", "rejected")},
+    "messages": lambda row: {
+        name: turn("user", row["prompt"]) + turn("assistant", row[name]) for name in ("chosen", "rejected")
+    },
+    "SFT": lambda row: {"messages": turn("user", row["prompt"]) + turn("assistant", row["chosen"])},
+    "SFT of texts": lambda row: {"text": row["prompt"]},
+    "tokens": lambda row: {"input_ids": [int(row["prompt"].split()[1])]},
+    "rollouts": lambda row: {"prompt_ids": [int(row["prompt"].split()[1])], "completion_ids": [len(row["chosen"])]},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("eval_size", [1, 10, 60])
+def test_no_prompt_is_on_both_sides(shape, eval_size):
+    rows = [{**SHAPES[shape](row), "n": n} for n, row in enumerate(several())]
+    train, held_out = hold_out_prompts(Dataset.from_list(rows), eval_size, seed=eval_size)
+    numbers = [sorted(each["n"]) for each in (train, held_out)]
+    assert sorted(sum(numbers, [])) == list(range(len(rows)))
+    assert not {n // 3 for n in numbers[0]} & {n // 3 for n in numbers[1]}  # three pairs a prompt
+    assert len(held_out) == max(eval_size // 3 * 3, 3)
+    again = hold_out_prompts(Dataset.from_list(rows), eval_size, seed=eval_size)
+    assert [each["n"] for each in again] == [each["n"] for each in (train, held_out)]
+    assert hold_out_prompts(Dataset.from_list(rows), eval_size, seed=99)[1]["n"] != held_out["n"]
+
+
+def test_different_prompts_are_divided_as_datasets_divides_rows():
+    rows = Dataset.from_dict({"prompt": [f"ask {n}" for n in range(50)]})
+    expected = rows.train_test_split(7, seed=3)
+    assert [part["prompt"] for part in hold_out_prompts(rows, 7, seed=3)] == [
+        expected[part]["prompt"] for part in ("train", "test")
+    ]
+
+
+def test_rows_of_one_prompt_are_divided_and_it_is_said(capsys):
+    rows = Dataset.from_dict({"prompt": ["go"] * 9, "n": list(range(9))})
+    train, held_out = hold_out_prompts(rows, 4, seed=0)
+    assert (len(train), len(held_out)) == (5, 4) and "9 rows have one prompt" in capsys.readouterr().out
+    assert prompt_groups(Dataset.from_dict({"prompt": ["go", "", "go", ""], "n": [1, 2, 3, 4]})).tolist() == [
+        0,
+        1,
+        0,
+        2,
+    ]

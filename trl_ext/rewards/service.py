@@ -226,8 +226,8 @@ class Service:
         except (ValueError, RecursionError) as error:
             kind = ServiceError if content is None else UnavailableError  # a health page may be any text
             raise kind(f"the answer is not JSON: {said}") from error
-        if isinstance(answer, dict) and (error := answer.get("error")):
-            raise failure_of(error, f"an error with status 200: {said}", wait)
+        if isinstance(answer, dict) and (failure := answer.get("error")):
+            raise failure_of(failure, f"an error with status 200: {said}", wait)
         call.seconds.append(time.monotonic() - start)
         return answer
 

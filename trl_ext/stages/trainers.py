@@ -108,9 +108,9 @@ class ResumableSFTTrainer(_RecordedRun, SFTTrainer):
     """Extend TRL's `SFTTrainer`, so that it resumes only from a complete checkpoint of the same run."""
 
     def __init__(self, model: Any, args: Any = None, *, train_dataset: Any = None, **kwargs: Any):
-        is_chat = isinstance(train_dataset, Dataset) and is_conversational(train_dataset[0])
+        is_chat = isinstance(train_dataset, Dataset) and any(map(is_conversational, train_dataset.take(1)))
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
         if is_chat and tokenizer.chat_template:
             warn_of_turn_end(tokenizer, eos_token_ids(self.model, tokenizer), "eos_token: {token!r}")
 

@@ -59,25 +59,38 @@ def check_models(script_args: RewardScriptArguments, model_args: ClassifierArgum
     check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
 
 
-def next_ppo(
-    output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments, context: int, use_cpu: bool
+def next_command(
+    output_dir: Path,
+    script_args: RewardScriptArguments,
+    model_args: ClassifierArguments,
+    context: int,
+    use_cpu: bool,
+    is_refused: bool = False,
 ) -> str:
-    """Return the shell command that trains the reward model's base with PPO on its prompts."""
+    """
+    Return the shell command that trains the reward model's base with PPO on its prompts, or with DPO on its pairs if
+    the report refuses the reward model.
+    """
     from trl_ext.models import is_adapter
 
+    is_peft = model_args.use_peft or is_adapter(model_args.model_name_or_path)
+    stage = "dpo" if is_refused else "ppo"
+    of_lora = {"dpo": {"learning_rate": 2e-5}, "ppo": {"learning_rate": 1e-5, "critic_learning_rate": 5e-5}}
     flags = {
         "model_name_or_path": model_args.model_name_or_path,
-        "reward_model_name_or_path": output_dir,
+        **({} if is_refused else {"reward_model_name_or_path": output_dir}),
         "dataset_name": script_args.dataset_name,
-        "output_dir": f"{output_dir}-ppo",
+        "output_dir": f"{output_dir}-{stage}",
+        **(of_lora[stage] if is_peft else {}),
         **({"dataset_config": script_args.dataset_config} if script_args.dataset_config else {}),
         **({"eval_size": script_args.eval_size} if script_args.eval_size else {}),
         **({"use_peft": "true"} if model_args.use_peft and not is_adapter(model_args.model_name_or_path) else {}),
-        **({"max_completion_length": context // 2} if context <= 1024 else {}),  # PPOConfig's own would not fit
+        # PPOConfig's own would not fit
+        **({"max_completion_length": context // 2} if context <= 1024 and not is_refused else {}),
         **({"use_cpu": "true"} if use_cpu else {}),
     }
     return shlex.join(
-        ["trl-ext", "ppo", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
+        ["trl-ext", stage, *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
     )
 
 
@@ -309,8 +322,9 @@ def main(arguments: list[str] | None = None) -> None:
         done = f"Reward model: {output_dir}{outcome}\n{page}"
         context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", math.inf)
         has_prompts = saved[0].endswith("ForCausalLM") and "prompt" in train_dataset.column_names
-        following = next_ppo(output_dir, script_args, model_args, context, args.use_cpu)
-        return done, following if has_prompts else "trl-ext ppo --help"
+        is_refused = bool(objections([str(output_dir)]))
+        following = next_command(output_dir, script_args, model_args, context, args.use_cpu, is_refused)
+        return done, following if has_prompts else f"trl-ext {'dpo' if is_refused else 'ppo'} --help"
 
     if script_args.ensemble is None:
         done, following = train(training_args, train_dataset)

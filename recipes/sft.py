@@ -112,7 +112,9 @@ def main(arguments: list[str] | None = None) -> None:
         )
     keep_unpacked(trainer.model)
     with parser.one_line_errors(CannotResume, NotSaved):
-        result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
+        checkpoint = checkpoint_to_resume(training_args)
+        training_args.eval_on_start = eval_dataset is not None and not checkpoint  # so that the page says what was won
+        result = trainer.train(resume_from_checkpoint=checkpoint)
 
     # 5. Save
     with parser.one_line_errors(NotSaved):

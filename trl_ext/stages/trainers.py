@@ -1,5 +1,7 @@
 """Extend TRL's SFT and reward trainers, so that their runs can be resumed exactly, and are recorded."""
 
+import math
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -95,8 +97,25 @@ class _RecordedRun(RowMeans, ResumableRun):
             )
             with nullcontext() if args is None else temporarily(args, model_init_kwargs=None):
                 super().__init__(model, args, **kwargs)
+        self._warn_of_long_rows()
         check_pad_token(self.model, getattr(self.processing_class, "tokenizer", self.processing_class))
         ConsoleCallback.replace(self)
+
+    def _warn_of_long_rows(self) -> None:
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        if not isinstance(self.train_dataset, Dataset) or (self.args.max_length or math.inf) <= context:
+            return
+        columns = [name for name in self.train_dataset.column_names if name.endswith("_ids")]
+        lengths = (
+            [max(map(len, row.values())) for row in self.train_dataset.select_columns(columns)] if columns else []
+        )
+        if count := sum(length > context for length in lengths):
+            warnings.warn(
+                f"{count:,} of {len(lengths):,} rows have up to {max(lengths):,} tokens, but the model's context has "
+                f"{context:,}: set `max_length` to {context} or less, which is {self.args.max_length} now.",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         if getattr(self.args, "record_run", False):
@@ -110,6 +129,12 @@ class ResumableSFTTrainer(_RecordedRun, SFTTrainer):
     def __init__(self, model: Any, args: Any = None, *, train_dataset: Any = None, **kwargs: Any):
         is_chat = isinstance(train_dataset, Dataset) and any(map(is_conversational, train_dataset.take(1)))
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
+        kept = len(self.train_dataset) if isinstance(train_dataset, Dataset) and not self.args.packing else math.inf
+        if kept < len(train_dataset):
+            self.accelerator.print(
+                f"SFT: {len(train_dataset) - kept:,} of {len(train_dataset):,} rows were dropped, since "
+                f"`max_length={self.args.max_length}` leaves no token to train on."
+            )
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
         if is_chat and tokenizer.chat_template:
             warn_of_turn_end(tokenizer, eos_token_ids(self.model, tokenizer), "eos_token: {token!r}")

@@ -12,7 +12,7 @@ import yaml
 import trl_ext.rewards
 from tests.ppo.worker import make_trainer
 from tests.rewards.http_stub import serving
-from tests.tiny import prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards import joined_weights, load_reward, load_rewards, source_identity
 
 ROOT = Path(__file__).parents[2]

@@ -196,9 +196,6 @@ def test_total_episodes_and_max_steps_must_agree(tmp_path):
     assert config(tmp_path, total_episodes=16, max_steps=8).max_steps == 8
     with pytest.raises(ValueError, match=r"`total_episodes=16` makes 8 optimizer steps .* `max_steps=9`"):
         config(tmp_path, total_episodes=16, max_steps=9)
-    assert config(tmp_path, total_episodes=16, critic_steps=3).max_steps == 24
-    with pytest.raises(ValueError, match=r"2 epochs × 3 critic steps\), but `max_steps=8`"):
-        config(tmp_path, total_episodes=16, max_steps=8, critic_steps=3)
 
 
 def test_a_rollout_holds_whole_groups(tmp_path):
@@ -214,8 +211,6 @@ RANGES = [
     ("cliprange", [0.0, -0.1], [1e-3]),
     ("cliprange_value", [0.0], [1e-3, None]),
     ("critic_learning_rate", [-1e-6], [0.0, None]),
-    ("critic_steps", [0], [1, 2]),
-    ("critic_trains", ["attention"], ["all", "mlp"]),
     ("critic_warmup_rollouts", [-1], [0]),
     ("dual_clip", [1.0, 0.5], [1.01, None]),
     ("entropy_coef", [-0.1], [0.0]),

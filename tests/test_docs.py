@@ -106,7 +106,6 @@ SOURCES = {
     "plan": "recipes/plan.py",
     "serve-reward": "trl_ext/workbench/serving/command.py",
     "report": "trl_ext/workbench/pages/report.py",
-    "kl": "trl_ext/cli/kl.py",
 }
 
 
@@ -115,8 +114,10 @@ def joined(code):
 
 
 def trl_ext_commands():
-    """Each `trl-ext …` of the pages, split into words: of bash blocks and of inline code."""
+    """Each `trl-ext …` of the pages but of the past, split into words: of bash blocks and of inline code."""
     for page, text in PAGES.items():
+        if page == "CHANGELOG.md":
+            continue
         lines = [line for kind, code in FENCE.findall(text) if kind == "bash" for line in joined(code)]
         for line in [*lines, *re.findall(r"`(trl-ext [^`]+)`", FENCE.sub("", text))]:
             for part in line.partition(" #")[0].split("&&"):

@@ -3,14 +3,10 @@
 Public names load on first use: `import trl_ext` alone imports neither torch nor trl.
 """
 
-import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from .upstream.lazy import lazily
-from .upstream.moved import OldNames
-
-sys.meta_path.insert(0, OldNames())  # before the finder that would load the files of a moved package a second time
 
 if TYPE_CHECKING:
     from . import functional as functional

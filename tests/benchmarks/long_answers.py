@@ -26,7 +26,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "PPO": {},
     "PPO, LoRA": {"lora": True},
     "PPO, without a reference": {"kl_coef": 0.0, "use_ref_model": False},
-    "PPO, `critic_trains: mlp`": {"critic_trains": "mlp"},
     "PPO, a critic of one layer": {"critic_layers": 1},
     "PPO, `baseline: mean`": {"baseline": "mean"},
     "GRPO": {"grpo": True},

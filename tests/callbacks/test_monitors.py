@@ -126,11 +126,11 @@ def test_missing_for_a_whole_rollout_is_said_once(ppo):
 
 
 def test_what_is_the_policys_is_not_missed_while_the_critic_warms_up(tmp_path):
-    run = Replay(tiny_config(tmp_path, critic_warmup_rollouts=3, critic_steps=2), ClipFractionCallback())
-    for step in range(1, 34):  # 8 steps a rollout, 24 of warm-up, one more rollout and a log
+    run = Replay(tiny_config(tmp_path, critic_warmup_rollouts=6), ClipFractionCallback())
+    for step in range(1, 30):  # 4 steps a rollout, 24 of warm-up, one more rollout and a log
         run.log(step, loss=1.0)
         assert run.notices == []
-    run.log(34, loss=1.0)
+    run.log(30, loss=1.0)
     assert run.notices == ["nothing to watch: the key 'policy/clipfrac_avg' was in no log since step 24"]
 
 

@@ -54,7 +54,7 @@ def test_help_lists_every_command(capsys):
     listed = re.findall(r"^  (\S+)  +\S", capsys.readouterr().out, re.M)
     assert listed == [*TRAINING, *TOOLS]
     named = "sft reward pretrain-critic ppo dpo online-dpo generate merge plan advise label constitution"
-    more = "annotators prompts reward-report evaluate refresh-reward serve-reward report kl demo doctor"
+    more = "annotators prompts reward-report evaluate refresh-reward serve-reward report demo doctor"
     assert listed == [*named.split(), *more.split()]
 
 
@@ -69,7 +69,7 @@ def test_what_needs_no_training_imports_nothing_heavy(subtests):
         ["ppo"],
         ["ppo", "--learning_rat", "1"],
         ["ppo", "--config", "x"],
-        *([name, "--help"] for name in TRAINING | dict.fromkeys(("demo", "refresh-reward", "kl", "report"))),
+        *([name, "--help"] for name in TRAINING | dict.fromkeys(("demo", "refresh-reward", "report"))),
     ):
         with subtests.test(words=words):
             ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
@@ -87,7 +87,7 @@ def test_help_from_source_is_what_the_parser_says(name, capsys, monkeypatch):
     assert capsys.readouterr().out == from_source and len(from_source.splitlines()) > 9
 
 
-@pytest.mark.parametrize("name, goes_on", [("ppo", True), ("demo", True), ("generate", False), ("kl", False)])
+@pytest.mark.parametrize("name, goes_on", [("ppo", True), ("demo", True), ("generate", False), ("report", False)])
 def test_only_what_has_checkpoints_says_that_it_goes_on(name, goes_on, monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt

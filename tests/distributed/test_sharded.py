@@ -299,14 +299,14 @@ def test_a_stop_that_one_process_asks_for_stops_both_at_that_step(failed, name):
         assert step == 2 and seconds < 60
 
 
-@cases("critic steps")
-def test_the_critics_own_steps_leave_the_policy_alone_or_are_refused(failed, name):
+@cases("warm-up")
+def test_a_warm_up_leaves_the_policy_alone_or_is_refused(failed, name):
     mode, results, _, _ = failed
     for rank in results:
         if mode.startswith("zero"):
-            assert "`critic_steps=2` and `max_approx_kl=None` skip some updates, but DeepSpeed" in rank[name]
+            assert "`critic_warmup_rollouts=1` and `max_approx_kl=None` skip some updates, but DeepSpeed" in rank[name]
         else:
-            assert rank[name] == 2 * [["critic"], ["critic", "policy"]]
+            assert rank[name] == [["critic"], *2 * [["critic", "policy"]]]
 
 
 @pytest.mark.parametrize("gathers", ["", " layer by layer"])

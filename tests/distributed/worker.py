@@ -330,11 +330,11 @@ def stop_request(inputs, folder, kind):
     return raised_by(trainer), trainer.state.global_step
 
 
-def critic_steps(inputs, folder):
-    """Which roles each of four steps moves, every other one for the critic alone; or what is said against it."""
-    config = {"critic_steps": 2, "critic_trains": "mlp", "num_ppo_epochs": 1, "num_mini_batches": 1}
+def warmup(inputs, folder):
+    """Which roles each of three steps moves, the first one for the critic alone; or what is said against it."""
+    config = {"critic_warmup_rollouts": 1, "num_ppo_epochs": 1, "num_mini_batches": 1}
     try:
-        trainer = ppo(inputs, folder, 2, False, **config, max_steps=4, save_strategy="no")
+        trainer = ppo(inputs, folder, 2, False, **config, max_steps=3, save_strategy="no")
     except ValueError as error:
         return str(error)
 
@@ -381,7 +381,7 @@ def fail(inputs, folder):
         "recipes lora": lambda out: chain(inputs, out, lora=True),
         "stop ppo": lambda out: stop_request(inputs, out, "ppo"),
         "stop dpo": lambda out: stop_request(inputs, out, "dpo"),
-        "critic steps": lambda out: critic_steps(inputs, out),
+        "warm-up": lambda out: warmup(inputs, out),
         "episodes": lambda out: episodes(inputs, out, gathers=True),
         "episodes layer by layer": lambda out: episodes(inputs, out, gathers=False),
         "reward raises": lambda out: reward_mistake(out, "raises", str(inputs / "policy")),

@@ -13,9 +13,8 @@ from tests.dpo.worker import make_trainer as make_dpo_trainer
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.callbacks.generation import generate_answers
-from trl_ext.cli.kl import sampled_kl
 from trl_ext.dpo.shift import distribution_shift
-from trl_ext.models import ActorCritic, load_model, sample
+from trl_ext.models import ActorCritic, completion_logprobs, load_model, sample
 
 HOSTILE = {  # of each field of `GenerationConfig`, a value that changes what `generate` gives, or breaks it
     "assistant_confidence_threshold": 0.9,
@@ -148,8 +147,10 @@ def folders(tmp_path_factory):
     return folder / "plain", folder / "hostile"
 
 
-def kl(folder, tmp_path):
-    return torch.cat(sampled_kl(load_model(folder), tiny_llama(seed=1).eval(), tiny_tokenizer(), ["the cat"] * 16, 8))
+def evaluate(folder, tmp_path):  # as `trl-ext evaluate` samples and scores
+    model = load_model(folder)
+    answers = sample(model, IDS, [2], max_new_tokens=8, seed=0)
+    return torch.cat(completion_logprobs(model, IDS, answers, 1.0))
 
 
 def shift(folder, tmp_path):
@@ -183,7 +184,7 @@ def rollouts(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", [kl, shift, canary, recipe, rollouts])
+@pytest.mark.parametrize("answers", [evaluate, shift, canary, recipe, rollouts])
 def test_everyone_who_samples_gives_the_same_with_either(answers, folders, tmp_path):
     for folder in folders:
         (tmp_path / folder.name).mkdir()

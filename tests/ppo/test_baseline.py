@@ -97,7 +97,7 @@ def test_an_adapter_alone_is_trained_without_a_critic(tmp_path):
 
 
 def test_what_only_a_critic_reads_is_refused_without_one(tmp_path, subtests):
-    for name, value in {"vf_coef": 0.5, "lam": 0.9, "critic_steps": 2, "bootstrap_truncated": True}.items():
+    for name, value in {"vf_coef": 0.5, "lam": 0.9, "bootstrap_truncated": True}.items():
         with subtests.test(name=name), pytest.raises(ValueError, match=f"`{name}={value}` is for the critic"):
             make_trainer(tmp_path, baseline="mean", **{name: value})
     with pytest.raises(ValueError, match="`value_model` is a critic"):

@@ -167,14 +167,13 @@ def test_a_checkpoint_that_one_process_cannot_write_ends_both_with_its_cause(lau
 
 def test_steps_for_the_critic_alone_leave_the_policy_alone_on_both_processes(results):
     for process in results:
-        seen = process["warm-up"]  # two minibatches, passed over twice; the first rollout, then the first pass
+        seen = process["warm-up"]  # two minibatches a rollout, the first for the critic alone
         for step in range(1, 9):
             moved = differ(seen[step]["weights"], seen[step - 1]["weights"], "policy.")
-            assert len(moved) == (sum(name.startswith("policy.") for name in seen[0]["weights"]) if step > 6 else 0)
+            assert len(moved) == (sum(name.startswith("policy.") for name in seen[0]["weights"]) if step > 2 else 0)
             moved = differ(seen[step]["weights"], seen[step - 1]["weights"], "critic.")
             assert "critic.score.weight" in moved
-            assert all(".mlp." in name or name == "critic.score.weight" for name in moved)
-        assert [state["kl_coef"] for state in seen[1:5]] == [0.05] * 4 and seen[5]["kl_coef"] != 0.05
+        assert [state["kl_coef"] for state in seen[1:3]] == [0.05] * 2 and seen[3]["kl_coef"] != 0.05
     assert_equal(results[0]["warm-up"], results[1]["warm-up"])
 
 

@@ -22,8 +22,6 @@ CHANGED = {  # field -> another value, and what it is read with
     "cliprange": (1e-3, {}),
     "cliprange_value": (1e-3, {}),
     "critic_learning_rate": (1e-3, {}),
-    "critic_steps": (2, {}),
-    "critic_trains": ("mlp", {}),
     "critic_warmup_rollouts": (1, {}),
     "disable_dropout": (False, {}),
     "dual_clip": (1.0001, {}),

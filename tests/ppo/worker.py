@@ -498,7 +498,6 @@ def unsaved(folder, what_follows):
 
 def warmup(folder):
     config = {"weight_decay": 0.5, "num_ppo_epochs": 1, "activation_checkpointing": True, "kl_horizon": 100}
-    config |= {"critic_steps": 2, "critic_trains": "mlp"}
     trainer = make_trainer(folder, critic_warmup_rollouts=1, kl_controller="adaptive", max_steps=8, **config)
     seen = watched(trainer)
     trainer.train()

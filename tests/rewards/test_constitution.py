@@ -10,7 +10,6 @@ from trl_ext import PPOTrainer
 from trl_ext.rewards import (
     CachedReward,
     ConstitutionReward,
-    JSONSchemaReward,
     PatternReward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
@@ -96,8 +95,7 @@ def test_bad_arguments(subtests):
 def rules():
     """One of each reward with settings of its own, within another where it can be."""
     kept = ConstitutionReward(CachedReward(length_reward), [PatternReward(forbidden=[r"\bcat\b"])], cap=-1.0)
-    json = JSONSchemaReward({"type": "integer"})
-    return [kept, json, get_soft_overlong_punishment(8, 4), get_repetition_penalty_reward(2)]
+    return [kept, get_soft_overlong_punishment(8, 4), get_repetition_penalty_reward(2)]
 
 
 @pytest.mark.parametrize("trainer, config", [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig), (PPOTrainer, None)])
@@ -112,7 +110,7 @@ def test_in_stock_trainers_and_in_ours(trainer, config, tmp_path):
     name = "rewards/constitution_cached_length_reward"
     assert {f"{name}/mean", f"{name}/violations", "rewards/cached_length_reward/cache_hits"} <= logged
     assert {f"rewards/{each}_reward/mean" for each in ("soft_overlong_punishment", "repetition_penalty")} <= logged
-    assert {f"{name}/violations/forbidden_pattern", "rewards/json_schema/mean"} <= logged
+    assert {f"{name}/violations/forbidden_pattern"} <= logged
 
 
 def test_the_judge_sees_its_rows_alone_and_what_it_tells_is_put_back_in_their_places():

@@ -12,11 +12,8 @@ from tests.rewards.http_stub import serving
 from tests.tiny import tiny_gpt2, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards import text_of
 
-SCRIPTS = ("sandbox",)  # runs by itself, in a process of its own
 MODULES = [
-    module.name
-    for module in pkgutil.walk_packages(trl_ext.rewards.__path__, "trl_ext.rewards.")
-    if not module.ispkg and not module.name.endswith(SCRIPTS)
+    module.name for module in pkgutil.walk_packages(trl_ext.rewards.__path__, "trl_ext.rewards.") if not module.ispkg
 ]
 
 

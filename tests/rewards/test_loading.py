@@ -12,7 +12,7 @@ import yaml
 import trl_ext.rewards
 from tests.ppo.worker import make_trainer
 from tests.rewards.http_stub import serving
-from tests.tiny import prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards import joined_weights, load_reward, load_rewards, source_identity
 
 ROOT = Path(__file__).parents[2]
@@ -214,7 +214,7 @@ def test_the_identity_is_the_same_in_another_process():
 EVERY = """
 - SumReward:
     name: nest
-    weights: [1.0, 0.5, 2.0, 1.0, 1.0]
+    weights: [1.0, 0.5, 1.0, 1.0]
     members:
       - ConstitutionReward:
           name: rules
@@ -229,7 +229,7 @@ EVERY = """
               model_kwargs: {dtype: float32}
           members:
             - PatternReward: {forbidden: [zebra], timeout: 1.0}
-            - JSONSchemaReward: {schema: {type: object, properties: {members: {type: array}}}, name: json}
+            - PatternReward: {required: [cat], name: wanted}
           minimum: [0.5, 0.0]
           cap: -1.0
           judge:
@@ -238,7 +238,6 @@ EVERY = """
           reward:
             RemoteReward: {url: URL, name: served, retries: 0}
           columns: [finished]
-      - CodeReward: {tests: tests, require_isolation: false, timeout: 20.0}
       - get_soft_overlong_punishment: {max_completion_len: 8, soft_punish_cache: 4}
       - get_repetition_penalty_reward: {ngram_size: 2, max_penalty: -1.0}
   weight: 2
@@ -277,19 +276,17 @@ def test_every_reward_is_named_in_yaml_and_all_of_them_train_together(tmp_path):
         assert [source_identity(f) for f in functions] == [
             source_identity(f) for f in load_rewards(entries, str(tmp_path))[0]
         ]
-        rows = prompts().add_column("tests", [["assert True", "assert False"]] * 16)
         trainer = make_trainer(
             tmp_path / "run",
             functions,
             reward_weights=joined_weights(None, weights),
-            trainer_kwargs={"train_dataset": rows},
             max_steps=1,
         )
         trainer.train()
     log, nest = trainer.state.log_history[0], "rewards/nest"
-    parts = ["rules", "cached_served", "code", "soft_overlong_punishment_reward", "repetition_penalty_reward"]
+    parts = ["rules", "cached_served", "soft_overlong_punishment_reward", "repetition_penalty_reward"]
     means = [log[f"{nest}/{part}/mean"] for part in parts]
-    whole = sum(weight * mean for weight, mean in zip([1.0, 0.5, 2.0, 1.0, 1.0], means, strict=True))
+    whole = sum(weight * mean for weight, mean in zip([1.0, 0.5, 1.0, 1.0], means, strict=True))
     assert log[f"{nest}/mean"] == pytest.approx(whole, rel=1e-4) and means[1] > 0
     assert log["rewards/rules/violations"] == log["rewards/rules/unchecked"] == 0
     whole = 2 * log[f"{nest}/mean"] + 0.5 * log["rewards/length_reward/mean"] + log["rewards/phrase_review/mean"]

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from .jsonl import JSONLCallback as JSONLCallback
     from .kl_budget import KLBudgetCallback as KLBudgetCallback
     from .length_drift import LengthDriftCallback as LengthDriftCallback
-    from .live_plot import LivePlotCallback as LivePlotCallback
     from .loading import attach_monitors as attach_monitors
     from .loading import load_monitors as load_monitors
     from .metrics import METRICS as METRICS

@@ -108,7 +108,6 @@ def rollout_steps(args: Any) -> int:
     """Return the optimizer steps from one rollout to the next; 1 for a trainer without rollouts."""
     micro_batches = getattr(args, "steps_per_generation", None) or 1
     passes = getattr(args, "num_ppo_epochs", None) or getattr(args, "num_iterations", None) or 1
-    passes *= getattr(args, "critic_steps", None) or 1
     return math.ceil(micro_batches * passes / args.gradient_accumulation_steps)
 
 

@@ -45,7 +45,6 @@ TOOLS = {
     "refresh-reward": "queue a policy's answers for labels, and train its reward model on with them",
     "serve-reward": "score completions of other processes and machines, over HTTP",
     "report": "write the page of a run, or of several",
-    "kl": "estimate the KL between two checkpoints",
     "demo": "train on a small made-up world, with and without guard rails, in minutes",
     "doctor": "say what is installed, what is missing, and how to get it",
 }
@@ -55,7 +54,6 @@ _COMMANDS = {
     "constitution": "workbench.feedback.constitution",
     "doctor": "cli.doctor",
     "evaluate": "workbench.evaluate.command",
-    "kl": "cli.kl",
     "label": "workbench.feedback.command",
     "prompts": "workbench.prompts.command",
     "report": "workbench.pages.report",

@@ -16,7 +16,6 @@ from .classifier import AdapterClassifier
 from .decoding import decode
 from .generation import neutral_generation
 from .histories import Histories
-from .mlps import freeze_but_mlps
 from .sampler import SamplerRecorder
 from .weights import base_model_of, vocabulary_of
 
@@ -117,7 +116,6 @@ class ActorCritic(nn.Module):
         self.sampler_recorder: SamplerRecorder | None = None  # set while a rollout records log-probs
         self.histories: Histories | None = None  # set while a rollout draws several turns
         self.critic_is_frozen = False
-        self.critic_trains_mlps = False  # whether the critic's MLPs and head alone are trained
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -247,28 +245,12 @@ class ActorCritic(nn.Module):
         for adapter in self.policy.peft_config:
             is_trained = adapter == POLICY or (adapter == CRITIC and self.shares_base and not self.critic_is_frozen)
             self.policy.set_requires_grad(adapter, is_trained)
-        if self.critic_trains_mlps:
-            self.freeze_critic_but_mlps()
 
     def freeze_critic(self) -> None:
         """Freeze all of the critic's weights."""
         self.critic_is_frozen = True
         for parameter in self.parameters_of("critic"):
             parameter.requires_grad_(False)
-
-    def freeze_critic_but_mlps(self) -> None:
-        """
-        Freeze the critic's weights outside its head and its MLPs; experts are MLPs, too.
-
-        Raises:
-            ValueError: no trainable weight of the critic is in an MLP.
-        """
-        self.critic_trains_mlps = True
-        model, advice = type(self.critic).__name__, "use 'all'"
-        if self.shares_base:
-            model = "the critic's adapter"
-            advice = "give `critic_peft_config` target modules in MLPs, such as gate_proj, up_proj and down_proj"
-        freeze_but_mlps(self.named_parameters_of("critic"), model, advice)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """

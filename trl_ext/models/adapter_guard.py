@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from .adapter_switch import CRITIC, POLICY
-from .mlps import is_in_mlp
 
 
 def _local(tensor: Any) -> Tensor:
@@ -74,7 +73,6 @@ class AdapterGuard(TrainerCallback):
             for name, parameter in model.named_parameters()
             if {"lora_B", "lora_embedding_B"} & {*(parts := name.split("."))} and {POLICY, CRITIC} & {*parts}
             if not (CRITIC in parts and getattr(model, "critic_is_frozen", False))
-            if not (CRITIC in parts and getattr(model, "critic_trains_mlps", False)) or is_in_mlp(name)
         }
         moved = [bool(_local(getattr(p, "ds_tensor", p)).any()) for p in trained.values()]
         if torch.distributed.is_initialized():  # each process sees its own shard

@@ -90,7 +90,11 @@ REFUSED_GENERATION_KWARGS = {
 
 # What `baseline="mean"` does not read
 _OF_THE_CRITIC = (
-    *("bootstrap_truncated", "cliprange_value", "critic_learning_rate", "critic_steps", "critic_trains"),
+    *(
+        "bootstrap_truncated",
+        "cliprange_value",
+        "critic_learning_rate",
+    ),
     *("critic_warmup_rollouts", "lam", "lam_value", *LAM_SCHEDULES, "vf_coef"),
 )
 
@@ -377,17 +381,6 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     critic_learning_rate: float | None = setting(
         None, "Learning rate of the critic, often higher than the policy's; `learning_rate` if unset.", range=">= 0"
     )
-    critic_steps: int = setting(
-        1,
-        "Updates of the critic for each update of the policy. Each pass over a rollout is repeated so many times: "
-        "only the last one trains the policy, too. Each update counts as an optimizer step.",
-        range=">= 1",
-    )
-    critic_trains: Literal["all", "mlp"] = setting(
-        "all",
-        "Which of the critic's weights are trained. `all` means the whole critic, or its adapter and head. `mlp` "
-        "means the head, and of the other weights only those in MLPs, experts included.",
-    )
     critic_warmup_rollouts: int = setting(0, "First rollouts in which only the critic is trained.", range=">= 0")
 
     # Evaluation and loading
@@ -659,8 +652,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         if self.max_steps not in (-1, steps):
             raise ValueError(
                 f"`total_episodes={self.total_episodes}` makes {steps} optimizer steps (rollouts of {self.batch_size} "
-                f"episodes × {self.num_mini_batches} minibatches × {self.num_ppo_epochs} epochs"
-                f"{f' × {self.critic_steps} critic steps' if self.critic_steps > 1 else ''}), but `max_steps="
+                f"episodes × {self.num_mini_batches} minibatches × {self.num_ppo_epochs} epochs), but `max_steps="
                 f"{self.max_steps}`: set one of them."
             )
         self.max_steps = steps
@@ -700,19 +692,14 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         return self.importance_correction != "none" or (self.old_logprobs == "sampler" and self.another_samples)
 
     @property
-    def passes(self) -> int:
-        """Return the number of passes over a rollout, including those that train the critic alone."""
-        return self.num_ppo_epochs * self.critic_steps
-
-    @property
     def steps_per_rollout(self) -> int:
-        """Return the number of optimizer steps on a rollout, including those that train the critic alone."""
-        return self.num_mini_batches * self.passes
+        """Return the number of optimizer steps on a rollout."""
+        return self.num_mini_batches * self.num_ppo_epochs
 
     @property
     def leaves_steps_out(self) -> bool:
         """Return whether some optimizer steps may leave the policy, or both policy and critic, unchanged."""
-        return self.critic_warmup_rollouts > 0 or self.critic_steps > 1 or self.max_approx_kl is not None
+        return self.critic_warmup_rollouts > 0 or self.max_approx_kl is not None
 
     @property
     def batch_size(self) -> int:

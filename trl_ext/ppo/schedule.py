@@ -24,8 +24,7 @@ def schedule(trainer: Any) -> str:
     rounded = f" (`total_episodes` {asked:,}, rounded up to whole rollouts)" if asked not in (None, episodes) else ""
     ends = ", ".join(trainer._tokenizer.convert_ids_to_tokens(trainer.eos_token_ids))
     answers = f" × {trainer.num_generations}" if trainer.num_generations > 1 else ""
-    passes, alone = "once" if args.passes == 1 else f"{args.passes} times", args.passes - args.num_ppo_epochs
-    passes += f", {alone} of them to train the critic alone" if alone else ""
+    passes = "once" if args.num_ppo_epochs == 1 else f"{args.num_ppo_epochs} times"
     minibatches = f"{args.num_mini_batches} × {args.mini_batch_size:,}"
     return block(
         "PPO",

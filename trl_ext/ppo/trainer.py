@@ -335,8 +335,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         for trained_or_run in (actor_critic, self.ref_model, *rewards.functions):
             if isinstance(trained_or_run, nn.Module):
                 keep_unpacked(trained_or_run)
-        if args.critic_trains == "mlp":
-            actor_critic.freeze_critic_but_mlps()
         if args.baseline == "mean":
             actor_critic.freeze_critic()
         if value_model is not None:
@@ -443,8 +441,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             self.accelerator.ddp_handler.find_unused_parameters = False
         if self.is_deepspeed_enabled and args.leaves_steps_out:
             raise ValueError(
-                f"`critic_warmup_rollouts={args.critic_warmup_rollouts}`, `critic_steps={args.critic_steps}` and "
-                f"`max_approx_kl={args.max_approx_kl}` skip some updates, but DeepSpeed updates the weights inside "
+                f"`critic_warmup_rollouts={args.critic_warmup_rollouts}` and `max_approx_kl={args.max_approx_kl}` "
+                f"skip some updates, but DeepSpeed updates the weights inside "
                 "`backward`. Use DDP or FSDP, or leave these settings out."
             )
 
@@ -747,7 +745,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         In a step that trains only the critic, return the value loss. Once `max_approx_kl` is exceeded, return 0.
         """
         args, mask = self.args, inputs["loss_mask"]
-        if self._critic_only(self._step):
+        if self._warms_up(self._step):
             return self._value_loss(self._critic_forward(model, inputs), inputs)
         logprobs, entropies, values, aux_loss = self._forward(model, inputs)  # (B, T) each, and a scalar
         if args.max_approx_kl is not None:
@@ -773,7 +771,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if "importance_weights" in inputs:  # (B, T) or (B, 1): of the policy's loss alone, see docs/off_policy.md
             policy = policy[0] * inputs["importance_weights"], policy[1]
         self.metrics.updated(logprobs, entropies, policy, new - old, actions, inputs)
-        if self._trusts_sampler and self._policy_steps_before(self._step) == 0:
+        if self._trusts_sampler and self._step % self._steps_per_rollout < args.gradient_accumulation_steps:
             self.metrics.sampled(inputs["old_logprobs"], logprobs, mask)  # the policy has not moved since
 
         # Gradients are averaged over processes and summed over micro-batches
@@ -828,25 +826,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _warms_up(self, step: int) -> bool:
         """Return whether micro-batch `step` belongs to one of the first rollouts, which train the critic alone."""
         return step // self._steps_per_rollout < self.args.critic_warmup_rollouts
-
-    def _critic_only(self, step: int) -> bool:
-        """
-        Return whether micro-batch `step` trains only the critic.
-
-        In warm-up every micro-batch does. Later, of each `critic_steps` passes the last one trains the policy, too.
-        """
-        number = step % self._steps_per_rollout // self.args.steps_per_generation  # of the pass over the rollout
-        return self._warms_up(step) or (number + 1) % self.args.critic_steps != 0
-
-    def _policy_steps_before(self, step: int) -> int:
-        """
-        Return the number of optimizer steps on this rollout that changed the policy before micro-batch `step`.
-
-        `step` must be a micro-batch that trains the policy.
-        """
-        number, position = divmod(step % self._steps_per_rollout, self.args.steps_per_generation)
-        before = number // self.args.critic_steps * self.args.steps_per_generation + position
-        return before // self.args.gradient_accumulation_steps
 
     def _global_mean(self, values: Tensor, mask: Tensor) -> tuple[float, int]:
         """Return the mean of the entries where `mask` is 1, over all processes, and the number of these entries."""
@@ -1059,7 +1038,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if self.is_deepspeed_enabled:
             return  # the engine owns the gradients
         actor_critic, scaler = self._actor_critic, getattr(self.accelerator, "scaler", None)
-        if self._critic_only(self._step - 1):  # `_step` already counts the micro-batch that completed the gradients
+        if self._warms_up(self._step - 1):  # `_step` already counts the micro-batch that completed the gradients
             gradients.drop(actor_critic.parameters_of("policy"))
         for role in ("policy", "critic"):
             norm = gradients.norm_of(actor_critic.parameters_of(role), scaler.get_scale() if scaler else 1.0)
@@ -1422,4 +1401,4 @@ def _as_grpo_reads(args: PPOConfig, model: Any) -> AbstractContextManager:
     its_own = {field.name: field.default for field in fields(GRPOConfig) if not hasattr(args, field.name)}
     its_own["vllm_importance_sampling_correction"] = False
     its_own |= {"beta": float(isinstance(model, PeftModel)), "sync_ref_model": False}
-    return temporarily(args, **its_own, num_iterations=args.passes, epsilon=args.clip_range)
+    return temporarily(args, **its_own, num_iterations=args.num_ppo_epochs, epsilon=args.clip_range)

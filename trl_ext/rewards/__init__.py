@@ -14,10 +14,8 @@ if TYPE_CHECKING:
     from .centring import centring_shift as centring_shift
     from .centring import head_of as head_of
     from .centring import write_scores as write_scores
-    from .code import CodeReward as CodeReward
     from .constitution import ConstitutionReward as ConstitutionReward
     from .ensemble import EnsembleReward as EnsembleReward
-    from .json_schema import JSONSchemaReward as JSONSchemaReward
     from .judge import DATA_ALONE as DATA_ALONE
     from .judge import JudgeReward as JudgeReward
     from .judge import conversation as conversation

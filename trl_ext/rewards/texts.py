@@ -1,4 +1,4 @@
-"""Get a completion's text, its words, or its last fenced block."""
+"""Get a completion's text or its words."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import regex
 from ..upstream.scripts import UNSPACED as UNSPACED
 
 _UNSPACED_OR_RUN = regex.compile(rf"[{UNSPACED}]|[^{UNSPACED}]+")
-_BLOCK = regex.compile(r"(?ms)^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```")
 
 
 def words_of(text: str) -> list[str]:
@@ -37,8 +36,3 @@ def recorded(completion: Any) -> Any:
     if isinstance(completion, str) or (len(completion) == 1 and not completion[0].get("tool_calls")):
         return text_of(completion)
     return completion
-
-
-def last_block(text: str) -> str:
-    """Return the content of the last fenced block (```) of a text, or the whole text if it has none."""
-    return ([text, *_BLOCK.findall(text)])[-1]

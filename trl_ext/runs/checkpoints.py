@@ -17,7 +17,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from ..models.adapters import adapter_facts, quantization_of
 from ..models.identity import config_identity, tokenizer_identity, tokenizer_names, weights_identity
 from ..models.weights import base_model_of
-from ..upstream.moved import settings_as_before
 from ..upstream.names import get_config_model_id, is_deepspeed_zero3_enabled, rotate_checkpoints
 from ..upstream.temporarily import temporarily
 from .changes import Names, differences
@@ -56,7 +55,7 @@ class RolledBack(CannotResume):
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
     """Return, as JSON, what must be the same for a run to resume exactly: fields of `args`, and all `facts`."""
     told = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
-    return json.loads(json.dumps(without_credentials({**settings_as_before(told), **facts}), default=str))
+    return json.loads(json.dumps(without_credentials({**told, **facts}), default=str))
 
 
 def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..models.identity import hash_of, tokenizer_identity
-from ..upstream.moved import identity_name
 
 _INSTALLED = (
     *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -49,9 +48,8 @@ def source_identity(function: Any) -> str:
     - the functions, classes, objects, models and plain values of the user's own files that it names, and what these
       name in turn
 
-    Anything from an installed package counts by its name. Anything from trl_ext counts by the name that it had in
-    version 0.2.0, or by its present name if it is newer, see `upstream/moved.py`. Any other object, such as a
-    connection, counts by its type. Imports within a function's body do not count.
+    Anything from an installed package or from trl_ext counts by its name. Any other object, such as a connection,
+    counts by its type. Imports within a function's body do not count.
 
     A function with an attribute `identity`, a string, is identified by that alone: `my_reward.identity = "2"`. This
     holds for a function within another one, too.
@@ -138,7 +136,7 @@ def _object(value: Any, seen: Seen, is_told: bool) -> Iterator[str]:
 
 def _class(value: type, seen: Seen) -> Iterator[str]:
     if _is_installed(value):
-        yield ".".join(identity_name(value.__module__, value.__qualname__))
+        yield f"{value.__module__}.{value.__qualname__}"
         return
     yield value.__qualname__
     attributes = {name: _function_of(item) for name, item in vars(value).items() if not name.startswith("__")}
@@ -150,7 +148,7 @@ def _function(value: Any, seen: Seen) -> Iterator[str]:
     """Yield what identifies a function: its name, its source, and the values of the names in the source."""
     if hasattr(value, "__wrapped__"):
         yield _digest(value.__wrapped__, seen)
-    yield identity_name(value.__module__ or "", value.__qualname__)[1]
+    yield value.__qualname__
     if _is_in_a_package(value.__code__.co_filename):  # not by its module, which a decorator takes from what it wraps
         return
     yield _source(value) or _digest(value.__code__, seen)

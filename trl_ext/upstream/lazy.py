@@ -7,8 +7,6 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
-from .moved import moved, new_name
-
 
 def lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """
@@ -33,8 +31,6 @@ def lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
 
     def load(name: str) -> Any:
         if name not in places:
-            if (now := new_name(f"{package}.{name}")) != f"{package}.{name}":
-                return moved(f"{package}.{name}", now)
             raise AttributeError(f"module {package!r} has no attribute {name!r}; its names are {', '.join(names)}")
         module, attribute = places[name]
         return import_module(f"{package}.{name}") if module == package else getattr(import_module(module), attribute)

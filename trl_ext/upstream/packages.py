@@ -13,7 +13,6 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "trackio": ("`report_to: trackio`", "trackio"),
     "matplotlib": ("curves in reports, `MonitoringPlotCallback`", "matplotlib"),
     "redis": ("`CachedReward` with `redis_url`", "'trl-ext[rewards]'"),
-    "jsonschema": ("`JSONSchemaReward`", "'trl-ext[rewards]'"),
     "prometheus_client": ("`PrometheusCallback`, `trl-ext serve-reward`", "prometheus-client"),
     "starlette": ("`trl-ext serve-reward`", "'trl-ext[rewards]'"),
     "uvicorn": ("`trl-ext serve-reward`", "'trl-ext[rewards]'"),

@@ -89,24 +89,6 @@ def test_rollouts_ahead_hide_the_shorter_phase(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_critics_own_steps_are_steps_and_take_its_share_of_the_time(tmp_path):
-    once, thrice = (tiny_config(tmp_path, critic_steps=steps, max_steps=-1, total_episodes=16) for steps in (1, 3))
-    jobs = [Job("ppo", args, tiny_llama().config, dtype=torch.float32, prompt_length=4) for args in (once, thrice)]
-    plans = [plan(job) for job in jobs]
-    assert [each.schedule["optimizer steps"] for each in plans] == [once.max_steps, thrice.max_steps] == [8, 24]
-    assert [examples(*each, None) for each in zip(jobs, plans, strict=True)] == [16, 16]
-    seconds = [seconds_per_example(job, each, ONE, ALL)["update"] for job, each in zip(jobs, plans, strict=True)]
-    # 2 · (policy + critic) passes and 2 · (policy + 3 · critic): what is left of both is the policy's, in float32
-    assert seconds[0] - (seconds[1] - seconds[0]) / 2 == pytest.approx(2 * 3 * 16 * forward(jobs[0], 4 + 8))
-
-
-def test_a_critic_that_trains_its_mlps_keeps_nothing_for_the_rest(tmp_path):
-    args = tiny_config(tmp_path, critic_trains="mlp")
-    critic = plan(Job("ppo", args, tiny_llama().config, dtype=torch.float32, prompt_length=4)).roles[1]
-    assert critic.trained == 2 * 3 * 16 * 32 + 16 and critic.gradients == 4 * critic.trained
-
-
-@pytest.mark.slow
 def test_without_a_critic_none_is_run_or_trained(tmp_path):
     jobs = [
         Job("ppo", tiny_config(tmp_path, baseline=each), tiny_llama().config, dtype=torch.float32, prompt_length=4)

@@ -252,7 +252,6 @@ def test_what_cannot_work_is_refused_with_the_reason(subtests):
             Job("ppo", ppo(critic_warmup_rollouts=1), CONFIG, Layout("zero3", 2)),
             "skip optimizer steps, but DeepSpeed's",
         ),
-        (Job("ppo", ppo(critic_steps=2), CONFIG, Layout("zero2", 2)), "skip optimizer steps, but DeepSpeed's"),
         (Job("ppo", ppo(sync_ref_model=True), CONFIG, **PEFT), "`sync_ref_model=True` moves the reference"),
         (Job("ppo", ppo(share_reward_base="always"), CONFIG, shared_rewards=1), "needs a policy with an adapter"),
         (Job("ppo", ppo(), CONFIG, peft_config=LoraConfig(**LORA, bias="all")), "has bias='all'"),

@@ -53,7 +53,7 @@ def _ppo(job: Job, args: Any, layout: Layout, peft: bool) -> list[str]:
         )
     if layout.is_deepspeed and args.leaves_steps_out:
         reasons.append(
-            "`critic_warmup_rollouts`, `critic_steps` and `max_approx_kl` skip optimizer steps, but DeepSpeed's "
+            "`critic_warmup_rollouts` and `max_approx_kl` skip optimizer steps, but DeepSpeed's "
             "engine steps inside `backward`: use DDP or FSDP2, or leave these settings out"
         )
     if job.turns > 1 and args.rollouts_ahead:

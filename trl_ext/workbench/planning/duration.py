@@ -96,11 +96,10 @@ def seconds_per_example(
         has_reference = job.stage == "dpo"  # the precomputed pass is one pass, too
         return {"update": texts * (update(trained[0]) + has_reference * forward(plan.roles[0]))}
     local = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
-    alone = args.passes - args.num_ppo_epochs  # passes that train the critic alone, which is second in `trained`
     return {
         "generate": _generation(job, plan, gpu, efficiency, rate, local),
         "score": sum(forward(role) for role in plan.roles if args.baseline != "mean" or role.name != "critic"),
-        "update": args.num_ppo_epochs * sum(map(update, trained)) + alone * sum(map(update, trained[1:])),
+        "update": args.num_ppo_epochs * sum(map(update, trained)),
     }
 
 

@@ -129,8 +129,6 @@ def _plan_ppo(job: Job) -> Plan:
             model = ActorCritic(policy, critic, None if job.peft_config is None else AdapterSwitch(policy))
         if args.baseline == "mean":
             model.freeze_critic()
-        if args.critic_trains == "mlp":
-            model.freeze_critic_but_mlps()
         reference = causal_lm(job, job.policy).requires_grad_(False).eval() if has_reference else None
         rewards = [classifier(job, config).requires_grad_(False).eval() for config in job.rewards]
         loaded = [classifier(job, each.config, each.dtype).requires_grad_(False).eval() for each in job.loaded_rewards]

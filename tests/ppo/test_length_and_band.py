@@ -1,0 +1,47 @@
+"""`lam_alpha` and `ratio_band` in training."""
+
+import pytest
+import torch
+
+from tests.ppo.worker import EachStep, collected, make_trainer, rows_of, scripted, weights
+from trl_ext.functional import gae
+
+
+def moved(trainer):
+    """Run it; which roles each optimizer step has moved."""
+    watch = EachStep(lambda: weights(trainer))
+    trainer.add_callback(watch)
+    trainer.train()
+    pairs = zip(watch.seen, watch.seen[1:], strict=False)
+    return [{name.split(".")[0] for name in a if not torch.equal(a[name], b[name])} for a, b in pairs]
+
+
+def test_lam_follows_the_length_for_the_advantages_and_is_1_for_the_returns(tmp_path):
+    for kwargs, lam_value in [({}, 1.0), ({"lam_value": 0.5}, 0.5)]:
+        config = {"baseline": "critic", "lam_alpha": 0.4, "normalize_advantages": False, "max_steps": 1} | kwargs
+        trainer = scripted(make_trainer(tmp_path, **config))
+        rollouts, seen, observe = collected(trainer), [], trainer.metrics.collected
+        trainer.metrics.collected = lambda *args, seen=seen, observe=observe: (seen.append(args), observe(*args))
+        trainer.train()
+        (rollout,), ((_, _, _, rewards, advantages, returns, _),) = rollouts, seen
+        for row, length in enumerate(rollout.mask.sum(1).tolist()):
+            own = [each[row : row + 1] for each in (rewards, rollout.values, rollout.mask)]
+            lam = max(0.0, 1 - 1 / (0.4 * length))
+            torch.testing.assert_close(advantages[row : row + 1], gae(*own, 1.0, lam))
+            torch.testing.assert_close(returns[row : row + 1], own[1] + gae(*own, 1.0, lam_value))
+        assert len({*rollout.mask.sum(1).tolist()}) > 3  # 0.4 · length is below and above 1
+
+
+@pytest.mark.slow
+def test_the_share_outside_of_the_band_is_logged_and_a_band_without_anything_in_it_trains_the_critic_alone(tmp_path):
+    trainer = make_trainer(tmp_path, ratio_band=[0.5, 2.0], learning_rate=1e-2, max_steps=4)
+    trainer.train()
+    rows = rows_of(trainer)
+    assert rows["advantages"].abs().max() > 0
+    logs = trainer.state.log_history[:-1]
+    assert logs[0]["policy/clipfrac_avg"] == 0 < logs[-1]["policy/clipfrac_avg"] < 1
+
+    trainer = make_trainer(tmp_path, ratio_band=[0.5, 2.0], max_steps=4)
+    trainer.args.ratio_band = [3.0, 4.0]
+    assert moved(trainer) == 4 * [{"critic"}]
+    assert [log["policy/clipfrac_avg"] for log in trainer.state.log_history[:-1]] == 4 * [1.0]

@@ -35,6 +35,7 @@ GONE = {
     "trl_ext.marker.write_durably",
     "trl_ext.ppo.inputs.check_absent",
     "trl_ext.ppo.rollout.RolloutRecorder",
+    "trl_ext.ppo.saved_rollouts.hold_out_prompts",  # of `trl_ext.data` now
     "trl_ext.ppo.evaluation.greedy_config",
     "trl_ext.ppo.rewards.checked",
     *(f"trl_ext.ppo.vllm.{name}" for name in ("keep_logprobs", "sampled")),

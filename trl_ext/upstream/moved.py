@@ -81,7 +81,6 @@ MOVED: dict[str, str] = {
     "trl_ext.output_dir.write_text": "trl_ext.runs.files.write_text",
     "trl_ext.packages": "trl_ext.upstream.packages",
     "trl_ext.parser": "trl_ext.cli.parser",
-    "trl_ext.ppo.saved_rollouts.hold_out_prompts": "trl_ext.data.splits.hold_out_prompts",
     "trl_ext.planning": "trl_ext.workbench.planning",
     "trl_ext.redaction": "trl_ext.runs.redaction",
     "trl_ext.resumable": "trl_ext.stages.trainers",

@@ -314,7 +314,10 @@ def main(arguments: list[str] | None = None) -> None:
                     )
             what = "held-out accuracy" if trained.is_complete else "accuracy"
             outcome = f", {what} {report['accuracy']:.1%}"
-            outcome += "".join(f"\nNote: {said}" for said in report.get("unknown", ()))
+            if shared := report.get("trained_on", {}).get("with_a_trained_answer"):
+                outcome += (
+                    f", but {shared:,} of {report['pairs']:,} pairs have an answer that is in a training pair, too"
+                )
             outcome += "".join(f"\nWarning: {said}" for said in objections([str(output_dir)]))
         if args.push_to_hub and not was_centred:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -51,7 +51,6 @@ def test_rows_and_columns_are_named(subtests, tmp_path):
         (pairs().remove_columns("score_chosen"), SAYS, r"lacks the column\(s\) `score_chosen`"),
         (pairs().add_column("margin", [1.0] * 16), SAYS, "`margin` and `score_chosen`, `score_rejected`, .* both say"),
         (pairs().select([]), {}, "The train dataset is empty"),
-        (talk(prompt="the"), {}, "row 0: `prompt` is text, `chosen` is messages.*: all must be text, or all messages"),
         (talk(prompt=[{"role": None, "content": "a"}]), {}, "row 0: `prompt` must be text or messages, got"),
         (talk(prompt=[{"role": "user", "content": None}]), {}, "row 0: `prompt` must be text or messages, got"),
         (

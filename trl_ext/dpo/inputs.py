@@ -157,10 +157,6 @@ def _problems(example: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str
         yield f"`prompt` must be text or messages, got {example['prompt']!r}"
     if not empty and example["chosen"] == example["rejected"]:
         yield "`chosen` and `rejected` are identical"
-    kinds = {name: type(example[name]) for name in ("prompt", "chosen", "rejected") if name in example}
-    if not empty and len({*kinds.values()} & {str, list}) == 2:
-        found = ", ".join(f"`{name}` is {'text' if kind is str else 'messages'}" for name, kind in kinds.items())
-        yield f"{found}: all must be text, or all messages"
     for column in columns:
         value = example[column]
         if column == "source":

@@ -55,6 +55,18 @@ def test_repetition():
     }
 
 
+def test_an_answer_has_one_line_with_the_scores_of_all_watches(tmp_path):
+    first, second = (ScoreWatch(quality, name=name, folder=tmp_path) for name in ("one", "two"))
+    for step, given in enumerate((["1", "1", "2"], ["1", "1", "2"], ["2"])):
+        call(first, given, step=step)
+        call(second, given[:1] if step == 1 else given, step=step)
+    written = [(row["step"], row["completion"], row["scores"]) for row in rows(tmp_path / "completions.rank0.jsonl")]
+    both, one = ({"one": 1.0, "two": 1.0}, {"one": 1.0})
+    two = {"one": 2.0, "two": 2.0}
+    assert written[:3] == [(0, "1", both), (0, "1", both), (0, "2", two)]
+    assert written[3:] == [(1, "1", both), (1, "1", one), (1, "2", {"one": 2.0}), (2, "2", two)]
+
+
 def test_repetition_in_text_without_spaces():
     _, logged = call(RepetitionWatch(n=2, corpus=["我很爱你"], copied_words=3), ["好好好", "我很爱 you"])
     # 好好 twice; 我很, 很爱, 爱 you: 4 different of 5; 好好 stood there before in 1 of 2; 我很爱 is copied
@@ -305,7 +317,7 @@ def test_half_of_a_surrogate_pair_ends_nothing(tmp_path):
         PhraseReviewReward("b", folder=tmp_path),
     ):
         call(watch, [text])
-    assert [row["completion"] for row in rows(tmp_path / "completions.rank0.jsonl")] == [text, text]
+    assert [row["completion"] for row in rows(tmp_path / "completions.rank0.jsonl")] == [text]
 
 
 def test_a_watch_that_scores_nothing_earns_no_remark_of_tensorboard():

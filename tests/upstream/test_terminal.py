@@ -1,5 +1,6 @@
 """What a recipe's terminal leaves out, and what it must not."""
 
+import logging
 import os
 import re
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from trl_ext.upstream import terminal
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow  # each starts a process
@@ -114,3 +117,13 @@ def test_every_script_is_quiet_before_it_imports_what_speaks():
     ended = dict(re.findall(r"^(\S+): (-?\d+)$", run.stderr, re.MULTILINE))
     assert ended.keys() == {*SCRIPTS} and "Traceback" not in run.stderr, run.stderr[-3000:]
     assert "3" not in ended.values(), ended
+
+
+def test_a_report_on_a_new_head_alone_is_hidden_in_colours_too():
+    def shown(*rows):
+        text = "\n".join(["GPT2 LOAD REPORT from: base", "----+-+-", *(f"{row} | " for row in rows), "", "Notes:"])
+        return terminal._is_of_more_than_a_head(logging.LogRecord("", 30, "", 0, text, None, None))
+
+    head, unused = "score.weight   | \x1b[31mMISSING\x1b[0m", "lm_head.weight | \x1b[38;5;208mUNEXPECTED\x1b[0m"
+    assert not shown(head) and not shown(unused, head)
+    assert shown(head, "model.norm.weight | \x1b[31mMISSING\x1b[0m")

@@ -95,7 +95,8 @@ def _is_for_users(beginnings: tuple[str, ...], record: logging.LogRecord) -> boo
 
 
 def _is_of_more_than_a_head(record: logging.LogRecord) -> bool:
-    title, _, rows = record.getMessage().partition("-+-\n")
+    text = re.sub(r"\x1b\[[\d;]*m", "", record.getMessage())  # on a terminal, transformers writes in colours
+    title, _, rows = text.partition("-+-\n")
     return " LOAD REPORT" not in title or not re.fullmatch(rf"(({NEW_HEAD}) +\| *\n)+\s*Notes:.*", rows, re.DOTALL)
 
 

@@ -174,3 +174,17 @@ def test_a_base_that_the_adapter_does_not_fit_is_refused(subtests, run, tmp_path
             message = refused(capsys, run[0] / "adapter", tmp_path / "new", "--base_model", base)
             assert f"{run[0] / 'adapter'} does not fit the base {base}: " in message and reason in message
             assert not (tmp_path / "new").exists()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head", "q_proj"]])
+def test_an_adapter_on_one_end_of_a_tied_base_leaves_the_other_as_it_is(targets, tmp_path):
+    base = save_base(tiny_llama(tie_word_embeddings=True), tmp_path / "base")
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    merge(tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(**batch()).logits, model(**batch()).logits, rtol=1e-4, atol=1e-4)
+    assert not merged.config.tie_word_embeddings

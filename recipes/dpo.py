@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext import DPOTrainer, load_dataset_split
     from trl_ext.data import check_chat_template, held_out_rows, usable_pairs
     from trl_ext.models import is_adapter, load_merged
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, last_evaluation, result_of, save_trained
     from trl_ext.workbench import next_answer, next_line, report_of
 
     with parser.one_line_errors():
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
         save_trained(trainer, result.metrics)
     outcome = ""
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
-        metrics = trainer.evaluate()
+        metrics = last_evaluation(trainer, result)
         with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The evaluation"):
             trainer.save_metrics("eval", metrics)
         outcome = f", held-out preference accuracy {metrics['eval_rewards/accuracies']:.1%}"

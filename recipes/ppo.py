@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.models import load_tokenizer
     from trl_ext.ppo import RolloutProcessLost, ServerLost
     from trl_ext.rewards import RewardFailed, joined_weights, load_object, load_reward, load_rewards
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, last_evaluation, result_of, save_trained
     from trl_ext.workbench import next_answer, next_line, objections, report_of
 
     with parser.one_line_errors():
@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
         save_trained(trainer, result.metrics)
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         with parser.one_line_errors(RewardFailed, ServerLost):
-            metrics = trainer.evaluate()
+            metrics = last_evaluation(trainer, result)
         with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The evaluation"):
             trainer.save_metrics("eval", metrics)
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)

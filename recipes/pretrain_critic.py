@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
         with_token_ids,
     )
     from trl_ext.rewards import ModelReward, RewardFailed, distinct, joined_weights, load_reward, load_rewards
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, last_evaluation, result_of, save_trained
     from trl_ext.workbench import next_line, objections, report_of
 
     with parser.one_line_errors():
@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
         save_trained(trainer, result.metrics)
     explained = ""
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
-        metrics = trainer.evaluate()
+        metrics = last_evaluation(trainer, result)
         with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The evaluation"):
             trainer.save_metrics("eval", metrics)
         share = metrics.get("eval_val/explained_variance", math.nan)  # of returns that are all equal

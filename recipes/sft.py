@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext import load_dataset_split
     from trl_ext.data import check_chat_template, held_out_rows, one_form
     from trl_ext.models import keep_unpacked
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, last_evaluation, result_of, save_trained
     from trl_ext.stages import ResumableSFTTrainer
     from trl_ext.workbench import next_answer, next_line, report_of
 
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors(NotSaved):
         save_trained(trainer, result.metrics)
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
-        metrics = trainer.evaluate()
+        metrics = last_evaluation(trainer, result)
         with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The evaluation"):
             trainer.save_metrics("eval", metrics)
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)

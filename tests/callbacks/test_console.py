@@ -57,7 +57,7 @@ def rows(text):
 def test_ppo_row_and_its_header(tmp_path, capsys, wide):
     Replay(tiny_config(tmp_path), ConsoleCallback()).log(16, logs=PPO)
     assert capsys.readouterr().out.splitlines() == [
-        "         step episodes   score      KL entropy  length    clip    loss      lr    grad   epoch",
+        "         step episodes   score KL/resp entropy  length    clip    loss      lr    grad   epoch",
         "train      16      128  -0.111  0.0443    3.12    9.02   0.170 -0.0552  0.0030   0.543   0.250",
     ]
 
@@ -79,8 +79,8 @@ def test_a_narrow_terminal_has_what_matters(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     run.log(32, logs=PPO)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "episodes", "score", "KL", "entropy", "length", "clip", "loss", "lr"]
-    assert lines[2].split() == ["step", "score", "KL", "loss"]
+    assert lines[0].split() == ["step", "episodes", "score", "KL/resp", "entropy", "length", "clip", "loss", "lr"]
+    assert lines[2].split() == ["step", "score", "KL/resp", "loss"]
     assert max(map(len, lines[:2])) < 80 and max(map(len, lines[2:])) < 40
 
 
@@ -113,7 +113,7 @@ def test_numbers_have_seven_characters(tmp_path, capsys, number, shown):
     run = Replay(tiny_config(tmp_path), ConsoleCallback())
     run.log(1, logs={**PPO, "objective/kl": 1.0})
     run.log(2, logs={**PPO, "objective/kl": number})
-    assert rows(capsys.readouterr().out)[-1]["KL"] == shown and len(shown) <= 7
+    assert rows(capsys.readouterr().out)[-1]["KL/resp"] == shown and len(shown) <= 7
 
 
 def test_rows_of_evaluations_are_told_apart(tmp_path, capsys, wide):
@@ -124,9 +124,11 @@ def test_rows_of_evaluations_are_told_apart(tmp_path, capsys, wide):
     run.evaluate(4, {f"eval_hard_{key}": value for key, value in metrics.items()})
     out = capsys.readouterr().out
     first, second, greedy = rows(out)[:3]
-    assert (first["row"], second["row"], second["score"], second["KL"]) == ("train", "eval", "0.560", "6.24")
-    assert (greedy["row"], greedy["score"], greedy["KL"]) == ("greedy", "0.600", "-")
+    assert (first["row"], second["row"], second["score"], second["KL/resp"]) == ("train", "eval", "0.560", "6.24")
+    assert (greedy["row"], greedy["score"], greedy["KL/resp"]) == ("greedy", "0.600", "-")
     assert re.search(r"^eval_hard +4 ", out, re.MULTILINE)  # one of several datasets
+    run.evaluate(4, {"eval_gold/mean": 2.0})  # of a monitor: it has no column
+    assert capsys.readouterr().out.split() == ["log", "eval_gold/mean", "2.00"]
 
 
 def test_the_end_and_a_log_of_the_scripts_own(tmp_path, capsys):
@@ -271,7 +273,7 @@ def test_stock_grpo(tmp_path, capsys, wide):
     trainer.train()
     out = capsys.readouterr().out
     assert "'loss'" not in out
-    assert {"score", "KL", "entropy", "length", "clip"} <= rows(out)[0].keys() and len(rows(out)) == 2
+    assert {"score", "KL/tok", "entropy", "length", "clip"} <= rows(out)[0].keys() and len(rows(out)) == 2
 
 
 def test_a_users_own_stay(tmp_path):
@@ -339,7 +341,7 @@ def screen(sent):
 @pytest.mark.slow
 def test_in_a_terminal_a_bar_and_alerts_that_do_not_tear_it(tmp_path):
     sent = in_terminal(tmp_path)
-    assert re.search(r"train  50%\|.*\| 4/8 \[\d\d:\d\d, ETA \d\d:\d\d, score [\d.]+, KL ", sent)
+    assert re.search(r"train  50%\|.*\| 4/8 \[\d\d:\d\d, ETA \d\d:\d\d, score [\d.]+, KL/resp ", sent)
     lines = screen(sent)
     assert sum("train 100%" in line for line in lines) == 1 and "8/8" in "".join(lines)
     begins = [line.split()[0] for line in lines if line]

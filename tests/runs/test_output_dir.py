@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers.trainer_utils import TrainOutput
@@ -16,7 +17,7 @@ from tests.runs.test_saving import At, complete, sft
 from trl_ext.runs import output_dir
 from trl_ext.runs.files import write_text
 from trl_ext.runs.marker import MARKER
-from trl_ext.runs.output_dir import LOCK, FolderInUse, Hold, check_output_dir, is_evaluated
+from trl_ext.runs.output_dir import LOCK, FolderInUse, Hold, check_output_dir, is_evaluated, last_evaluation
 
 HOLDS = """
 import os, sys, time
@@ -68,6 +69,18 @@ def test_a_run_is_evaluated_if_it_was_complete_and_all_its_results_are_newer_tha
         now = os.path.getmtime(tmp_path / "eval_results.json")
         os.utime(tmp_path / "checkpoint-4" / MARKER, (now + age, now + age))
         assert is_evaluated(tmp_path, loaded) == evaluated
+
+
+@pytest.mark.parametrize(
+    ("at", "trained", "loads_best", "is_new"), [(4, 1, 0, 0), (2, 1, 0, 1), (4, 0, 0, 1), (4, 1, 1, 1)]
+)
+def test_the_last_step_is_not_evaluated_twice(at, trained, loads_best, is_new):
+    history = [{"step": at, "eval_loss": 0.5, "epoch": 1.0}, {"step": 4, "loss": 0.1}, {"step": at, "eval_gold": 0.7}]
+    state = SimpleNamespace(global_step=4, epoch=1.0, log_history=history)
+    args = SimpleNamespace(load_best_model_at_end=bool(loads_best))
+    trainer = SimpleNamespace(state=state, args=args, evaluate=lambda: {"eval_loss": 0.3})
+    found = last_evaluation(trainer, TrainOutput(4, 0.5, {"train_loss": 0.5} if trained else {}))
+    assert found == ({"eval_loss": 0.3} if is_new else {"eval_loss": 0.5, "eval_gold": 0.7, "epoch": 1.0})
 
 
 @pytest.mark.slow

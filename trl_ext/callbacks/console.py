@@ -37,6 +37,7 @@ IMPORTANCE = "score KL accuracy loss margin entropy length cut clip s/step episo
 _TRAINER_KEYS = ("loss", "learning_rate", "seconds", "epoch")  # every Trainer logs them, or they are measured here
 _CONSOLES = (ProgressCallback, PrinterCallback)  # transformers' own; a subclass is a user's
 _IN_BAR = ("score", "KL", "accuracy", "margin", "loss")  # the bar shows the first two of these that the run logs
+_KL_IN = {"nats per response": "KL/resp", "nats per token": "KL/tok"}  # unit of the KL → what heads its column
 _WIDTH = 7  # characters of a number
 _ROWS_A_HEADER = 20
 _NO_TERMINAL = 120  # characters of a row in a file
@@ -65,7 +66,7 @@ class ConsoleCallback(ProgressCallback):
     Units are those of `METRICS` (`metrics.py`):
 
     - `score`: as the reward functions give it
-    - `KL`: nats per response (PPO) or per token (GRPO, RLOO)
+    - `KL/resp` (PPO), `KL/tok` (GRPO, RLOO): nats per response or per token
     - `entropy`: nats per token
     - `length`: tokens of an answer
     - `cut`: share of answers that were cut off at the maximum length
@@ -84,6 +85,7 @@ class ConsoleCallback(ProgressCallback):
         self.current_step = 0
         self._is_lifted = False  # whether the bar is removed from the terminal, until the next step begins
         self._kinds = ["greedy"]  # how rows begin; the longest gives the width
+        self._kl = "KL"  # how the KL is headed
         self._columns: set[str] = set()  # headings that had a number so far
         self._last: dict[str, float] = {}  # the newest number under each heading; some logs cover no rollout
         self._header, self._rows = "", 0  # the last header, and how many rows ago
@@ -153,19 +155,20 @@ class ConsoleCallback(ProgressCallback):
         if not state.is_world_process_zero or logs is None:
             return
         numbers, keys = numbers_in(logs), _keys(args)
-        prefix = next((key.removesuffix("runtime") for key in logs if key.endswith("_runtime")), "")
+        self._kl = _KL_IN.get(getattr(metrics_of(args).get("kl"), "unit", ""), "KL")
+        prefix = next((key.removesuffix("runtime") for key in logs if key.endswith("_runtime")), "eval_")
+        parts = {prefix[:-1]: prefix, "greedy": f"{prefix}greedy/"}
+        rows = {kind: {head: numbers.get(part + key) for head, key in keys.items()} for kind, part in parts.items()}
+        evaluated = {kind: row for kind, row in rows.items() if {*row.values()} != {None}}
         if "train_runtime" in logs:
             self._write_text("done", _done(numbers, state))
             if (cut := self._last.get("cut", 0)) > 0.9:
                 penalty = ", or punish it with `--missing_eos_penalty`" * hasattr(args, "missing_eos_penalty")
                 how = f"raise `--max_completion_length` ({args.max_completion_length}){penalty}"
                 self._write_text("note", f"{cut:.0%} of the last answers were cut off: {how}")
-        elif prefix or any(key.startswith("eval_") for key in logs):
-            prefix = prefix or "eval_"
-            self._row(prefix[:-1], state, {head: numbers.get(prefix + key) for head, key in keys.items()})
-            greedy = {head: numbers.get(f"{prefix}greedy/{key}") for head, key in keys.items()}
-            if any(number is not None for number in greedy.values()):
-                self._row("greedy", state, greedy)
+        elif evaluated:
+            for kind, row in evaluated.items():
+                self._row(kind, state, row)
         elif is_training_log(logs):
             if self._steps:
                 numbers["seconds"] = self._seconds / self._steps
@@ -176,7 +179,8 @@ class ConsoleCallback(ProgressCallback):
             self._row("train", state, values)
             if self.training_bar is not None:
                 self._last |= {head: value for head, value in values.items() if value is not None}
-                shown = [f"{head} {_shown(self._last[head])}" for head in _IN_BAR if head in self._last]
+                heads = [head for head in _IN_BAR if head in self._last]
+                shown = [f"{self._head(head)} {_shown(self._last[head])}" for head in heads]
                 self.training_bar.set_postfix_str(", ".join(shown[:2]), refresh=False)
         elif own := [f"{key} {_shown(number)}" for key, number in numbers.items() if key != "epoch"]:  # a script's
             self._write_text("log", ", ".join(own))
@@ -192,7 +196,7 @@ class ConsoleCallback(ProgressCallback):
             if room > 0:
                 heads.append(head)
         heads = [head for head in COLUMNS if head in heads]
-        header = f"{'':{first}}{'step':>7}" + "".join(f"{head:>{_width(head)}}" for head in heads)
+        header = f"{'':{first}}{'step':>7}" + "".join(f"{self._head(head):>{_width(head)}}" for head in heads)
         if header != self._header or self._rows >= _ROWS_A_HEADER:
             self._write(header, "header")
             self._header, self._rows = header, 0
@@ -200,6 +204,9 @@ class ConsoleCallback(ProgressCallback):
         row = f"{kind:{first}}{state.global_step:>7}"
         row += "".join(f"{_shown(values.get(head)):>{_width(head)}}" for head in heads)
         self._write(row, "" if kind == "train" else "eval")
+
+    def _head(self, head: str) -> str:
+        return self._kl if head == "KL" else head
 
     def _write_text(self, kind: str, text: str, style: str = "", file: Any = None) -> None:
         """Write a line that is not part of the table; on a terminal, wrap it."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .output_dir import Hold as Hold
     from .output_dir import check_output_dir as check_output_dir
     from .output_dir import is_evaluated as is_evaluated
+    from .output_dir import last_evaluation as last_evaluation
     from .output_dir import overlap as overlap
     from .processes import from_first as from_first
     from .processes import on_first as on_first

@@ -161,6 +161,21 @@ def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -
     return found
 
 
+def last_evaluation(trainer: Any, result: Any) -> dict[str, float]:
+    """
+    Return the metrics of the trained model on the evaluation set; evaluate, unless training just did at its last step.
+
+    Args:
+        trainer: any Trainer, after training.
+        result: the result of `train`.
+    """
+    state = trainer.state
+    is_of_now = result.metrics and not trainer.args.load_best_model_at_end
+    logs = [log for log in state.log_history if is_of_now and log["step"] == state.global_step]
+    found = {name: number for log in logs for name, number in log.items() if name.startswith("eval_")}
+    return {**found, "epoch": state.epoch} if found else trainer.evaluate()
+
+
 def overlap(folder: Path, given: Path) -> str:
     """
     Return how `folder`, which is written to, overlaps with `given`, which is read.

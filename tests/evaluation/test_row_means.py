@@ -19,7 +19,7 @@ def pairs(rows, seed=0):
         count = int(torch.randint(1, 9, (), generator=draw))
         return " " + " ".join(WORDS[i] for i in torch.randint(10, (count,), generator=draw))
 
-    return [{"prompt": text(), "chosen": text(), "rejected": text()} for _ in range(rows)]
+    return [{"prompt": text(), "chosen": text(), "rejected": text(), "weight": i % 3 / 2} for i in range(rows)]
 
 
 def trainer_of(kind, folder, rows, batch, **settings):
@@ -32,7 +32,7 @@ def trainer_of(kind, folder, rows, batch, **settings):
         trainer = DPOTrainer
     elif kind == "reward":
         model, trainer = tiny_reward_model(model), ResumableRewardTrainer
-        given = {"args": RewardConfig(str(folder), **args)}
+        given = {"args": RewardConfig(str(folder), use_weight=True, **args)}
     else:
         rows = {
             name: [{"prompt": row["prompt"], "completion": row["chosen"]} for row in each]
@@ -70,3 +70,22 @@ def test_no_figure_depends_on_the_batch(kind, tmp_path):
     assert {name.split("_")[1] for name in found[0]} == {"one", "two"}
     alone = evaluated(trainer_of(kind, tmp_path, {"two": ROWS["two"]}, 3))
     assert_close(alone, {k: v for k, v in found[0].items() if k.startswith("eval_two_")}, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward"])
+def test_the_rows_of_a_step_weigh_the_same_in_whatever_micro_batch(kind, tmp_path):
+    """The last of seven rows is alone in its micro-batch of two, and one of three in that of four."""
+    plain = {
+        "optim": "sgd",
+        "learning_rate": 1.0,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1e9,
+        "max_steps": 1,
+    }
+    ends = []
+    for batch in (8, 4, 2):
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 8 // batch}
+        trainer = trainer_of(kind, tmp_path, {"two": ROWS["two"]}, 8, **plain, **sizes)
+        trainer.train()
+        ends.append(dict(trainer.model.named_parameters()))
+        assert_close(ends[-1], ends[0], rtol=1e-4, atol=1e-5)

@@ -186,6 +186,11 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
 
     _rows_per_example = 2
 
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        share, weights = self._share_of_step(inputs), zip(self.loss_types, self.loss_weights, strict=True)
+        with temporarily(self, loss_weights=[w if kind == "sft" else w * share for kind, w in weights]):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """
         Compute TRL's loss with the β of this micro-batch, and with our preference loss in place of its sigmoid term.

@@ -24,10 +24,22 @@ class RowMeans:
 
     _rows_per_example = 1  # 2 for pairs: the chosen ones, then the rejected ones
     _loss_terms: dict[str, float] = {}  # metrics that `compute_loss` leaves out of the loss, with their weights in it
+    _mean_rows = 0.0  # of the micro-batches of an optimizer step
     _evaluated: dict[str, Tensor]
     _seen: int
     _metrics: dict[str, Any]
     accelerator: Any
+    model: Any
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._mean_rows = sum(len(batch["input_ids"]) for batch in batches) / max(len(batches), 1)
+        return batches, items
+
+    def _share_of_step(self, inputs: dict[str, Any]) -> float:
+        """Return the weight that makes a step's loss a mean over rows: the Trainer averages micro-batches' means."""
+        is_step = self.model.training and self._mean_rows
+        return len(inputs["input_ids"]) / self._mean_rows if is_step else 1.0
 
     def _tokens(self, inputs: dict[str, Any]) -> dict[str, int]:
         """Return for each metric that is a mean over tokens the number of these tokens in a batch."""

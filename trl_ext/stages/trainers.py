@@ -180,11 +180,11 @@ class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
     ) -> Any:
         """Compute TRL's loss, in which a pair's confidence smooths its label, and its weight multiplies its loss."""
         columns, batch = take_columns(inputs, self._pair_columns)
-        if not columns:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = super().compute_loss(model, batch, True, num_items_in_batch)
-        chosen, rejected = outputs.logits.squeeze(-1).chunk(2)
-        logits = chosen - rejected - batch.get("margin", 0)
-        ours = columns.get("weight", 1) * preference_loss(logits, columns.get("confidence"))
-        loss = loss + (ours - preference_loss(logits)).mean()  # exactly TRL's if weights and confidences are 1
+        if columns:
+            chosen, rejected = outputs.logits.squeeze(-1).chunk(2)
+            logits = chosen - rejected - batch.get("margin", 0)
+            ours = columns.get("weight", 1) * preference_loss(logits, columns.get("confidence"))
+            loss = loss + (ours - preference_loss(logits)).mean()  # exactly TRL's if weights and confidences are 1
+        loss = loss * self._share_of_step(batch)
         return (loss, outputs) if return_outputs else loss

@@ -113,6 +113,7 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "_save": "output_dir, state_dict=",
         "_save_checkpoint": "model, trial",
         "_set_signature_columns_if_needed": "",
+        "compute_loss": "model, inputs, ...",
         "compute_ref_log_probs": "model, inputs",
         "create_model_card": "...",
         "create_scheduler": "...",
@@ -124,7 +125,8 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "train": "resume_from_checkpoint, ...",
         "training_step": "...",
     },
-    "trl.RewardTrainer": {  # the first two of SFTTrainer, too
+    "trl.RewardTrainer": {  # the first three of SFTTrainer, too
+        "get_batch_samples": "...",
         "evaluation_loop": "dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix",
         "prediction_step": "model, inputs, prediction_loss_only, ignore_keys",
         "_set_signature_columns_if_needed": "",
@@ -172,7 +174,7 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         _is_vision_dataset _metrics _signature_columns _tag_names _tokenizer
         accelerator args beta control data_collator eval_dataset is_deepspeed_enabled is_fsdp_enabled ld_alpha
         loss_types loss_weights model precompute_ref_logps ref_model state train_dataset""",
-    "trl.RewardTrainer": "_metrics _signature_columns accelerator data_collator",
+    "trl.RewardTrainer": "_metrics _signature_columns accelerator data_collator model",
     "trl.generation.vllm_client.VLLMClient": "base_url session",
     "trl.generation.vllm_generation.VLLMGeneration": """
         _dist accelerator generation_kwargs logprobs model temperature vllm_client""",

@@ -232,7 +232,7 @@ def test_two_steps(path, standins, tmp_path, monkeypatch):
         reward = base_of(path, script_args.reward_model_name_or_path)
         flags |= {"reward_model_name_or_path": model(reward, 1), "max_completion_length": "4"}
         flags |= {"num_mini_batches": "1", "local_rollout_forward_batch_size": "4"}
-        flags |= {"total_episodes": "8" if "sao" in str(path) else "4"}
+        flags |= {"total_episodes": str(2 * 4 // training_args.num_ppo_epochs)}  # in two steps
         if training_args.use_vllm:
             monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", VLLMStandIn)
             monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)

@@ -56,7 +56,7 @@ def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _COLUMNS) ->
     answers begin with their prompts. In a row with both text and messages, the text becomes a message.
 
     Args:
-        dataset: rows; or a stream, of which only messages are changed; anything else is returned as it is.
+        dataset: rows, or a stream. In a stream only messages are changed. Anything else is returned unchanged.
         name: what the sentence calls the rows.
         columns: name of the prompts' column, then those of answers.
     """

@@ -55,7 +55,7 @@ class RowMeans:
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
         names = sorted(self._evaluated)
-        parts = gather(torch.stack([self._evaluated[name] for name in names])[None].to(self.accelerator.device)).cpu()
+        parts = gather(torch.stack([self._evaluated[name] for name in names])[None]).cpu()
         whole = {name: merge_moments(parts[:, i]) for i, name in enumerate(names)}
         at = {"min": 3, "max": 4}  # of `moments`
         means = {name: each[at.get(name.partition("_")[0], 1)].item() for name, each in whole.items()}
@@ -78,7 +78,7 @@ class RowMeans:
             loss, *outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         tokens = self._tokens(inputs)
         for name, (*_, mean) in {"loss": [loss], **self._metrics["eval"]}.items():
-            parts = [self._evaluated.get(name, empty_moments())]
+            parts = [self._evaluated.get(name, empty_moments(self.accelerator.device))]
             if rows:
                 parts += [parts[0].new_tensor([tokens.get(name, rows), mean, 0, mean, mean])]
             self._evaluated[name] = merge_moments(torch.stack(parts))

@@ -76,6 +76,9 @@ class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
         super().__post_init__()
 
 
+_TOKEN_IDS = ("input_ids", "chosen_ids", "rejected_ids")  # columns of TRL's prepared datasets
+
+
 class _RecordedRun(RowMeans, ResumableRun):
     _is_classifier = False
 
@@ -105,7 +108,7 @@ class _RecordedRun(RowMeans, ResumableRun):
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
         if not isinstance(self.train_dataset, Dataset) or (self.args.max_length or math.inf) <= context:
             return
-        columns = [name for name in self.train_dataset.column_names if name.endswith("_ids")]
+        columns = [name for name in self.train_dataset.column_names if name in _TOKEN_IDS]
         lengths = (
             [max(map(len, row.values())) for row in self.train_dataset.select_columns(columns)] if columns else []
         )
@@ -129,11 +132,11 @@ class ResumableSFTTrainer(_RecordedRun, SFTTrainer):
     def __init__(self, model: Any, args: Any = None, *, train_dataset: Any = None, **kwargs: Any):
         is_chat = isinstance(train_dataset, Dataset) and any(map(is_conversational, train_dataset.take(1)))
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
-        kept = len(self.train_dataset) if isinstance(train_dataset, Dataset) and not self.args.packing else math.inf
-        if kept < len(train_dataset):
+        given = len(train_dataset) if isinstance(train_dataset, Dataset) and not self.args.packing else 0
+        if given and (dropped := given - len(self.train_dataset)):
             self.accelerator.print(
-                f"SFT: {len(train_dataset) - kept:,} of {len(train_dataset):,} rows were dropped, since "
-                f"`max_length={self.args.max_length}` leaves no token to train on."
+                f"SFT: {dropped:,} of {given:,} rows were dropped, since `max_length={self.args.max_length}` leaves "
+                "no token to train on."
             )
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
         if is_chat and tokenizer.chat_template:

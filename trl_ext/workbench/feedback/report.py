@@ -159,7 +159,7 @@ def training_pairs(
         folder: folder in which `pairs` is made.
         journal: the judge's verdicts.
         known: the pairs that people labelled.
-        others: the pairs of prompts of which people labelled none.
+        others: the pairs whose prompts people did not label.
         people: key of a pair → people's choice.
         report: the report so far, with `noise` and `judge`.
         criteria: what the judge judged by.

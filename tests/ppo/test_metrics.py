@@ -139,6 +139,7 @@ def run(tmp_path_factory):
             kl_coef=KL_COEF,
             gamma=GAMMA,
             lam=LAM,
+            baseline="critic",  # as the advantages above
             cliprange=CLIP,
             cliprange_value=VALUE_CLIP,
             max_completion_length=7,

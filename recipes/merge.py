@@ -106,21 +106,6 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     return model.eval(), tokenizer, kind
 
 
-def untie(model: Any) -> None:
-    """Give the embeddings and the LM head a weight each if they share one and an adapter changes one of them."""
-    from torch import nn
-
-    base = model.get_base_model()
-    ends = base.get_input_embeddings(), base.get_output_embeddings()
-    adapted = [end for end in ends if hasattr(end, "base_layer")]
-    if not adapted or ends[1] is None or ends[0].weight is not ends[1].weight:
-        return
-    head = getattr(ends[1], "base_layer", ends[1])
-    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    base.config.get_text_config().tie_word_embeddings = base.config.tie_word_embeddings = False
-    base.all_tied_weights_keys = {}  # else transformers would save one of the two
-
-
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
@@ -140,6 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
     from transformers import AutoModelForCausalLM
 
     from trl_ext.data import TrainedPairs, load_trained_prompts, save_prompt_hashes
+    from trl_ext.models import merge
 
     with parser.one_line_errors():
         trained, trained_prompts = TrainedPairs.load(args.adapter), load_trained_prompts(args.adapter)
@@ -155,8 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
     output_dir = Path(args.output_dir)
     part = output_dir / PART
     shutil.rmtree(part, ignore_errors=True)  # what a killed merge has left
-    untie(model)
-    merged = model.merge_and_unload(safe_merge=True)
+    merged = merge(model)
     merged.save_pretrained(part)
     tokenizer.save_pretrained(part)
     if trained is not None:  # what the adapter has seen the merged model has, too

@@ -23,7 +23,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from trl import get_peft_config
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser, load_dataset_split
 from trl_ext.cli.arguments import ClassifierArguments, ModelArguments
 from trl_ext.cli.model_names import check_model, is_cached
+from trl_ext.cli.parser import read_yaml
 from trl_ext.ppo import CriticConfig
 from trl_ext.rewards import check_rewards
 from trl_ext.runs import accelerate_file, config_file, find
@@ -97,7 +98,7 @@ def origin(name: str, folder: Path) -> tuple[str, dict | None]:
     makers = {}
     for path in sorted(folder.glob("*.yaml")):  # others' files may lie there, too
         with contextlib.suppress(yaml.YAMLError):
-            recipe = yaml.safe_load(path.read_text())
+            recipe = read_yaml(path.read_text())
             if isinstance(recipe, dict) and recipe.get("model_name_or_path"):
                 makers[recipe.get("output_dir")] = recipe
     first = None
@@ -509,7 +510,7 @@ def verdicts(
 def as_on_gpu(stage: str, file: Path, flags: list[str]) -> list[str]:
     """Return flags that set on a machine without a GPU what is the default on one with a GPU, such as `bf16`."""
     with contextlib.suppress(yaml.YAMLError):  # the parser says what is wrong with it
-        found = yaml.safe_load(file.read_text())
+        found = read_yaml(file.read_text())
         set_by_flag = {
             flag.lstrip("-"): value != "false" for flag, value in zip(flags, [*flags[1:], ""], strict=False)
         }
@@ -525,18 +526,28 @@ def as_on_gpu(stage: str, file: Path, flags: list[str]) -> list[str]:
     return []
 
 
+def stage_of(file: Path) -> str:
+    """Return the stage that a recipe is of: by its name, else by its settings, if only one stage has them all."""
+    if by_name := next((stage for stage in ARGUMENTS if file.name.startswith(stage)), None):
+        return by_name
+    given = {*(read_yaml(file.read_text()) or {})}
+    known = {stage: {each.name for kind in kinds for each in fields(kind)} for stage, kinds in ARGUMENTS.items()}
+    found = [stage for stage, names in known.items() if given <= names]
+    if len(found) != 1:
+        raise ValueError(f"{file} may be of {', '.join(found) or 'no stage that is known'}: give `--stage`")
+    return found[0]
+
+
 def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] | None = None) -> None:
     # 1. Set-up: the recipe's own parser, and so its own checks
     if not (sys.argv[1:] if arguments is None else arguments):
         print(__doc__, file=sys.stderr)
         sys.exit(2)
     options, flags = parse(arguments)
-    stage = options.stage or next((s for s in ARGUMENTS if Path(options.config).name.startswith(s)), None)
     parser = StrictTrlParser((), prog=PROG)
-    if stage is None:
-        parser.error(f"the name of {options.config} does not begin with one of {', '.join(ARGUMENTS)}: give `--stage`")
     with parser.one_line_errors():
         file = config_file("--config", options.config)
+        stage = options.stage or stage_of(file)
         name = options.accelerate_config
         layout = Layout.read(accelerate_file("--accelerate_config", name)) if name else Layout()
     script_arguments, config, model_arguments = ARGUMENTS[stage]

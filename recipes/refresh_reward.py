@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from datasets import Dataset
 from transformers import AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.cli.model_names import check_model
+from trl_ext.cli.parser import read_yaml
 from trl_ext.data import TrainedPairs, check_texts, has_content, pair_hashes, write_rows
 from trl_ext.evaluation import reward_model_report
 from trl_ext.functional import disagreement
@@ -478,7 +478,7 @@ def labelled(files: list[str], queue: list[dict]) -> list[dict]:
 def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
     """Return what a reward function prefers: it scores both answers; a judge with `compare` compares them."""
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    ((judge,), _) = load_rewards([yaml.safe_load(args.judge or "")], tokenizer)
+    ((judge,), _) = load_rewards([read_yaml(args.judge or "")], tokenizer)
     columns = {name: [row[name] for row in queue] for name in queue[0] if name != "prompt"}
 
     def scored(side: str, **more: Any) -> list[float | None]:
@@ -514,7 +514,7 @@ def train_settings(args: RefreshArguments) -> dict[str, Any]:
         **{name: getattr(args, name) for name in names},
         **{split: rows_identity(old_pairs(args, split)) for split in SPLITS},
         "pairs": [digest(Path(each, "pairs", f"{split}.jsonl")) for each in rounds(args) for split in SPLITS],
-        "config": yaml.safe_load(config_file("reward_config", args.reward_config or "").read_text()),
+        "config": read_yaml(config_file("reward_config", args.reward_config or "").read_text()),
     }
 
 

@@ -1,15 +1,18 @@
 """Teach a small model to call the tools of an environment: a tokenizer and a model of its own, and SFT on a player.
 
     python -m recipes.agents.teach frozen_lake
+    python -m recipes.agents.teach path/to/my_game.py:Environment
 
-The name is the name of a module beside this one. It has `rows` (starts of episodes), a `Player`, `MISTAKES` (how often
-the player errs where SFT imitates it), and an `Environment`, or else `TOOLS` and a reward function `correct`. The
-folder gets `sft/`, the model, and `rows/`, the starts that `trl-ext ppo --config agents/NAME` trains and evaluates on.
+Given is the name of a module beside this one, or a class as for `environment` of `trl-ext ppo`. The module has `rows`
+(starts of episodes), a `Player`, `MISTAKES` (how often the player errs where SFT imitates it), and an `Environment`, or
+else `TOOLS` and a reward function `correct`. The folder gets `sft/`, the model, and `rows/`, the starts that `trl-ext
+ppo --config agents/NAME` trains and evaluates on.
 """
 
 import argparse
 import importlib
 import json
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +24,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
+from trl_ext.rewards import load_object
 from trl_ext.upstream import quiet
 
 NAMES = ["weather", "frozen_lake", "nim", "reasoning", "guess"]
@@ -98,17 +102,23 @@ def template() -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m recipes.agents.teach", description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=NAMES, help="a module beside this one")
+    parser.add_argument("name", help=f"{', '.join(NAMES)}, or path/to/file.py:Environment")
     parser.add_argument("--output_dir", type=Path, help="default: outputs/agents/NAME")
     parser.add_argument("--episodes", type=int, help="to imitate; default: 2000, or the module's EPISODES")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     quiet()  # before the libraries that are imported next
     try:
-        module = importlib.import_module(f"{__package__}.{args.name}")
-    except ModuleNotFoundError as error:
+        if args.name in NAMES:
+            module = importlib.import_module(f"{__package__}.{args.name}")
+        else:
+            module = sys.modules[load_object(args.name, "environment").__module__]
+    except ImportError as error:
         parser.error(str(error))
-    output, begin = args.output_dir or Path("outputs/agents") / args.name, time.time()
+    output, begin = (
+        args.output_dir or Path("outputs/agents") / Path(args.name.rpartition(":")[0] or args.name).stem,
+        time.time(),
+    )
     teach(module, output, args.seed, args.episodes)
     imitated = success(module, module.Player(module.MISTAKES, seed=args.seed))
     print(

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
 from accelerate import PartialState
 
+from trl_ext.cli.parser import read_yaml
 from trl_ext.data import write_rows
 from trl_ext.runs import check_settings, differences, read_jsonl, setting, write_text
 from trl_ext.workbench import without_next
@@ -255,7 +255,7 @@ def _short(args: DemoArguments, kind: str) -> list[str]:
 
 
 def _settings(args: DemoArguments, name: str, kind: str, options: Sequence = ()) -> dict:
-    config = yaml.safe_load((HERE / f"{name.split('-')[0]}.yaml").read_text())
+    config = read_yaml((HERE / f"{name.split('-')[0]}.yaml").read_text())
     return {**config, "seed": args.seed, "options": [*map(str, options), *_short(args, kind)]}
 
 

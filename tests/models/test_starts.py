@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from tests.ppo.worker import make_trainer
 from tests.tiny import ON_CPU, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext.ppo import CriticConfig, CriticTrainer
 from trl_ext.stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 
 USER, ANSWER = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a dog"}
@@ -47,6 +48,15 @@ def test_a_turn_that_ends_by_another_token_than_an_answer_is_said_with_the_setti
         build(tmp_path, chat_tokenizer("<im_end>"), chat, **mended)
         build(tmp_path, chat_tokenizer("</s>"), chat)
         build(tmp_path, chat_tokenizer("<im_end>"), text)
+
+
+def test_a_critic_that_could_not_be_loaded_is_not_trained(tmp_path):
+    tokenizer = tiny_tokenizer(pad=False)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    args = CriticConfig(str(tmp_path), **ON_CPU)
+    rows = Dataset.from_list([{"prompt_ids": [5], "completion_ids": [6], "returns": [1.0]}] * 2)
+    with pytest.raises(ValueError, match=r"'\[PAD\]' has the id"):
+        CriticTrainer(tiny_reward_model(), args, rows, processing_class=tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])

@@ -80,6 +80,8 @@ def test_without_its_package_a_recipe_says_what_to_install(monkeypatch, name, pa
 @pytest.mark.slow  # two processes' worth of imports, SFT and PPO
 def test_a_model_is_taught_and_trained_by_the_commands_that_the_recipe_gives(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    teach.main([f"{Path(teach.__file__).with_name('nim.py')}:Environment", "--episodes", "16"])
+    assert len(Path("outputs/agents/nim/rows/test.jsonl").read_text().splitlines()) == 200
     teach.main(["weather", "--episodes", "16"])
     size = ["--per_device_train_batch_size", "16", "--num_mini_batches", "2", "--num_ppo_epochs", "1"]
     ppo.main(["--config", "agents/weather", *size, "--total_episodes", "64", "--max_completion_length", "24"])

@@ -16,6 +16,7 @@ from recipes.merge import main
 from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.data import TrainedPairs
+from trl_ext.models import load_merged
 
 
 def save_base(model, folder):
@@ -183,8 +184,8 @@ def test_an_adapter_on_one_end_of_a_tied_base_leaves_the_other_as_it_is(targets,
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
-    model.save_pretrained(tmp_path / "adapter")
-    merge(tmp_path / "adapter", tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    torch.testing.assert_close(merged(**batch()).logits, model(**batch()).logits, rtol=1e-4, atol=1e-4)
-    assert not merged.config.tie_word_embeddings
+    model.save_pretrained(adapter := str(tmp_path / "adapter"))
+    merge(adapter, tmp_path / "merged")
+    for merged in (AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval(), load_merged(adapter)):
+        torch.testing.assert_close(merged(**batch()).logits, model(**batch()).logits, rtol=1e-4, atol=1e-4)
+        assert not merged.config.tie_word_embeddings

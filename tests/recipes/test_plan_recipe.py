@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 import yaml
 
 from recipes import plan, ppo
-from recipes.plan import as_on_gpu, loaded_rewards, main, origin, what_the_data_says
+from recipes.plan import as_on_gpu, loaded_rewards, main, origin, stage_of, what_the_data_says
 from tests.recipes.real_models import config_of
 from tests.tiny import tiny_llama, tiny_tokenizer
 
@@ -117,6 +118,15 @@ def test_few_pairs_and_accelerates_file(folder, capsys):
     assert "WARNING: 8 preference pairs: with fewer than 10,000" in text
 
 
+def test_a_recipe_of_any_name_is_of_the_stage_that_has_its_settings(folder, tmp_path):
+    for stage in ("ppo", "pretrain_critic"):
+        shutil.copy(folder / f"{stage}.yaml", tmp_path / "mine.yaml")
+        assert stage_of(tmp_path / "mine.yaml") == stage
+    (tmp_path / "mine.yaml").write_text("learning_rate: 1e-7\n")
+    with pytest.raises(ValueError, match="sft, reward, pretrain_critic, ppo, dpo"):
+        stage_of(tmp_path / "mine.yaml")
+
+
 def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
     for stage, flags, message in [
         ("ppo", ["--accelerate", "{folder}/zero3.yaml", "--max_approx_kl", "0.1"], "this cannot work: `critic_warmup"),
@@ -131,7 +141,7 @@ def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
         ("pretrain_critic", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt_ids' and"),
         ("ppo", ["--prompt_length", "-1"], "`--prompt_length` must be more than 0, got -1"),
         ("ppo", ["--gpu_memory", "0"], "`--gpu_memory` must be more than 0, got 0.0"),
-        ("zero3", [], "does not begin with one of sft, reward, pretrain_critic, ppo, dpo: give `--stage`"),
+        ("zero3", [], "zero3.yaml may be of no stage that is known: give `--stage`"),
     ]:
         with subtests.test(stage=stage, flags=flags):
             with pytest.raises(SystemExit, match="2"):
@@ -141,7 +151,7 @@ def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
 
 @pytest.mark.slow
 def test_it_says_on_which_gpus_it_fits_for_how_long_and_measures_local_data(subtests, folder, capsys):
-    for stage in ("sft", "ppo", "pretrain_critic"):
+    for stage in ("ppo", "pretrain_critic"):
         with subtests.test(stage=stage):
             text = run(folder, stage, capsys)
             rows = re.findall(r"^ +(\d+) GB .*yes, [\d.]+ min +yes, [\d.]+ min$", text, re.MULTILINE)

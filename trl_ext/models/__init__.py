@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .saved_adapter import load_config as load_config
     from .saved_adapter import load_merged as load_merged
     from .saved_adapter import load_tokenizer as load_tokenizer
+    from .saved_adapter import merge as merge
     from .weights import base_model_of as base_model_of
     from .weights import check_same_ids as check_same_ids
     from .weights import keep_unpacked as keep_unpacked

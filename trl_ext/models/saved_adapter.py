@@ -5,12 +5,13 @@ from typing import Any
 
 from accelerate.utils import patch_environment, set_seed
 from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer
 from transformers.utils import cached_file
 
 from ..upstream.names import create_model_from_path, is_deepspeed_zero3_enabled
 from .adapters import is_adapter
+from .weights import base_model_of
 
 _MERGE = "merge it first (`trl-ext merge`), and train the merged model"
 # Settings of `use_peft` that a saved adapter has already
@@ -142,6 +143,19 @@ def load_merged(path: str, **kwargs: Any) -> Any:
     model = load_adapted(path, **kwargs)
     if is_deepspeed_zero3_enabled():  # no process has a whole weight to merge into
         return model
+    return merge(model)
+
+
+def merge(model: Any) -> Any:
+    """Merge an adapter into its base, and return the base. Tied weights of which it changes one are untied before."""
+    base = base_model_of(model)
+    ends = base.get_input_embeddings(), base.get_output_embeddings()
+    is_adapted = any(hasattr(end, "base_layer") for end in ends)
+    if is_adapted and ends[1] is not None and ends[0].weight is ends[1].weight:
+        head = getattr(ends[1], "base_layer", ends[1])
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        base.config.get_text_config().tie_word_embeddings = base.config.tie_word_embeddings = False
+        base.all_tied_weights_keys = {}  # else transformers would save one of the two
     return model.merge_and_unload(safe_merge=True)
 
 

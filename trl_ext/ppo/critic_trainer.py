@@ -14,7 +14,7 @@ from ..callbacks.metrics import is_training_log
 from ..callbacks.recording import record_run
 from ..functional import explained_variance, masked_sum, value_loss, variance
 from ..models.actor_critic import add_value_forward
-from ..models.weights import disable_dropout
+from ..models.weights import check_pad_token, disable_dropout
 from ..runs.checkpoints import ResumableRun
 from ..upstream.terminal import late_bars
 from .accumulator import Accumulator
@@ -83,6 +83,8 @@ class CriticTrainer(ResumableRun, Trainer):
                 check_rows(dataset, name)
         kwargs.setdefault("data_collator", collate)
         super().__init__(model, args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        if self.processing_class is not None:
+            check_pad_token(self.model, self.processing_class)
         disable_dropout(self.model)
         add_value_forward(self.model)
         self.model_accepts_loss_kwargs = True  # the Trainer counts the tokens of a step, over all processes

@@ -21,7 +21,7 @@ its weights are bfloat16 as ours are, but its adapters, in float32 on both sides
 clipped, since it cannot. RLOO and GRPO are those of the TRL that ours stands on: two answers to half as many prompts
 (so that varying lengths are others), and no critic.
 
-The limit is the time of the matrix products that the work needs (ppo_flops.py) at the speed of a product as the LM
+The limit is the time of the matrix products that the work needs (benchmarks/flops.py) at the speed of a product as the LM
 head's and of one as the layers', measured in the same run: real tokens only, no padding, no old log-probs. Decoding
 cannot come near it: each step reads all weights for a handful of rows.
 """
@@ -38,8 +38,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ppo_flops import ppo_work, seconds_at
 from ppo_work import LORA, REWARD, SHAPES, WORK
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from benchmarks.flops import ppo_work, seconds_at  # noqa: E402
 
 SIDES = {
     "trl112": "TRL 1.12 PPO",

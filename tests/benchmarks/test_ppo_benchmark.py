@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.benchmarks.ppo_flops import Flops, forward, ppo_work, seconds_at, with_backward
+from benchmarks.flops import Flops, forward, ppo_work, seconds_at, with_backward
 
 SHAPE = {"hidden_size": 4, "intermediate_size": 3, "num_hidden_layers": 2, "num_attention_heads": 2}
 

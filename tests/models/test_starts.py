@@ -56,7 +56,7 @@ def test_a_critic_that_could_not_be_loaded_is_not_trained(tmp_path):
     args = CriticConfig(str(tmp_path), **ON_CPU)
     rows = Dataset.from_list([{"prompt_ids": [5], "completion_ids": [6], "returns": [1.0]}] * 2)
     with pytest.raises(ValueError, match=r"'\[PAD\]' has the id"):
-        CriticTrainer(tiny_reward_model(), args, rows, processing_class=tokenizer)
+        CriticTrainer(tiny_reward_model(tiny_llama()), args, rows, processing_class=tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])

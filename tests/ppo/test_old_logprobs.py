@@ -3,9 +3,14 @@
 import pytest
 import torch
 from peft import LoraConfig
+from torch._dynamo.utils import counters
+from transformers import CompileConfig
 
+from tests.models.test_varlen import row_by_row
+from tests.ppo import worker
 from tests.ppo.worker import collected, make_trainer
 from tests.tiny import tiny_gpt2, tiny_llama
+from trl_ext.models import varlen
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
 
@@ -81,3 +86,28 @@ def test_answers_that_were_changed_after_drawing_are_scored_again(tmp_path):
             logprobs = trainer.model.policy(input_ids=ids[None]).logits[0, -n - 1 : -1].log_softmax(-1)
         expected = logprobs.gather(1, ids[-n:, None]).squeeze(1)
         torch.testing.assert_close(rollout.logprobs[i, :n], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [make_trainer, worker.lora_trainer])
+@pytest.mark.parametrize("attention", ["sdpa", varlen.NAME])
+def test_decoding_that_is_compiled_once_draws_from_the_policy_as_it_is_trained(build, attention, tmp_path, monkeypatch):
+    """`cache_implementation: static`; on a CPU transformers compiles only if it is told so."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", row_by_row)
+    varlen.use_varlen(model := tiny_llama())
+    model.set_attn_implementation(attention)
+    kwargs = {"cache_implementation": "static", "generation_kwargs": {"max_cache_len": 32}, "learning_rate": 1e-2}
+    trainer = build(
+        tmp_path, model=model, old_logprobs="recompute", importance_sampling_mode="token_truncate", max_steps=8, **kwargs
+    )
+    trainer.generation_config.compile_config = CompileConfig(backend="eager", mode=None)
+    trainer.generation_config.compile_config._compile_all_devices = True
+    counters.clear()
+    worker.draw(trainer.model)
+    rollouts = worker.collected(trainer)
+    trainer.train()
+    assert counters["stats"]["unique_graphs"] == 1
+    for rollout in rollouts:
+        assert ((rollout.logprobs - rollout.sampler_logprobs) * rollout.drawn).abs().max() < 1e-5
+    assert len(rollouts) == 2

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers.utils import is_triton_available
 
 from ..functional import logprobs_and_entropies
-from ..upstream.names import FusedCausalLMOutput
+from ..upstream.names import FusedCausalLMOutput, selective_log_softmax_and_entropy
 
 GIB = 2**30
 
@@ -62,7 +63,10 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
             logits, targets = output.logits.flatten(0, 1), targets.to(output.logits.device)
             if len(logits) != len(targets):  # the model multiplies by the head's weight instead of calling it
                 logits = logits[predicts]
-            logprobs, entropies = logprobs_and_entropies(logits, targets, temperature, with_entropies)
+            if logits.is_cuda and is_triton_available():
+                logprobs, entropies = selective_log_softmax_and_entropy(logits, targets, temperature=temperature)
+            else:
+                logprobs, entropies = logprobs_and_entropies(logits, targets, temperature, with_entropies)
         return FusedCausalLMOutput(log_probs=logprobs, entropy=entropies, aux_loss=getattr(output, "aux_loss", None))
 
     model.forward = types.MethodType(forward, model)

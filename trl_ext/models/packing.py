@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .varlen import starts_of
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -25,15 +27,18 @@ class Packed:
     targets: Tensor  # (N,), the response tokens
     places: Tensor  # (N,), indices of the response tokens in (B · T)
     shape: tuple[int, int]  # B, T
+    starts: Tensor | None = None  # see `varlen.starts_of`
 
     @property
     def inputs(self) -> dict[str, Any]:
         """
         Return the arguments of a model's forward.
 
-        There is no mask and no cache: with either, the model would not tell rows apart by their positions.
+        There is no cache and, except `starts`, no mask: with either, the model would not tell rows apart by their
+        positions.
         """
-        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
+        mask = {} if self.starts is None else {"attention_mask": self.starts}
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False, **mask}
 
     def unpack(self, values: Tensor) -> Tensor:
         """Put (N,) values of the response tokens at their places in (B, T), with 0 elsewhere."""
@@ -48,6 +53,7 @@ def pack(
     hidden_size: int | None = None,
     multiple: int | None = None,
     one_sequence: bool = False,
+    with_starts: bool = False,
 ) -> Packed:
     """
     Pack rows of prompts and responses into the sequences of one forward.
@@ -60,13 +66,14 @@ def pack(
             row a sequence of its own.
         multiple: C is rounded up to a multiple of this number.
         one_sequence: whether all rows must go into one sequence, as FlashAttention's kernels require.
+        with_starts: whether to say where rows begin, for [`use_varlen`]; all rows then go into one sequence, too.
     """
     prompts, responses = torch.tensor(lengths, dtype=torch.long).view(-1, 2).unbind(1)
     sizes = prompts + responses
     if hidden_size is None:
         sequences = [[row] for row in range(len(lengths))]
     else:
-        sequences = distribute(sizes.tolist(), hidden_size, 1 if one_sequence else len(lengths))
+        sequences = distribute(sizes.tolist(), hidden_size, 1 if one_sequence or with_starts else len(lengths))
     columns = max(sum(int(sizes[row]) for row in rows) for rows in sequences)
     columns = -(-columns // (multiple or 1)) * (multiple or 1)
     starts = torch.zeros(len(lengths), dtype=torch.long)
@@ -95,6 +102,9 @@ def pack(
         targets=ids.flatten()[on_device(chosen)],
         places=on_device(places),
         shape=(len(lengths), width),
+        starts=starts_of(sizes[sequences[0]], columns, ids.device)
+        if with_starts and hidden_size is not None
+        else None,
     )
 
 

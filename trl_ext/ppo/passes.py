@@ -8,7 +8,11 @@ from torch import Tensor
 
 from ..models.actor_critic import positions
 from ..models.packing import Packed, keeps_rows_apart, pack
+from ..models.varlen import NAME as VARLEN
+from ..models.varlen import use_varlen
 from ..models.weights import base_model_of, unwrapped
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Passes:
@@ -63,6 +67,7 @@ class Passes:
                 hidden_size,
                 self.args.pad_to_multiple_of,
                 one_sequence="flash" in str(config._attn_implementation),
+                with_starts=config._attn_implementation == VARLEN,
             )
             output = self._forward(model, packed, **asked)
             outputs.append({k: packed.unpack(v) if v.ndim else v for k, v in output.items()})
@@ -95,6 +100,8 @@ class Passes:
         config = module.config.get_text_config()
         if id(module) not in self._keeps_apart:
             self._keeps_apart[id(module)] = self._test_apart(model, config.vocab_size)
+            if self._keeps_apart[id(module)]:
+                use_varlen(module, _HALF.get(self.accelerator.mixed_precision))
             if not self._keeps_apart[id(module)]:
                 name = type(base_model_of(module)).__name__
                 self.accelerator.print(f"{name} mixes rows that are packed together, so its rows are padded instead.")

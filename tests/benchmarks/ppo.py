@@ -21,8 +21,8 @@ its weights are bfloat16 as ours are, but its adapters, in float32 on both sides
 clipped, since it cannot. RLOO and GRPO are those of the TRL that ours stands on: two answers to half as many prompts
 (so that varying lengths are others), and no critic.
 
-The limit is the time of the matrix products that the work needs (benchmarks/flops.py) at the speed of a product as the LM
-head's and of one as the layers', measured in the same run: real tokens only, no padding, no old log-probs. Decoding
+The limit is the time of the matrix products that the work needs (benchmarks/flops.py) at the speed of a product as the
+LM head's and of one as the layers', measured in the same run: real tokens only, no padding, no old log-probs. Decoding
 cannot come near it: each step reads all weights for a handful of rows.
 """
 

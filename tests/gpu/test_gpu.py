@@ -37,7 +37,7 @@ HERE = {"use_cpu": DEVICE == "cpu", "max_steps": 2, "num_ppo_epochs": 1}
 @pytest.fixture(autouse=True)
 def exact_products():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    without('')
+    without("")
 
 
 def rollout_and_steps(folder, build, **config):
@@ -98,7 +98,7 @@ def test_packed_rows_are_padded_rows(build, tmp_path):
 @pytest.mark.skipif(DEVICE == "cpu", reason="the kernel is for a GPU")
 @pytest.mark.parametrize("window", [None, 16])
 def test_torchs_kernel_attends_within_packed_rows(window, monkeypatch):
-    """In bfloat16 outputs and gradients err no more than SDPA's do, float32 being the truth; pads get a gradient of 0."""
+    """In bfloat16 it errs no more than SDPA does, float32 being the truth; pads get a gradient of 0."""
     without("")
     torch.manual_seed(0)
     lengths, columns = torch.tensor([70, 33, 1, 90]), 256
@@ -129,9 +129,13 @@ def test_torchs_kernel_attends_within_packed_rows(window, monkeypatch):
 @pytest.mark.parametrize("build", BUILD)
 def test_in_bfloat16_packed_rows_go_to_torchs_kernel(build, tmp_path):
     without("varlen")
-    sdpa, _, change = rollout_and_steps(tmp_path / "sdpa", build, bf16=True, learning_rate=1e-2, model=tiny_llama(hidden_size=64))
+    sdpa, _, change = rollout_and_steps(
+        tmp_path / "sdpa", build, bf16=True, learning_rate=1e-2, model=tiny_llama(hidden_size=64)
+    )
     without("")
-    ours, _, own_change = rollout_and_steps(tmp_path / "ours", build, bf16=True, learning_rate=1e-2, model=tiny_llama(hidden_size=64))
+    ours, _, own_change = rollout_and_steps(
+        tmp_path / "ours", build, bf16=True, learning_rate=1e-2, model=tiny_llama(hidden_size=64)
+    )
     for name in ("logprobs", "ref_logprobs", "values"):
         torch.testing.assert_close(getattr(ours, name), getattr(sdpa, name), rtol=0.05, atol=0.05)
     moved = torch.cat([delta.flatten() for delta in change.values()])

@@ -91,7 +91,9 @@ def test_answers_that_were_changed_after_drawing_are_scored_again(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [make_trainer, worker.lora_trainer])
 @pytest.mark.parametrize("attention", ["sdpa", varlen.NAME])
-def test_decoding_that_is_compiled_once_draws_from_the_policy_as_it_is_trained(build, attention, tmp_path, monkeypatch):
+def test_decoding_that_is_compiled_once_draws_from_the_policy_as_it_is_trained(
+    build, attention, tmp_path, monkeypatch
+):
     """`cache_implementation: static`; on a CPU transformers compiles only if it is told so."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", row_by_row)
@@ -99,7 +101,12 @@ def test_decoding_that_is_compiled_once_draws_from_the_policy_as_it_is_trained(b
     model.set_attn_implementation(attention)
     kwargs = {"cache_implementation": "static", "generation_kwargs": {"max_cache_len": 32}, "learning_rate": 1e-2}
     trainer = build(
-        tmp_path, model=model, old_logprobs="recompute", importance_sampling_mode="token_truncate", max_steps=8, **kwargs
+        tmp_path,
+        model=model,
+        old_logprobs="recompute",
+        importance_sampling_mode="token_truncate",
+        max_steps=8,
+        **kwargs,
     )
     trainer.generation_config.compile_config = CompileConfig(backend="eager", mode=None)
     trainer.generation_config.compile_config._compile_all_devices = True

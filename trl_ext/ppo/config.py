@@ -55,7 +55,7 @@ REFUSED = {
     "train_sampling_strategy": "prompts are drawn in a seeded random order",
     "transformers_continuous_batching_config": "see `use_transformers_continuous_batching`",
     "use_liger_kernel": 'use `model_init_kwargs={"use_kernels": True}`',
-    "use_transformers_continuous_batching": "TRL casts the trained weights to the generation dtype for good; use vLLM",
+    "use_transformers_continuous_batching": "it casts the trained weights; use `cache_implementation`",
     "use_transformers_paged": "see `use_transformers_continuous_batching`",
 }
 
@@ -199,7 +199,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         1.0,
         "GiB that the logits of one log-prob pass may take: lower it to save memory, at a cost in time. The logits "
         "are rows × response tokens × vocabulary numbers. If they need more, and with 0 always, TRL's fused LM head "
-        "computes them tile by tile, with the same results in more time. Speed on a GPU has not been measured.",
+        "computes them tile by tile, with the same results in more time.",
         range=">= 0",
     )
     num_generations: int | None = setting(1, "Responses per prompt.", range=">= 1")

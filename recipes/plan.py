@@ -339,10 +339,8 @@ def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
         needs = ", ".join(f"{part} {size / GIB:.2f}" for part, size in result.beside.items())
         if share:
             where = f"vLLM beside it: {share:.0%} of each GPU's memory, where there should be"
-        elif job.args.use_vllm:
-            where = "vLLM's server, on GPUs of its own:"
         else:
-            where = f"each process's rollouts on a GPU of their own, {sum(result.beside.values()) / GIB:.1f} GiB:"
+            where = "vLLM's server, on GPUs of its own:"
         lines.append(f"  and {where} {needs}")
     if gpu_memory:
         lines.append(f"  {'fits' if fits(result, job, gpu_memory) else 'DOES NOT FIT'} in {gpu_memory:g} GiB")

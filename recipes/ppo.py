@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.callbacks import attach_monitors, load_monitors
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.models import load_tokenizer
-    from trl_ext.ppo import RolloutProcessLost, ServerLost
+    from trl_ext.ppo import ServerLost
     from trl_ext.rewards import RewardFailed, joined_weights, load_object, load_reward, load_rewards
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, last_evaluation, result_of, save_trained
     from trl_ext.workbench import next_answer, next_line, objections, report_of
@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
             environment_factory=environment,
         )
     attach_monitors(trainer, monitors)
-    with parser.one_line_errors(CannotResume, NotSaved, RewardFailed, RolloutProcessLost, ServerLost):
+    with parser.one_line_errors(CannotResume, NotSaved, RewardFailed, ServerLost):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
 
     # 5. Save

@@ -44,11 +44,9 @@ from tests.agents import byte_tokenizer, counts, played_by  # noqa: E402
 from tests.launch import spare_time  # noqa: E402
 from tests.ppo.agent_worker import TOGETHER  # noqa: E402
 from tests.ppo.agent_worker import make as make_agent  # noqa: E402
-from tests.ppo.test_ahead import Here  # noqa: E402
 from tests.ppo.worker import (  # noqa: E402
     CORRECTED,
     EachStep,
-    collected,
     make_trainer,
     raised_by,
     reward_mistake,
@@ -56,12 +54,10 @@ from tests.ppo.worker import (  # noqa: E402
     skewed,
     topic_reward,
     with_nan,
-    without_clock,
 )
 from tests.tiny import ON_CPU, WORDS, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer  # noqa: E402
 from trl_ext import DPOConfig, DPOTrainer, save_base_fingerprint  # noqa: E402
 from trl_ext.callbacks import CanaryCallback  # noqa: E402
-from trl_ext.ppo import ahead  # noqa: E402
 
 # Two minibatches of two micro-batches: the steps of one process are those of two, if each minibatch has the same rows
 PPO = {
@@ -404,32 +400,6 @@ def fail(inputs, folder):
     trainer.train()
 
 
-def rollouts_ahead(inputs, folder):
-    """
-    Three rollouts, each drawn before the one before it is trained on; and again from the end of the first one.
-
-    FSDP2's weights are drawn from in a second process; in this one after resuming, as are ZeRO-3's and adapters.
-    """
-    results, second_process = {}, ahead.RolloutProcess
-    is_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    for lora in ("", " lora") if is_fsdp else ("",):
-        for resumed in ("", " resumed"):
-            ahead.RolloutProcess = second_process if is_fsdp and not lora and not resumed else Here
-            config = {"rollouts_ahead": 1, "learning_rate": 1e-2, "max_steps": 12, "save_steps": 4}
-            trainer = ppo(inputs, folder / f"ahead{lora}{resumed}", 2, bool(lora), **config)
-            rollouts = collected(trainer)
-            trainer.train(str(folder / f"ahead{lora}" / "checkpoint-4") if resumed else None)
-            trainer.save_model()
-            results[f"ahead{lora}{resumed}"] = {
-                "ids": [rollout.completion_ids for rollout in rollouts],
-                "sampler": [rollout.sampler_logprobs for rollout in rollouts],
-                "policy": [rollout.logprobs for rollout in rollouts],
-                "logs": [without_clock(logs) for logs in trainer.state.log_history],
-            }
-            state.AcceleratorState._reset_state(reset_partial_state=False)
-    yield results
-
-
 def train(inputs, folder, resume):
     results = {}
     for workload in WORKLOADS:
@@ -445,8 +415,7 @@ def train(inputs, folder, resume):
 def main(folder, *kinds):
     inputs = folder.parent / "inputs"
     for what in kinds:
-        others = {"fail": fail, "ahead": rollouts_ahead}
-        steps = others[what](inputs, folder) if what in others else train(inputs, folder, what == "resume")
+        steps = fail(inputs, folder) if what == "fail" else train(inputs, folder, what == "resume")
         for results in steps:
             torch.save(results, folder / f"{what} {os.environ['RANK']}.pt")
 

@@ -559,7 +559,10 @@ def test_what_cannot_work_is_refused_before_the_training(tmp_path, subtests):
             "needs messages as prompts, but the prompts of the train dataset are text",
         ),
         ({"rows": [{"prompt": PROMPT, "input_ids": [9]}] * 8}, "has `input_ids`, which the policy reads unchanged"),
-        ({"rollouts_ahead": 1}, "`rollouts_ahead=1` generates whole rollouts in advance"),
+        (
+            {"rollouts_ahead": 1, "use_vllm": True, "vllm_mode": "server"},
+            "`rollouts_ahead=1` generates whole rollouts in advance",
+        ),
         ({"bootstrap_truncated": True, "missing_eos_penalty": 1.0}, "Set only one of the three"),
         ({"reward_normalization": "reference"}, "scores demonstrations, and demonstrations have no environment"),
         ({"tool_timeout": 0.0}, "`tool_timeout` must be > 0, got 0.0"),

@@ -177,7 +177,7 @@ def test_a_recipe_with_tools_is_planned_turn_by_turn(folder, capsys, monkeypatch
     text = run(folder, "ppo", capsys, "--tools", "game.py:roll", *flags[2:], "--max_tool_calling_iterations", "3")
     assert "turns of an episode, at most: 4" in text and "assumed: episodes" not in text and "`reset`" not in text
     with pytest.raises(SystemExit, match="2"):
-        run(folder, "ppo", capsys, *flags, "--rollouts_ahead", "1")
+        run(folder, "ppo", capsys, *flags, "--rollouts_ahead", "1", "--use_vllm", "true", "--vllm_mode", "server")
     assert "which tools and environments do not allow" in capsys.readouterr().err
 
 

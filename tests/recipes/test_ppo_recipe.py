@@ -12,7 +12,6 @@ from tests.recipes.small_runs import arguments, make_inputs
 from tests.tiny import tiny_llama, tiny_tokenizer
 from trl_ext import PPOConfig, StrictTrlParser, load_dataset_split
 from trl_ext.cli.arguments import ModelArguments
-from trl_ext.models.rollout_process import RolloutProcess
 from trl_ext.rewards import load_reward
 from trl_ext.runs.marker import MARKER
 
@@ -210,17 +209,3 @@ def test_rewards_with_settings_are_trained_on_and_count_for_a_resume(tmp_path, c
             run(config.replace(old, new))
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert ": error: " in error and message in error
-
-
-@pytest.mark.slow
-def test_a_process_that_draws_rollouts_and_ends_again_and_again_is_one_line(tmp_path, monkeypatch, capsys):
-    def ends(process):
-        raise OSError("no memory")
-
-    monkeypatch.setattr(RolloutProcess, "_start", ends)
-    inputs = make_inputs(tmp_path / "inputs")
-    with pytest.raises(SystemExit, match="2"):
-        main([*arguments("ppo", inputs, tmp_path / "run"), "--rollouts_ahead", "1"])
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ": error: At step 0, process 0: The rollout process on cpu ended" in error
-    assert "for the third time" in error and error.endswith("newest complete checkpoint, if there is one.")

@@ -3,7 +3,6 @@ from ..upstream.terminal import quiet
 
 quiet()  # before the imports below: some libraries print remarks when they are imported
 
-from ..models.rollout_process import RolloutProcessLost
 from .config import PPOConfig
 from .critic_config import CriticConfig
 from .critic_model import load_critic
@@ -20,7 +19,6 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "Rollout",
-    "RolloutProcessLost",
     "ServerLost",
     "check_apart",
     "check_roles",

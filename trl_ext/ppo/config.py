@@ -240,14 +240,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     rollouts_ahead: int = setting(
         0,
-        "Number k of rollouts that are generated ahead, while an earlier one is trained on. A second process, or "
-        "(k = 1) a vLLM server, generates rollout n with the policy after rollout n − 1 − k; see docs/overlap.md.",
-        range=">= 0",
-    )
-    rollout_device: str | None = setting(
-        None,
-        "Device of the process that generates rollouts ahead. Name one device for all processes, such as `cuda:1`, "
-        "or one for each process on a machine, with commas between. Only on a CPU may it be unset.",
+        "1: a vLLM server generates the next rollout while this one is trained on; see docs/vllm.md.",
+        range="in [0, 1]",
     )
     stop_token: Literal["eos"] | None = setting(None, "TRL 1.12's name; responses always stop at EOS.")
     stop_token_id: int | None = setting(None, "Further token id that ends a response, beside EOS (TRL 1.12's name).")
@@ -561,31 +555,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
                     f"`{name}={getattr(self, name)}` is for the critic and its advantages, but `baseline='mean'` has "
                     f"no critic. Leave `{name}` out, or set `baseline='gated'`."
                 )
-        self._check_ahead()
-
-    def _check_ahead(self):
-        k = self.rollouts_ahead
-        if not isinstance(self.rollout_device, (str, type(None))):  # YAML reads `1` as a number
+        if self.rollouts_ahead and not (self.use_vllm and self.vllm_mode == "server"):
             raise ValueError(
-                f"`rollout_device={self.rollout_device!r}` is not the name of a device. Give a text such as 'cuda:1', "
-                "or several names separated by commas."
-            )
-        if self.rollout_device is not None and (k == 0 or self.use_vllm):
-            who = "vLLM generates (`use_vllm=True`)" if self.use_vllm else "`rollouts_ahead=0` starts none"
-            raise ValueError(
-                f"`rollout_device={self.rollout_device}` is for the second process that generates rollouts ahead, but "
-                f"{who}. Leave `rollout_device` out."
-            )
-        if self.use_vllm and k and self.vllm_mode != "server":
-            raise ValueError(
-                f"`rollouts_ahead={k}` needs vLLM in a process of its own, but `vllm_mode={self.vllm_mode!r}` runs "
-                "vLLM in the training process. Set `vllm_mode='server'`, or `rollouts_ahead=0`."
-            )
-        if self.use_vllm and k > 1:
-            raise ValueError(
-                f"`rollouts_ahead={k}` is too many for vLLM: its server cannot get new weights while it generates, so "
-                "it generates at most one rollout ahead. Set `rollouts_ahead=1`, or generate in a second process "
-                "(`use_vllm=False`)."
+                "`rollouts_ahead=1` needs a vLLM server, which generates while this process trains: set "
+                "`use_vllm=True` and `vllm_mode='server'`, or `rollouts_ahead=0`."
             )
 
     def _check_sampling(self):
@@ -667,7 +640,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     @property
     def another_samples(self) -> bool:
         """Return whether another distribution than the policy's, before the update, may sample the answers."""
-        is_allowed = self.use_vllm or self.allow_off_policy_sampling or self.rollouts_ahead > 0
+        is_allowed = self.use_vllm or self.allow_off_policy_sampling
         return bool(is_allowed or self._changes_to_sampler)
 
     @property

@@ -9,7 +9,6 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from ..models.rollout_process import RolloutProcessLost
 from ..rewards.member import RewardFailed, Started, awaited, finite_number, message_of, runs_in_background, scores_in
 from ..rewards.segments import by_token, is_by_token
 
@@ -29,8 +28,7 @@ class Mistakes:
         """
         Raise a `RuntimeError` on every process if any process has noted an error.
 
-        If all noted errors are a `RewardFailed`, or all are a `RolloutProcessLost`, which need no traceback, raise
-        that type instead.
+        If all noted errors are a `RewardFailed`, which needs no traceback, raise that type instead.
         """
         mine = [
             (f"process {self.accelerator.process_index}: {message}", _kind(error)) for message, error in self.notes
@@ -47,7 +45,7 @@ class Mistakes:
 
 
 def _kind(error: Exception) -> type[RuntimeError]:
-    return next((kind for kind in (RewardFailed, RolloutProcessLost) if isinstance(error, kind)), RuntimeError)
+    return RewardFailed if isinstance(error, RewardFailed) else RuntimeError
 
 
 class CheckedReward:

@@ -73,7 +73,7 @@ from ..upstream.temporarily import temporarily
 from ..upstream.terminal import late_bars
 from . import gradients
 from .accumulator import global_moments
-from .ahead import RolloutsAhead, check_ahead
+from .ahead import RolloutsAhead
 from .baseline_gate import BaselineGate
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
@@ -303,7 +303,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         reward_paths += [None] * (len(self.reward_funcs) - len(reward_paths))
         policy = self.model
         check_savable(policy)
-        check_ahead(args, policy, self.accelerator.device)
         self._is_peft = isinstance(policy, PeftModel)
         self._given_tokenizer = self.processing_class  # what is saved
         self._adapt_grpo(policy)
@@ -326,7 +325,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             self._set_reference(ref_model)
         if self._is_peft:
             check_base(policy, self.accelerator, self.use_vllm)
-            prepare_base(policy, self.use_vllm or args.rollouts_ahead > 0)
+            prepare_base(policy, self.use_vllm)
             self.add_callback(AdapterGuard())
         heads = rewards.load_adapters(self._loader, args.share_reward_base)
         actor_critic, self._critic_origin = make_actor_critic(
@@ -937,7 +936,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         generate = super()._generate_single_turn
         if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids))[0]:
             return drawn
-        if self._ahead is not None and self.use_vllm:
+        if self._ahead is not None:
             self._ahead.settle()  # TRL may send the server new weights
         with self.metrics.timed("generate"):
             if self.use_vllm:
@@ -1250,8 +1249,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 except ServerLost as error:
                     raise ServerLost(f"{error} {save_last_step(self)}") from None
         finally:
-            if self._ahead is not None:
-                self._ahead.close()
             self._ahead = None
         return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
 

@@ -40,7 +40,7 @@ _MAY_DIFFER = tuple(
     dataloader_num dataloader_pe dataloader_pi dataloader_pre dataset_num_proc ddp_ debug disable_tqdm
     distribution_shift_ do_ enable_jit eval_ hub_ local_rank log_ logging_ num_completions_to_print
     num_generations_eval num_sample_generations on_save_failure output_dir per_device_eval project push_to_hub
-    record_ report_to restore_callback resume_ rollout_device run_name save_ skip_memory torch_empty_cache trackio
+    record_ report_to restore_callback resume_ run_name save_ skip_memory torch_empty_cache trackio
     vllm_gpu vllm_group vllm_server watch
     """.split()
 )

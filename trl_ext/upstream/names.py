@@ -33,7 +33,6 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
         "launch_training_script": "script_name, launch_args, training_script_args, launch_parser_fn=",
     },
     "trl.data_utils": {"is_conversational": "example"},
-    "trl.generation.vllm_generation": {"VLLMGeneration": None},
     "trl.import_utils": {"is_vllm_available": ""},
     "trl.models": {
         "prepare_deepspeed": "model, accelerator",
@@ -141,7 +140,6 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "update_named_params": "metadata, named_params",
     },
     "trl.generation.vllm_generation.VLLMGeneration": {
-        "_iter_named_params": "",
         "generate": "prompts=, images=, num_generations=, profiler=",
         "sync_weights": "",
     },

@@ -321,18 +321,11 @@ def test_a_classifier_of_one_label_is_planned_without_a_word(caplog):
 
 @pytest.mark.slow
 def test_what_generates_beside_the_run_is_counted_there():
-    plain, ahead, vllm = (
-        plan(Job("ppo", ppo(**kwargs), CONFIG, prompt_length=8))
-        for kwargs in ({}, {"rollouts_ahead": 2}, {"use_vllm": True})
-    )
+    plain, vllm = (plan(Job("ppo", ppo(**kwargs), CONFIG, prompt_length=8)) for kwargs in ({}, {"use_vllm": True}))
     assert not plain.beside and not plain.host
-    assert ahead.beside.pop("weights") == 4 * PARAMS and ahead.host == 3 * 4 * PARAMS
-    assert ahead.beside == {n: size for n, size in plain.phases["generate"].items() if n != "gathered weights"}
     cache = 2 * 3 * 2 * 4 * 16 * 2  # keys and values, layers, heads of 4, tokens, 16 bits
     assert vllm.beside == {"weights": 2 * PARAMS, "KV cache": 8 * cache}
-    assert not ahead.phases["generate"] and not vllm.phases["generate"]
-    adapter = plan(Job("ppo", ppo(rollouts_ahead=1), CONFIG, peft_config=LoraConfig(**LORA), prompt_length=8))
-    assert adapter.beside["weights"] == 4 * PARAMS  # merged
+    assert not vllm.phases["generate"]
 
 
 def test_a_copy_of_the_checkpoint_is_in_the_machines_memory():

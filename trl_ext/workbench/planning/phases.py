@@ -18,7 +18,7 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
     """
     Return two dictionaries, purpose → bytes of generation: in the run itself, and in a process beside it.
 
-    vLLM and `rollouts_ahead` generate beside the run. vLLM is counted with weights and KV cache in 16 bits, and with a
+    vLLM generates beside the run. It is counted with weights and KV cache in 16 bits, and with a
     cache for all `local` answers of a rollout at once, though it works with less. TRL lets vLLM draw
     `max_completion_length` tokens after the history in each turn, and cuts what is too long afterwards. Without vLLM,
     `rows` answers are generated at once; with several turns, a second KV cache of the same size is counted.
@@ -46,8 +46,6 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
         "logits": 3 * rows * config.vocab_size * 4,  # raw, scaled, and as probabilities
         "activations": prefill,
     }
-    if job.args.rollouts_ahead:
-        return {}, {"weights": numel * job.dtype.itemsize, **parts}
     return {**parts, "gathered weights": gathered}, {}
 
 

@@ -147,8 +147,7 @@ class Plan:
         schedule: name → batch size or number of steps.
         checkpoint: bytes on disk of one checkpoint.
         host: bytes that each process keeps in the machine's memory instead of the GPU's.
-        beside: purpose → bytes of what generates beside the run: vLLM, or the process of `rollouts_ahead`. Empty if
-            the run generates itself.
+        beside: purpose → bytes of vLLM, which generates beside the run; empty if the run generates itself.
     """
 
     roles: list[Role]

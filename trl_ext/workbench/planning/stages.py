@@ -189,8 +189,6 @@ def _plan_ppo(job: Job) -> Plan:
         schedule |= {"rollouts": rollouts, "optimizer steps": rollouts * schedule["optimizer steps per rollout"]}
     result = _finish(job, roles, phases, schedule)
     result.beside = beside
-    if args.rollouts_ahead and not args.use_vllm:  # the weights of each pending rollout, and the current ones
-        result.host += (args.rollouts_ahead + 1) * beside["weights"]
     return result
 
 

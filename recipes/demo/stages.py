@@ -16,11 +16,10 @@ import torch
 from accelerate import PartialState
 
 from trl_ext.cli.parser import read_yaml
-from trl_ext.data import write_rows
-from trl_ext.runs import check_settings, differences, read_jsonl, setting, write_text
+from trl_ext.runs import check_settings, differences, setting, write_text
 from trl_ext.workbench import without_next
 
-from .. import dpo, generate, online_dpo, ppo, pretrain_critic, reward, sft
+from .. import online_dpo, ppo, reward, sft
 from .model import make_model, make_tokenizer
 from .world import make_world
 
@@ -31,14 +30,9 @@ SHORT = {
     "world": {"demonstrations": 640, "pairs": 640, "prompts": 512, "held_out": 200},
     "sft": ["--num_train_epochs", "1"],
     "reward": ["--num_train_epochs", "1"],
-    "pretrain_critic": ["--num_train_epochs", "1", "--eval_size", "64"],
-    "dpo": ["--num_train_epochs", "1"],
     "online_dpo": ["--prompts_per_round", "64", "--num_samples", "2", "--save_steps", "1"],
     "ppo": ["--total_episodes", "384", "--eval_steps", "2", "--save_steps", "6", "--num_ppo_epochs", "1"],
 }
-# What the studies of this world were measured with, before the demo got settings that learn sooner (steps.py)
-STUDIED = ["--total_episodes", "4096", "--per_device_train_batch_size", "64", "--baseline", "critic"]
-STUDIED += ["--learning_rate", "1.5e-4", "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "16"]
 
 
 @dataclass
@@ -114,64 +108,11 @@ def sft_stage(args: DemoArguments) -> Path:
     return _train(args, "sft", sft.main, arguments)
 
 
-def further_sft_stage(args: DemoArguments, name: str, demonstrations: Path, options: Sequence = ()) -> Path:
-    """Train the policy on more demonstrations; `name` is `sft-` and a suffix."""
-    arguments = ["--model_name_or_path", sft_stage(args), "--dataset_name", demonstrations]
-    return _train(args, name, sft.main, arguments, options)
-
-
-def dpo_stage(args: DemoArguments, name: str, start: Path, pairs: Path, options: Sequence = ()) -> Path:
-    """Train by DPO on pairs, from the model in `start`, which is the reference; `name` is `dpo-` and a suffix."""
-    return _train(args, name, dpo.main, ["--model_name_or_path", start, "--dataset_name", pairs], options)
-
-
 def reward_stage(args: DemoArguments) -> Path:
     """Train the reward model, which sees the planted phrase."""
     world, policy = args.folder / "world", sft_stage(args)
     arguments = ["--model_name_or_path", policy, "--dataset_name", world / "preferences"]
     return _train(args, "reward", reward.main, [*arguments, "--demonstrations_name", world / "sft"])
-
-
-def noisy_reward_stage(args: DemoArguments, name: str, options: Sequence, rows: Callable[[list], list]) -> Path:
-    """
-    Train a reward model on the rows that `rows` makes of the training pairs; `name` is `reward-` and a suffix.
-
-    The held-out pairs keep the columns that these rows have.
-    """
-    world, policy = args.folder / "world", sft_stage(args)
-    source, pairs = world / "preferences", args.folder / f"pairs-{name.removeprefix('reward-')}"
-
-    def write(folder: Path) -> None:
-        made = rows(list(read_jsonl(source / "train.jsonl")))
-        test = [{name: row[name] for name in row if name in made[0]} for row in read_jsonl(source / "test.jsonl")]
-        write_rows(folder / "train.jsonl", made)
-        write_rows(folder / "test.jsonl", test)
-
-    build(pairs, _settings(args, name, "reward", options), write)
-    arguments = ["--model_name_or_path", policy, "--dataset_name", pairs, "--demonstrations_name", world / "sft"]
-    return _train(args, name, reward.main, arguments, options)
-
-
-def rollouts_stage(args: DemoArguments, num_samples: int = 1) -> Path:
-    """Have the SFT model answer the training prompts; the answers are kept with their tokens."""
-    world, policy = args.folder / "world", sft_stage(args)
-    flags = {"model_name_or_path": policy, "dataset_name": world / "prompts", "dataset_split": "train"}
-    flags |= {"num_samples": num_samples, "max_new_tokens": 48, "batch_size": 128, "seed": args.seed}
-
-    def write(folder: Path) -> None:
-        words = [f"--{name}={value}" for name, value in flags.items()]
-        generate.main([*words, "--rollouts=true", "--use_cpu=true", f"--output_file={folder / 'train.jsonl'}"])
-
-    settings = {"seed": args.seed, "num_samples": num_samples, "short": args.short}
-    build(args.folder / "rollouts", settings, write)
-    return args.folder / "rollouts"
-
-
-def critic_stage(args: DemoArguments, name: str, start: Path, rollouts: Path, options: Sequence = ()) -> Path:
-    """Train a critic before PPO, from the model in `start`; `name` is `pretrain_critic-` and a suffix."""
-    arguments = ["--model_name_or_path", start, "--policy_name_or_path", sft_stage(args), "--dataset_name", rollouts]
-    arguments += ["--reward_model_name_or_path", reward_stage(args)]
-    return _train(args, name, pretrain_critic.main, arguments, options)
 
 
 def ppo_stage(args: DemoArguments, name: str, options: Sequence = (), reward: Sequence | None = None) -> Path:

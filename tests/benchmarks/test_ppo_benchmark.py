@@ -16,7 +16,7 @@ SHAPE = {"hidden_size": 4, "intermediate_size": 3, "num_hidden_layers": 2, "num_
 @pytest.fixture
 def scripts(monkeypatch):
     """`ppo.py` and `ppo_work.py` as the scripts that they are: TRL 1.12's environment has no package of tests."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import ppo
     import ppo_work
 
@@ -119,7 +119,7 @@ def test_sides_that_did_different_work_are_refused(scripts):
 
 @pytest.mark.slow
 def test_it_runs():
-    script = Path(__file__).with_name("ppo.py")
+    script = Path(__file__).parents[2] / "benchmarks" / "ppo.py"
     command = [sys.executable, str(script), "--short", "--sides", "ours", "rloo"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]

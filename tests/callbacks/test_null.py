@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from tests.benchmarks.outcomes import wilson
+from benchmarks.outcomes import wilson
 from tests.callbacks.cases import CHANGES, NULL, config
 from tests.callbacks.replay import Replay
 from trl_ext.callbacks import CanaryCallback, GoldGapCallback

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.benchmarks.importance import MODES, World
+from tests.functional.enumerated import MODES, World
 from trl_ext.functional import effective_sample_size, importance_weights, kl_estimate, merge_moments, moments
 
 NAN, INF = math.nan, math.inf

@@ -16,7 +16,7 @@ from datasets import Dataset
 
 import tests.agents
 from recipes import ppo
-from recipes.agents import study, teach, weather
+from recipes.agents import teach, weather
 from tests.agents import byte_tokenizer, call, played_by
 from tests.tiny import tiny_config, tiny_llama
 from trl_ext import PPOTrainer
@@ -85,12 +85,7 @@ def test_a_model_is_taught_and_trained_by_the_commands_that_the_recipe_gives(tmp
     teach.main(["weather", "--episodes", "16"])
     size = ["--per_device_train_batch_size", "16", "--num_mini_batches", "2", "--num_ppo_epochs", "1"]
     ppo.main(["--config", "agents/weather", *size, "--total_episodes", "64", "--max_completion_length", "24"])
-    points = study.curve(Path("outputs/agents/weather/ppo/metrics.rank0.jsonl"))
-    assert [episodes for episodes, _, _ in points] == [0, 64]
-    run = {"curve": [(0, 0.1, 0.0), (64, 0.9, 1.0)], "player": 1.0, "taught": [30, 20], "trained": [200, 100]}
-    assert study.table({"weather": [run, run]}).endswith("| 1.00 | 0.10 | 0.90 | 0.90 | 0.00 | 1.00 | 20 | 100 |\n")
-    study.draw({"weather": [run], "nim": [run]}, tmp_path / "agents.png")
-    assert (tmp_path / "agents.png").stat().st_size > 10_000
+    assert Path("outputs/agents/weather/ppo/model.safetensors").is_file()
 
 
 @pytest.mark.slow

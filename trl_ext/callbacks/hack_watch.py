@@ -33,7 +33,7 @@ class HackWatch(MonitorCallback):
     - gold, a score that training never sees, if an evaluation measures it
 
     Once gold has risen, the risk is 0 until gold falls from its best. The weights are chosen, not fitted; the limit is
-    chosen on a part of the runs of `tests/benchmarks/watch.py`.
+    chosen on a part of the runs of `benchmarks/watch.py`.
 
     `memory` keeps the last `risk`, and the `reasons` for it in words. Callbacks that run after this one find the risk
     in the logs as `watch/risk`. PPOTrainer's setting `watch` attaches a HackWatch.

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset, concatenate_datasets
 from sklearn.metrics import cohen_kappa_score
 
-from tests.benchmarks.annotators import COLUMNS, planted, planted_rankings, ranked_outcome
+from tests.workbench.labels.planted import COLUMNS, planted, planted_rankings, ranked_outcome
 from trl_ext.workbench.labels import (
     Columns,
     agreement_report,

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.benchmarks.annotators import planted
+from tests.workbench.labels.planted import planted
 from trl_ext import load_dataset_split
 from trl_ext.cli.main import main
 from trl_ext.workbench.prompts.command import write_rows

@@ -307,8 +307,8 @@ EVIDENCE: dict[Method, tuple[Reason, ...]] = {
     ),
 }
 
-# Size of a model → GiB that PPO takes of each of 8 GPUs with 80 GB, with LoRA and with all weights trained. `python -m
-# tests.benchmarks.advice` computed them, and a test compares them with the table of docs/advise.md
+# Size of a model → GiB that PPO takes of each of 8 GPUs with 80 GB, with LoRA and with all weights trained, by
+# `trl-ext plan`; a test compares them with the table of docs/advise.md
 PLANNED = {"8B": (21.3, 64.4), "32B": (77.1, 257.0), "70B": (158.1, 551.3)}
 OTHERS = (
     Reason(

@@ -1,6 +1,6 @@
 """Compare methods on one task with equally many labels: SFT, best-of-n, DPO, online DPO, PPO, RLAIF and CAI.
 
-    python -m recipes.compare_methods --seeds 0 1 2 3 4 5 6 7 --tuning_seeds 8
+    python -m benchmarks.compare_methods --seeds 0 1 2 3 4 5 6 7 --tuning_seeds 8
 
 The task is the demo's support desk, where the true quality of an answer, gold, is known. All start from one SFT model.
 Each seed draws `labels` pairs of answers, labels, errors, training and answers. People, who are gold with a tenth of
@@ -31,6 +31,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from recipes import dpo, reward, sft
+from recipes.demo import world
+from recipes.demo.measure import BATCH, MAX_NEW_TOKENS
+from recipes.demo.stages import (
+    HERE,
+    DemoArguments,
+    _settings,
+    _train,
+    build,
+    online_dpo_stage,
+    ppo_stage,
+    sft_stage,
+    use_one_thread,
+)
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.data import write_rows
 from trl_ext.rewards import ModelReward
@@ -41,22 +55,8 @@ from trl_ext.workbench.evaluate.data import Sampling, answers_of, scores
 from trl_ext.workbench.evaluate.figures import margins, policy_figures, win_rate
 from trl_ext.workbench.feedback.constitution import main as constitution
 
-from .demo import judges, world
-from .demo.measure import BATCH, MAX_NEW_TOKENS
-from .demo.seeds import SeededStudyArguments, check_grid, in_words
-from .demo.stages import (
-    HERE,
-    STUDIED,
-    DemoArguments,
-    build,
-    dpo_stage,
-    further_sft_stage,
-    noisy_reward_stage,
-    online_dpo_stage,
-    ppo_stage,
-    sft_stage,
-    use_one_thread,
-)
+from . import judges
+from .seeds import SeededStudyArguments, check_grid, in_words
 
 GOLD = "gold_reward"
 UNRECORDED = ["--record_run", "false"]
@@ -65,10 +65,44 @@ REWARD = ["--num_train_epochs", 4, "--probe_rows", 0]
 ENSEMBLE = 3  # reward models
 ONLINE = ["--record_answers", 0, "--num_rounds", 2, "--prompts_per_round", 192]
 ONLINE += ["--dataset_test_split", "test[:32]", "--save_strategy", "no"]
+# The demo's settings before it got those that learn sooner
+STUDIED = ["--total_episodes", "4096", "--per_device_train_batch_size", "64", "--baseline", "critic"]
+STUDIED += ["--learning_rate", "1.5e-4", "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "16"]
 PPO = [*STUDIED, "--total_episodes", 640, "--eval_strategy", "no", "--eval_on_start", "false"]
 PPO += ["--save_strategy", "no", "--kl_coef", 0.1]
 ROUNDS = 2  # of critique and revision
 WRITER_ERROR = 0.1  # how often CAI's model sees a principle the wrong way round, and how often its revision breaks it
+
+
+def further_sft_stage(args: DemoArguments, name: str, demonstrations: Path, options: Sequence = ()) -> Path:
+    """Train the policy on more demonstrations; `name` is `sft-` and a suffix."""
+    arguments = ["--model_name_or_path", sft_stage(args), "--dataset_name", demonstrations]
+    return _train(args, name, sft.main, arguments, options)
+
+
+def dpo_stage(args: DemoArguments, name: str, start: Path, pairs: Path, options: Sequence = ()) -> Path:
+    """Train by DPO on pairs, from the model in `start`, which is the reference; `name` is `dpo-` and a suffix."""
+    return _train(args, name, dpo.main, ["--model_name_or_path", start, "--dataset_name", pairs], options)
+
+
+def noisy_reward_stage(args: DemoArguments, name: str, options: Sequence, rows: Callable[[list], list]) -> Path:
+    """
+    Train a reward model on the rows that `rows` makes of the training pairs; `name` is `reward-` and a suffix.
+
+    The held-out pairs keep the columns that these rows have.
+    """
+    world, policy = args.folder / "world", sft_stage(args)
+    source, pairs = world / "preferences", args.folder / f"pairs-{name.removeprefix('reward-')}"
+
+    def write(folder: Path) -> None:
+        made = rows(list(read_jsonl(source / "train.jsonl")))
+        test = [{name: row[name] for name in row if name in made[0]} for row in read_jsonl(source / "test.jsonl")]
+        write_rows(folder / "train.jsonl", made)
+        write_rows(folder / "test.jsonl", test)
+
+    build(pairs, _settings(args, name, "reward", options), write)
+    arguments = ["--model_name_or_path", policy, "--dataset_name", pairs, "--demonstrations_name", world / "sft"]
+    return _train(args, name, reward.main, arguments, options)
 
 
 @dataclass(frozen=True)
@@ -77,7 +111,7 @@ class Arm:
 
     kind: str  # "sft", "best_of_n", "dpo", "online_dpo", "ppo", "cai"
     trials: tuple[dict[str, Any], ...] = ({},)
-    judge: dict[str, float] | None = None  # errors of `recipes.demo.judges`; None if people label
+    judge: dict[str, float] | None = None  # errors of `benchmarks.judges`; None if people label
     min_agreement: float = 0.6
     votes: int = 1
 
@@ -526,7 +560,7 @@ def plot(rows: dict[str, list[dict]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = StrictTrlParser(CompareArguments, prog="python -m recipes.compare_methods", description=__doc__)
+    parser = StrictTrlParser(CompareArguments, prog="python -m benchmarks.compare_methods", description=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     use_one_thread()
     output_dir = Path(args.output_dir)

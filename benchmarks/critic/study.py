@@ -1,6 +1,6 @@
 """What a critic is worth: our PPO with one, with a gated one and without, against TRL's GRPO and RLOO.
 
-    python -m recipes.studies.critic
+    python -m benchmarks.critic.study
 
 Each method trains the same small model, which has imitated a poor player, in up to six worlds whose best score is
 known. All pass four times over 64 answers, or over fewer, without a KL penalty. Most have their learning rate from
@@ -512,7 +512,7 @@ def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict, dict]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m recipes.studies.critic", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m benchmarks.critic.study", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(20)))
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS, metavar="CELL", help="default: all")
     parser.add_argument(

@@ -8,7 +8,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from tests.benchmarks.outcomes import outcome
+from benchmarks.outcomes import outcome
 from trl_ext.callbacks.metrics import is_training_log
 
 FIRST = 4  # logs of a baseline, and of a running mean

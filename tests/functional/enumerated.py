@@ -1,18 +1,14 @@
 """
 What weights for another sampler do to the policy's gradient: bias and variance, exact, over all answers there are.
 
-    python -m tests.benchmarks.importance
-
 The policy is a table: 5 tokens, of which one ends the answer, and logits of their own after each beginning. So all
-answers of up to `--longest` tokens can be counted, and expectations under any sampler are sums. The estimator is PPO's
+answers of up to `longest` tokens can be counted, and expectations under any sampler are sums. The estimator is PPO's
 first minibatch of one answer with γ = λ = 1 and a critic that knows the mean reward b:
 ĝ = Σ_t w_t (R − b) ∇ log π(y_t). What it should be on average is the gradient of the policy's expected reward.
 """
 
-import argparse
 from dataclasses import dataclass
 from itertools import product
-from statistics import mean
 
 import torch
 from torch import Tensor
@@ -132,53 +128,3 @@ class World:
         first, second = (counts * weights).sum() / counts.sum(), (counts * weights.square()).sum() / counts.sum()
         ess = (first.square() / second).item()
         return Estimate(mean, self.true_gradient(), variance.item(), ess)
-
-
-def table(worlds: list[World], answers: int) -> list[str]:
-    """Lines of Markdown: bias, variance and error of each mode under each sampler, on average over worlds."""
-    alone = [world.estimate("the policy", None).variance for world in worlds]
-    lines = ["| weights | " + " | ".join(SAMPLERS) + " |", "|---" * (1 + len(SAMPLERS)) + "|"]
-    for label, mode in MODES.items():
-        cells = []
-        for sampler in SAMPLERS:
-            found = [world.estimate(sampler, mode) for world in worlds]
-            variance = mean(e.variance / one for e, one in zip(found, alone, strict=True))
-            error = mean(e.error(answers) for e in found)
-            cells.append(f"{mean(e.bias for e in found):.3f}, {variance:.2f}, {error:.3f}")
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return lines
-
-
-def growth(worlds: dict[int, list[World]], sampler: str) -> list[str]:
-    """Lines of Markdown: how bias and variance go with the length of answers."""
-    names = ["none", "token, no bound", "sequence, no bound", "sequence_truncate, ≤ 2"]
-    lines = ["| up to | " + " | ".join(names) + " | ESS, token | ESS, sequence |", "|---" * 7 + "|"]
-    for longest, many in worlds.items():
-        alone = [world.estimate("the policy", None).variance for world in many]
-        cells, ess = [], []
-        for name in names:
-            found = [world.estimate(sampler, MODES[name]) for world in many]
-            variance = mean(e.variance / one for e, one in zip(found, alone, strict=True))
-            cells.append(f"{mean(e.bias for e in found):.3f}, {variance:.2f}")
-            ess.append(f"{mean(e.ess for e in found):.2f}")
-        lines.append(f"| {longest} token{'s' if longest > 1 else ''} | {' | '.join([*cells, *ess[1:3]])} |")
-    return lines
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
-    parser.add_argument("--longest", type=int, default=4, help="Tokens of the longest answer.")
-    parser.add_argument("--answers", type=int, default=1_000, help="Answers in the gradient whose error is shown.")
-    parser.add_argument("--worlds", type=int, default=10, help="Policies and rewards to average over.")
-    args = parser.parse_args()
-    seeds = range(args.worlds)
-    print("\n".join(table([World(args.longest, seed=seed) for seed in seeds], args.answers)))
-    print()
-    by_length = {longest: [World(longest, seed=seed) for seed in seeds] for longest in range(1, 6)}
-    print("\n".join(growth(by_length, "noise 0.5")))
-    alone = [world.estimate("the policy", None) for world in by_length[args.longest]]
-    print(f"\nOn-policy, {args.answers:,} answers: error {mean(e.error(args.answers) for e in alone):.3f}")
-
-
-if __name__ == "__main__":
-    main()

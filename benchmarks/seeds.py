@@ -10,10 +10,9 @@ from typing import Any
 
 from scipy.stats import t as student
 
+from recipes.demo.stages import DemoArguments, use_one_thread
 from trl_ext import StrictTrlParser
 from trl_ext.runs import setting
-
-from .stages import DemoArguments, use_one_thread
 
 
 def check_grid(args: Any, *names: str) -> None:

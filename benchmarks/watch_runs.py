@@ -18,8 +18,8 @@ from datasets import Dataset
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
-from tests.benchmarks import watch_worlds as worlds
-from tests.benchmarks.outcomes import outcome
+from benchmarks import watch_worlds as worlds
+from benchmarks.outcomes import outcome
 from trl_ext import PPOConfig, PPOTrainer
 from trl_ext.callbacks.metrics import is_training_log, numbers_in
 from trl_ext.rewards import EnsembleReward, RepetitionWatch

@@ -1,6 +1,6 @@
 """Have `trl-ext label` try judges whose errors and biases are known: the demo's world behind a chat API on loopback.
 
-    python -m recipes.demo.judges --output_dir outputs/judges
+    python -m benchmarks.judges --output_dir outputs/judges
 
 Each judge is a small server that answers as OpenAI's API does, by the true quality of an answer (gold), with an error
 and biases that are stated. People are gold with a tenth of the labels flipped. The table says whom the gate lets
@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from recipes.demo import world
 from trl_ext.data import write_rows
 from trl_ext.runs import read_jsonl, write_text
 from trl_ext.workbench.feedback.command import main as label
-
-from . import world
 
 PRINCIPLES = {
     "product": "It names the customer's product, and no other.",
@@ -186,7 +185,7 @@ def run(folder: Path, name: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m recipes.demo.judges", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.judges", description=__doc__.partition("\n")[0])
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/judges"), help="where the runs go")
     parser.add_argument("--pairs", type=int, default=1000, help="pairs of answers")
     parser.add_argument("--known", type=int, default=200, help="pairs that people label")

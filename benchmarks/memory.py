@@ -1,8 +1,8 @@
 """
 What LoRA PPO with all four roles on one base needs in memory and time, beside TRL 1.12's PPO and SFT.
 
-    python tests/benchmarks/memory.py --trl112 PATH      # a folder in which TRL 1.12's wheel was unpacked
-    python tests/benchmarks/memory.py --device cuda      # never run so far: it was written without a GPU at hand
+    python benchmarks/memory.py --trl112 PATH      # a folder in which TRL 1.12's wheel was unpacked
+    python benchmarks/memory.py --device cuda      # never run so far: it was written without a GPU at hand
 
 Models are built from config with random weights; nothing is downloaded. Every case runs in a process of its own, one
 at a time, and the repeats alternate between cases. On CPU a figure is the peak of the resident set minus the resident

@@ -1,6 +1,6 @@
 """What share of a run's time `HackWatch` takes, in one of the demo's runs: its models are tiny, so no share is larger.
 
-python -m tests.benchmarks.watch_cost --rollouts 8
+python -m benchmarks.watch_cost --rollouts 8
 """
 
 import argparse
@@ -28,7 +28,7 @@ def timed(method, spent):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m tests.benchmarks.watch_cost", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m benchmarks.watch_cost", description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=int, default=8, help="of 128 answers; the first one is not counted")
     parser.add_argument("--output_dir", default="outputs/watch_cost")
     args = parser.parse_args(arguments)

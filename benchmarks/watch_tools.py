@@ -11,8 +11,8 @@ from typing import Any
 
 from datasets import Dataset
 
+from benchmarks.watch_runs import BATCH, Spec, arguments, logged
 from recipes.agents import teach, weather
-from tests.benchmarks.watch_runs import BATCH, Spec, arguments, logged
 from trl_ext import PPOTrainer
 from trl_ext.rewards import RepetitionWatch
 

@@ -1,11 +1,11 @@
 """How well `HackWatch` tells hacked runs from healthy ones: PPO in small worlds where gold is known, gamed or honest.
 
-    python -m tests.benchmarks.watch --part choose     # trains what is missing, then replays
-    python -m tests.benchmarks.watch --part held_out   # other worlds, and a kind of hack that no choice has seen
-    python -m tests.benchmarks.watch --part tools      # an agent whose reward pays for each call of its tool
-    python -m tests.benchmarks.watch --part acts       # what stopping, or raising the KL coefficient, saves
-    python -m tests.benchmarks.watch --part held_out --replay
-    python -m tests.benchmarks.watch --runs mine.jsonl   # a limit for your own runs
+    python -m benchmarks.watch --part choose     # trains what is missing, then replays
+    python -m benchmarks.watch --part held_out   # other worlds, and a kind of hack that no choice has seen
+    python -m benchmarks.watch --part tools      # an agent whose reward pays for each call of its tool
+    python -m benchmarks.watch --part acts       # what stopping, or raising the KL coefficient, saves
+    python -m benchmarks.watch --part held_out --replay
+    python -m benchmarks.watch --runs mine.jsonl   # a limit for your own runs
 
 Each run's log is kept, so that the same command goes on where it stopped, and with all logs there only replays. Half
 of the worlds and the hack `watch_worlds.HELD_OUT_HACK` are held out: look at them once, when nothing more is chosen.
@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from trl import GRPOConfig
 
-from tests.benchmarks import watch_tools
-from tests.benchmarks.outcomes import PPOConfig as MonitoredConfig
-from tests.benchmarks.outcomes import outcome, wilson
-from tests.benchmarks.watch_runs import BATCH, GOLD, LOGS, PARTS, ROLLOUTS, STEPS, Spec, log_of, specs
-from tests.benchmarks.watch_signals import SIGNALS, Risks, ceiling, limit_of
+from benchmarks import watch_tools
+from benchmarks.outcomes import PPOConfig as MonitoredConfig
+from benchmarks.outcomes import outcome, wilson
+from benchmarks.watch_runs import BATCH, GOLD, LOGS, PARTS, ROLLOUTS, STEPS, Spec, log_of, specs
+from benchmarks.watch_signals import SIGNALS, Risks, ceiling, limit_of
 from tests.callbacks.replay import Replay
 from trl_ext import callbacks as ours
 from trl_ext.callbacks import HackWatch
@@ -314,7 +314,7 @@ def limits(runs: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m tests.benchmarks.watch", description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser("python -m benchmarks.watch", description=__doc__, formatter_class=form)
     parser.add_argument("--part", choices=[*PARTS, "tools", "acts"], default="choose")
     parser.add_argument("--replay", action="store_true", help="train nothing: replay the logs that are there")
     parser.add_argument("--limit", type=int, help="runs to look at, the first ones")

@@ -3,9 +3,9 @@ The same PPO work through TRL 1.12.0's PPOTrainer and ours, in turn: seconds, me
 
     python -m venv trl112 && grep -v ^trl= constraints.txt > trl112/constraints.txt
     trl112/bin/pip install -c trl112/constraints.txt torch transformers peft accelerate datasets trl==1.12.0
-    python tests/benchmarks/ppo.py --trl112 trl112/bin/python       # without it, its rows are left out
-    python tests/benchmarks/ppo.py --growth                         # or --processes, or --exported
-    python tests/benchmarks/ppo.py --device cuda                    # not run so far: written without a GPU at hand
+    python benchmarks/ppo.py --trl112 trl112/bin/python       # without it, its rows are left out
+    python benchmarks/ppo.py --growth                         # or --processes, or --exported
+    python benchmarks/ppo.py --device cuda                    # not run so far: written without a GPU at hand
 
 Models have random weights, the same on both sides: nothing is downloaded. Each measurement is a process of its own, on
 one thread, and the sides take turns. The first rollout warms up; what counts goes from the end of its last optimizer
@@ -21,7 +21,7 @@ its weights are bfloat16 as ours are, but its adapters, in float32 on both sides
 clipped, since it cannot. RLOO and GRPO are those of the TRL that ours stands on: two answers to half as many prompts
 (so that varying lengths are others), and no critic.
 
-The limit is the time of the matrix products that the work needs (benchmarks/flops.py) at the speed of a product as the
+The limit is the time of the matrix products that the work needs (flops.py) at the speed of a product as the
 LM head's and of one as the layers', measured in the same run: real tokens only, no padding, no old log-probs. Decoding
 cannot come near it: each step reads all weights for a handful of rows.
 """
@@ -38,11 +38,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from flops import ppo_work, seconds_at
 from ppo_work import LORA, REWARD, SHAPES, WORK
-
-sys.path.append(str(Path(__file__).parents[2]))
-
-from benchmarks.flops import ppo_work, seconds_at  # noqa: E402
 
 SIDES = {
     "trl112": "TRL 1.12 PPO",

@@ -1,7 +1,7 @@
 """
 The same episodes of a tool-calling environment through TRL's GRPOTrainer and our PPOTrainer: CPU seconds and memory.
 
-    python tests/benchmarks/agents.py --batch 8 --rollouts 2
+    python benchmarks/agents.py --batch 8 --rollouts 2
 
 Both sides have the same random weights, the same environment, and a logits processor that makes each turn the same
 scripted call, so that what is drawn, called and answered is the same, token by token. Neither has a reference
@@ -217,5 +217,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     main()

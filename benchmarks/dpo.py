@@ -1,9 +1,9 @@
 """What the ways to choose β give on the demo's world, where the true quality of an answer is known; what they cost.
 
-    python -m tests.benchmarks.dpo demo   # 7 settings × {0 %, 25 %} flipped labels × 5 seeds: some 45 minutes
-    python -m tests.benchmarks.dpo demo --settings beta_dpo "beta_dpo, moments first" --baseline beta_dpo
-    python -m tests.benchmarks.dpo real --model PATH --pairs FILE.jsonl
-    python -m tests.benchmarks.dpo time
+    python -m benchmarks.dpo demo   # 7 settings × {0 %, 25 %} flipped labels × 5 seeds: some 45 minutes
+    python -m benchmarks.dpo demo --settings beta_dpo "beta_dpo, moments first" --baseline beta_dpo
+    python -m benchmarks.dpo real --model PATH --pairs FILE.jsonl
+    python -m benchmarks.dpo time
 
 One process, one thread. Finished runs are kept as JSON, so the same command again goes on where it stopped, and prints
 its tables: means over seeds with 95 % Student intervals.

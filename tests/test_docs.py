@@ -135,7 +135,7 @@ def flags_of(command):
     from trl_ext.workbench.feedback.command import LabelArguments
     from trl_ext.workbench.feedback.constitution import ConstitutionArguments
     from trl_ext.workbench.labels.command import AnnotatorsArguments
-    from trl_ext.workbench.planning.command import AdviseArguments
+    from trl_ext.workbench.planning.advice import AdviseArguments
     from trl_ext.workbench.prompts import command as prompts
     from trl_ext.workbench.reward_report.command import RewardReportArguments
 

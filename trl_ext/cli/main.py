@@ -35,7 +35,7 @@ TOOLS = {
     "generate": "answer prompts with a trained model",
     "merge": "make an adapter a plain model",
     "plan": "say what a run takes, memory and time, before it is started",
-    "advise": "say what to train next, or to label more first, with figures and sources",
+    "advise": "say what to train next, or to label more first, and why",
     "label": "label pairs of answers by a judge that is compared with people first",
     "constitution": "have a model revise its answers by principles, for SFT rows and pairs",
     "annotators": "say how far annotators agree, and make pairs of their labels",
@@ -49,7 +49,7 @@ TOOLS = {
     "doctor": "say what is installed, what is missing, and how to get it",
 }
 _COMMANDS = {
-    "advise": "workbench.planning.command",
+    "advise": "workbench.planning.advice",
     "annotators": "workbench.labels.command",
     "constitution": "workbench.feedback.constitution",
     "doctor": "cli.doctor",

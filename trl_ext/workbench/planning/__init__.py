@@ -1,17 +1,10 @@
-"""Compute the memory and time that a run needs, without loading its weights, and advise what to train next."""
+"""Compute the memory and time that a run needs, without loading its weights."""
 
 from typing import TYPE_CHECKING
 
 from ...upstream.lazy import lazily
 
 if TYPE_CHECKING:
-    from .advice import Facts as Facts
-    from .advice import Leak as Leak
-    from .advice import Reason as Reason
-    from .advice import Recommendation as Recommendation
-    from .advice import advise as advise
-    from .capacity import Fit as Fit
-    from .capacity import fit as fit
     from .checks import known_not_to_work as known_not_to_work
     from .checks import known_to_go_wrong as known_to_go_wrong
     from .duration import GPU as GPU

@@ -176,7 +176,6 @@ def ppo_settings(settings):
         "num_ppo_epochs": PPO_EPOCHS,
         "num_mini_batches": 1,
         "local_rollout_forward_batch_size": settings.batch,
-        "response_length": settings.response,
         "temperature": 1.0,
     }
 
@@ -194,6 +193,7 @@ def ppo(settings, folder, lora=True, shared=True):
         args=PPOConfig(
             **arguments(settings, folder),
             **ppo_settings(settings),
+            max_completion_length=settings.response,
             share_reward_base="always" if shared else "auto",
             record_run=False,
         ),
@@ -221,7 +221,12 @@ def trl_112(settings, folder, value_adapter):
         for model in (policy, value_model):
             model.gradient_checkpointing_enable({"use_reentrant": False})
     yield PPOTrainer(
-        args=PPOConfig(**arguments(settings, folder), **ppo_settings(settings), num_sample_generations=0),
+        args=PPOConfig(
+            **arguments(settings, folder),
+            **ppo_settings(settings),
+            response_length=settings.response,
+            num_sample_generations=0,
+        ),
         processing_class=tokenizer(),
         model=policy,
         ref_model=None,  # the base with its adapter off

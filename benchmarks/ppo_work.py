@@ -169,10 +169,8 @@ def ppo_arguments(settings):
         "num_mini_batches": settings.mini_batches,
         "num_ppo_epochs": settings.epochs,
         "local_rollout_forward_batch_size": 64,
-        "response_length": settings.response,
         "temperature": 1.0,
         "kl_coef": KL_COEF,
-        "stop_token": "eos" if settings.varying else None,
     }
 
 
@@ -183,6 +181,7 @@ def ours(settings, folder, policy):
     args = PPOConfig(
         **arguments(settings, folder, per_device),
         **ppo_arguments(settings),
+        max_completion_length=settings.response,
         logging_steps=settings.mini_batches * settings.epochs,  # once a rollout, as TRL 1.12 does
         shuffle_dataset=False,
         record_run=False,
@@ -190,7 +189,7 @@ def ours(settings, folder, policy):
     )
     return PPOTrainer(
         model=policy,
-        reward_model=build(settings, REWARD, is_classifier=True, seed=1),
+        reward_funcs=build(settings, REWARD, is_classifier=True, seed=1),
         value_model=None if settings.lora else build(settings, SHAPES[settings.size], is_classifier=True),
         args=args,
         train_dataset=prompts(settings, as_text=False),
@@ -214,7 +213,11 @@ def trl112(settings, folder, policy):
     rows = prompts(settings, as_text=False)
     trainer = PPOTrainer(
         args=PPOConfig(
-            **arguments(settings, folder, settings.batch), **ppo_arguments(settings), num_sample_generations=0
+            **arguments(settings, folder, settings.batch),
+            **ppo_arguments(settings),
+            response_length=settings.response,
+            stop_token="eos" if settings.varying else None,
+            num_sample_generations=0,
         ),
         processing_class=tokenizer(settings),
         model=policy,

@@ -228,7 +228,15 @@ def test_settings_in_prose_exist(page):
     for parameters in (PPOTrainer, DPOTrainer):
         known |= set(inspect.signature(parameters).parameters)
     # properties, columns, what others had, and symbols
-    known |= {"eval_dataset", "kl_t", "num_rounds", "max_prompt_length", "beta_dpo", "beta_controller"}
+    known |= {
+        "eval_dataset",
+        "kl_t",
+        "num_rounds",
+        "max_prompt_length",
+        "beta_dpo",
+        "beta_controller",
+        "reward_model_path",
+    }
     for code in codes(FENCE.sub("", PAGES[page])):
         if re.fullmatch(PREFIXES, code) and not code.endswith(".py"):
             assert code in known or hasattr(PPOConfig, code), f"{page} names {code}"
@@ -350,7 +358,7 @@ def test_python_runs(page, code, hub, tmp_path, monkeypatch):
         small |= {"max_completion_length": 4}
     for config in (PPOConfig, DPOConfig, trl.GRPOConfig):
         module = trl_ext if config.__module__.startswith("trl_ext") else trl
-        keep = {"total_episodes": None, "response_length": None} if config is PPOConfig else {}
+        keep = {"total_episodes": None} if config is PPOConfig else {}
         monkeypatch.setattr(
             module,
             config.__name__,

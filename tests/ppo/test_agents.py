@@ -729,12 +729,6 @@ def test_an_environment_that_is_made_once_for_each_row_is_trained_on(tmp_path):
     assert trainer.state.global_step == 5 and len(made) == 8
 
 
-def test_the_table_of_completions_shows_whole_episodes(tmp_path):
-    trainer = make_worker(tmp_path)
-    rows = played_by(trainer, counts).generate_completions()
-    assert rows[0]["model response"].count("The sum is") == 2 and "Done." in rows[0]["model response"]
-
-
 @pytest.mark.slow
 def test_a_state_that_cannot_be_kept_is_refused(tmp_path):
     class Odd(Kept):

@@ -429,7 +429,7 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path):
                 "train_dataset": Dataset.from_dict({"prompt": ["the " * 62] * 8}),
                 "eval_dataset": {"train": prompts(4), "test": prompts(4)},
             },
-            r"8 of 8 prompts in the train dataset leave no room.* 53 by default\) to 2 or less\.$",
+            r"8 of 8 prompts in the train dataset leave no room.* to 2 or less\.$",
         ),
     ],
     ids=["ref_model", "reward_funcs", "prompt_ids", "an eval dataset named train"],
@@ -471,7 +471,7 @@ def test_a_damaged_snapshot_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("lengths", "advice"),
     [
-        ([10, 11], "`max_completion_length` (TRL 1.12's `response_length`, there 53 by default) to 53 or less"),
+        ([10, 11], "`max_completion_length` to 53 or less"),
         ([3, 11], "to 53 or less, or filter out prompts of more than 4 tokens"),
         ([3, 64], "filter out prompts of more than 4 tokens"),
         ([5, 64], "to 59 or less, and filter out prompts that leave no room for that"),

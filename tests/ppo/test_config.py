@@ -48,17 +48,11 @@ HONOURED = """
     vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
     vllm_tensor_parallel_size warmup_steps weight_decay
 """
-# Other names of something: field -> what it sets. `test_mapped_fields_set_what_they_name` sees each do so, the two
-# paths are seen in test_migration.py.
+# Other names of something: field -> what it sets. `test_mapped_fields_set_what_they_name` sees each do so.
 MAPPED = {
     **ALIASES,
-    "dataset_num_proc": "nothing: there is no tokenising ahead of the rollout",
     "generation_batch_size": "num_mini_batches",
-    "num_sample_generations": "log_completions",
-    "reward_model_path": "the trainer's reward_funcs",
-    "sft_model_path": "the trainer's model",
     "steps_per_generation": "num_mini_batches",
-    "stop_token": "eos is always a stop token",
 }
 
 
@@ -105,7 +99,6 @@ def test_mapped_fields_set_what_they_name(subtests, tmp_path):
         ("beta", "kl_coef", 0.0, 0.1),  # a falsy alias counts
         ("epsilon", "cliprange", 0.3, 0.1),
         ("num_iterations", "num_ppo_epochs", 3, 2),
-        ("response_length", "max_completion_length", 53, 8),
     ]:
         with subtests.test(alias=alias, one=one):
 
@@ -133,16 +126,6 @@ def test_rloo_names_of_the_rollout_size_set_num_mini_batches(tmp_path):
         config(tmp_path, **sizes, steps_per_generation=3)
 
 
-def test_num_sample_generations_sets_log_completions(tmp_path):
-    assert [config(tmp_path, num_sample_generations=n).log_completions for n in (None, 0, 10)] == [False, False, True]
-
-
-def test_stop_token_and_stop_token_id_are_one_thing(tmp_path):
-    assert config(tmp_path, stop_token="eos").stop_token == "eos"
-    with pytest.raises(ValueError, match="`stop_token` and `stop_token_id`"):
-        config(tmp_path, stop_token="eos", stop_token_id=0)
-
-
 def test_copies_of_a_config_are_equal_and_may_change(tmp_path):
     original = config(
         tmp_path,
@@ -150,7 +133,6 @@ def test_copies_of_a_config_are_equal_and_may_change(tmp_path):
         epsilon=0.3,
         num_mini_batches=3,
         gradient_accumulation_steps=2,
-        stop_token="eos",
         metric_for_best_model="eval_objective/kl",
         generation_kwargs='{"use_cache": false}',
         num_generations=2,
@@ -253,7 +235,6 @@ RANGES = [
     ("kl_estimator", ["k4"], ["k1", "k2", "k3"]),
     ("kl_controller", ["pid"], ["fixed", "adaptive"]),
     ("reward_normalization", ["std"], ["none", "running", "batch", "reference"]),
-    ("stop_token", ["period"], ["eos", None]),
 ]
 
 
@@ -427,7 +408,6 @@ def test_defaults():
         "num_mini_batches": 1,
         "total_episodes": None,
         "local_rollout_forward_batch_size": 64,
-        "stop_token": None,
         "stop_token_id": None,
         "missing_eos_penalty": None,
         "num_ppo_epochs": 4,

@@ -43,14 +43,14 @@ CANNOT = set(
     logging_strategy
     loss_type loss_weights lr_scheduler_kwargs lr_scheduler_type metric_for_best_model model_name_or_path optim
     optim_target_modules output_dir packing_strategy pad_to_multiple_of pad_token policy_name_or_path ratio_band
-    ref_model_name_or_path report_to resume_from_checkpoint reward_funcs reward_model_name_or_path reward_model_path
-    reward_weights save_strategy score_column sft_model_path tools torch_compile_backend
+    ref_model_name_or_path report_to resume_from_checkpoint reward_funcs reward_model_name_or_path
+    reward_weights save_strategy score_column tools torch_compile_backend
     torch_compile_mode train_sampling_strategy
     transformers_continuous_batching_config truncation_mode value_model_name_or_path vllm_mode vllm_model_impl
     model_revision lora_modules_to_save lora_target_modules lora_target_parameters lora_task_type
     """.split()
 )
-NOT_TEXT = set("group_columns model_adapter_name ref_adapter_name reward_group_column reward_reference_column".split())
+NOT_TEXT = set("group_columns reward_group_column reward_reference_column".split())
 
 
 def text_fields(kinds):

@@ -67,7 +67,6 @@ LEAKS = [  # (name, value, the part that must be gone)
 KEPT = [
     ("eos_token", "</s>"),
     ("pad_token", "<pad>"),
-    ("stop_token", "eos"),
     ("stop_token_id", 5),
     ("token", None),
     ("token", ""),
@@ -139,4 +138,4 @@ def test_arguments_are_pickled_without_credentials_and_keep_them(tmp_path):
     assert (read.hub_token, read.model_init_kwargs, read.run_name) == (HIDDEN, {"token": HIDDEN}, f"r {HIDDEN}")
     assert type(args.hub_token) is str and args.model_init_kwargs == {"token": "plain"}
     assert read.learning_rate == args.learning_rate
-    assert not {HF, "plain"} & set(map(str, args.to_dict().values())) and args.to_dict()["stop_token"] is None
+    assert not {HF, "plain"} & set(map(str, args.to_dict().values())) and args.to_dict()["stop_token_id"] is None

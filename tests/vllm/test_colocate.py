@@ -209,7 +209,6 @@ def test_greedy_answers_are_those_of_our_own_decoding(make, policy, tmp_path):
     kwargs = {"trainer_kwargs": {"eval_dataset": prompts(8, seed=3)}}
     trainer = make(**kwargs)
     own = make_trainer(tmp_path / "own", model=policy("llama"), temperature=0.7, **kwargs)
-    assert trainer.generate_completions().to_list() == own.generate_completions().to_list()
     evaluated, ours = trainer.evaluate(), own.evaluate()
     same = [name for name in ours if name.startswith("eval_greedy/objective")]
     assert len(same) > 4 and {n: evaluated[n] for n in same} == pytest.approx({n: ours[n] for n in same}, abs=1e-5)

@@ -19,12 +19,11 @@ from ..runs.settings import (
     setting,
 )
 
-# Settings with two names: the alias on the left (RLOO's or TRL 1.12's) sets the name on the right, and is then None.
+# Settings with two names: the alias on the left (RLOO's) sets the name on the right, and is then None.
 ALIASES = {
     "beta": "kl_coef",
     "epsilon": "cliprange",
     "num_iterations": "num_ppo_epochs",
-    "response_length": "max_completion_length",
 }
 
 # Fields that would do nothing in PPO, or do harm: any value but the default raises an error with this reason.
@@ -45,10 +44,8 @@ REFUSED = {
     "length_column_name": "prompts are drawn in a seeded random order",
     "liger_kernel_config": 'use `model_init_kwargs={"use_kernels": True}`',
     "log_multimodal": "vision-language models are not supported",
-    "model_adapter_name": "the trained adapter is the one of `peft_config`",
     "neftune_noise_alpha": "noise on the embeddings makes log-probs of one text differ between two forward passes",
     "prediction_loss_only": "evaluation scores generated answers and computes no loss",
-    "ref_adapter_name": "with `peft_config` the reference is the model with its adapter switched off",
     "torch_compile": "it has not been run with the actor-critic wrapper",
     "torch_compile_backend": "it has not been run with the actor-critic wrapper",
     "torch_compile_mode": "it has not been run with the actor-critic wrapper",
@@ -243,8 +240,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         "1: a vLLM server generates the next rollout while this one is trained on; see docs/vllm.md.",
         range="in [0, 1]",
     )
-    stop_token: Literal["eos"] | None = setting(None, "TRL 1.12's name; responses always stop at EOS.")
-    stop_token_id: int | None = setting(None, "Further token id that ends a response, beside EOS (TRL 1.12's name).")
+    stop_token_id: int | None = setting(None, "Further token id that ends a response, beside EOS.")
 
     # The reward
     kl_coef: float = setting(
@@ -406,25 +402,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         "`missing_eos_score` apply.",
     )
 
-    # Other names, of RLOO and TRL 1.12
+    # RLOO's names
     beta: float | None = setting(None, "Alias of `kl_coef`.")
     epsilon: float | None = setting(None, "Alias of `cliprange`.")
     num_iterations: int | None = setting(None, "Alias of `num_ppo_epochs`.")
-    response_length: int | None = setting(None, "Alias of `max_completion_length`.")
-    num_sample_generations: int | None = setting(None, "TRL 1.12's name; a value above 0 sets `log_completions`.")
-    dataset_num_proc: int | None = setting(
-        None, "TRL 1.12's name, accepted and not needed: prompts are tokenised in the rollout."
-    )
-    sft_model_path: str | None = setting(
-        None, "TRL 1.12's name for the trainer's `model`, used if `model` is not given."
-    )
-    reward_model_path: str | None = setting(
-        None, "TRL 1.12's name for a reward model among `reward_funcs`, used if `reward_funcs` is not given."
-    )
-    model_adapter_name: str | None = setting(None, "TRL 1.12's name, refused: the adapter is that of `peft_config`.")
-    ref_adapter_name: str | None = setting(
-        None, "TRL 1.12's name, refused: with `peft_config` the reference is the model without its adapter."
-    )
 
     def __post_init__(self):
         self.num_generations = 1 if self.num_generations is None else self.num_generations
@@ -435,8 +416,6 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         self._resolve_aliases()
         self._refuse()
         self._check_values()
-        if self.num_sample_generations:
-            self.log_completions = True
         if self.metric_for_best_model in ("reward", "eval_reward"):  # GRPO's name for it
             self.metric_for_best_model = "eval_objective/scores"
         if self.metric_for_best_model is None and (self.load_best_model_at_end or str(self.save_strategy) == "best"):
@@ -509,11 +488,6 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         check_score_settings(self)
         if self.kl_estimator not in KL_ESTIMATORS:
             raise ValueError(f"`kl_estimator` must be one of {[*KL_ESTIMATORS]}, got {self.kl_estimator!r}.")
-        if self.stop_token and self.stop_token_id is not None:
-            raise ValueError(
-                f"`stop_token` and `stop_token_id` are two names for one setting, got {self.stop_token!r} and "
-                f"{self.stop_token_id}. Set only one of them."
-            )
         if self.kl_controller != "fixed":
             if self.kl_coef == 0:
                 raise ValueError(

@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.trainer_callback import ProgressCallback
 
-from ..functional import last_token_index
 from ..models.generation import forked_rng
 from ..upstream.temporarily import temporarily
-from .rollout import Rollout
 
 
 @dataclass
@@ -28,12 +26,10 @@ class EvaluationPass:
     Args:
         total: number of rows to evaluate: the set's rows times the answers to each.
         is_greedy: whether this pass decodes greedily.
-        table: collects the answers of all processes, if they are to be shown.
     """
 
     total: int
     is_greedy: bool = False
-    table: list[dict[str, Any]] | None = None
     seen: int = 0
 
     @property
@@ -51,23 +47,6 @@ class EvaluationPass:
         first = self.seen + size * accelerator.process_index
         self.seen += size * accelerator.num_processes
         return first + torch.arange(size, device=accelerator.device) < self.total
-
-    def keep(self, rollout: Rollout, rows: Tensor, tokenizer: Any) -> None:
-        """Add prompt, answer and score of each row where `rows` is True to `table`, under TRL 1.12's column names."""
-        if self.table is None:
-            return
-        real = zip(rollout.prompt_ids, rollout.prompt_mask.bool(), strict=True)
-        # `completion_mask` may hide truncated answers, and `lengths` counts only tokens that the policy drew
-        lengths = rollout.lengths if rollout.tool_mask is None else last_token_index(rollout.tool_mask) + 1
-        drawn = zip(rollout.completion_ids, lengths.int().tolist(), strict=True)
-        parts = [[ids[mask].tolist() for ids, mask in real], [ids[:length].tolist() for ids, length in drawn]]
-        texts = [tokenizer.batch_decode(part, skip_special_tokens=True) for part in parts]
-        shown = [
-            {"query": query, "model response": response, "score": score}
-            for query, response, score, is_real in zip(*texts, rollout.scores.tolist(), rows.tolist(), strict=True)
-            if is_real
-        ]
-        self.table += gather_object(shown)
 
 
 @contextmanager

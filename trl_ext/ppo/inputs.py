@@ -1,4 +1,4 @@
-"""Check the arguments and the prompts of PPOTrainer, and accept calls that were written for TRL 1.12."""
+"""Check the arguments and the prompts of PPOTrainer."""
 
 import inspect
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers import DataCollatorWithPadding, ProcessorMixin
+from transformers import ProcessorMixin
 
 from ..data import check_one_kind, check_texts
 from ..models.generation import check_chat_template
@@ -18,72 +18,37 @@ from .rewards import AdapterReward
 from .vllm import check_server
 
 
-def migrate(
-    model,
-    reward_funcs,
-    reward_processing_classes,
-    args,
-    processing_class,
-    reward_model,
-    data_collator,
-    may_own_reward=False,
-):
+def listed(
+    model: Any, reward_funcs: Any, reward_processing_classes: Any, processing_class: Any, may_own_reward: bool = False
+) -> tuple[list, list]:
     """
-    Translate the arguments of a call that was written for TRL 1.12's PPOTrainer.
+    Return the list of reward functions, and the list of their tokenizers.
 
-    Returns:
-        The model, the list of reward functions, and the list of their tokenizers.
+    A reward model that was built in memory names no tokenizer; it reads the policy's tokens.
     """
-    if data_collator is not None and not isinstance(data_collator, DataCollatorWithPadding):
-        raise ValueError(
-            f"`data_collator` ({type(data_collator).__name__}) would never be called: prompts are tokenised and "
-            "padded in the rollout. Prepare the dataset's `prompt` or `input_ids` column instead."
-        )
-    for keyword, value, path in (
-        ("model", model, getattr(args, "sft_model_path", None)),
-        ("reward_model", reward_model, getattr(args, "reward_model_path", None)),
-        ("reward_funcs", reward_funcs, getattr(args, "reward_model_path", None)),
-    ):
-        values = value if isinstance(value, (list, tuple)) else [value]
-        # A model object may well have been loaded from the path
-        if None not in (path, value) and not any(v == path or isinstance(v, nn.Module) for v in values):
-            raise ValueError(
-                f"`{keyword}={value!r}` and the config's path {path!r} both name this model. Leave one of them out."
-            )
-    model = model if model is not None else getattr(args, "sft_model_path", None)
     if model is None:
         raise ValueError("`model` is required: a path or a causal language model.")
-    if reward_model is not None and reward_funcs is not None:
-        raise ValueError(
-            "`reward_model` (TRL 1.12) and `reward_funcs` are the same argument: pass `reward_funcs` alone."
-        )
-    if reward_funcs is None:
-        reward_funcs = reward_model if reward_model is not None else getattr(args, "reward_model_path", None)
-    if may_own_reward and reward_funcs is None:  # TRL says so if no environment has one
-        reward_funcs = []
-    if reward_funcs is None or (reward_funcs == [] and not may_own_reward):
+    if reward_funcs in (None, []) and not may_own_reward:  # else TRL says so if no environment has one
         raise ValueError("`reward_funcs` is required: a reward model (path or object), a function, or a list of them.")
-    reward_funcs = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-
+    rewards = list(reward_funcs or []) if isinstance(reward_funcs, (list, tuple, type(None))) else [reward_funcs]
     classes = reward_processing_classes
-    classes = list(classes) if isinstance(classes, (list, tuple)) else [classes] * len(reward_funcs)
-    if len(classes) == len(reward_funcs):  # else GRPO says what is wrong
-        for i, reward in enumerate(reward_funcs):
-            if isinstance(reward, nn.Module) and not hasattr(reward, "config"):
-                raise TypeError(
-                    f"reward {i} ({type(reward).__name__}) has no `config`: pass a transformers sequence classifier, "
-                    "or a function that calls your module."
+    classes = list(classes) if isinstance(classes, (list, tuple)) else [classes] * len(rewards)
+    for i, reward in enumerate(rewards if len(classes) == len(rewards) else []):  # else GRPO says what is wrong
+        if not isinstance(reward, nn.Module):
+            continue
+        if not hasattr(reward, "config"):
+            raise TypeError(
+                f"reward {i} ({type(reward).__name__}) has no `config`: pass a transformers sequence classifier, or a "
+                "function that calls your module."
+            )
+        if classes[i] is None and not get_config_model_id(reward.config):
+            if processing_class is None:
+                raise ValueError(
+                    f"reward model {i} was built in memory, so its tokenizer is not known: pass "
+                    "`reward_processing_classes` or `processing_class`."
                 )
-            # 1.12's reward model reads the policy's tokens; so does a model built in memory, which names no tokenizer
-            nameless = isinstance(reward, nn.Module) and not get_config_model_id(reward.config)
-            if classes[i] is None and (nameless or (reward is reward_model and isinstance(reward, nn.Module))):
-                if processing_class is None:
-                    raise ValueError(
-                        f"reward model {i} was built in memory, so its tokenizer is not known: pass "
-                        "`reward_processing_classes` or `processing_class`."
-                    )
-                classes[i] = processing_class
-    return model, reward_funcs, classes
+            classes[i] = processing_class
+    return rewards, classes
 
 
 _GIVEN = {  # what every reward function is given, beside the dataset's columns
@@ -352,7 +317,7 @@ def check_prompt_lengths(
 
 def _what_fits(lengths: list[int], max_completion_length: int, context: int) -> str:
     """Say which `max_completion_length` fits the prompts, or which prompts are too long for the present setting."""
-    shorter = "set `max_completion_length` (TRL 1.12's `response_length`, there 53 by default) to {} or less"
+    shorter = "set `max_completion_length` to {} or less"
     filtered = "filter out prompts of more than {} tokens"
     room, left = context - max(lengths), context - max_completion_length
     some_fit = min(lengths) <= left

@@ -5,7 +5,6 @@ import functools
 import math
 import os
 import textwrap
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -84,7 +83,7 @@ from .inputs import (
     check_inputs,
     check_prompt_lengths,
     check_templates,
-    migrate,
+    listed,
     tokenized,
     with_prompts,
 )
@@ -155,9 +154,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             `default` is trained further, and the base with a frozen copy of the adapter as passed in is the reference.
         critic_peft_config ([`~peft.LoraConfig`], *optional*):
             The critic's adapter. If not given, a copy of the policy's config.
-        reward_model, data_collator:
-            TRL 1.12's names. `reward_model` is a reward model that reads the policy's tokens. `data_collator` may be a
-            padding collator, and is not used: prompts are padded in the rollout.
         tools, environment_factory, rollout_func:
             As in `trl.GRPOTrainer`. Besides `get_reward`, which gives a reward at the end of the episode, an
             environment may have `_step_reward`, which is asked for a reward after each tool call.
@@ -223,23 +219,14 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         peft_config: Any = None,
         critic_peft_config: Any = None,
         *,
-        reward_model: Any = None,
-        data_collator: Any = None,
         tools: Any = None,
         environment_factory: Any = None,
         rollout_func: Any = None,
     ):
         check_contract(PPOTrainer)
         late_bars()
-        model, reward_funcs, reward_processing_classes = migrate(
-            model,
-            reward_funcs,
-            reward_processing_classes,
-            args,
-            processing_class,
-            reward_model,
-            data_collator,
-            may_own_reward=environment_factory is not None,
+        reward_funcs, reward_processing_classes = listed(
+            model, reward_funcs, reward_processing_classes, processing_class, environment_factory is not None
         )
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
@@ -1069,7 +1056,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
         rows = passing.next_rows(len(rollout.scores), self.accelerator)
         self.metrics.evaluated(rollout, rows, passing.prefix)
-        passing.keep(rollout, rows, self._tokenizer)
         return {name: getattr(rollout, name) for name in ("prompt_ids", "prompt_mask", "completion_ids")}
 
     def evaluation_loop(
@@ -1104,49 +1090,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         metrics |= self.metrics.report_evaluation()
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
-
-    def generate_completions(self, sampling: bool = False) -> Dataset:
-        """
-        Answer the evaluation prompts greedily, and show the answers with their scores, in W&B too (TRL 1.12's method).
-
-        Args:
-            sampling: whether to stop after the first batch, as in TRL 1.12.
-
-        Returns:
-            Rows with `query`, `model response` and `score`, on every process.
-
-        Raises:
-            ValueError: the trainer has no `eval_dataset`.
-        """
-        if self.eval_dataset is None:
-            raise ValueError("`generate_completions` answers the evaluation prompts: pass an `eval_dataset`.")
-        table: list[dict[str, Any]] = []
-        datasets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-        for dataset in datasets:
-            if sampling:
-                first = self.args.per_device_eval_batch_size * self.accelerator.num_processes
-                dataset = dataset.select(range(min(first, len(dataset))))
-            passing = EvaluationPass(len(dataset), is_greedy=True, table=table)
-            unseen = {**self._metrics, "eval": defaultdict(list)}
-            with (
-                untouched_rng(self.accelerator, self.args),
-                self.metrics.untimed(),
-                self._evaluating(passing),
-                greedy(self),
-                temporarily(self, _metrics=unseen),
-            ):
-                with temporarily(self.args, dataloader_persistent_workers=False):
-                    loader = self.get_eval_dataloader(dataset)
-                super().evaluation_loop(loader, "Completions")
-        self.metrics.start_evaluation()
-        completions = Dataset.from_list(table)
-        self.accelerator.print(completions.to_pandas().head().to_string())
-        if "wandb" in self.args.report_to and self.is_world_process_zero():
-            import wandb
-
-            if wandb.run is not None:
-                wandb.log({"completions": wandb.Table(dataframe=completions.to_pandas())})
-        return completions
 
     @contextmanager
     def _evaluating(self, passing: EvaluationPass) -> Iterator[None]:

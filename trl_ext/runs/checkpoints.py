@@ -37,9 +37,9 @@ from .writer import NotSaved, is_of_writing, not_saved
 # Beginnings of the fields that may differ when a run goes on: they only change what is shown and kept, and the speed
 _MAY_DIFFER = tuple(
     """
-    dataloader_num dataloader_pe dataloader_pi dataloader_pre dataset_num_proc ddp_ debug disable_tqdm
+    dataloader_num dataloader_pe dataloader_pi dataloader_pre ddp_ debug disable_tqdm
     distribution_shift_ do_ enable_jit eval_ hub_ local_rank log_ logging_ num_completions_to_print
-    num_generations_eval num_sample_generations on_save_failure output_dir per_device_eval project push_to_hub
+    num_generations_eval on_save_failure output_dir per_device_eval project push_to_hub
     record_ report_to restore_callback resume_ run_name save_ skip_memory torch_empty_cache trackio
     vllm_gpu vllm_group vllm_server watch
     """.split()

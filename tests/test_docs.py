@@ -236,6 +236,8 @@ def test_settings_in_prose_exist(page):
         "beta_dpo",
         "beta_controller",
         "reward_model_path",
+        "num_sample_generations",
+        "sft_model_path",
     }
     for code in codes(FENCE.sub("", PAGES[page])):
         if re.fullmatch(PREFIXES, code) and not code.endswith(".py"):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,13 +17,12 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 import trl_ext
-from recipes import dpo, online_dpo, ppo, pretrain_critic, reward, sft
+from recipes import dpo, online_dpo, plan, ppo, pretrain_critic, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from trl_ext.callbacks import load_monitors
 from trl_ext.cli import main as commands
 from trl_ext.cli.doctor import packages
-from trl_ext.cli.fields import option_names, parsed_names
 from trl_ext.cli.main import TOOLS, TRAINING, launch_file, main, multi_gpu_flag, run_here, split
 from trl_ext.runs.shipped import accelerate_file, config_file, find, names, recipe, root
 from trl_ext.upstream.names import launch_training_script  # noqa: F401 - raises if it changed
@@ -62,29 +62,11 @@ def test_help_lists_every_command(capsys):
 def test_what_needs_no_training_imports_nothing_heavy(subtests):
     code = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
     code += "from trl_ext.cli.main import main; main(sys.argv[1:])"
-    for words in (
-        ["--help"],
-        ["--version"],
-        ["ppp"],
-        ["ppo"],
-        ["ppo", "--learning_rat", "1"],
-        ["ppo", "--config", "x"],
-        *([name, "--help"] for name in TRAINING | dict.fromkeys(("demo", "refresh-reward", "report"))),
-    ):
+    for words in (["--help"], ["--version"], ["ppp"]):
         with subtests.test(words=words):
             ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
             modules = {"torch", "trl", "transformers", "accelerate", "datasets"}
             assert not modules & {*ran.stderr.splitlines()[-1].split()}
-
-
-@pytest.mark.parametrize("name", [*TRAINING, "demo", "generate", "refresh-reward", "advise"])
-def test_help_from_source_is_what_the_parser_says(name, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    assert main([name, "--help"]) == 0
-    from_source = capsys.readouterr().out
-    with pytest.raises(SystemExit, match="0"):
-        run_here(name, ["--help"])
-    assert capsys.readouterr().out == from_source and len(from_source.splitlines()) > 9
 
 
 @pytest.mark.parametrize("name, goes_on", [("ppo", True), ("demo", True), ("generate", False), ("report", False)])
@@ -105,14 +87,6 @@ def test_mistakes_are_one_line(subtests, capsys, elsewhere):
         (["pppo"], "trl-ext: error: there is no command 'pppo'; did you mean ppo?"),
         (["online"], "trl-ext: error: there is no command 'online'; did you mean online-dpo?"),
         (
-            ["ppo", "--learning_rat", "1"],
-            "trl-ext ppo: error: unknown flag '--learning_rat'; did you mean --learning_ra",
-        ),
-        (
-            ["ppo", "--num-proceses=2"],
-            "trl-ext ppo: error: unknown flag '--num-proceses'; did you mean --num_processes or",
-        ),
-        (
             ["sft", "--config", "tinystories/pppo"],
             "--config tinystories/pppo: there is no such file; did you mean tinyst",
         ),
@@ -120,7 +94,6 @@ def test_mistakes_are_one_line(subtests, capsys, elsewhere):
             ["dpo", "--accelerate_config", "zero"],
             "--accelerate_config zero: there is no such file; did you mean zero2 or",
         ),
-        (["dpo", "--multi_gpu", "true"], "stray value 'true'"),
         (["dpo", "--num_processes", "two"], "argument --num_processes"),
         (["dpo", "--cpu", "--num_processes", "2"], "`--cpu` starts one process, not 2"),
         (["dpo", "--accelerate_config"], "expected one argument"),
@@ -131,32 +104,26 @@ def test_mistakes_are_one_line(subtests, capsys, elsewhere):
 
 def test_no_arguments_show_what_the_recipe_needs(capsys):
     for command, module in (("ppo", ppo), ("online-dpo", online_dpo)):
-        assert main([command]) == 2
+        with pytest.raises(SystemExit, match="2"):
+            main([command])
         assert capsys.readouterr().err == module.__doc__.strip() + "\n"
 
 
 # ---- Whose flag ----
 
 
-def test_names_that_were_read_are_those_that_the_parsers_have(subtests):
-    flags = {name for action in launch_command_parser()._actions for name in action.option_strings}
-    theirs = {name[2:].replace("-", "_") for name in flags if name.startswith("--")}
-    assert theirs == option_names("accelerate.commands.launch")
-    for name in RECIPES:
-        with subtests.test(recipe=name):
-            found = parsed_names(f"trl_ext.recipes.{name}")
-            assert found and {"model_name_or_path", "dataset_name", "learning_rate", "output_dir"} <= found
+def test_flags_of_both_go_to_the_recipe():
+    """What accelerate and a recipe both have is in one set, and goes to the recipe."""
+    theirs = {action.dest for action in launch_command_parser()._actions}
+    ours = {each.name for kinds in plan.ARGUMENTS.values() for kind in kinds for each in fields(kind)}
+    assert theirs & ours == commands._OF_BOTH
 
 
 def test_each_flag_goes_to_its_reader_with_its_values(elsewhere):
     words = (
         "--num_processes 2 --rate=3 --weights 1 -2 --config tinystories/ppo --debug x --mixed-precision=bf16 --no_eval"
     )
-    file, launch, mine = split(
-        [*words.split(), "--accelerate_config=fsdp2", "--main_process_port", "0"],
-        {"rate", "weights", "debug", "eval"},
-        {"num_processes", "mixed_precision", "debug", "main_process_port"},
-    )
+    file, launch, mine = split([*words.split(), "--accelerate_config=fsdp2", "--main_process_port", "0"])
     assert file == ROOT / "accelerate_configs/fsdp2.yaml"
     assert launch == "--num_processes 2 --mixed-precision=bf16 --main_process_port 0".split()
     assert mine == "--rate=3 --weights 1 -2 --config tinystories/ppo --debug x --no_eval".split()

@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,11 @@ import yaml
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 
-from recipes import generate, refresh_reward
-from recipes.demo import refresh as study
+from recipes import generate, plan, refresh_reward
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from recipes.refresh_reward import main, write_rows
 from recipes.refresh_reward import read_rows as read
-from trl_ext.cli.fields import parsed_names
 from trl_ext.data import TrainedPairs
 from trl_ext.rewards import RewardFailed
 
@@ -331,7 +330,9 @@ def test_the_reward_model_is_trained_on_and_compared(inputs, tmp_path, capsys, m
     command = said[said.rindex("next: trl-ext ppo") :].splitlines()[0]
     assert f"--model_name_or_path {inputs / 'policy'}" in command and str(folder / "reward") in command
     assert "--max_completion_length 8 " in command  # PPO's own would not fit into so small a context
-    assert {word[2:] for word in shlex.split(command) if word.startswith("--")} <= parsed_names("trl_ext.recipes.ppo")
+    assert {word[2:] for word in shlex.split(command) if word.startswith("--")} <= {
+        each.name for kind in plan.ARGUMENTS["ppo"] for each in fields(kind)
+    }
     before = files(folder)
     main(words(inputs, folder, *train, reward=reward))
     assert files(folder) == before
@@ -342,20 +343,3 @@ def test_the_reward_model_is_trained_on_and_compared(inputs, tmp_path, capsys, m
     assert not (folder / "refresh.json").exists()
     (folder / "kept").rename(folder / "reward")
     assert "old_share: 0.5 → 0.6" in refused(capsys, *words(inputs, folder, *train, "--old_share", 0.6, reward=reward))
-
-
-def test_the_study_says_what_labels_bought():
-    ends = {("none", 2): 0.1, ("none", 3): -0.2, ("refreshed", 2): 0.3, ("refreshed", 3): 0.4}
-    rows = [
-        {"seed": seed, "arm": arm, "leg": leg, "gold": ends.get((arm, leg), 0.5) + seed / 10, "phrase": 0.0, "kl": 1.0}
-        | {"labels": 600 * max(leg - 1, 0) * (arm == "refreshed")}
-        | {f"{which}_on_{pairs}": 0.5 for which in ("old", "new") for pairs in ("old", "new")}
-        for seed in (0, 1)
-        for arm in study.ARMS
-        for leg in range(4)
-    ]
-    text = study.table(rows)
-    assert "| 3 | refreshed 2× | +0.450 ± 0.635 |" in text
-    assert (
-        "After 2 of 2 rounds: gold +0.600 ± 0.000 against none, higher in 2 of 2; 1200 labels, 3 a pair; 2000" in text
-    )

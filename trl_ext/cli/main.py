@@ -1,7 +1,6 @@
 """Run recipes and tools from any folder, by `trl-ext COMMAND`.
 
-Training commands start through accelerate, other commands run in this process. Typing errors are refused before
-anything heavy is imported: the names of flags are read from source code.
+Training commands start through accelerate, other commands run in this process.
 """
 
 import argparse
@@ -20,8 +19,6 @@ import trl_ext
 from ..runs import accelerate_file, config_file, did_you_mean, find, recipe
 from ..upstream.packages import NO_DEEPSPEED, is_of_deepspeed
 from ..upstream.terminal import quiet
-from .fields import docstring, option_names, parsed_names, sketches
-from .help import help_text
 
 TRAINING = {
     "sft": "fine-tune a language model on demonstrations",
@@ -61,6 +58,7 @@ _COMMANDS = {
     "serve-reward": "workbench.serving.command",
 }
 _TRAINS_TOO = ("demo", "refresh-reward")
+_OF_BOTH = {"debug", "gradient_accumulation_steps"}  # flags of accelerate that the recipes have, too, and get
 _KEEPS = ("constitution", "evaluate", "label")
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -79,11 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in TRAINING | TOOLS:
         nearest = did_you_mean(name, TRAINING | TOOLS) or "; `trl-ext --help` lists them"
         return _refused("trl-ext", f"there is no command {command!r}{nearest}")
-    is_asked = bool({"-h", "--help"} & {*rest})
-    if is_asked and rest[-1] in ("-h", "--help") and (text := help_from_source(name)):
-        print(text, end="")
-        return 0
-    return run_here(name, rest) if is_asked or name not in TRAINING else start(name, rest)
+    is_launched = name in TRAINING and rest and not {"-h", "--help"} & {*rest}
+    return start(name, rest) if is_launched else run_here(name, rest)
 
 
 def usage() -> str:
@@ -98,21 +93,6 @@ def usage() -> str:
     return "\n".join(lines)
 
 
-def help_from_source(name: str) -> str:
-    """
-    Return what `--help` prints for a command, read from source code: importing torch and TRL would take seconds.
-
-    Return "" for a command whose flags are not declared by a dataclass. (`--help all` and `--help WORD` import TRL.)
-    """
-    module = _module(name)
-    kinds = sketches(module)
-    return help_text(f"trl-ext {name}", docstring(module), kinds) if kinds else ""
-
-
-def _module(name: str) -> str:
-    return f"trl_ext.{_COMMANDS[name]}" if name in _COMMANDS else f"trl_ext.recipes.{_script(name)}"
-
-
 def _script(name: str) -> str:
     """Return the recipe that a command runs, as its dotted name within `recipes`."""
     return "demo.run" if name == "demo" else name.replace("-", "_")
@@ -123,7 +103,7 @@ def run_here(name: str, arguments: list[str]) -> int:
     sys.argv = [f"trl-ext {name}", *arguments]  # what parsers call the program
     try:
         if name in _COMMANDS:
-            import_module(_module(name)).main(arguments)
+            import_module(f"trl_ext.{_COMMANDS[name]}").main(arguments)
         else:
             recipe(_script(name)).main(arguments)
     except BrokenPipeError:
@@ -143,12 +123,8 @@ def run_here(name: str, arguments: list[str]) -> int:
 
 def start(name: str, arguments: list[str]) -> int:
     """Start a training command through accelerate and return its exit status."""
-    module = _module(name)
-    if not arguments:
-        print(docstring(module), file=sys.stderr)
-        return 2
     try:
-        file, launch_flags, flags = split(arguments, parsed_names(module), option_names("accelerate.commands.launch"))
+        file, launch_flags, flags = split(arguments)
         settings = launch_file(file, launch_flags) if file else multi_gpu_flag(launch_flags)
         return _launch(name, [*settings, *launch_flags], flags)
     except KeyboardInterrupt:  # before the training process, which would print it, was started
@@ -157,24 +133,19 @@ def start(name: str, arguments: list[str]) -> int:
         return _refused(f"trl-ext {name}", NO_DEEPSPEED if is_of_deepspeed(error) else str(error))
 
 
-def split(
-    arguments: list[str], names: set[str] | None, of_accelerate: set[str]
-) -> tuple[Path | None, list[str], list[str]]:
+def split(arguments: list[str]) -> tuple[Path | None, list[str], list[str]]:
     """
     Divide a command line into words for accelerate and words for the recipe. A flag's values go with the flag.
-
-    Args:
-        arguments: all words of the command line.
-        names: names of the recipe's flags; if accelerate has the same flag, the recipe gets it. None if unknown.
-        of_accelerate: names of the flags of `accelerate launch`.
 
     Returns:
         Three values: the path of accelerate's configuration, or None; accelerate's words; the recipe's words.
 
     Raises:
-        ValueError: a flag is unknown.
         OSError: a configuration file that the command line names does not exist.
     """
+    from ..upstream.names import launch_command_parser
+
+    of_accelerate = {action.dest for action in launch_command_parser()._actions} - _OF_BOTH
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     files.add_argument("--accelerate_config", "--accelerate-config", "--config_file", "--config-file")
     given, words = files.parse_known_args(arguments)
@@ -184,13 +155,7 @@ def split(
     part = mine
     for word in words:
         if word.startswith("--"):
-            name = word[2:].partition("=")[0].replace("-", "_")
-            is_mine = bool({name, name.removeprefix("no_")} & {*(names or ()), "config"})
-            if not is_mine and name not in of_accelerate and names is not None:
-                flags = [f"--{known}" for known in {*names, *of_accelerate, "config", "accelerate_config"}]
-                nearest = did_you_mean(f"--{name}", flags) or "; `--help all` lists the valid ones"
-                raise ValueError(f"unknown flag {word.partition('=')[0]!r}{nearest}")
-            part = theirs if not is_mine and name in of_accelerate else mine
+            part = theirs if word[2:].partition("=")[0].replace("-", "_") in of_accelerate else mine
         part.append(word)
     recipes = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     recipes.add_argument("--config", action="append", default=[])

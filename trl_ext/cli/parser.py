@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import NoneType
@@ -18,7 +17,6 @@ from trl import TrlParser
 
 from ..runs import config_file, did_you_mean, redacted
 from ..upstream.packages import NO_DEEPSPEED, check_packages, is_of_deepspeed
-from .fields import field_names
 from .help import help_text, types_of
 
 _WRONG_INPUT = (ValueError, OSError, ImportError, yaml.YAMLError, argparse.ArgumentError)
@@ -37,13 +35,12 @@ class StrictTrlParser(TrlParser):
 
     Args:
         dataclass_types: dataclass, or dataclasses, whose fields are the arguments. A dataclass that takes seconds to
-            import is better given by its name, `"trl_ext.PPOConfig"`: a mistyped flag is then refused before the
-            import.
+            import is better given by its name, `"trl_ext.PPOConfig"`; `--help` lists its inherited flags apart.
         without_arguments: text to print, before the program ends, if there is no argument at all. If it is None, all
             fields then have their defaults.
-        check: function that checks the input early. It is called with instances of the dataclasses that are not given
-            by name, in their order, before the others are imported. An error of wrong input that it raises becomes a
-            one-line error, too. With a check, packages and logins that the settings need are checked as well.
+        check: function that checks the input. It is called with instances of the dataclasses that are not given by
+            name, in their order. An error of wrong input that it raises becomes a one-line error, too. With a check,
+            packages and logins that the settings need are checked as well.
         **kwargs: passed to `argparse.ArgumentParser`.
     """
 
@@ -57,14 +54,13 @@ class StrictTrlParser(TrlParser):
         several = isinstance(dataclass_types, Iterable) and not isinstance(dataclass_types, str)
         self._given = list(dataclass_types) if several else [dataclass_types] if dataclass_types else []
         kwargs.setdefault("prog", Path(sys.argv[0]).name)  # Python 3.14 would say `python -m trl_ext`
-        self._kwargs = {"allow_abbrev": False, "description": without_arguments, **kwargs}
         self.without_arguments = without_arguments
         self._check = check
-        self._take([kind for kind in self._given if not isinstance(kind, str)])
-
-    def _take(self, kinds: list[type]) -> None:
-        """Replace the parser's flags by the flags of these dataclasses."""
-        super().__init__(kinds, **self._kwargs)
+        kinds = [
+            getattr(import_module(kind.rpartition(".")[0]), kind.rpartition(".")[2]) if isinstance(kind, str) else kind
+            for kind in self._given
+        ]
+        super().__init__(kinds, **{"allow_abbrev": False, "description": without_arguments, **kwargs})
         self._negative_number_matcher = re.compile(r"-[\d.]+(e[+-]?\d+)?$", re.I)  # argparse takes -1e-3 for a flag
         # Not `field.type`: HfArgumentParser overwrites it with a simplified type
         hints = {name: hint for kind in self.dataclass_types for name, hint in get_type_hints(kind).items()}
@@ -83,7 +79,6 @@ class StrictTrlParser(TrlParser):
         if not args and self.without_arguments is not None:
             self.exit(2, self.without_arguments)
         if asked := {"-h", "--help"} & {*args}:
-            self._take(self._imported())
             after = args[args.index(asked.pop()) + 1 :]
             print(self.help(after[0] if after and not after[0].startswith("-") else None), end="")
             self.exit()
@@ -94,46 +89,14 @@ class StrictTrlParser(TrlParser):
             if len(given.config) > 1:
                 raise ValueError("--config was given more than once, but only one file is read: merge the files")
             nodes, config = _read(given.config[0]) if given.config else ({}, {})
-            self._check_names(config, args)
-            if self._check or any(isinstance(kind, str) for kind in self._given):
-                self._check_early(nodes, config, args)
-                self._take(self._imported())
             flags = [*self._flags(nodes, config), *args]
             parsed = self.parse_args_into_dataclasses(flags, look_for_args_file=False)
             if self._check:
+                self._check(
+                    *(made for made, kind in zip(parsed, self._given, strict=True) if not isinstance(kind, str))
+                )
                 check_packages(*parsed)
         return parsed
-
-    def _imported(self) -> list[type]:
-        return [
-            getattr(import_module(kind.rpartition(".")[0]), kind.rpartition(".")[2]) if isinstance(kind, str) else kind
-            for kind in self._given
-        ]
-
-    def _check_names(self, config: dict[str, Any], args: list[str]) -> None:
-        """Refuse unknown keys and flags, before all of the dataclasses are imported."""
-        known: set[str] = set()
-        for kind in self._given:
-            names = field_names(kind) if isinstance(kind, str) else {field.name for field in fields(kind)}
-            if names is None:
-                return  # not known from source: the whole parser will check the names
-            known |= names
-        for key in config:
-            self._check_key(key, known)
-        for flag in (arg.split("=", 1)[0] for arg in args if arg.startswith("--")):
-            if not {name := flag[2:].replace("-", "_"), name.removeprefix("no_")} & known:
-                self._refuse_flag(flag, known)
-
-    def _check_early(self, nodes: dict[str, yaml.Node], config: dict[str, Any], args: list[str]) -> None:
-        """Build the dataclasses that are already imported, to find mistakes before the slow ones are imported."""
-        mine = {key: value for key, value in config.items() if key in self._fields}
-        namespace, _ = super().parse_known_args([*self._flags(nodes, mine), *args])
-        made = [
-            kind(**{field.name: getattr(namespace, field.name) for field in fields(kind) if field.init})
-            for kind in self.dataclass_types
-        ]
-        if self._check:
-            self._check(*made)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, and refuse what is left over; for an unknown flag, name the nearest one."""

@@ -104,8 +104,7 @@ def test_mistakes_are_one_line(subtests, capsys, elsewhere):
 
 def test_no_arguments_show_what_the_recipe_needs(capsys):
     for command, module in (("ppo", ppo), ("online-dpo", online_dpo)):
-        with pytest.raises(SystemExit, match="2"):
-            main([command])
+        assert main([command]) == 2
         assert capsys.readouterr().err == module.__doc__.strip() + "\n"
 
 

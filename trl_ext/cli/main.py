@@ -77,7 +77,10 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in TRAINING | TOOLS:
         nearest = did_you_mean(name, TRAINING | TOOLS) or "; `trl-ext --help` lists them"
         return _refused("trl-ext", f"there is no command {command!r}{nearest}")
-    is_launched = name in TRAINING and rest and not {"-h", "--help"} & {*rest}
+    if name in TRAINING and not rest:
+        print((recipe(_script(name)).__doc__ or "").strip(), file=sys.stderr)
+        return 2
+    is_launched = name in TRAINING and not {"-h", "--help"} & {*rest}
     return start(name, rest) if is_launched else run_here(name, rest)
 
 

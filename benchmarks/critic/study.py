@@ -478,8 +478,7 @@ def draw(results: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
 
 def report(results: dict, tuning: dict, rates: dict, compared: dict, output_dir: Path) -> None:
     cells = summary(results, rates, compared)
-    runs = [run for seeds in results.values() for of_seed in seeds for run in of_seed]
-    kept = {"cells": cells, "runs": runs, "tuning": tuning, "compared": compared}
+    kept = {"cells": cells, "tuning": tuning, "compared": compared}
     (output_dir / "critic.json").write_text(json.dumps(kept) + "\n")
     (output_dir / "critic.md").write_text(f"{overview(cells)}\n{table(cells)}")
     draw(results, output_dir / "critic.png")

@@ -24,7 +24,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from trl_ext.rewards import load_object
 from trl_ext.upstream import quiet
 
 NAMES = ["weather", "frozen_lake", "nim", "reasoning", "guess"]
@@ -108,6 +107,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     quiet()  # before the libraries that are imported next
+    from trl_ext.rewards import load_object
+
     try:
         if args.name in NAMES:
             module = importlib.import_module(f"{__package__}.{args.name}")

@@ -294,7 +294,7 @@ BAD_NUMBERS = {
 # Arguments that a monitor refuses, and what it says
 REFUSED = [
     (KLBudgetCallback, {"warn": 10, "limit": 5}, r"at most `limit`, got 10 and 5"),
-    (KLBudgetCallback, {"action": "shout"}, r"one of warn, save, stop, raise_kl, rollback; got 'shout'"),
+    (KLBudgetCallback, {"action": "shout"}, r"one of warn, save, stop, raise_kl; got 'shout'"),
     (KLBudgetCallback, {"kl_factor": 0.5}, r"above 1 to raise the KL coefficient, got 0.5"),
     (KLBudgetCallback, {"sinks": ["pager"]}, r'"log", "jsonl", "wandb", .*URLs.*got \'pager\''),
     (ClipFractionCallback, {"limit": 2}, r"`limit` must be in \(0, 1\), got 2"),

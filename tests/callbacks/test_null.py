@@ -32,7 +32,7 @@ def first_act(name, rows, callback=None, state=None):
         elif cls is CanaryCallback:
             monitor._begin(run.args, run.state, {})
             monitor._is_training = True
-            monitor._handle(monitor._compare(log), run.state, run.control, number)
+            monitor._handle(monitor._compare(log), run.state, run.control)
         else:
             monitor.on_log(run.args, run.state, run.control, logs=log)
         if run.control.should_save:

@@ -9,6 +9,7 @@ from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tok
 from trl_ext import PPOTrainer
 from trl_ext.callbacks import HackWatch
 from trl_ext.runs import checkpoint_to_resume, read_jsonl
+from trl_ext.runs.halts import Stopped
 from trl_ext.workbench.pages.page import page
 from trl_ext.workbench.pages.recorded import read_run
 
@@ -74,11 +75,11 @@ def test_it_leaves_a_watch_of_ones_own_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stop_holds_over_a_restart_until_the_setting_is_changed(tmp_path, alarm, capsys):
+def test_a_stop_holds_over_a_restart_until_somebody_says_to_go_on(tmp_path, alarm):
     assert train(tmp_path, watch="stop").state.global_step == 3
-    assert train(tmp_path, watch="stop").state.global_step == 3
-    assert "HackWatch stopped this run at step 3" in capsys.readouterr().out
-    assert train(tmp_path, watch="warn").state.global_step == 6
+    with pytest.raises(Stopped, match="HackWatch ended this run at step 3 .*resume_anyway"):
+        train(tmp_path, watch="stop")
+    assert train(tmp_path, watch="warn", resume_anyway=True).state.global_step == 6
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from trl_ext.callbacks import CanaryCallback, GoldGapCallback, JSONLCallback, KL
 from trl_ext.callbacks.monitor import alerts_of
 from trl_ext.rewards import GoldJudgeReward, repetition_watch
 from trl_ext.runs.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
+from trl_ext.runs.halts import STOPPED
 
 COMMON = {
     **ON_CPU,
@@ -84,14 +85,14 @@ def stops_by_a_number_of_one_process(folder, model):
     return results
 
 
-def same_command_again(folder, model, cls, action):
-    """Process 0 sees a number over the limit at step 4. Then the same command again, and with another setting."""
+def same_command_again(folder, model, cls):
+    """Process 0 sees a number over the limit at step 4. Then the same command again, and once the file is gone."""
     ends = []
-    for kwargs in ({}, {}, {"max_grad_norm": 0.5}):
-        monitor = KLBudgetCallback(keys={"kl": "mine"}, tolerance=99, action=action)
+    for _ in range(3):
+        monitor = KLBudgetCallback(keys={"kl": "mine"}, tolerance=99, action="stop")
         numbers = FromStep4((50.0, 5.0) if len(ends) < 2 else (0.0, 0.0))
         saving = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
-        trainer = sft(folder, model, numbers, monitor, cls=cls, **saving | kwargs)
+        trainer = sft(folder, model, numbers, monitor, cls=cls, **saving)
         again = checkpoint_to_resume(trainer.args) if cls is ResumableSFTTrainer else bool(ends)
         try:
             trainer.train(resume_from_checkpoint=again)
@@ -100,6 +101,8 @@ def same_command_again(folder, model, cls, action):
             ends.append(type(error).__name__)
         PartialState().wait_for_everyone()
         ends[-1] = (ends[-1], sorted(path.name for path in Path(folder).glob("checkpoint-*")))
+        if len(ends) == 2 and PartialState().is_main_process:
+            Path(folder, STOPPED).unlink()
         PartialState().wait_for_everyone()
     return ends
 
@@ -144,9 +147,8 @@ def main(folder):
         "canary": canary(folder / "canary", model),
         "rloo": rloo(folder / "rloo", model),
         "again": {
-            (cls.__name__, action): same_command_again(folder / f"{cls.__name__} {action}", model, cls, action)
+            cls.__name__: same_command_again(folder / cls.__name__, model, cls)
             for cls in (SFTTrainer, ResumableSFTTrainer)
-            for action in ("stop", "rollback")
         },
     }
     torch.save(results, folder / f"process {PartialState().process_index}.pt")

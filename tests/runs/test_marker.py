@@ -8,7 +8,6 @@ import pytest
 from transformers import TrainingArguments
 
 from trl_ext.runs.checkpoints import CannotResume, checkpoint_to_resume, newest_complete
-from trl_ext.runs.halts import RECORD, Rollback
 from trl_ext.runs.marker import (
     MARKER,
     IncompleteCheckpoint,
@@ -53,7 +52,7 @@ def test_all_else_is_on_the_disk_before_the_marker(tmp_path, monkeypatch):
 
 
 def test_a_clock_that_was_set_back_does_not_make_a_checkpoint_older(tmp_path, monkeypatch):
-    """Neither for us, nor for transformers, which deletes the oldest ones; nor is a rollback before it."""
+    """Neither for us, nor for transformers, which deletes the oldest ones."""
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}/model.safetensors").write_text("weights")
@@ -64,8 +63,6 @@ def test_a_clock_that_was_set_back_does_not_make_a_checkpoint_older(tmp_path, mo
     write_marker(str(tmp_path / "checkpoint-4"), {}, 1)
     assert newest_complete(str(tmp_path))[0] == str(tmp_path / "checkpoint-4")
     assert os.path.getmtime(tmp_path / "checkpoint-4") > os.path.getmtime(tmp_path / "checkpoint-2")
-    Rollback(5, 2, None, "SomeCallback", "too much", {}, {}).write(str(tmp_path))
-    assert newest_complete(str(tmp_path))[0] == str(tmp_path / "checkpoint-2")
 
 
 def test_only_what_is_named_as_a_checkpoint_is_one(tmp_path):
@@ -94,13 +91,6 @@ def test_whatever_a_marker_says_is_no_traceback(name, value, tmp_path):
     (folder / MARKER).write_text(json.dumps({**marker, "checksum": _checksum(marker)}))
     found, skipped = newest_complete(str(tmp_path))
     assert found == str(folder) or "damaged" in skipped[str(folder)] or "missing" in skipped[str(folder)]
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', "\xff"])
-def test_a_rollback_that_cannot_be_read_is_no_traceback(text, tmp_path):
-    (tmp_path / RECORD).write_text(text, encoding="latin-1")
-    with pytest.raises(CannotResume, match="damaged"):
-        newest_complete(str(tmp_path))
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**20 - 1, 2**20, 2**20 + 1, 5 * 2**20 + 3, 64 * 2**20])

@@ -18,9 +18,7 @@ from transformers import Trainer, TrainerCallback
 
 from tests.ppo.worker import RESUMED, Stop, end_state, lora_trainer, make_trainer
 from tests.tiny import ON_CPU, tiny_llama, tiny_tokenizer
-from trl_ext.callbacks import KLBudgetCallback
-from trl_ext.runs.checkpoints import NotSaved, RolledBack
-from trl_ext.runs.halts import ASIDE, RECORD
+from trl_ext.runs.checkpoints import NotSaved
 from trl_ext.runs.marker import MARKER
 from trl_ext.runs.writer import OTHERS_PART, CheckpointWriter
 from trl_ext.stages.trainers import ResumableSFTTrainer, SFTConfig
@@ -332,44 +330,6 @@ def test_the_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path)
     assert before == [(str(tmp_path / "checkpoint-2"), 2.0)]
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
     torch.testing.assert_close(dict(trainer.model.named_parameters()), weights, rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_a_rollback_waits_for_the_checkpoint_that_it_goes_back_to(tmp_path, monkeypatch):
-    start, may_end = CheckpointWriter.start, threading.Event()
-    may_end.set()
-
-    def slow(self, complete, *args):
-        start(self, lambda: (time.sleep(0.1), may_end.wait(60), complete()), *args)
-
-    monkeypatch.setattr(CheckpointWriter, "start", slow)
-    monitor = KLBudgetCallback(keys={"kl": "learning_rate"}, warn=0.1, limit=0.1, action="rollback")
-    warmup = {"learning_rate": 0.16, "warmup_steps": 8, "max_grad_norm": 1e-9}  # 0.1 is exceeded at step 7: 0.16 · 6/8
-    config = EACH_STEP | warmup | {"max_steps": 8}
-    trainer = sft(tmp_path, **config)
-    trainer.add_callback(monitor)
-    with pytest.raises(RolledBack, match="goes on from .*checkpoint-5"):
-        trainer.train()
-    assert complete(tmp_path) == [1, 2, 3, 4, 5] and len([*tmp_path.glob(f"{ASIDE}-7-checkpoint-6/{MARKER}")]) == 1
-
-    # The record stays until a checkpoint of the changed run is complete, though `on_save` came before
-    def fail():
-        seen.append((tmp_path / RECORD).exists())
-        raise Stop
-
-    seen, unsaved = [], {"save_in_background": False, "on_save_failure": "continue"}
-    trainer = sft(tmp_path, **config | {"learning_rate": 0.01} | unsaved)
-    trainer.add_callback(monitor)
-    trainer.add_callback(At(_6=lambda: (tmp_path / "checkpoint-6/optimizer.pt").mkdir(parents=True), _7=fail))
-    with pytest.raises(Stop):
-        trainer.train(True)
-    assert seen.pop() and complete(tmp_path) == [1, 2, 3, 4, 5]
-    trainer = sft(tmp_path, **config | {"learning_rate": 0.01})
-    trainer.add_callback(monitor)
-    trainer.add_callback(At(_7=lambda: (seen.append((tmp_path / RECORD).exists()), may_end.set())))
-    may_end.clear()
-    trainer.train(True)
-    assert seen == [True] and complete(tmp_path)[-1] == 8 and not (tmp_path / RECORD).exists()
 
 
 @pytest.mark.parametrize("what_follows", ["stop", "continue"])

@@ -37,7 +37,7 @@ class Alert:
         bound: the limit that `value` has passed, if there is one.
         baseline: the number from the start of the run that `value` is compared with, if there is one.
         advice: what to do, in a sentence.
-        action: what the monitor does: `warn`, `save`, `stop`, `raise_kl` or `rollback`.
+        action: what the monitor does: `warn`, `save`, `stop` or `raise_kl`.
         runbook: file and section of the documentation on this problem.
         level: `alert` or `notice`.
     """

@@ -64,12 +64,12 @@ class CanaryCallback(MonitorCallback):
         if self.trainer is None:
             raise ValueError("`CanaryCallback` needs `trainer=` to generate with")
         super().on_train_begin(args, state, control, **kwargs)
-        self._handle(self._sing(), state, control, good_step=state.global_step)
+        self._handle(self._sing(), state, control)
 
     def on_step_end(self, args, state, control, **kwargs):
         if from_first(time.monotonic() - self._last >= 60 * self.minutes):  # each process has a clock of its own
             self._begin(args, state, {})
-            self._handle(self._sing(), state, control, good_step=state.global_step)
+            self._handle(self._sing(), state, control)
         super().on_step_end(args, state, control, **kwargs)
 
     def _sing(self):

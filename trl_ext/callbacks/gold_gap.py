@@ -9,7 +9,6 @@ from typing import Any
 from ..rewards.member import awaited
 from ..rewards.watches.gold_judge import GoldJudgeReward
 from ..rewards.watches.watch import numbers_of
-from ..runs.halts import rolled_back
 from ..runs.needs import rewards_of
 from .generation import generate_answers
 from .metrics import is_training_log, metrics_of
@@ -107,10 +106,7 @@ class GoldGapCallback(MonitorCallback):
             metrics.update(self._judge())
         rows = number_of_rows(kwargs.get("eval_dataloader")) if self.trainer is None else metrics.pop(ROWS, None)
         found = list(self._compare(metrics, rows))
-        self._handle(iter(found), state, control, good_step=state.global_step if self._has_measured else None)
-        if rolled_back(state) and args.metric_for_best_model is not None:
-            # transformers asks next whether this step is the best, and would save it with `save_strategy="best"`
-            metrics[f"eval_{args.metric_for_best_model.removeprefix('eval_')}"] = math.nan
+        self._handle(iter(found), state, control)
 
     def _compare(self, metrics: dict[str, Any], rows: int | None) -> Iterator[Finding]:
         """
@@ -122,7 +118,6 @@ class GoldGapCallback(MonitorCallback):
         proxy_key = self.proxy or (f"eval_{reward.key}" if reward else None)
         gold, proxy = self._judged(metrics, gold_key), self._judged(metrics, proxy_key)
         rate = self._number("eval_gold/win_rate", metrics.get("eval_gold/win_rate"))
-        self._has_measured = gold is not None or rate is not None
         first = self.memory.setdefault("first", {})
         is_first = not {"gold", "proxy"} <= first.keys()
         if gold is None and "gold" not in first and self.step > self.memory.setdefault("first_step", self.step):

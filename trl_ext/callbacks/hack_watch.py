@@ -84,7 +84,7 @@ class HackWatch(MonitorCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         # After the first step of a rollout the table holds that rollout; after an evaluation it holds its answers
-        if self.trainer is not None and not self._is_held and (state.global_step - 1) % rollout_steps(args) == 0:
+        if self.trainer is not None and (state.global_step - 1) % rollout_steps(args) == 0:
             texts = [text_of(text) for text in [*self.trainer._logs["completion"]][-args.generation_batch_size :]]
             self.memory["texts"] = {}
             if texts:
@@ -106,9 +106,9 @@ class HackWatch(MonitorCallback):
         if (value := self._number(self.gold, metrics[self.gold])) is not None:
             noise = evaluation_noise(metrics, self.gold, kwargs.get("eval_dataloader"))
             gold = self.follow("gold", value, first=1, **noise)
-            fallen = gold.below(1, acts=False)
+            fallen = gold.below(1)
             self.memory["gold"] = None if fallen is None else f"gold {fallen:.2g}, {gold.first:.2g} at best"
-            if gold.above(1, acts=False) is not None:  # a fall counts from where gold was highest
+            if gold.above(1) is not None:  # a fall counts from where gold was highest
                 self.memory["gold_rose"] = True
                 del self.memory["series"]["gold"]
                 self.follow("gold", value, first=1, **noise)
@@ -147,22 +147,22 @@ class HackWatch(MonitorCallback):
         reasons = {"gold": self.memory["gold"]} if self.memory.get("gold") else {}
         start, length = self.rollouts, self.read("length", optional=True)
         lengths = self.follow("length", length, first=start)
-        if (mean := lengths.above(1 + self.moved, acts=False)) is None:
-            mean = lengths.below(1 - self.moved, acts=False)
+        if (mean := lengths.above(1 + self.moved)) is None:
+            mean = lengths.below(1 - self.moved)
         if mean is not None:
             reasons["length"] = f"answers of {mean:.0f} tokens, {lengths.first:.0f} at the start"
         kl, metric = self.read("kl", optional=True), self._known.get("kl")
         if kl is not None and metric is not None and metric.unit == "nats per token" and "kl" not in self.keys:
             kl = None if length is None else kl * length
-        if (mean := self.follow("kl", kl).above(plus=self.kl, acts=False)) is not None:
+        if (mean := self.follow("kl", kl).above(plus=self.kl)) is not None:
             reasons["kl"] = f"KL {mean:.1f} nats"
         entropy = self.read("entropy", optional=True)
         entropies = self.follow("entropy", entropy, first=start, logs=self.windows(1)["logs"])
-        if (mean := entropies.below(1 - self.moved, acts=False)) is not None:
+        if (mean := entropies.below(1 - self.moved)) is not None:
             reasons["entropy"] = f"entropy {mean:.2g}, {entropies.first:.2g} at the start"
         explained = self.read("explained_variance", optional=True)
         critics = self.follow("critic", explained, first=start)
-        if (mean := critics.below(1, -self.moved, acts=False)) is not None:
+        if (mean := critics.below(1, -self.moved)) is not None:
             reasons["critic"] = f"the critic explains {mean:.0%}, {critics.first:.0%} at the start"
         cut = self.read("length_clipped", optional=True)
         distinct = next((key for key in logs if DISTINCT.fullmatch(key)), "")
@@ -172,10 +172,7 @@ class HackWatch(MonitorCallback):
         what |= {"distinct": "of n-grams differ", "cut off": "are cut off"}
         for name, value in values.items():
             share = self.follow(name, value, first=start, answers=self.answers)
-            if name == "distinct":
-                mean = share.below(1 - self.moved, acts=False)
-            else:
-                mean = share.above(1, self.shares, acts=False)
+            mean = share.below(1 - self.moved) if name == "distinct" else share.above(1, self.shares)
             if mean is not None:
                 of = "" if "n-grams" in what[name] else " of answers"
                 reasons[name] = f"{mean:.0%}{of} {what[name]}, {share.first:.0%} at the start"
@@ -183,7 +180,7 @@ class HackWatch(MonitorCallback):
             reasons["phrase"] += f" (now {self.memory['phrase']!r})"
         for key in filter(DISAGREEMENT.fullmatch, logs):
             spread = self.follow(key, self._number(key, logs[key]), first=start)
-            if (mean := spread.above(1 + 2 * self.moved, acts=False)) is not None:
+            if (mean := spread.above(1 + 2 * self.moved)) is not None:
                 reasons["disagreement"] = f"`{key}` {mean:.2g}, {spread.first:.2g} at the start"
         return reasons
 

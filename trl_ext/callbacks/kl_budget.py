@@ -68,13 +68,13 @@ class KLBudgetCallback(MonitorCallback):
                 "started from."
             )
             yield Finding(f"the first rollout's KL is not 0{unit}", kl, self.tolerance, advice, acts=False)
-        elif (mean := kls.below(plus=-self.tolerance, acts=False)) is not None:
+        elif (mean := kls.below(plus=-self.tolerance)) is not None:
             advice = "A KL is never negative: the log-probs are not those of the policy that sampled the completions."
             yield Finding(f"the KL is negative{unit}", mean, -self.tolerance, advice, acts=False)
         if (mean := kls.above(plus=self.limit)) is not None:
             advice = "Read completions; raise the KL coefficient, or stop and keep an earlier checkpoint."
             advice = f"{advice} {numbers(mean, self.limit)}."
             yield Finding(f"the KL is over its budget{unit}", mean, self.limit, advice)
-        elif (mean := kls.above(plus=warn, acts=False)) is not None:
+        elif (mean := kls.above(plus=warn)) is not None:
             advice = "Read completions: far from the reference, a reward model is less reliable."
             yield Finding(f"the KL nears its budget{unit}", mean, warn, f"{advice} {numbers(mean, warn)}.", acts=False)

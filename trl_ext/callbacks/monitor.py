@@ -2,18 +2,16 @@
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..runs.checkpoints import differences, fingerprint
 from ..runs.control import kl_scale_is_pending, request_kl_scale, take_kl_scale
 from ..runs.files import REGISTRY, RUNBOOK
-from ..runs.halts import Halting, Rollback, announce_rollback, digest, forget_rollback, good_checkpoint, rolled_back
+from ..runs.halts import STOPPED, Stopped, spoil, spoilt, stop_of, write_stop
 from ..runs.jsonl import finite
 from ..runs.processes import from_first, on_first
 from ..runs.redaction import redacted
@@ -22,9 +20,7 @@ from .metrics import Metric, answers_in_log, is_gathered, is_training_log, metri
 from .trend import Series
 
 logger = logging.get_logger(__name__)
-Action = Literal["warn", "save", "stop", "raise_kl", "rollback"]
-# A checkpoint's optimizer holds these, so a stock trainer that resumes ignores their new values
-FROM_CHECKPOINT = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
+Action = Literal["warn", "save", "stop", "raise_kl"]
 # Rules for the arguments of monitors: in words, and as a test
 POSITIVE = ("above 0", lambda x: x > 0)
 ABOVE_ONE = ("above 1", lambda x: x > 1)
@@ -67,14 +63,14 @@ class Finding:
 
 
 @dataclass(eq=False, kw_only=True)
-class MonitorCallback(Halting, TrainerCallback):
+class MonitorCallback(TrainerCallback):
     """
     Read the training logs, and raise alerts: the base class of monitors. A subclass defines `watch(logs)`.
 
     All processes decide alike: where a logged number differs between processes, all use the main process' number.
 
-    If a monitor ended a run, it ends the run again when the same command is repeated, until an argument of the run or
-    of the monitor is changed. Our trainers then train no step; a stock trainer takes a step with a learning rate of 0.
+    A monitor that ended a run leaves `stopped.json`. The same command then says so and trains no step: our trainers go
+    on with `resume_anyway`, a stock trainer once that file is deleted.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(eq=False, kw_only=True)
@@ -90,13 +86,10 @@ class MonitorCallback(Halting, TrainerCallback):
     Args:
         action: what an alert does besides being sent. `warn` does nothing more. `save` writes a checkpoint at this
             step. `stop` writes a checkpoint and ends training. `raise_kl` asks the trainer to raise its KL coefficient
-            ([`~trl_ext.callbacks.request_kl_scale`]), which PPOTrainer does. `rollback` ends training without writing
-            a checkpoint, and renames the checkpoints after the last good one, so that the next run goes on from the
-            good one. Our trainers then raise [`~trl_ext.runs.checkpoints.RolledBack`], so that a script does not save
-            the bad weights.
+            ([`~trl_ext.callbacks.request_kl_scale`]), which PPOTrainer does.
         sinks: where alerts go: "log", "jsonl" (`alerts.jsonl` in the output directory), "wandb", "tensorboard",
             "trackio", a webhook's URL, or objects with `send(alert)`. The trackers that the run reports to are added.
-        repeat_steps: optimizer steps for which the same alert is not raised again. With `stop` and `rollback` the
+        repeat_steps: optimizer steps for which the same alert is not raised again. With `stop` the
             alert is always raised, and always acts.
         kl_factor: factor that `raise_kl` multiplies the KL coefficient by.
         keys: mapping from a quantity to its key in the logs, for trainers and metrics that
@@ -110,6 +103,7 @@ class MonitorCallback(Halting, TrainerCallback):
     keys: dict[str, str] = field(default_factory=dict)
 
     runbook = ""  # the heading of this monitor's section in the runbook
+    saves = True  # whether `stop` writes a checkpoint; if not, the weights are not saved at all
     ranges = {  # argument → its rule; the rules of the base classes hold, too
         "repeat_steps": AT_LEAST_ONE,
         "kl_factor": ("above 1 to raise the KL coefficient", lambda x: x > 1),
@@ -134,7 +128,6 @@ class MonitorCallback(Halting, TrainerCallback):
         self._opened: list[Any] | None = None
         self._has_trained = False
         self._is_training = False
-        self._is_held = False  # this run was ended before, and nothing has changed
         self._owes_save = False  # `save` or `stop` waits for a checkpoint, which `save_strategy="best"` may skip
 
     # ---- State ----
@@ -144,14 +137,12 @@ class MonitorCallback(Halting, TrainerCallback):
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return redacted({name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)})
 
-    def _deciding(self) -> dict[str, Any]:
-        """Return the monitor's arguments but `sinks`: if one of them changes, a stopped run may resume."""
-        return {name: value for name, value in self._arguments().items() if name != "sinks"}
-
     def on_train_begin(self, args, state, control, **kwargs):
         registry = state.stateful_callbacks.setdefault(REGISTRY, {})
         name = type(self).__name__
-        stop = self.stop_that_holds(args, state)
+        stopped, _ = on_main_process(lambda: stop_of(args.output_dir, f"delete {STOPPED}"))
+        if stopped:  # our trainers have asked before
+            raise Stopped(f"{stopped}.")
         if name in registry:
             memory = registry[name]["attributes"]["memory"]
             if isinstance(memory, Memory) and memory is not self.memory:
@@ -162,79 +153,16 @@ class MonitorCallback(Halting, TrainerCallback):
         elif self._has_trained:
             self.memory = Memory()  # another run begins: what the previous run's logs showed does not apply to it
         self._has_trained = self._is_training = True
-        self._is_held = self._owes_save = False
+        self._owes_save = False
         # The registry holds the memory itself, not a copy, so that each checkpoint saves it as it is by then
         registry[name] = {"args": self._arguments(), "attributes": {"memory": self.memory}}
         self._begin(args, state, {})
-        if not stop:
-            self.memory.pop("stopped", None)
-        if reason := stop or self._rollback_now(args, state):
-            self._is_held = control.should_training_stop = True
-            alert = self._alert(Finding("the run was ended before", None, None, f"{reason}."), self.action)
-            self._send(replace(alert, runbook=f"{RUNBOOK}#after-a-stop-or-a-rollback"), state)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._is_training = False
-        if not self._is_held and not rolled_back(state) and args.should_save:
-            forget_rollback(args.output_dir)
         for sink in self._opened or []:
             if hasattr(sink, "close"):
                 sink.close()
-
-    # ---- What ended a run ----
-
-    def stop_that_holds(self, args, state):
-        memory = state.stateful_callbacks.get(REGISTRY, {}).get(type(self).__name__, {}).get("attributes", {})
-        stopped = memory.get("memory", {}).get("stopped")
-        if not stopped or stopped["arguments"] != self._deciding():
-            return None
-        if stopped["settings"] != digest(self._settings(args)):
-            return None
-        return (
-            f"{type(self).__name__} stopped this run at step {stopped['step']} ({stopped['what']}), and nothing has "
-            "been changed since. To go on, change the monitor's arguments or remove the monitor; to start anew, "
-            "choose another `output_dir`"
-        )
-
-    def rollback_that_holds(self, args, rollback, is_resumed):
-        if rollback.monitor != type(self).__name__ or rollback.arguments != self._deciding():
-            return None
-        changed = {change.split(":")[0] for change in differences(rollback.settings, self._settings(args))}
-        if not changed:
-            return rollback.sentence(args.output_dir)
-        if is_resumed and self.run_facts is None and changed <= FROM_CHECKPOINT:
-            names = ", ".join(sorted(changed))
-            return rollback.sentence(args.output_dir, f"transformers takes {names} from the checkpoint, as before")
-        return None
-
-    def _rollback_now(self, args: Any, state: Any) -> str | None:
-        """
-        Return why this run may not resume after this monitor's rollback; None if it may, or if there was no rollback.
-
-        If the run may resume after a rollback, log which settings have changed.
-        """
-        rollback, error = on_main_process(lambda: Rollback.read(args.output_dir))
-        if error is not None or rollback is None or rollback.monitor != type(self).__name__:
-            return None
-        if state.global_step > rollback.good_step:  # power was lost before all checkpoints were renamed, or in a save
-            left = rollback.set_aside(args.output_dir) if args.should_save else []
-            left, _ = on_main_process(lambda: left)
-            if state.global_step in left:
-                return rollback.sentence(args.output_dir, "this checkpoint is not one to go on from")
-        if held := self.rollback_that_holds(args, rollback, state.global_step > 0):
-            return held
-        if self.run_facts is None and state.is_world_process_zero:  # else the trainer has said so
-            changed = differences(rollback.settings, self._settings(args)) or [f"other settings of {rollback.monitor}"]
-            logger.warning(f"Going on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
-        return None
-
-    def _settings(self, args: Any) -> dict[str, Any]:
-        return fingerprint(args, **(self.run_facts or {}))
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if self._is_held and "optimizer" in kwargs:
-            for group in kwargs["optimizer"].param_groups:  # at each step: the scheduler sets the rate again
-                group["lr"] = 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
         """
@@ -242,7 +170,7 @@ class MonitorCallback(Halting, TrainerCallback):
 
         transformers resets requests when a step begins, and requests a checkpoint of its own when an epoch ends.
         """
-        if self._is_held or rolled_back(state):
+        if spoilt(state):
             control.should_training_stop = True
             control.should_save = control.should_evaluate = control.should_log = False
         elif self._owes_save:
@@ -252,14 +180,6 @@ class MonitorCallback(Halting, TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         self._owes_save = False
-        if not args.should_save:
-            return
-        if rolled_back(state):  # another callback wanted it
-            rollback = Rollback.read(args.output_dir)
-            if rollback is not None:
-                replace(rollback, written_ns=time.time_ns()).set_aside(args.output_dir)
-        elif not self._is_held and self.finish_saving is None:  # else the trainer does, once it is complete
-            forget_rollback(args.output_dir)
 
     # ---- Reading ----
 
@@ -271,11 +191,7 @@ class MonitorCallback(Halting, TrainerCallback):
         if logs is not None and is_training_log(logs):
             self._begin(args, state, logs)
             self._check_kl_request(state)
-            # This log measures the weights since the last log, or since the last rollout
-            window = rollout_steps(args) if self.memory.get("reads_rollouts") else 1
-            start = max(0, self.step - max(self._logging_steps, window))
-            reads_logs = type(self).watch is not MonitorCallback.watch
-            self._handle(self.watch(logs), state, control, good_step=start if reads_logs else None)
+            self._handle(self.watch(logs), state, control)
 
     def _begin(self, args: Any, state: Any, logs: dict[str, Any]) -> None:
         self.step, self._args, self._logs, self._known = state.global_step, args, logs, metrics_of(args)
@@ -402,37 +318,22 @@ class MonitorCallback(Halting, TrainerCallback):
 
     # ---- Acting ----
 
-    def _handle(self, findings: Iterator[Finding], state: Any, control: Any, good_step: int | None) -> None:
-        """
-        Raise an alert for each finding, and take the monitor's action.
-
-        If no finding calls for the action, and no series is in doubt, store `good_step` as the newest good step.
-        """
-        if self._is_held:
-            return
-        step, good = state.global_step, True
-        found = list(findings)
+    def _handle(self, findings: Iterator[Finding], state: Any, control: Any) -> None:
+        """Raise an alert for each finding, and take the monitor's action."""
+        step, found = state.global_step, list(findings)
         for what, advice, level in self.memory.pop("notes", []):
             found.append(Finding(what, None, None, advice, acts=False, level=level))
         raised = self.memory.setdefault("raised", {})
         for finding in found:
-            good = good and not finding.acts
             # An action that ends a run has nothing to end outside of training
             action: Action = self.action if finding.acts and self._is_training else "warn"
             if action == "raise_kl" and self.memory.get("kl_unheard"):
                 action = "warn"
-            ends = action in ("stop", "rollback")
-            if not ends and finding.what in raised and step - raised[finding.what] < self.repeat_steps:
+            if action != "stop" and finding.what in raised and step - raised[finding.what] < self.repeat_steps:
                 continue
             raised[finding.what] = step
-            advice = finding.advice
-            if action == "rollback":
-                advice = f"{advice} {self._roll_back(finding.what, state)}"
-            self._send(self._alert(replace(finding, advice=advice), action), state)
+            self._send(self._alert(finding, action), state)
             self._act(action, finding.what, state, control)
-        doubts = any(series["in_doubt"] for series in self.memory.get("series", {}).values())
-        if good and good_step is not None and not doubts and not self.memory.get("parts"):
-            self.memory["good_step"] = good_step
 
     def _alert(self, finding: Finding, action: Action) -> Alert:
         found = {name: value for name, value in vars(finding).items() if name != "acts"}
@@ -442,50 +343,21 @@ class MonitorCallback(Halting, TrainerCallback):
     def _act(self, action: Action, what: str, state: Any, control: Any) -> None:
         match action:
             case "save":
-                control.should_save = self._owes_save = not rolled_back(state)
+                control.should_save = self._owes_save = not spoilt(state)
             case "stop":
                 control.should_training_stop = True
-                control.should_save = self._owes_save = not rolled_back(state)
-                settings = digest(self._settings(self._args))
-                stopped = {"step": self.step, "what": what, "arguments": self._deciding(), "settings": settings}
-                self.memory["stopped"] = stopped
-            case "rollback":
-                control.should_training_stop = True
-                control.should_save = control.should_evaluate = False
+                if not self.saves:
+                    how = "look at it, then go on from the newest checkpoint"
+                    spoil(state, f"{type(self).__name__} ended this run at step {self.step} ({what}): {how}.")
+                control.should_save = self._owes_save = not spoilt(state)
+                control.should_evaluate = control.should_evaluate and not spoilt(state)
+                if self._args.should_save:
+                    try:
+                        write_stop(self._args.output_dir, type(self).__name__, self.step, what)
+                    except OSError as error:
+                        logger.warning(f"{STOPPED} could not be written ({error}): the same command will go on.")
             case "raise_kl":
                 request_kl_scale(state, self.kl_factor)
-
-    def _roll_back(self, what: str, state: Any) -> str:
-        """Make the next run resume from the last good checkpoint, and return a sentence that tells the user so."""
-        if self.finish_saving is not None:
-            self.finish_saving()
-        output_dir, good_step = self._args.output_dir, min(self.memory.get("good_step", -1), self.step - 1)
-        rollback = Rollback(
-            step=self.step,
-            good_step=good_step,
-            checkpoint=None,
-            monitor=type(self).__name__,
-            what=what,
-            arguments=self._deciding(),
-            settings=self._settings(self._args),
-        )
-        rollback.checkpoint, error = on_main_process(lambda: good_checkpoint(output_dir, good_step))
-        if self._args.should_save:
-            try:
-                rollback.write(output_dir)
-            except OSError as failure:
-                error = str(failure)
-        best = state.best_model_checkpoint
-        if best is not None and not rollback.is_before(best):
-            state.best_model_checkpoint = rollback.checkpoint  # what `load_best_model_at_end` loads
-        sentence = rollback.sentence(output_dir, "ended it")
-        announce_rollback(state, sentence)
-        if error is not None:
-            return (
-                f"The record of the rollback could not be written ({error}): resume from {rollback.checkpoint} "
-                "yourself."
-            )
-        return sentence
 
     def _check_kl_request(self, state: Any) -> None:
         """If the trainer has not answered `raise_kl` within a rollout, send one notice, and only warn from then on."""

@@ -18,8 +18,9 @@ class NotFiniteCallback(MonitorCallback):
     >>> trainer.add_callback(NotFiniteCallback())
     """
 
-    action: Action = "rollback"
+    action: Action = "stop"
     runbook = "nan"
+    saves = False  # the newest complete checkpoint is the good one
 
     def watch(self, logs):
         for key in ("grad_norm", "loss"):

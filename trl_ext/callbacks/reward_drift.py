@@ -76,14 +76,14 @@ class RewardDriftCallback(MonitorCallback):
         if (value := self._number(self.gold, metrics[self.gold])) is not None:
             noise = evaluation_noise(metrics, self.gold, kwargs.get("eval_dataloader"))
             gold = self.follow("gold", value, first=1, **noise)
-            self.memory["gold_fell"] = gold.below(1, acts=False) is not None
+            self.memory["gold_fell"] = gold.below(1) is not None
 
     def watch(self, logs):
         mean, std = self.read("reward"), self.read("reward_std", optional=True)
         witnesses = self._moved(logs)
         for key in filter(SHARE_ABOVE.fullmatch, logs):
             shares = self.follow(key, self._number(key, logs[key]), answers=self.answers)
-            if (share := shares.above(plus=self.share_above, acts=False)) is not None:
+            if (share := shares.above(plus=self.share_above)) is not None:
                 advice = "Many scores are near the highest one: look at what these completions have in common."
                 yield Finding(f"`{key}` is high", share, self.share_above, advice, acts=False)
         if mean is None:
@@ -105,7 +105,7 @@ class RewardDriftCallback(MonitorCallback):
                 what, advice = f"{what}, and more moved with it", f"{', '.join(witnesses)} moved, too. {advice}"
             yield Finding(what, risen, bound, advice, start, acts=bool(witnesses))
         bound = start - self.drop_sigmas * sigma
-        if (fallen := means.below(plus=bound, error=error(self.drop_sigmas), acts=False)) is not None:
+        if (fallen := means.below(plus=bound, error=error(self.drop_sigmas))) is not None:
             advice = "The policy gets worse: lower the learning rate, or look for a reward function that fails."
             yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", fallen, bound, advice, start, acts=False)
         if std is None:
@@ -114,7 +114,7 @@ class RewardDriftCallback(MonitorCallback):
         noise: dict[str, Any] = {} if answers is None else {"error": std / math.sqrt(2 * answers), "dof": answers}
         spreads = self.follow("reward_std", std, **noise)
         of_bound = bound / math.sqrt(2 * count)
-        if (low := spreads.below(plus=bound, error=of_bound, acts=False)) is not None:
+        if (low := spreads.below(plus=bound, error=of_bound)) is not None:
             advice = (
                 "All answers get about the same score, so the policy has nothing to learn from. Check whether they "
                 "are one and the same answer."
@@ -150,7 +150,7 @@ class RewardDriftCallback(MonitorCallback):
             logs_of_a_value = self.windows(1)["logs"] if name == "entropy" else 1
             series = self.follow(name, value, first=self.rollouts, logs=logs_of_a_value, **noise)
             if series.first is not None:
-                moved = series.above(1 + self.moved, acts=False), series.below(1 - self.moved, acts=False)
+                moved = series.above(1 + self.moved), series.below(1 - self.moved)
                 last[name] = moved != (None, None)
         gold = ["gold"] if self.memory.get("gold_fell") else []
         return [name for name, is_off in sorted(last.items()) if is_off] + gold

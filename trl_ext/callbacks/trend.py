@@ -36,7 +36,6 @@ class Series:
             memory |= {"count": 0, "first": [], "squared_steps": 0.0, "known": 0, "variance": 0.0, "dof": 0}
             memory["first_variance"] = 0.0  # kept apart: a hack that widens the spread must not blur the baseline
             memory |= {"values": [], "steps": [], "variances": [], "answers": []}  # of the last values
-            memory["in_doubt"] = False  # the last value is beyond a bound, and that may be noise
 
     def add(
         self,
@@ -63,7 +62,6 @@ class Series:
         if error is None and answers is not None:
             error = share_error(value, answers)
         squared_step = (value - values[-1]) ** 2 if values else 0.0
-        memory["in_doubt"] = False
         memory["count"] += 1
         memory["squared_steps"] += squared_step
         if error is not None:
@@ -77,7 +75,7 @@ class Series:
         first, wanted = memory["first"], self.wanted
         if 0 < len(first) < wanted:
             self.wanted = len(first)
-            if self.above(1, acts=False) is None and self.below(1, acts=False) is None:
+            if self.above(1) is None and self.below(1) is None:
                 self.wanted = wanted
             else:  # a baseline that went on through this change would hide it
                 memory["wanted"] = self.wanted
@@ -98,27 +96,25 @@ class Series:
         half = len(values) // 2
         return half > 0 and sum(values[-half:]) < sum(values[:half])
 
-    def above(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0, acts: bool = True) -> float | None:
+    def above(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> float | None:
         """
         Return a mean of the last values that is above `factor` · baseline + `plus` by more than noise, else None.
 
         Args:
             factor, plus: the bound. With a `factor` of 0 it needs no baseline.
             error: standard error of `plus`.
-            acts: whether the monitor acts on this bound. If so, a mean beyond the bound that may be noise puts the
-                series in doubt: the weights of that step do not count as good.
         """
-        return self._beyond(1, factor, plus, error, acts)
+        return self._beyond(1, factor, plus, error)
 
-    def below(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0, acts: bool = True) -> float | None:
+    def below(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> float | None:
         """
         Return a mean of the last values that is below `factor` · baseline + `plus` by more than noise, else None.
 
         The arguments are those of [`Series.above`].
         """
-        return self._beyond(-1, factor, plus, error, acts)
+        return self._beyond(-1, factor, plus, error)
 
-    def _beyond(self, sign: int, factor: float, plus: float, error: float, acts: bool) -> float | None:
+    def _beyond(self, sign: int, factor: float, plus: float, error: float) -> float | None:
         values, looks, bound = self.memory["values"], self.memory["count"], plus
         if factor:
             first = self.first
@@ -141,7 +137,6 @@ class Series:
                 margin += math.hypot(error, factor * then if factor else 0.0) * student_quantile(ALPHA / 2, dof)
             if gap > margin:
                 return mean
-        self.memory["in_doubt"] = self.memory["in_doubt"] or (acts and looks >= self.size)
         return None
 
     def _errors(self, number: int, mean: float) -> tuple[float, float, float]:

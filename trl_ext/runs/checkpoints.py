@@ -20,7 +20,7 @@ from ..models.weights import base_model_of
 from ..upstream.names import get_config_model_id, is_deepspeed_zero3_enabled, rotate_checkpoints
 from ..upstream.temporarily import temporarily
 from .changes import Names, differences
-from .halts import CannotResume, Halting, Rollback, forget_rollback, rolled_back
+from .halts import CannotResume, Stopped, forget_stop, spoilt, stop_of
 from .marker import MARKER, IncompleteCheckpoint, check_files, checkpoints_of, read_marker, write_marker
 from .needs import check_monitors
 from .output_dir import Hold
@@ -48,10 +48,6 @@ _SAY_YOURSELF = ' (If a reward function has an attribute `identity = "…"`, tha
 _GIVEN = ("compute_loss_func", "optimizer_cls_and_kwargs")  # arguments of every Trainer that are Python
 
 
-class RolledBack(CannotResume):
-    """Refuse to train: a monitor rolled the run back, and no setting has changed since."""
-
-
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
     """Return, as JSON, what must be the same for a run to resume exactly: fields of `args`, and all `facts`."""
     told = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
@@ -62,16 +58,14 @@ def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
     """
     Return the newest complete checkpoint in `output_dir`, and a mapping from incomplete checkpoints to the reasons.
 
-    The checkpoint is None if there is none. Checkpoints that a rollback excludes do not count.
+    The checkpoint is None if there is none.
     """
     finished: list[tuple[int, str, dict]] = []
     skipped: dict[str, str] = {}
-    rollback = Rollback.read(output_dir)
     for path in checkpoints_of(output_dir).values():
         try:
             marker = read_marker(str(path))
-            if rollback is None or not rollback.excludes(str(path), marker["written_ns"]):
-                finished.append((marker["written_ns"], str(path), marker))
+            finished.append((marker["written_ns"], str(path), marker))
         except IncompleteCheckpoint as reason:
             skipped[str(path)] = str(reason)
     for _, checkpoint, marker in sorted(finished, reverse=True):
@@ -150,9 +144,9 @@ class ResumableRun(BackgroundSaving):
 
     - If the checkpoint was written with other settings, it is refused, and the error names them, unless
       `resume_anyway` is set.
-    - If the run is complete, or a monitor stopped it, the checkpoint is loaded, and nothing is trained.
-    - If a monitor rolled the run back, the run is refused until a setting is changed, unless
-      `resume_from_checkpoint=False` says to begin anew.
+    - If the run is complete, the checkpoint is loaded, and nothing is trained.
+    - If a monitor ended the run, it is refused, unless `resume_anyway` is set, or `resume_from_checkpoint=False` says
+      to begin anew.
 
     While this run trains, no other process may run in `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].
 
@@ -285,10 +279,7 @@ class ResumableRun(BackgroundSaving):
         facts = from_first({**self._facts, **(self._data_facts() if self.accelerator.is_main_process else {})})
         self._settings = fingerprint(self.args, **facts)
         self._names = json.loads(json.dumps(without_credentials(self._run_names()), default=str))
-        halting = [c for c in self.callback_handler.callbacks if isinstance(c, Halting)]
-        for callback in halting:
-            callback.run_facts, callback.finish_saving = facts, self._look_at_saving
-        self._check_rollback(resume_from_checkpoint, halting)
+        self._check_stop(resume_from_checkpoint)
         found = _on_first(self._find_checkpoint, resume_from_checkpoint)
         if found is None:
             self._print_schedule()
@@ -296,9 +287,8 @@ class ResumableRun(BackgroundSaving):
         checkpoint, is_same = found
         self._is_changed = not is_same
         state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
-        stops = [stop for callback in halting if (stop := callback.stop_that_holds(self.args, state))]
-        if is_same and (stops or state.global_step >= state.max_steps):
-            end = "; ".join(stops) if stops else f"Training is complete, at step {state.global_step}"
+        if is_same and state.global_step >= state.max_steps:
+            end = f"Training is complete, at step {state.global_step}"
             if is_deepspeed_zero3_enabled():
                 raise CannotResume(
                     f"{end}, and ZeRO-3 can load weights only into a run that continues. Take them from {checkpoint}."
@@ -327,29 +317,26 @@ class ResumableRun(BackgroundSaving):
         except BaseException:
             self._complete_after_an_error()
             raise
-        if sentence := rolled_back(self.state):
-            raise RolledBack(sentence)  # a script that went on would save the weights as if they were good
+        if sentence := spoilt(self.state):
+            raise Stopped(sentence)  # a script that went on would save the weights as if they were good
         return output
 
-    def _check_rollback(self, resume: str | bool | None, halting: list[Halting]) -> None:
-        """
-        Raise [`RolledBack`] if a monitor rolled this run back, and no setting has changed since.
+    @property
+    def _goes_on_anyway(self) -> bool:
+        return self._resume_anyway or getattr(self.args, "resume_anyway", False)
 
-        If `resume` is False, the rollback is forgotten instead.
-        """
-        if resume is False:
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                forget_rollback(self.args.output_dir)
-            self.accelerator.wait_for_everyone()
-        rollback = _on_first(Rollback.read, self.args.output_dir)
-        if rollback is None:
+    def _check_stop(self, resume: str | bool | None) -> None:
+        """Raise [`Stopped`] if a monitor ended this run; forget it if the run begins anew or goes on anyway."""
+        folder = self.args.output_dir
+        stopped = _on_first(stop_of, folder, "repeat the command with `--resume_anyway true` (`resume_anyway=True`)")
+        if stopped is None:
             return
-        held = [callback.rollback_that_holds(self.args, rollback, bool(resume)) for callback in halting]
-        if sentence := next(filter(None, held), None):
-            raise RolledBack(sentence)
-        changed = differences(rollback.settings, self._settings) or [f"other settings of {rollback.monitor}"]
-        self.accelerator.print(f"Going on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
+        if not (resume is False or self._goes_on_anyway):
+            raise Stopped(f"{stopped}.")
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            forget_stop(folder)
+        self.accelerator.wait_for_everyone()
 
     def _find_checkpoint(self, resume: str | bool | None) -> tuple[str, bool] | None:
         """
@@ -364,9 +351,7 @@ class ResumableRun(BackgroundSaving):
         self._check_marker(checkpoint, marker)
         names = marker.get("names") if isinstance(marker.get("names"), dict) else {}
         different = differences(marker["configuration"], self._settings, names, self._names)
-        rollback = Rollback.read(self.args.output_dir)  # a rollback asks for a changed setting
-        may_differ = rollback is not None and rollback.is_before(checkpoint)
-        if different and not (may_differ or self._resume_anyway or getattr(self.args, "resume_anyway", False)):
+        if different and not self._goes_on_anyway:
             raise CannotResume(
                 f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Use the settings that it "
                 "was written with, or choose another `output_dir` to start anew, or set `resume_anyway=True` "
@@ -417,7 +402,7 @@ class ResumableRun(BackgroundSaving):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if rolled_back(self.state):
+        if spoilt(self.state):
             return
         if trial is not None:  # of a search for hyperparameters, which has a folder of its own and never resumes
             super()._save_checkpoint(model, trial)
@@ -466,7 +451,6 @@ class ResumableRun(BackgroundSaving):
         """Mark a checkpoint as complete once all processes have written it, and delete the oldest checkpoints."""
         if not self.args.save_only_model:  # else there is nothing to resume from
             write_marker(checkpoint, self._settings, self.accelerator.num_processes, self._names)
-            forget_rollback(run_dir)
             if self.args.save_total_limit:  # interrupted checkpoints are deleted before complete ones
                 paths = [*checkpoints_of(run_dir).values()]
                 interrupted = [path for path in paths if not (path / MARKER).is_file()]

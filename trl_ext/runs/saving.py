@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from transformers.utils import ENV_VARS_TRUE_VALUES
 
 from ..upstream.temporarily import temporarily
-from .halts import rolled_back
+from .halts import spoilt
 from .marker import MARKER, step_of
 from .writer import OTHERS_PART, PAUSE, CheckpointWriter, NotSaved, is_of_writing, not_saved
 
@@ -170,7 +170,7 @@ class BackgroundSaving(_Trainer):
         sentence, self._save_failure = self._save_failure, None
         if sentence is None:
             return
-        if not (self._goes_on_unsaved or rolled_back(self.state)):
+        if not (self._goes_on_unsaved or spoilt(self.state)):
             raise NotSaved(sentence)
         self.accelerator.print(sentence)
 

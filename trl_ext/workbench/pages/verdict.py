@@ -17,7 +17,6 @@ _DONE = {
     "save": "saved a checkpoint",
     "raise_kl": "raised the KL coefficient",
     "stop": "stopped the run",
-    "rollback": "rolled the run back",
 }
 _CUT_OFF = 0.9  # if more than this share of answers is cut off, the page says so, as the terminal does
 _NAMED = 3  # most quantities, monitors or runs that a sentence names

@@ -28,8 +28,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
+
+from scipy.stats import t as student
 
 from recipes import dpo, reward, sft
 from recipes.demo import world
@@ -56,7 +58,6 @@ from trl_ext.workbench.evaluate.figures import margins, policy_figures, win_rate
 from trl_ext.workbench.feedback.constitution import main as constitution
 
 from . import judges
-from .seeds import SeededStudyArguments, check_grid, in_words
 
 GOLD = "gold_reward"
 UNRECORDED = ["--record_run", "false"]
@@ -139,8 +140,16 @@ ARMS: dict[str, Arm] = {
 }
 
 
+def check_grid(args: Any, *names: str) -> None:
+    """Raise a `ValueError` if one of these arguments is an empty list, or holds a value twice."""
+    for name in names:
+        values = getattr(args, name)
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"`{name}` must be one or more different values, got {values}")
+
+
 @dataclass
-class CompareArguments(SeededStudyArguments):
+class CompareArguments:
     """Declare which methods are compared, on which seeds, and with how many labels."""
 
     seeds: list[int] = field(
@@ -149,6 +158,7 @@ class CompareArguments(SeededStudyArguments):
     tuning_seeds: list[int] = field(
         default_factory=lambda: [8], metadata={"help": "Seeds on which a trial is chosen; they are not measured."}
     )
+    short: bool = setting(False, "Take the same way in minutes, too short to show anything.")
     arms: list[str] = field(default_factory=lambda: list(ARMS), metadata={"help": "What is compared."})
     labels: int = setting(400, "Labels of a seed: pairs that people or a judge label.")
     known: int = setting(120, "How many of these labels are by people, for comparing a judge with them.")
@@ -157,8 +167,7 @@ class CompareArguments(SeededStudyArguments):
     output_dir: str = setting("outputs/compare_methods", "Folder of all runs.")
 
     def __post_init__(self):
-        super().__post_init__()
-        check_grid(self, "tuning_seeds", "arms")
+        check_grid(self, "seeds", "tuning_seeds", "arms")
         if {*self.seeds} & {*self.tuning_seeds}:
             raise ValueError(
                 f"`seeds` and `tuning_seeds` must have no seed in common, got {self.seeds} and {self.tuning_seeds}"
@@ -177,6 +186,14 @@ class CompareArguments(SeededStudyArguments):
         """Return the arguments that the result of each run depends on."""
         names = ("labels", "known", "prompts", "world_seed", "short")
         return {name: getattr(self, name) for name in names}
+
+
+def in_words(values: Sequence[float]) -> str:
+    """Return a mean with its 95 % t-interval over the seeds, as `+0.123 ± 0.045`."""
+    if len(values) < 2:
+        return f"{values[0]:+.3f}"
+    half = student.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return f"{fmean(values):+.3f} ± {half:.3f}"
 
 
 def slug(text: str) -> str:

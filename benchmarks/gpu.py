@@ -29,12 +29,13 @@ import argparse
 import gc
 import json
 import platform
+import tempfile
 import time
 import traceback
 from pathlib import Path
 
 from .flops import ppo_work
-from .gpu_row import LORA, MODES, SHAPES, SIDES, measure
+from .gpu_row import LORA, MODES, SHAPES, SIDES, measure, planned_bytes
 
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}  # FLOP/s, dense bf16
 ROWS = [  # mode, lengths, side, without: the most telling first
@@ -54,7 +55,8 @@ def run(settings):
     import torch
 
     try:
-        return measure(settings)
+        with tempfile.TemporaryDirectory() as folder:
+            return measure(settings, folder)
     except torch.OutOfMemoryError:
         return {"error": "out of memory"}
     except Exception:
@@ -151,7 +153,7 @@ def main():
         rows = [json.loads(line) for line in args.table.read_text().splitlines()]
         for row in rows:
             if row["settings"]["side"] != "grpo" and "seconds" in row:
-                row["planned"] = planned(row["settings"])
+                row["planned"] = planned_bytes(row["settings"])
         print(table(rows))
         return
 
@@ -179,13 +181,6 @@ def main():
         found = row.get("error") or {name: round(each, 2) for name, each in row["seconds"].items()}
         print("row:", mode, lengths, side, without, found, f"{spent[-1]:.0f} s", flush=True)
     print(table(rows))
-
-
-def planned(settings):
-    """Bytes that `trl-ext plan` predicts for a row."""
-    from .gpu_row import planned_bytes
-
-    return planned_bytes(settings)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ import json
 import multiprocessing
 import statistics
 import time
-from types import SimpleNamespace
 
 import torch
 
-from .gpu_row import COMPLETION, EOS, LORA, MICRO, PAD, PROMPT, ROWS, build
+from .gpu_row import COMPLETION, EOS, LORA, MICRO, PAD, PROMPT, ROWS, build, without
 
 
 def timed(run, is_cuda, repeats=5, warm=2):
@@ -102,29 +101,14 @@ def head(device, is_cuda):
 # ---- Attention over rows of different lengths ----
 
 
-def varlen(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    from torch.nn.attention.varlen import varlen_attn
-
-    starts, longest = ROWS_OF.starts, ROWS_OF.longest
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    groups = q.size(1) // k.size(1)
-    if ROWS_OF.repeats:
-        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0))
-    return out[None], None
-
-
-ROWS_OF = SimpleNamespace(starts=None, longest=0, repeats=False)
-
-
 def attention(device, is_cuda):
-    from transformers import AttentionInterface
-
     from trl_ext.models.packing import pack
+    from trl_ext.models.varlen import NAME, use_varlen
 
-    AttentionInterface.register("varlen", varlen)
     settings = {"size": "1.5B" if is_cuda else "tiny"}
     model = build(settings, device).requires_grad_(False)
+    use_varlen(model)
+    without("")  # on torch 2.11 our attention leaves out an argument
     vocabulary, generator = model.config.vocab_size, torch.Generator().manual_seed(0)
     prompt, completion = (PROMPT, COMPLETION) if is_cuda else (8, 8)
     embed = model.get_input_embeddings()
@@ -138,10 +122,7 @@ def attention(device, is_cuda):
                 mask[row, : prompt + length] = 1
             width = prompt + max(lengths)
             packed = pack(ids, pairs, completion, model.config.hidden_size)
-            one = pack(ids, pairs, completion, model.config.hidden_size, one_sequence=True)
-            sizes = torch.tensor([p + t for p, t in sorted(pairs, key=lambda pair: -sum(pair))])
-            ROWS_OF.starts = torch.cat([torch.zeros(1), sizes.cumsum(0)]).to(device, torch.int32)
-            ROWS_OF.longest = int(sizes.max())
+            one = pack(ids, pairs, completion, model.config.hidden_size, with_starts=True)
 
             def step(inputs, ids):
                 embeddings = embed(ids).detach().requires_grad_()
@@ -162,14 +143,16 @@ def attention(device, is_cuda):
                     one.input_ids,
                     "sdpa",
                 ),
-                "packed, torch's varlen": ({"position_ids": one.position_ids}, one.input_ids, "varlen"),
-                "packed, torch's varlen, keys repeated": ({"position_ids": one.position_ids}, one.input_ids, "varlen"),
+                "packed, torch's varlen": (
+                    {"position_ids": one.position_ids, "attention_mask": one.starts},
+                    one.input_ids,
+                    NAME,
+                ),
             }
             if is_cuda and rows == 16 and shape == "varying":
                 ways["packed, flex"] = ({"position_ids": one.position_ids}, one.input_ids, "flex_attention")
             outs = {}
             for name, (inputs, tokens, way) in ways.items():
-                ROWS_OF.repeats = "repeated" in name
 
                 def run(inputs=inputs, tokens=tokens, way=way, name=name):
                     model.set_attn_implementation(way)
@@ -199,7 +182,7 @@ def generation(device, is_cuda):
     model = build({"size": "1.5B" if is_cuda else "tiny"}, device).eval()
     prompt, new = (PROMPT, 128) if is_cuda else (8, 8)
     vocabulary = model.config.vocab_size
-    peft = None
+    peft = get_peft_model(model, LoraConfig(**LORA))
 
     def config(new, **more):
         return GenerationConfig(
@@ -210,13 +193,12 @@ def generation(device, is_cuda):
         ids = torch.randint(4, vocabulary, (rows, prompt), device=device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    def run(rows, call, warm=True):
+    def run(rows, call):
         given = inputs(rows)
         model.destroy_cached_continuous_batching_manager()
         with torch.no_grad():
             start = time.perf_counter()
-            if warm:
-                call(given, 8)
+            call(given, 8)
             if is_cuda:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
@@ -234,14 +216,14 @@ def generation(device, is_cuda):
         }
 
     def eager(given, new):
-        (peft or model).generate(
+        peft.generate(
             **given, generation_config=config(new, disable_compile=True, eos_token_id=EOS, min_new_tokens=new)
         )
 
     def ours(given, new):
         recorder = SamplerRecorder()
         decode(
-            peft or model,
+            peft,
             recorder,
             generation_config=config(new, disable_compile=True, eos_token_id=EOS, min_new_tokens=new),
             **given,
@@ -249,12 +231,10 @@ def generation(device, is_cuda):
 
     def static(given, _):  # the cache has one size, so that it is compiled once
         settings = config(new, eos_token_id=EOS, min_new_tokens=new, cache_implementation="static")
-        (peft or model).generate(**given, generation_config=settings)
+        peft.generate(**given, generation_config=settings)
 
-    def batched(given, _, level=0, graphs=None):  # one size, for which the manager is made
-        settings = ContinuousBatchingConfig(
-            return_logprobs=True, use_cuda_graph=graphs, auto_switch_to_flash=False, default_compile_level=level
-        )
+    def batched(given, _):  # one size, for which the manager is made
+        settings = ContinuousBatchingConfig(return_logprobs=True, auto_switch_to_flash=False)
         out = model.generate_batch(
             given["input_ids"].tolist(),
             generation_config=config(new),
@@ -267,7 +247,6 @@ def generation(device, is_cuda):
         assert all(len(one.logprobs) == new for one in out.values())
 
     few, many = (64, 256) if is_cuda else (4, 8)
-    peft = get_peft_model(model, LoraConfig(**LORA))
     for rows in (few, many):
         what = f"generation, LoRA, {rows} rows"
         show(what, "generate", lambda rows=rows: run(rows, eager))

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import tempfile
 import time
 
 from torch.nn.attention.varlen import varlen_attn as VARLEN_ATTN
@@ -47,26 +46,21 @@ MODES = {
 SIDES = {"critic": "ours, critic", "mean": "ours, `baseline: mean`", "grpo": "TRL GRPO"}
 
 
-def measure(settings):
-    """Return the row, without what was not measured; raise what goes wrong."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _measure(settings, folder)
-
-
-def _measure(settings, folder):
+def measure(settings, folder):
+    """Return what is measured of a row, which is run in a folder; raise what goes wrong."""
     import torch
     from transformers import TrainerCallback
 
     device = torch.device(settings["device"])
     is_cuda = device.type == "cuda"
-    without(settings.get("without", ""))
+    without(settings["without"])
     left = torch.cuda.memory_allocated() if is_cuda else 0  # by the row before: nothing
     phases, lengths = Phases(is_cuda), ForcedLengths(settings)
     policy = build(settings, device)
-    if settings.get("draws", True):
+    if settings["draws"]:
         with_processor(policy, lengths)
     trainer = make_trainer(settings, folder, policy)
-    if not settings.get("draws", True):
+    if not settings["draws"]:
         trainer._generate_single_turn = lambda prompt_ids, *_, **__: (lengths.answers(len(prompt_ids)), None)
     timed(trainer, phases, lengths)
 
@@ -165,7 +159,7 @@ def without(what):
     import trl_ext.models.lm_head as head
     import trl_ext.ppo.passes as passes
 
-    passes.use_varlen = (lambda *_: []) if "varlen" in what else use_varlen
+    passes.use_varlen = (lambda *_: None) if "varlen" in what else use_varlen
     head.is_triton_available = (lambda: False) if "kernel" in what else is_triton_available
     if "enable_gqa" not in inspect.signature(VARLEN_ATTN).parameters:  # torch 2.11 takes fewer heads of keys as it is
         varlen.varlen_attn = lambda *args, enable_gqa, **kwargs: VARLEN_ATTN(*args, **kwargs)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from tests.callbacks.cases import BAD_NUMBERS, GOLD_METRICS, KEYS
@@ -119,15 +119,6 @@ def again(trainer):
 
 def checkpoints(folder):
     return sorted(int(path.name.split("-")[1]) for path in Path(folder).glob("checkpoint-*"))
-
-
-def weights(trainer):
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def saved_weights(checkpoint):
-    return AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
 
 
 def calm_and_bad(**bad):

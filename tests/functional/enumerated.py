@@ -16,7 +16,6 @@ from torch import Tensor
 from trl_ext.functional import importance_weights
 
 TOKENS, EOS = 5, 0
-SAMPLERS = ["noise 0.1", "noise 0.5", "temperature 0.7", "temperature 1.5", "top-p 0.9"]
 MODES: dict[str, tuple | None] = {  # label: arguments of `importance_weights`
     "none": None,
     "token, no bound": ("token_truncate", None, None),
@@ -35,17 +34,11 @@ class Estimate:
     mean: Tensor  # (P,), of one answer's gradient
     truth: Tensor  # (P,), the gradient of the expected reward
     variance: float  # trace of the covariance of one answer's gradient
-    ess: float  # share of the answers' or tokens' weights
 
     @property
     def bias(self) -> float:
         """Length of what the mean is off by, in lengths of the true gradient."""
         return ((self.mean - self.truth).norm() / self.truth.norm()).item()
-
-    def error(self, answers: int) -> float:
-        """Root mean square error of the mean over `answers`, in lengths of the true gradient."""
-        square = (self.mean - self.truth).square().sum() + self.variance / answers
-        return (square.sqrt() / self.truth.norm()).item()
 
 
 class World:
@@ -123,8 +116,4 @@ class World:
         gradients = self.gradients(weights)
         mean = probabilities @ gradients
         variance = probabilities @ (gradients - mean).square().sum(1)
-        # ESS of infinitely many draws: entries count by how often they are drawn
-        counts = probabilities[:, None] * (self.mask if weights.size(1) > 1 else torch.ones_like(weights))
-        first, second = (counts * weights).sum() / counts.sum(), (counts * weights.square()).sum() / counts.sum()
-        ess = (first.square() / second).item()
-        return Estimate(mean, self.true_gradient(), variance.item(), ess)
+        return Estimate(mean, self.true_gradient(), variance.item())

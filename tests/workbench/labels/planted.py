@@ -20,7 +20,6 @@ from trl_ext.workbench.labels import (
 )
 
 KINDS = ("good", "random", "lazy", "adversarial")
-BOUNDS = (-2.0, -3.0)
 COLUMNS = Columns(item="item", seconds="seconds", time="time")
 
 

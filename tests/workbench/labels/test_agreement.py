@@ -170,10 +170,6 @@ def test_models_of_annotators_make_fewer_wrong_pairs_than_votes(method):
         shares_of_labels(read_labels(long([(i, "x", "a") for i in range(30)])), method)
 
 
-def prompts_of(side):
-    return {*side.prompt[side.item]}
-
-
 def test_nobody_and_no_prompt_is_on_both_sides():
     table, _, _ = planted(60, seed=4)
     read = read_labels(table, COLUMNS)

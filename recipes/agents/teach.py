@@ -116,10 +116,8 @@ def main(arguments: list[str] | None = None) -> None:
             module = sys.modules[load_object(args.name, "environment").__module__]
     except ImportError as error:
         parser.error(str(error))
-    output, begin = (
-        args.output_dir or Path("outputs/agents") / Path(args.name.rpartition(":")[0] or args.name).stem,
-        time.time(),
-    )
+    output = args.output_dir or Path("outputs/agents") / Path(args.name.rpartition(":")[0] or args.name).stem
+    begin = time.time()
     teach(module, output, args.seed, args.episodes)
     imitated = success(module, module.Player(module.MISTAKES, seed=args.seed))
     print(

@@ -7,8 +7,8 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -56,10 +56,7 @@ class StrictTrlParser(TrlParser):
         kwargs.setdefault("prog", Path(sys.argv[0]).name)  # Python 3.14 would say `python -m trl_ext`
         self.without_arguments = without_arguments
         self._check = check
-        kinds = [
-            getattr(import_module(kind.rpartition(".")[0]), kind.rpartition(".")[2]) if isinstance(kind, str) else kind
-            for kind in self._given
-        ]
+        kinds = [resolve_name(kind) if isinstance(kind, str) else kind for kind in self._given]
         super().__init__(kinds, **{"allow_abbrev": False, "description": without_arguments, **kwargs})
         self._negative_number_matcher = re.compile(r"-[\d.]+(e[+-]?\d+)?$", re.I)  # argparse takes -1e-3 for a flag
         # Not `field.type`: HfArgumentParser overwrites it with a simplified type

@@ -48,9 +48,9 @@ def _attention(
     return output[None], None
 
 
-def use_varlen(model: Any, dtype: torch.dtype | None = None) -> list[PreTrainedModel]:
+def use_varlen(model: Any, dtype: torch.dtype | None = None) -> None:
     """
-    Let the models in `model` attend by torch's kernel where rows are packed, and return those that now do.
+    Let the models in `model` attend by torch's kernel where rows are packed.
 
     The kernel takes 16-bit numbers on a CUDA device, and knows neither dropout nor soft-capping.
 
@@ -60,7 +60,6 @@ def use_varlen(model: Any, dtype: torch.dtype | None = None) -> list[PreTrainedM
     """
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    taken = []
     for each in [each for each in model.modules() if isinstance(each, PreTrainedModel)]:
         config = each.config.get_text_config()
         if (
@@ -72,5 +71,3 @@ def use_varlen(model: Any, dtype: torch.dtype | None = None) -> list[PreTrainedM
             and not getattr(config, "attn_logit_softcapping", None)
         ):
             each.set_attn_implementation(NAME)
-            taken.append(each)
-    return taken

@@ -3,7 +3,7 @@
     python -m recipes.agents.teach frozen_lake
     python -m recipes.agents.teach path/to/my_game.py:Environment
 
-Given is the name of a module beside this one, or a class as for `environment` of `trl-ext ppo`. The module has `rows`
+Give the name of a module beside this one, or a class as for `environment` of `trl-ext ppo`. The module has `rows`
 (starts of episodes), a `Player`, `MISTAKES` (how often the player errs where SFT imitates it), and an `Environment`,
 or else `TOOLS` and a reward function `correct`. The folder gets `sft/`, the model, and `rows/`, the starts that
 `trl-ext ppo --config agents/NAME` trains and evaluates on.

@@ -1,4 +1,4 @@
-"""A vLLM server draws the next rollout while this one is trained on: by which weights, and how it is resumed."""
+"""A vLLM server draws the next rollout during training: which weights draw it, and how such a run is resumed."""
 
 import threading
 import time

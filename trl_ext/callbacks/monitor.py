@@ -89,8 +89,8 @@ class MonitorCallback(TrainerCallback):
             ([`~trl_ext.callbacks.request_kl_scale`]), which PPOTrainer does.
         sinks: where alerts go: "log", "jsonl" (`alerts.jsonl` in the output directory), "wandb", "tensorboard",
             "trackio", a webhook's URL, or objects with `send(alert)`. The trackers that the run reports to are added.
-        repeat_steps: optimizer steps for which the same alert is not raised again. With `stop` the
-            alert is always raised, and always acts.
+        repeat_steps: optimizer steps for which the same alert is not raised again. With `stop` the alert is always
+            raised, and always acts.
         kl_factor: factor that `raise_kl` multiplies the KL coefficient by.
         keys: mapping from a quantity to its key in the logs, for trainers and metrics that
             `trl_ext.callbacks.metrics` does not know.

@@ -1,4 +1,4 @@
-"""Write the text of `--help` for dataclasses, whether imported or read from source."""
+"""Write the text of `--help` for dataclasses."""
 
 import re
 import textwrap
@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..runs.settings import conditions
 
-# Inherited flags that most runs set; reading their descriptions would take the seconds of importing transformers
+# Inherited flags that most runs set, in a few words each
 USUAL = {
     "output_dir DIR": "Folder that the run writes into, and goes on from.",
     "learning_rate R": "Learning rate of AdamW at its highest.",

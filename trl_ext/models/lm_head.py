@@ -63,7 +63,7 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
             logits, targets = output.logits.flatten(0, 1), targets.to(output.logits.device)
             if len(logits) != len(targets):  # the model multiplies by the head's weight instead of calling it
                 logits = logits[predicts]
-            if logits.is_cuda and is_triton_available():
+            if logits.is_cuda and is_triton_available():  # TRL's kernel is in Triton
                 logprobs, entropies = selective_log_softmax_and_entropy(logits, targets, temperature=temperature)
             else:
                 logprobs, entropies = logprobs_and_entropies(logits, targets, temperature, with_entropies)

@@ -147,7 +147,7 @@ def load_merged(path: str, **kwargs: Any) -> Any:
 
 
 def merge(model: Any) -> Any:
-    """Merge an adapter into its base, and return the base. Tied weights of which it changes one are untied before."""
+    """Merge an adapter into its base, and return the base. If it changes one of two tied weights, untie them first."""
     base = base_model_of(model)
     ends = base.get_input_embeddings(), base.get_output_embeddings()
     is_adapted = any(hasattr(end, "base_layer") for end in ends)

@@ -410,7 +410,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             set_seed(sampling_seed(args, self.accelerator.process_index))  # vLLM in this process has set its own seed
         else:
             self.generation_config.eos_token_id = self.eos_token_ids
-            if args.cache_implementation == "static":  # TRL switches off what is all that a static cache is for
+            if args.cache_implementation == "static":  # it is fast only if compiled, and TRL switches that off
                 self.generation_config.disable_compile = False
         if self._tokenizer.chat_template and is_conversational(self.train_dataset[0]):
             warn_of_turn_end(self._tokenizer, self.eos_token_ids, "stop_token_id: {id}")

@@ -1,8 +1,9 @@
-"""Labels of planted annotators: of whom it is known how they label, and which answer is better.
+"""Labels of planted annotators: it is known how each of them labels, and which answer is better.
 
-Twenty people label pairs of which one answer is better. Most are right with a probability around 80 % (or 70 %). One,
-or two, of each kind toss a coin, are lazy and always take the answer shown first, or are wrong as often as the others
-are right. Each pair goes to three people, each time in a random order.
+Twenty people label pairs of answers; one answer of each pair is better. Most people are right with a probability
+around 80 % (or 70 %). Of each other kind there are one or two: some toss a coin, some are lazy and always take the
+answer that is shown first, some are wrong as often as the others are right. Three people label each pair, each in a
+random order.
 """
 
 from contextlib import suppress

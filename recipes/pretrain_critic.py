@@ -68,6 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
+    import torch
     from accelerate import PartialState
     from datasets import concatenate_datasets
     from transformers import set_seed
@@ -80,11 +81,10 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.ppo import (
         CriticTrainer,
         check_apart,
-        given_scores,
         load_critic,
         score_rollouts,
+        with_finished,
         with_returns,
-        with_token_ids,
     )
     from trl_ext.rewards import ModelReward, RewardFailed, distinct, joined_weights, load_reward, load_rewards
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, last_evaluation, result_of, save_trained
@@ -125,9 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         def load(split: str) -> Any:
             rows = load_dataset_split(script_args.dataset_name, split, config=script_args.dataset_config, columns=())
-            config = critic.config.get_text_config()
-            context = getattr(config, "max_position_embeddings", None)
-            return with_token_ids(rows, tokenizer, ends, config.vocab_size, context)
+            return with_finished(rows, tokenizer, ends)
 
         rollouts = load(script_args.dataset_train_split)
         if script_args.eval_size is None:
@@ -139,7 +137,10 @@ def main(arguments: list[str] | None = None) -> None:
             names = distinct([reward.__name__ for reward in rewards])
             scores, token_scores = score_rollouts(rollouts, rewards, names, size)
         else:
-            scores, token_scores = given_scores(rollouts, script_args.score_column), None
+            scores, token_scores = (
+                torch.tensor(rollouts[script_args.score_column][:], dtype=torch.float64)[:, None],
+                None,
+            )
         # One scale for both sides
         rollouts = with_returns(rollouts, scores, training_args, token_scores)
         if script_args.eval_size is None:

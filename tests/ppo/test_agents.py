@@ -26,7 +26,7 @@ from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, t
 from trl_ext import PPOTrainer
 from trl_ext.callbacks import ToolAbuseCallback
 from trl_ext.functional import gae, turn_gae, turn_starts
-from trl_ext.ppo.rollout import Collection
+from trl_ext.ppo.collection import Collection
 from trl_ext.runs.jsonl import read_jsonl
 
 PROMPT = [{"role": "user", "content": "Count. "}]

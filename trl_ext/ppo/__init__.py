@@ -9,7 +9,7 @@ from .critic_model import load_critic
 from .critic_trainer import CriticTrainer
 from .roles import check_roles
 from .rollout import Rollout
-from .saved_rollouts import check_apart, given_scores, score_rollouts, with_returns, with_token_ids
+from .saved_rollouts import check_apart, score_rollouts, with_finished, with_returns
 from .trainer import PPOTrainer
 from .vllm import ServerLost
 
@@ -22,9 +22,8 @@ __all__ = [
     "ServerLost",
     "check_apart",
     "check_roles",
-    "given_scores",
     "load_critic",
     "score_rollouts",
+    "with_finished",
     "with_returns",
-    "with_token_ids",
 ]

@@ -1,13 +1,12 @@
-"""Configuration of [`PPOTrainer`]: TRL's `RLOOConfig` plus what PPO needs, under TRL 1.12's `PPOConfig` names."""
+"""Configuration of [`PPOTrainer`]: TRL's `GRPOConfig` plus what PPO needs, under TRL 1.12's `PPOConfig` names."""
 
 import math
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from trl import RLOOConfig
+from trl import GRPOConfig
 
-from ..functional import KL_ESTIMATORS, LAM_SCHEDULES
-from ..runs.nearest import did_you_mean
+from ..functional import KL_ESTIMATORS
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import (
     SavingSettings,
@@ -19,91 +18,45 @@ from ..runs.settings import (
     setting,
 )
 
-# Settings with two names: the alias on the left (RLOO's) sets the name on the right, and is then None.
-ALIASES = {
-    "beta": "kl_coef",
-    "epsilon": "cliprange",
-    "num_iterations": "num_ppo_epochs",
-}
-
-# Fields that would do nothing in PPO, or do harm: any value but the default raises an error with this reason.
+# Inherited settings that would do nothing in PPO, or do harm: another value than the default raises with the reason
 REFUSED = {
-    "average_tokens_across_devices": "token counts are always taken over all processes",
-    "batch_eval_metrics": "evaluation scores generated answers; there is no `compute_metrics`",
-    "bf16_full_eval": "it would cast the weights that are trained; use `bf16`",
-    "dataloader_drop_last": "evaluation counts each prompt once, and training rollouts are always full",
-    "eval_accumulation_steps": "evaluation keeps sums, not predictions",
-    "eval_do_concat_batches": "evaluation keeps sums, not predictions",
-    "eval_use_gather_object": "evaluation keeps sums, not predictions",
-    "ignore_data_skip": "a resumed run must continue with the prompts that come next",
-    "fp16_full_eval": "it would cast the weights that are trained; use `fp16`",
-    "include_for_metrics": "evaluation scores generated answers; there is no `compute_metrics`",
-    "include_num_input_tokens_seen": "a batch is a list of prompts; tokens are logged as `num_tokens` anyway",
-    "label_names": "there are no labels",
-    "label_smoothing_factor": "there are no labels",
-    "length_column_name": "prompts are drawn in a seeded random order",
-    "liger_kernel_config": 'use `model_init_kwargs={"use_kernels": True}`',
-    "log_multimodal": "vision-language models are not supported",
-    "neftune_noise_alpha": "noise on the embeddings makes log-probs of one text differ between two forward passes",
-    "prediction_loss_only": "evaluation scores generated answers and computes no loss",
-    "torch_compile": "it has not been run with the actor-critic wrapper",
-    "torch_compile_backend": "it has not been run with the actor-critic wrapper",
-    "torch_compile_mode": "it has not been run with the actor-critic wrapper",
-    "train_sampling_strategy": "prompts are drawn in a seeded random order",
-    "transformers_continuous_batching_config": "see `use_transformers_continuous_batching`",
-    "use_liger_kernel": 'use `model_init_kwargs={"use_kernels": True}`',
-    "use_transformers_continuous_batching": "it casts the trained weights; use `cache_implementation`",
-    "use_transformers_paged": "see `use_transformers_continuous_batching`",
+    name: reason
+    for reason, names in {
+        "it is a setting of GRPO's loss, and PPO has its own": """
+            delta entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target importance_sampling_level
+            loss_type multi_objective_aggregation off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos
+            scale_rewards top_entropy_quantile use_adaptive_entropy use_bias_correction_kl vespo_k_neg vespo_k_pos
+            vespo_lambda_neg vespo_lambda_pos""",
+        "PPO's names are `kl_coef`, `cliprange` and `num_ppo_epochs`": "beta epsilon num_iterations",
+        "PPO's names are `importance_sampling_mode`, `importance_sampling_clip_min` and `…_max`": """
+            vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+            vllm_importance_sampling_correction vllm_importance_sampling_mode""",
+        "it changes the weights or the log-probs that are trained": """
+            bf16_full_eval cast_lm_head_to_fp32 fp16_full_eval neftune_noise_alpha
+            use_transformers_continuous_batching use_transformers_paged""",
+        "it has not been run with the actor-critic": """
+            log_multimodal torch_compile torch_compile_backend torch_compile_mode use_liger_kernel""",
+        "a resumed run must continue with the prompts that come next": "ignore_data_skip",
+        "PPO's reference stays where the KL is measured from": """
+            ref_model_mixup_alpha ref_model_sync_steps sync_ref_model""",
+        "PPO has no labels, samples its prompts in a seeded order, and evaluates generated answers": """
+            average_tokens_across_devices batch_eval_metrics dataloader_drop_last eval_accumulation_steps
+            eval_do_concat_batches eval_use_gather_object label_names label_smoothing_factor length_column_name
+            prediction_loss_only train_sampling_strategy""",
+    }.items()
+    for name in names.split()
 }
 
-# What `generation_kwargs` may hold without vLLM. These leave the distribution of each token as the policy has it …
-ON_POLICY_GENERATION_KWARGS = set(
-    "cache_config cache_implementation max_cache_len max_time prefill_chunk_size use_cache".split()
+# Of `generation_kwargs`, these leave the distribution of each token as the policy has it …
+NEUTRAL_GENERATION_KWARGS = set(
+    """cache_config cache_implementation detokenize max_cache_len max_time prefill_chunk_size seed skip_special_tokens
+    use_cache""".split()
 )
-# … and these do not
-OFF_POLICY_GENERATION_KWARGS = set(
-    """
-    bad_words_ids begin_suppress_tokens do_sample encoder_no_repeat_ngram_size encoder_repetition_penalty
-    epsilon_cutoff eta_cutoff exponential_decay_length_penalty forced_eos_token_id guidance_scale min_length
-    min_new_tokens min_p no_repeat_ngram_size remove_invalid_values renormalize_logits repetition_penalty
-    sequence_bias suppress_tokens temperature top_h top_k top_p typical_p watermarking_config
-    """.split()
+# … and these decide where an answer ends, or how many there are, which PPO must know
+REFUSED_GENERATION_KWARGS = set(
+    """compile_config disable_compile eos_token_id include_stop_str_in_output logprobs max_length max_new_tokens
+    max_tokens n num_return_sequences prompt_logprobs stop stop_strings stop_token_ids""".split()
 )
-# vLLM itself refuses settings that it does not know; of those that it knows, these leave the distribution alone
-ON_POLICY_VLLM_KWARGS = {"detokenize", "seed", "skip_special_tokens"}
-
-_ENDS = (
-    "a response ends where the policy generates an EOS, and its score belongs to that token: set `stop_token_id`, or "
-    "give the model's `generation_config.eos_token_id` a list"
-)
-REFUSED_GENERATION_KWARGS = {
-    **dict.fromkeys(("eos_token_id", "include_stop_str_in_output", "stop", "stop_strings", "stop_token_ids"), _ENDS),
-    **dict.fromkeys(("max_length", "max_new_tokens", "max_tokens"), "set `max_completion_length`"),
-    **dict.fromkeys(("n", "num_return_sequences"), "set `num_generations`"),
-    **dict.fromkeys(("logprobs", "prompt_logprobs"), "only the log-prob of each sampled token is kept"),
-    **dict.fromkeys(("detokenize", "seed", "skip_special_tokens"), "only vLLM reads it"),
-    **dict.fromkeys(("compile_config", "disable_compile"), "TRL switches compilation off in rollouts"),
-}
-
-# What `baseline="mean"` does not read
-_OF_THE_CRITIC = (
-    *(
-        "bootstrap_truncated",
-        "cliprange_value",
-        "critic_learning_rate",
-    ),
-    *("critic_warmup_rollouts", "lam", "lam_value", *LAM_SCHEDULES, "vf_coef"),
-)
-
-# RLOO's own settings, which have no `setting(range=…)`
-INHERITED_RANGES = {
-    "epsilon_high": "> 0",
-    "gradient_accumulation_steps": ">= 1",
-    "max_completion_length": ">= 1",
-    "per_device_eval_batch_size": ">= 1",
-    "per_device_train_batch_size": ">= 1",
-    "temperature": "> 0",
-}
 
 
 @dataclass
@@ -117,8 +70,8 @@ class ReturnSettings:
         None,
         "Weight of each reward function; 1 if unset.",
         range=(
-            "a list of finite numbers, not all 0 (nothing would be trained)",
-            lambda x: all(isinstance(weight, (int, float)) and abs(weight) < math.inf for weight in x) and any(x),
+            "a list of numbers, not all 0 (nothing would be trained)",
+            any,
         ),
     )
     reward_group_column: str | None = setting(
@@ -145,19 +98,19 @@ class ReturnSettings:
 
 @documented
 @dataclass
-class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
+class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     """
     Configuration of [`PPOTrainer`].
 
-    Fields that every TRL on-policy trainer shares keep `RLOOConfig`'s names and meaning (`max_completion_length`,
-    `temperature`, `num_generations`, `reward_weights`, `reward_clip_range`, `use_vllm`, …). PPO's own settings carry
+    Fields that every TRL on-policy trainer shares keep `GRPOConfig`'s names and meaning (`max_completion_length`,
+    `temperature`, `num_generations`, `use_vllm`, …). Settings of GRPO's loss are refused. PPO's own settings carry
     the names and defaults of TRL 1.12's `PPOConfig`. One optimizer step is one minibatch of
     `per_device_train_batch_size × gradient_accumulation_steps × processes` episodes. A rollout is `num_mini_batches`
     minibatches, and is passed over `num_ppo_epochs` times.
 
     > [!NOTE]
-    > Defaults that differ from `RLOOConfig`'s: `learning_rate` 3e-6, `adam_epsilon` 1e-5, `disable_dropout` True,
-    > `num_generations` 1, `normalize_advantages` True, `bf16` False on a CPU, `num_completions_to_print` 4.
+    > Defaults that differ from `GRPOConfig`'s: `learning_rate` 3e-6, `adam_epsilon` 1e-5, `disable_dropout` True,
+    > `num_generations` 1, `bf16` False on a CPU, `num_completions_to_print` 4.
     """
 
     if TYPE_CHECKING:  # set here, declared by parents that mypy reads as Any
@@ -174,7 +127,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     # The rollout
     num_mini_batches: int = setting(
         1,
-        "Minibatches (optimizer steps per pass) in a rollout. Sets RLOO's `steps_per_generation` to "
+        "Minibatches (optimizer steps per pass) in a rollout. Sets `steps_per_generation` to "
         "`num_mini_batches × gradient_accumulation_steps`.",
         range=">= 1",
     )
@@ -199,7 +152,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         "computes them tile by tile, with the same results in more time.",
         range=">= 0",
     )
-    num_generations: int | None = setting(1, "Responses per prompt.", range=">= 1")
+    num_generations: int = setting(1, "Responses per prompt.", range=">= 1")
     num_completions_to_print: int | None = setting(
         4, "Completions that `log_completions` prints at a log. `None` prints all."
     )
@@ -253,6 +206,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         "k1",
         "KL estimator of the penalty. It is a name in `trl_ext.functional.KL_ESTIMATORS`, such as k1, k2 or k3. "
         "`objective/kl` and the controller always use the summed k1.",
+        range=(f"one of {[*KL_ESTIMATORS]}", KL_ESTIMATORS.__contains__),
     )
     kl_controller: Literal["fixed", "adaptive"] = setting(
         "fixed",
@@ -293,6 +247,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         "all scores so far, `batch` those of this rollout, `group` those of all scores so far in the row's group. "
         "`reference` subtracts the mean score of the dataset's demonstrations.",
     )
+    reward_clip_range: tuple[float, float] | None = setting(None, "Bounds of the standardised score, as (min, max).")
     reward_reference_column: str = setting(
         "completion",
         "Dataset column with the demonstration.",
@@ -378,12 +333,6 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     resume_anyway: bool = setting(False, "Resume from a checkpoint even if the run that wrote it had other settings.")
 
     # Agents
-    max_tool_calling_iterations: int | None = setting(
-        None,
-        "Most turns with tool calls in an episode, of `tools` or an environment. None sets no limit but "
-        "`max_completion_length`, which counts the tools' answers, too.",
-        range=">= 1",
-    )
     tool_timeout: float | None = setting(
         60.0,
         "Seconds that a call of a tool, or an environment's `reset` or `get_reward`, may take; None for no limit. A "
@@ -402,207 +351,102 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         "`missing_eos_score` apply.",
     )
 
-    # RLOO's names
-    beta: float | None = setting(None, "Alias of `kl_coef`.")
-    epsilon: float | None = setting(None, "Alias of `cliprange`.")
-    num_iterations: int | None = setting(None, "Alias of `num_ppo_epochs`.")
-
     def __post_init__(self):
-        self.num_generations = 1 if self.num_generations is None else self.num_generations
         self.top_k = self.top_k or 0  # transformers would make 50 of None
         self.watch = self.watch or "off"  # YAML reads `off` as false
         resolve_bf16(self)
         resolve_checkpointing(self)
-        self._resolve_aliases()
-        self._refuse()
-        self._check_values()
+        for each in fields(self):
+            if each.name in REFUSED and getattr(self, each.name) not in (each.default, None):
+                raise ValueError(
+                    f"`{each.name}={getattr(self, each.name)}` is not supported: {REFUSED[each.name]}. Leave it out."
+                )
+        check_settings(self)
+        check_score_settings(self)
         if self.metric_for_best_model in ("reward", "eval_reward"):  # GRPO's name for it
             self.metric_for_best_model = "eval_objective/scores"
         if self.metric_for_best_model is None and (self.load_best_model_at_end or str(self.save_strategy) == "best"):
             self.metric_for_best_model, self.greater_is_better = "eval_objective/scores", True
+        given = self.steps_per_generation, self.generation_batch_size  # both, if this is a copy of a finished config
+        self.steps_per_generation = self.num_mini_batches * self.gradient_accumulation_steps
+        self.generation_batch_size = None
         try:
             super().__post_init__()
-        except ValueError as error:
-            if str(error).startswith("generation_batch_size ("):
-                raise ValueError(
-                    f"{error} A rollout is `per_device_train_batch_size` {self.per_device_train_batch_size} × "
-                    f"`gradient_accumulation_steps` {self.gradient_accumulation_steps} × `num_mini_batches` "
-                    f"{self.num_mini_batches} × {self.world_size} process(es): change one of them, or "
-                    f"`num_generations` {self.num_generations}."
-                ) from None
-            # RLOO needs two generations for its baseline and says so in its last check; PPO's baseline needs one
+        except ValueError as error:  # GRPO's last check: it compares answers to one prompt, which PPO need not do
             if self.num_generations != 1 or "at least 2 generations" not in str(error):
                 raise
-        self._check_sampling()
-        self._resolve_num_mini_batches()
-        self._resolve_max_steps()
+        steps = math.ceil((self.total_episodes or 0) / self.batch_size) * self.steps_per_rollout
+        self._check(given, steps)
+        if self.total_episodes is not None:
+            self.max_steps = steps
 
-    def _resolve_aliases(self):
-        defaults = {f.name: f.default for f in fields(self)}
-        for alias, name in ALIASES.items():
-            value, named = getattr(self, alias), getattr(self, name)
-            if value is None:
-                continue
-            if named not in (defaults[name], value):
-                raise ValueError(
-                    f"`{alias}={value}` and `{name}={named}` are two names for one setting. Set only one of them."
-                )
-            setattr(self, name, value)
-            setattr(self, alias, None)
-
-        # RLOO fills in both, so if both are set, this is a copy of a finished config (`dataclasses.replace`). If one
-        # is set, the user gave it in place of `num_mini_batches`: RLOO reads it, since that needs the process count
-        both = (self.steps_per_generation, self.generation_batch_size)
-        if None not in both and self.num_mini_batches == 1 and both[0] != self.gradient_accumulation_steps:
-            raise ValueError(
-                f"`steps_per_generation={both[0]}` and `generation_batch_size={both[1]}` both set the size of a "
-                "rollout. Leave both out, and set `num_mini_batches`."
-            )
-        if (self.steps_per_generation is None) == (self.generation_batch_size is None):
-            self.steps_per_generation = self.num_mini_batches * self.gradient_accumulation_steps
-            self.generation_batch_size = None
-
-    def _resolve_num_mini_batches(self):
-        mini_batches, remainder = divmod(self.steps_per_generation, self.gradient_accumulation_steps)
-        if remainder or self.num_mini_batches not in (1, mini_batches):
-            raise ValueError(
-                f"`steps_per_generation={self.steps_per_generation}` "
-                f"(`generation_batch_size={self.generation_batch_size}`) must equal `num_mini_batches` × "
-                f"`gradient_accumulation_steps` = {self.num_mini_batches} × {self.gradient_accumulation_steps}. Leave "
-                "the first two out, and set `num_mini_batches`."
-            )
-        self.num_mini_batches = mini_batches
-
-    def _refuse(self):
-        for f in fields(self):
-            default = f.default_factory() if f.default_factory is not MISSING else f.default
-            # The CLI parser reads the default "no" of `include_num_input_tokens_seen` as False
-            unset = (default, None, False) if default == "no" else (default, None)
-            if f.name in REFUSED and getattr(self, f.name) not in unset:
-                raise ValueError(f"`{f.name}={getattr(self, f.name)}` is not supported: {REFUSED[f.name]}.")
-
-    def _check_values(self):
-        check_settings(self, INHERITED_RANGES, {"epsilon_high": ("ratio_band", None)})
-        if self.max_completion_length is None:  # transformers would make 20 tokens, prompt included, of it
-            raise ValueError("`max_completion_length` must be a number of tokens, got None.")
-        check_score_settings(self)
-        if self.kl_estimator not in KL_ESTIMATORS:
-            raise ValueError(f"`kl_estimator` must be one of {[*KL_ESTIMATORS]}, got {self.kl_estimator!r}.")
-        if self.kl_controller != "fixed":
-            if self.kl_coef == 0:
-                raise ValueError(
-                    f"`kl_controller={self.kl_controller!r}` multiplies `kl_coef`, so it cannot change `kl_coef=0`. "
-                    "Set a positive `kl_coef`, such as 0.05."
-                )
-            if not self.kl_coef_min <= self.kl_coef <= (math.inf if self.kl_coef_max is None else self.kl_coef_max):
-                raise ValueError(
-                    f"`kl_coef={self.kl_coef}` must lie within [`kl_coef_min`, `kl_coef_max`] = [{self.kl_coef_min}, "
-                    f"{self.kl_coef_max}]."
-                )
-        if self.watch == "raise_kl" and self.kl_coef == 0:
-            raise ValueError(
-                "`watch='raise_kl'` multiplies `kl_coef`, so it cannot change `kl_coef=0`. Set a positive `kl_coef`, "
-                "such as 0.05, or set `watch='stop'`."
-            )
-        if self.fp16 and self.max_approx_kl is not None:
-            raise ValueError(
-                f"`max_approx_kl={self.max_approx_kl}` skips optimizer steps, but `fp16=True` scales the loss and "
-                "does not allow that. Use `bf16`, or leave `max_approx_kl` out."
-            )
-        if not self.use_ref_model and (self.kl_coef != 0 or self.sync_ref_model):
-            raise ValueError(
-                "`use_ref_model=False` loads no reference, but `kl_coef` above 0 and `sync_ref_model=True` need one; "
-                f"got {self.kl_coef} and {self.sync_ref_model}. Set `kl_coef=0` and `sync_ref_model=False`, or "
-                "`use_ref_model=True`."
-            )
-        rules = ("missing_eos_score", "missing_eos_penalty")
-        if self.bootstrap_truncated and any(getattr(self, rule) is not None for rule in rules):
-            raise ValueError(
-                "`bootstrap_truncated=True` lets the critic value answers that were cut off, but "
-                f"`missing_eos_score={self.missing_eos_score}` and `missing_eos_penalty={self.missing_eos_penalty}` "
-                "set the score of those answers. Set only one of the three."
-            )
-        defaults = {f.name: f.default for f in fields(self)}
-        for name in _OF_THE_CRITIC if self.baseline == "mean" else ():
-            if getattr(self, name) != defaults[name]:
-                raise ValueError(
-                    f"`{name}={getattr(self, name)}` is for the critic and its advantages, but `baseline='mean'` has "
-                    f"no critic. Leave `{name}` out, or set `baseline='gated'`."
-                )
-        if self.rollouts_ahead and not (self.use_vllm and self.vllm_mode == "server"):
-            raise ValueError(
-                "`rollouts_ahead=1` needs a vLLM server, which generates while this process trains: set "
-                "`use_vllm=True` and `vllm_mode='server'`, or `rollouts_ahead=0`."
-            )
-
-    def _check_sampling(self):
-        kwargs: dict[str, Any] = self.generation_kwargs or {}
-        on_policy = ON_POLICY_VLLM_KWARGS if self.use_vllm else ON_POLICY_GENERATION_KWARGS
-        for name, value in kwargs.items():
-            if name in on_policy or (name in OFF_POLICY_GENERATION_KWARGS and not self.use_vllm):
-                continue
-            if name in REFUSED_GENERATION_KWARGS or not self.use_vllm:
-                reason = REFUSED_GENERATION_KWARGS.get(name, "it would do nothing in a rollout, or break it")
-                known = "" if self.use_vllm else did_you_mean(name, [*on_policy, *OFF_POLICY_GENERATION_KWARGS])
-                raise ValueError(f"`generation_kwargs={{{name!r}: {value!r}}}` is not supported: {reason}{known}.")
-        if self.use_vllm and self.temperature > 2:
-            raise ValueError(f"`temperature={self.temperature}` is above 2, and vLLM refuses that. Set 2 or less.")
-        if (self.num_generations or 1) > 1 and kwargs.get("seed") is not None:
-            raise ValueError(
-                f"`generation_kwargs={{'seed': {kwargs['seed']}}}` would give all {self.num_generations} answers to a "
-                "prompt (`num_generations`) the same text. Leave this seed out: `seed` already seeds sampling."
-            )
-        self._check_correction()
-
-    def _check_correction(self):
-        changed, correction = self._changes_to_sampler, self.importance_correction
-        mode = self.importance_sampling_mode
-        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
-        if changed and correction == "none" and self.old_logprobs != "sampler" and not self.allow_off_policy_sampling:
-            raise ValueError(
-                f"{changed} change the sampler but not the log-probs that are trained. This biases the ratio and the "
-                f"KL (it can turn negative), and `importance_sampling_mode={mode!r}` does not correct the bias. "
-                "Remove these settings, set `importance_sampling_mode='auto'`, or set "
-                "`allow_off_policy_sampling=True` and watch `sampling/logprob_difference`."
-            )
-        if self.old_logprobs == "sampler" and mode not in ("auto", "none"):
-            raise ValueError(
-                f"`importance_sampling_mode={mode!r}` has no effect: with `old_logprobs='sampler'` PPO's own ratio "
-                "already compares the policy with the sampler. Set one of the two settings to 'auto'."
-            )
-        if changed.get("do_sample", True) in (False, None) and self.needs_sampler_logprobs:
-            raise ValueError(
-                "`generation_kwargs={'do_sample': False}` decodes greedily, so there are no probabilities to correct "
-                "the loss with. Leave `do_sample` out, or set `importance_sampling_mode='none'`, "
-                "`old_logprobs='recompute'` and `allow_off_policy_sampling=True`."
-            )
-        if correction == "none" and (low, high) != (None, 3.0):
-            raise ValueError(
-                f"`importance_sampling_clip_min={low}` and `importance_sampling_clip_max={high}` bound importance "
-                f"weights, but `importance_sampling_mode={mode!r}` uses none. Set a mode such as 'token_truncate', or "
-                "leave both bounds out."
-            )
-        if correction != "none" and low is None and high is None:
-            raise ValueError(
-                f"`importance_sampling_mode={mode!r}` needs a bound, got `importance_sampling_clip_min=None` and "
-                "`importance_sampling_clip_max=None`: set one of the two."
-            )
-        if low is not None and high is not None and low >= high:
-            raise ValueError(
-                f"`importance_sampling_clip_min={low}` must be below `importance_sampling_clip_max={high}`."
-            )
-
-    def _resolve_max_steps(self):
-        if self.total_episodes is None:
-            return
-        steps = math.ceil(self.total_episodes / self.batch_size) * self.steps_per_rollout
-        if self.max_steps not in (-1, steps):
-            raise ValueError(
-                f"`total_episodes={self.total_episodes}` makes {steps} optimizer steps (rollouts of {self.batch_size} "
-                f"episodes × {self.num_mini_batches} minibatches × {self.num_ppo_epochs} epochs), but `max_steps="
-                f"{self.max_steps}`: set one of them."
-            )
-        self.max_steps = steps
+    def _check(self, given: tuple[int | None, int | None], steps: int) -> None:
+        """Raise if settings contradict each other and the run would train wrongly, or do nothing, without a word."""
+        kwargs, changed = self.generation_kwargs or {}, self._changes_to_sampler
+        refused = sorted(REFUSED_GENERATION_KWARGS & kwargs.keys())
+        is_greedy = kwargs.get("do_sample", True) is False
+        is_corrected = self.importance_correction != "none"
+        rollout = (self.steps_per_generation, self.generation_batch_size)
+        for is_wrong, message in [
+            (
+                given.count(None) == 1 and all(value != now for value, now in zip(given, rollout, strict=True)),
+                f"`steps_per_generation={given[0]}`, `generation_batch_size={given[1]}`: leave both out, and set "
+                "`num_mini_batches`, the number of optimizer steps on a rollout in one pass.",
+            ),
+            (
+                self.total_episodes is not None and self.max_steps not in (-1, steps),
+                f"`total_episodes={self.total_episodes}` makes {steps} optimizer steps, but "
+                f"`max_steps={self.max_steps}`: set one of them.",
+            ),
+            (
+                self.max_completion_length is None,  # transformers would make 20 tokens of it, prompt included
+                "`max_completion_length` must be a number of tokens, got None.",
+            ),
+            (
+                self.kl_coef == 0 and (self.kl_controller != "fixed" or self.watch == "raise_kl"),
+                "`kl_controller='adaptive'` and `watch='raise_kl'` multiply `kl_coef`, so they cannot change "
+                "`kl_coef=0`. Set a positive `kl_coef`, such as 0.05.",
+            ),
+            (
+                self.fp16 and self.max_approx_kl is not None,
+                "`max_approx_kl` skips optimizer steps, which `fp16=True` does not allow. Use `bf16`.",
+            ),
+            (
+                not self.use_ref_model and self.kl_coef != 0,
+                "`use_ref_model=False` loads no reference, but `kl_coef` above 0 needs one.",
+            ),
+            (
+                self.rollouts_ahead and not (self.use_vllm and self.vllm_mode == "server"),
+                "`rollouts_ahead=1` needs a vLLM server: set `use_vllm=True` and `vllm_mode='server'`.",
+            ),
+            (
+                bool(refused),
+                f"`generation_kwargs` may not hold {refused}: set `stop_token_id`, `max_completion_length` or "
+                "`num_generations` instead.",
+            ),
+            (
+                self.num_generations > 1 and kwargs.get("seed") is not None,
+                "`seed` in `generation_kwargs` would give all answers to a prompt the same text. Leave it out.",
+            ),
+            (
+                changed and not (is_corrected or self.old_logprobs == "sampler" or self.allow_off_policy_sampling),
+                f"{changed} change the sampler but not the log-probs that are trained, and no importance weight "
+                "corrects this bias. Remove these settings, set `importance_sampling_mode='auto'`, or set "
+                "`allow_off_policy_sampling=True` and watch `sampling/logprob_difference`.",
+            ),
+            (
+                is_greedy and self.needs_sampler_logprobs,
+                "`do_sample: False` decodes greedily, so there are no probabilities to correct the loss with. Set "
+                "`importance_sampling_mode='none'`, `old_logprobs='recompute'` and `allow_off_policy_sampling=True`.",
+            ),
+            (
+                self.old_logprobs == "sampler" and is_corrected,
+                f"`importance_sampling_mode={self.importance_sampling_mode!r}` has no effect with "
+                "`old_logprobs='sampler'`: PPO's own ratio already compares the policy with the sampler.",
+            ),
+        ]:
+            if is_wrong:
+                raise ValueError(message)
 
     @property
     def clip_range(self) -> float:
@@ -619,8 +463,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
 
     @property
     def _changes_to_sampler(self) -> dict[str, Any]:
-        on_policy = ON_POLICY_VLLM_KWARGS if self.use_vllm else ON_POLICY_GENERATION_KWARGS
-        changes = {name: value for name, value in (self.generation_kwargs or {}).items() if name not in on_policy}
+        kwargs = self.generation_kwargs or {}
+        changes = {name: value for name, value in kwargs.items() if name not in NEUTRAL_GENERATION_KWARGS}
         neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
         return changes | {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
 
@@ -657,13 +501,3 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     def mini_batch_size(self) -> int:
         """Return the number of episodes in one optimizer step, over all processes (TRL 1.12's name)."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
-
-    @property
-    def local_mini_batch_size(self) -> int:
-        """Return the number of episodes in one optimizer step on this process (TRL 1.12's name)."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
-
-    @property
-    def local_batch_size(self) -> int:
-        """Return the number of episodes of a rollout on this process (TRL 1.12's name)."""
-        return self.local_mini_batch_size * self.num_mini_batches

@@ -15,21 +15,7 @@ from ..runs.settings import (
     resolve_checkpointing,
     setting,
 )
-from .config import INHERITED_RANGES, ReturnSettings
-
-_REFUSED: dict[str, Any] = {  # any value but this one would do nothing, or harm
-    "batch_eval_metrics": False,
-    "eval_accumulation_steps": None,
-    "eval_do_concat_batches": True,
-    "eval_use_gather_object": False,
-    "include_for_metrics": [],
-    "label_names": None,
-    "label_smoothing_factor": 0.0,
-    "neftune_noise_alpha": None,
-    "prediction_loss_only": False,
-    "torch_compile": False,
-    "use_liger_kernel": False,
-}
+from .config import ReturnSettings
 
 
 @documented
@@ -65,14 +51,6 @@ class CriticConfig(HidesCredentials, ReturnSettings, SavingSettings, TrainingArg
     def __post_init__(self):
         resolve_bf16(self)
         resolve_checkpointing(self)
-        check_settings(self, INHERITED_RANGES)
-        for name, default in _REFUSED.items():
-            if (value := getattr(self, name)) != default:
-                raise ValueError(f"`{name}={value}` does nothing for a critic: leave it out.")
+        check_settings(self)
         check_score_settings(self)
         super().__post_init__()
-        if self.n_gpu > 1:
-            raise ValueError(
-                f"One process sees {self.n_gpu} GPUs: start one process for each, as `trl-ext pretrain-critic "
-                "--num_processes` does, or let CUDA_VISIBLE_DEVICES name a single GPU."
-            )

@@ -78,9 +78,6 @@ class CriticTrainer(ResumableRun, Trainer):
     def __init__(self, model: Any, args: CriticConfig, train_dataset: Any = None, eval_dataset: Any = None, **kwargs):
         late_bars()
         check_standalone(model)
-        for name, dataset in (("train", train_dataset), ("eval", eval_dataset)):
-            if dataset is not None:
-                check_rows(dataset, name)
         kwargs.setdefault("data_collator", collate)
         super().__init__(model, args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
         if self.processing_class is not None:
@@ -161,19 +158,3 @@ class CriticTrainer(ResumableRun, Trainer):
         if variance(returns) > 0:
             report["val/explained_variance"] = explained_variance(residuals, returns).item()
         return report
-
-
-def check_rows(dataset: Any, name: str) -> None:
-    """Raise if a dataset lacks a column, or a row has no completion token, or not one finite return for each token."""
-    missing = {"prompt_ids", "completion_ids", "returns"} - {*dataset.column_names}
-    if missing:
-        raise ValueError(
-            f"the {name} dataset lacks the column(s) {', '.join(sorted(missing))}: `with_returns` adds them to saved "
-            "rollouts."
-        )
-    for row, (ids, returns) in enumerate(zip(dataset["completion_ids"], dataset["returns"], strict=True)):
-        if not ids or len(ids) != len(returns) or not all(map(math.isfinite, returns)):
-            raise ValueError(
-                f"row {row} of the {name} dataset has {len(ids)} completion tokens and the returns "
-                f"{str(returns)[:60]}: give it at least one token, and one finite return for each token."
-            )

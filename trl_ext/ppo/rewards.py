@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from ..rewards.member import RewardFailed, Started, awaited, finite_number, message_of, runs_in_background, scores_in
+from ..rewards.member import RewardFailed, Started, awaited, finite_number, runs_in_background, scores_in
 from ..rewards.segments import by_token, is_by_token
 
 
@@ -20,9 +20,13 @@ class Mistakes:
     An exception on one process alone would leave the others waiting in the next collective.
     """
 
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
+    def __init__(self) -> None:
         self.notes: list[tuple[str, Exception]] = []
+
+    def note(self, what: str, error: Exception) -> None:
+        """Keep an error, with a phrase that says where it was raised."""
+        text = str(error) if isinstance(error, RewardFailed) else f"{type(error).__name__}: {error}"
+        self.notes.append((f"process {PartialState().process_index}: {what}: {text}", error))
 
     def raise_everywhere(self, step: int) -> None:
         """
@@ -30,22 +34,16 @@ class Mistakes:
 
         If all noted errors are a `RewardFailed`, which needs no traceback, raise that type instead.
         """
-        mine = [
-            (f"process {self.accelerator.process_index}: {message}", _kind(error)) for message, error in self.notes
-        ]
-        everyones = gather_object(mine) if self.accelerator.num_processes > 1 else mine
+        mine = [(message, isinstance(error, RewardFailed)) for message, error in self.notes]
+        everyones = gather_object(mine) if PartialState().num_processes > 1 else mine
         if not everyones:
             return
         cause = self.notes[0][1] if self.notes else None
         self.notes.clear()
-        kinds = {kind for _, kind in everyones}
         told = list(dict.fromkeys(message for message, _ in everyones))
         told[3:] = [f"and {len(told) - 3} more"] * (len(told) > 3)
-        raise (kinds.pop() if len(kinds) == 1 else RuntimeError)(f"At step {step}, {'; '.join(told)}") from cause
-
-
-def _kind(error: Exception) -> type[RuntimeError]:
-    return RewardFailed if isinstance(error, RewardFailed) else RuntimeError
+        kind = RewardFailed if all(is_failed for _, is_failed in everyones) else RuntimeError
+        raise kind(f"At step {step}, {'; '.join(told)}") from cause
 
 
 class CheckedReward:
@@ -76,17 +74,16 @@ class CheckedReward:
         self._started: Started | None = None
         self._waiting: AbstractContextManager = nullcontext()
 
-    def start(self, waiting: AbstractContextManager, started: Started | None = None, **kwargs: Any) -> None:
+    def start(self, waiting: AbstractContextManager, **kwargs: Any) -> None:
         """
         Start the function in a thread, if it is one that runs in the background.
 
         Args:
             waiting: a context that is entered while TRL's call waits for the function.
-            started: the call of the function for these rows, if it is under way already; None starts it now.
             **kwargs: the arguments of the function.
         """
         if self.in_background:
-            self._started, self._waiting = started or Started(self.function, **kwargs), waiting
+            self._started, self._waiting = Started(self.function, **kwargs), waiting
 
     def forget(self) -> None:
         """Forget the call that `start` began, so that nothing waits for its result any more."""
@@ -104,7 +101,7 @@ class CheckedReward:
                     returned = awaited(self.function(prompts=prompts, completion_ids=completion_ids, **kwargs))
             return self._checked(returned, completion_ids)
         except Exception as error:
-            self.mistakes.notes.append((f"reward function '{self.name}': {message_of(self.name, error)}", error))
+            self.mistakes.note(f"reward function '{self.name}'", error)
             self.token_scores = [None] * len(prompts)
             return [0.0] * len(prompts)
 

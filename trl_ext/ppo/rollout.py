@@ -2,18 +2,13 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf, nan
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..data.calls import repeated_calls
 from ..functional import importance_weights, kl_estimate, last_token_index, turn_sums
-from ..models.histories import Histories
 from .config import PPOConfig
-from .environments import Calls
-from .inputs import with_prompts
 
 
 @dataclass(frozen=True)
@@ -141,16 +136,6 @@ class Rollout:
         }
 
 
-def check_hook(name: str, rollout: Rollout, *returned: Tensor) -> None:
-    """Raise if the trainer's hook `name` returned a tensor that is not (B, T)."""
-    for tensor in returned:
-        if tensor.shape != rollout.mask.shape:
-            raise ValueError(
-                f"`{name}` must return one number for each token, shape (B, T) = {tuple(rollout.mask.shape)}, got "
-                f"{tuple(tensor.shape)}."
-            )
-
-
 def sequence_scores(
     rewards: Tensor,
     weights: Tensor,
@@ -218,211 +203,6 @@ def summed_token_scores(
     return total.to(ended.device, torch.float32)
 
 
-class Collection:
-    """
-    Collect one rollout while TRL runs it.
-
-    TRL's `_generate_and_score_completions` sets up environments, generates, and then calls the trainer's
-    `_calculate_rewards`, which runs our forward passes and the reward functions. TRL itself would keep neither the
-    reference's log-probs nor the critic's values.
-
-    Args:
-        trainer: the trainer that collects.
-        inputs: dataset rows, one for each response.
-    """
-
-    def __init__(self, trainer: Any, inputs: list[dict[str, Any]]):
-        self.trainer = trainer
-        self.rows, self.given_ids = with_prompts(inputs, trainer._tokenizer)
-        self.prompt_ids: list[list[int]] = []
-        self.completion_ids: list[list[int]] = []
-        self.tool_mask: list[list[int]] | None = None  # 1 = drawn by the policy; None if all tokens are
-        self.drawn_first: list[list[int]] | None = None  # the sampler's answers to the prompts, in the first turn
-        self.drawn_logprobs: list[list[float]] | None = None  # each token's when it was drawn; 0 for tools' tokens
-        self.ended: list[bool] = []
-        self.repeats: list[list[bool]] = []  # for each tool call, whether an earlier call of its row was the same
-        self.started: dict[int, Any] = {}  # reward functions that were started ahead, by their place
-        self.tensors: dict[str, Tensor] = {}
-        self.passes: dict[str, Any] = {}  # (B, T) each, or None
-        self.rewards_per_func = torch.empty(0)  # (rows of all processes, F)
-        size = trainer.args.local_rollout_forward_batch_size
-        self.histories = Histories(size) if trainer.tools else None  # what the policy has read of each episode
-        self.longest_prompt = 0  # tokens
-        self.most_rows = 0  # the most rows of any process in a later turn, where all processes generate together
-        self.calls = Calls(trainer.args.tool_timeout, trainer._mistakes)
-
-    def generated(self, output: tuple) -> tuple:
-        """Keep the result of TRL's `_generate`, and return it unchanged."""
-        self.prompt_ids, self.completion_ids, self.tool_mask, completions, self.drawn_logprobs, *_ = output
-        ends = self.trainer.eos_token_ids
-        has_tools = bool(self.trainer.tools)
-        masks = self.tool_mask or [[1]] * len(self.completion_ids)
-        self.ended = [
-            ids[-1] in ends and not (has_tools and (waits_for_tools(completion) or not mask[-1]))
-            for ids, mask, completion in zip(self.completion_ids, masks, completions, strict=True)
-        ]
-        self.repeats = list(map(repeated_calls, completions))
-        self.started = self.trainer._started_ahead()
-        return output
-
-    def rows_with_answers(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows with the columns that reward functions get."""
-        rows = with_answers(inputs, self.prompt_ids, self.ended)
-        is_greedy = self.trainer._evaluation is not None and self.trainer._evaluation.is_greedy
-        return [{**row, "is_greedy": True} for row in rows] if is_greedy else rows
-
-    def start_scoring(self, rows: list[dict[str, Any]], prompts: list, completions: list) -> None:
-        """Start the reward functions that score in the background, with the arguments that TRL will pass to them."""
-        trainer = self.trainer
-        given = given_to_rewards(rows, prompts, completions, self.completion_ids, trainer.environments)
-        for place, function in enumerate(trainer.reward_funcs):
-            waiting, started = trainer.metrics.timed("score_wait"), self.started.get(place)
-            function.start(waiting, started, **given, trainer_state=trainer.state)
-
-    def make_passes(self) -> None:
-        """Run policy, critic and reference over the prompts and responses."""
-        trainer, args = self.trainer, self.trainer.args
-        self.tensors = tensors = self._padded()
-        ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
-        lengths = lengths_of(tensors["prompt_mask"], tensors["completion_mask"])
-        width, size = tensors["completion_ids"].size(1), args.local_rollout_forward_batch_size
-        drawn = self._drawn_logprobs(tensors)
-        trusted = drawn if trainer._trusts_sampler else None
-        outputs: dict[str, Any] = {"logprobs": trusted}
-        goes_on = args.bootstrap_truncated and trainer.model.training
-        if goes_on:  # a token behind each answer, for the value after its last one, if the context has room
-            context = getattr(trainer._actor_critic.policy.config.get_text_config(), "max_position_embeddings", inf)
-            ids = torch.cat([ids, ids[:, -1:]], dim=1)
-            lengths = [(asked, drawn + (asked + drawn < context)) for asked, drawn in lengths]
-        asked = {"with_logprobs": trusted is None, "with_values": trainer.model.training and args.baseline != "mean"}
-        with torch.no_grad(), trainer._no_checkpointing(), trainer.metrics.timed("logprobs"):
-            if any(asked.values()):
-                outputs |= trainer._passes(trainer.model, ids, lengths, width + goes_on, size, **asked)
-            if args.use_ref_model:
-                outputs["ref_logprobs"] = trainer._reference_logprobs(ids, lengths, width + goes_on, size)
-        self.passes = {
-            "sampler_logprobs": drawn if trusted is None else None,
-            "end_values": None,
-            **{name: outputs.get(name) for name in ("logprobs", "ref_logprobs", "values")},
-        }
-        if goes_on:
-            last = torch.tensor([max(drawn - 1, 0) for _, drawn in lengths], device=ids.device)
-            self.passes["end_values"] = outputs["values"].gather(1, last[:, None])[:, 0]
-            for name in ("ref_logprobs", "values", *(["logprobs"] if trusted is None else [])):
-                if outputs.get(name) is not None:
-                    self.passes[name] = outputs[name][:, :width] * tensors["completion_mask"]
-
-    def rollout(self) -> Rollout:
-        """Return the rollout that was collected."""
-        trainer, args = self.trainer, self.trainer.args
-        mask = self.tensors["completion_mask"]
-        device = mask.device
-        ended = torch.tensor(self.ended, device=device)
-        # If the last token of a cut-off row happens to be a PAD that the policy drew, TRL takes the row for finished
-        takes_part = mask.any(1) & (ended | (not args.mask_truncated_completions))
-        rewards = trainer._local(self.rewards_per_func)
-        scores = sequence_scores(
-            rewards, trainer.reward_weights, ended, args.missing_eos_score, args.missing_eos_penalty
-        )
-        token_scores = summed_token_scores(
-            [function.token_scores for function in trainer.reward_funcs],
-            trainer.reward_weights,
-            ended,
-            mask.size(1),
-            args.missing_eos_score,
-        )
-        tool_mask = self.tensors.get("tool_mask")
-        if token_scores is not None and tool_mask is not None:
-            token_scores = onto_policy_tokens(token_scores, tool_mask)
-        drawn = [sum(row) for row in self.tool_mask or [[1] * len(ids) for ids in self.completion_ids]]
-        told = [len(ids) - of_policy for ids, of_policy in zip(self.completion_ids, drawn, strict=True)]
-        repeats = padded(self.repeats, nan, "right", dtype=torch.float32)
-        return Rollout(
-            **self.tensors,
-            **self.passes,
-            rewards_per_func=rewards,
-            scores=scores.masked_fill(~takes_part, torch.nan),
-            token_scores=token_scores,
-            ended=ended,
-            environments={name: torch.tensor(rows, device=device) for name, rows in self._environments().items()},
-            lengths=torch.tensor(drawn, device=device, dtype=torch.float32),
-            tool_lengths=torch.tensor(told, device=device, dtype=torch.float32),
-            repeats=repeats.to(device),
-        )
-
-    def _environments(self) -> dict[str, list[bool]]:
-        """Return, for each environment's name, which rows were played in it; all processes have the same names."""
-        trainer = self.trainer
-        if trainer.environments is None:
-            return {}
-        if None in trainer.environment_factories:  # TRL's name for the environment, if there is only one
-            return {type(trainer.environments[0]).__name__: [True] * len(self.rows)}
-        played = [row["environment"] for row in self.rows]
-        return {name: [name == each for each in played] for name in trainer.environment_factories}
-
-    def _padded(self) -> dict[str, Tensor]:
-        """Return (B, P) and (B, T) ids and masks, as TRL pads them."""
-        trainer = self.trainer
-        pad, multiple = trainer._tokenizer.pad_token_id, trainer.args.pad_to_multiple_of
-        prompts, completions = self.prompt_ids, self.completion_ids
-        ones = [[1] * len(ids) for ids in completions]
-        if trainer.args.mask_truncated_completions:
-            finished = [*trainer.eos_token_ids, pad]
-            ones = [row if ids[-1] in finished else [0] * len(row) for row, ids in zip(ones, completions, strict=True)]
-        rows = {
-            "prompt_ids": (prompts, pad, "left"),
-            "prompt_mask": ([[1] * len(ids) for ids in prompts], 0, "left"),
-            "completion_ids": (completions, pad, "right"),
-            "completion_mask": (ones, 0, "right"),
-        }
-        if self.tool_mask is not None:
-            rows["tool_mask"] = (self.tool_mask, 0, "right")
-        device = trainer.accelerator.device
-        return {name: padded(*given, multiple=multiple).to(device) for name, given in rows.items()}
-
-    def _drawn_logprobs(self, tensors: dict[str, Tensor]) -> Tensor | None:
-        """
-        Return the sampler's (B, T) log-probs.
-
-        If some process does not know them for all of its tokens, return None; or raise, if training needs them.
-        """
-        trainer, mask = self.trainer, tensors["completion_mask"]
-        logprobs = None
-        if trainer._keeps_logprobs and self.drawn_logprobs is not None and self._is_as_drawn():
-            rows = [[nan if x is None else x for x in row] for row in self.drawn_logprobs]
-            logprobs = padded(rows, 0.0, "right", width=mask.size(1), dtype=torch.float32).to(mask.device)
-            logprobs = logprobs.masked_fill(mask == 0, 0.0)
-        is_known = logprobs is not None and logprobs.isfinite().all().item()
-        who_knows = trainer.accelerator.gather(mask.new_tensor([is_known]))
-        if who_knows.all():
-            return logprobs
-        if trainer.model.training and trainer.args.needs_sampler_logprobs:
-            raise RuntimeError(
-                f"The sampler's log-probs are missing on {int((~who_knows.bool()).sum())} of {len(who_knows)} "
-                "process(es), or belong to other tokens. "
-                f"`importance_sampling_mode={trainer.args.importance_sampling_mode!r}` and "
-                f"`old_logprobs={trainer.args.old_logprobs!r}` need them. Return the log-probs with the answers, and "
-                "do not change answers afterwards; or set `importance_sampling_mode='none'` and "
-                "`old_logprobs='recompute'` to train without a correction."
-            )
-        return None
-
-    def _is_as_drawn(self) -> bool:
-        """Return whether the answers are still those that were generated, not changed by other code."""
-        assert self.drawn_logprobs is not None
-        is_of_all = [len(row) for row in self.drawn_logprobs] == [len(ids) for ids in self.completion_ids]
-        first = self.drawn_first  # None with a `rollout_func`, which draws by itself
-        return is_of_all and (
-            first is None
-            or all(ids[: len(drawn)] == drawn for ids, drawn in zip(self.completion_ids, first, strict=True))
-        )
-
-
-def waits_for_tools(completion: Any) -> bool:
-    """Return whether a response ends with tool calls that got no answer, since the episode was cut off there."""
-    return isinstance(completion, list) and bool(completion) and bool(completion[-1].get("tool_calls"))
-
-
 def onto_policy_tokens(values: Tensor, tool_mask: Tensor) -> Tensor:
     """
     Move the values at tool tokens onto the policy's last token before them. Each row keeps its sum.
@@ -457,30 +237,6 @@ def padded(
     missing = [[value] * (width - len(row)) for row in rows]
     filled = [m + row if side == "left" else row + m for row, m in zip(rows, missing, strict=True)]
     return torch.tensor(filled, dtype=dtype)
-
-
-def with_answers(rows: list[dict[str, Any]], prompt_ids: list[list[int]], ended: list[bool]) -> list[dict[str, Any]]:
-    """Add the columns `prompt_ids` and `finished`, which reward functions get besides the dataset's columns."""
-    return [
-        {**row, "prompt_ids": asked, "finished": finished}
-        for row, asked, finished in zip(rows, prompt_ids, ended, strict=True)
-    ]
-
-
-def given_to_rewards(
-    rows: list[dict[str, Any]],
-    prompts: list,
-    completions: list,
-    completion_ids: list[list[int]],
-    environments: list | None = None,
-) -> dict[str, Any]:
-    """Return the arguments that TRL calls a reward function with, except the loggers and the trainer's state."""
-    columns = {key: [row[key] for row in rows] for key in rows[0]}
-    if environments is not None:
-        columns["environments"] = environments
-    for name in ("prompt", "completion", "completion_ids"):  # TRL passes on no columns of these names
-        columns.pop(name, None)
-    return {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
 
 
 def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, int]]:

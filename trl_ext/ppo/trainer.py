@@ -1,13 +1,12 @@
 """PPO on TRL's `GRPOTrainer`: prompt → rollout → scores → token rewards → advantages → loss → step → metrics."""
 
 import copy
-import functools
 import math
 import os
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
-from trl import GRPOConfig, GRPOTrainer
 
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.hack_watch import attach_watch
@@ -43,19 +41,16 @@ from ..functional import (
     whiten,
 )
 from ..models.adapter_guard import AdapterGuard
-from ..models.adapter_switch import CRITIC
-from ..models.adapters import is_adapter
+from ..models.adapter_switch import CRITIC, POLICY, REFERENCE
+from ..models.adapters import copy_adapter, is_adapter
 from ..models.card import without_none
 from ..models.files import load_adapters, one_adapter, save_critic, weights_of, without_base
 from ..models.generation import check_savable, warn_of_turn_end
 from ..models.identity import hash_of, hub_identity, weights_identity
 from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
-from ..models.sampler import SamplerRecorder
 from ..models.saved_adapter import load_to_train
-from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
 from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
-from ..rewards.member import Started
 from ..runs.checkpoints import CannotResume, ResumableRun
 from ..runs.control import AgreedControl, take_kl_scale
 from ..runs.needs import check_monitors
@@ -63,10 +58,8 @@ from ..runs.output_dir import Hold
 from ..upstream.names import (
     RepeatSampler,
     check_contract,
-    disable_gradient_checkpointing,
     get_config_model_id,
     is_conversational,
-    use_adapter,
 )
 from ..upstream.temporarily import temporarily
 from ..upstream.terminal import late_bars
@@ -74,17 +67,17 @@ from . import gradients
 from .accumulator import global_moments
 from .ahead import RolloutsAhead
 from .baseline_gate import BaselineGate
+from .collection import RolloutTrainer
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
-from .environments import check_agents, guarded, identities_of, load_states, states_of, step_rewards, what_reset_leaves
+from .environments import guarded, load_states, states_of, step_rewards
 from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
 from .inputs import (
+    check,
+    check_arguments,
     check_evaluation_batch,
-    check_inputs,
     check_prompt_lengths,
-    check_templates,
     listed,
-    tokenized,
     with_prompts,
 )
 from .kl_controller import KLController
@@ -92,9 +85,8 @@ from .kl_stop import ApproxKLStop
 from .metrics import GRPO_ONLY_METRICS, PPOMetrics
 from .optimizer import check_all_optimized, set_critic_rate
 from .passes import Passes
-from .reference import SyncReference, moved_reference, save_reference
 from .reward_normalizer import RewardNormalizer
-from .rewards import Mistakes, background_last
+from .rewards import Mistakes
 from .roles import (
     Rewards,
     check_base,
@@ -104,20 +96,20 @@ from .roles import (
     make_reference,
     prepare_base,
 )
-from .rollout import Collection, Rollout, check_hook, joined, lengths_of, permuted
+from .rollout import Rollout, joined, lengths_of, permuted
 from .schedule import schedule, steps_of
 from .snapshot import Snapshot
-from .vllm import ServerGuard, ServerLost, check_loadable, check_logprobs, plain_errors, save_last_step
+from .vllm import ServerGuard, ServerLost, check_loadable, check_logprobs, save_last_step
 
 
-class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
+class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
     """
     Train with Proximal Policy Optimization (1707.06347): a critic, GAE and per-token KL rewards (1909.08593).
 
     It builds on TRL's maintained on-policy trainer, which loads, generates, scores and logs. The algorithm is in
-    `_generate_and_score_completions` (from prompts to advantages) and `_compute_loss`. A subclass changes it by
-    overriding `token_rewards`, `advantages` or `rollout_metrics`, which get a [`Rollout`]. The other methods are
-    hooks that TRL and transformers call.
+    `_generate_and_score_completions` (from prompts to advantages) and `_compute_loss`; `RolloutTrainer` collects the
+    rollout. A subclass changes the algorithm by overriding `token_rewards`, `advantages` or `rollout_metrics`, which
+    get a [`Rollout`]. The other methods are hooks that TRL and transformers call.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -197,7 +189,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     processing_class: Any
     _tokenizer: Any
     _buffered_inputs: Any  # TRL's: the micro-batches of the rollout that is trained on
-    _collection: Collection  # while a rollout is collected
     _environment_pool: dict
     _last_loaded_step: int  # TRL's: the step whose weights vLLM has
     _step: int  # TRL's: micro-batches trained on by this process
@@ -225,66 +216,56 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     ):
         check_contract(PPOTrainer)
         late_bars()
-        reward_funcs, reward_processing_classes = listed(
-            model, reward_funcs, reward_processing_classes, processing_class, environment_factory is not None
-        )
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = PPOConfig(f"{name.split('/')[-1] or 'model'}-PPO")
-        has_environments = environment_factory is not None
+        reward_funcs, reward_processing_classes = listed(reward_funcs, reward_processing_classes, processing_class)
         evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-        datasets = [("train", train_dataset), *evals.items()]
-        check_agents(args, tools, environment_factory, rollout_func, datasets)
-        check_inputs(
-            model,
+        datasets = [(name, data) for name, data in {"train": train_dataset, **evals}.items() if data is not None]
+        players = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
+        check(
             args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            value_model,
-            ref_model,
-            reward_funcs,
-            has_environments,
-            adds_columns=rollout_func is not None,
+            {"model": model, "value_model": value_model, "ref_model": ref_model}
+            | {f"reward {i}": reward for i, reward in enumerate(reward_funcs)},
+            datasets,
+            environment_factory,
+            [name for name, player in players.items() if player],
+            optimizers[0],
         )
-        if rollout_func is not None and not args.another_samples:
+        if rollout_func is None:
+            check_arguments(reward_funcs, datasets)
+        elif not args.another_samples:
             args = copy.copy(args)  # the caller's `args` stay unchanged
-            args.allow_off_policy_sampling = True  # who draws is not known here
-        if value_model is not None and args.baseline == "mean":
-            raise ValueError("`value_model` is a critic, but `baseline='mean'` uses none. Leave one of the two out.")
-        if optimizers[0] is not None and args.critic_learning_rate is not None:
-            raise ValueError(
-                "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
-                "critic its own parameter group there, or drop `critic_learning_rate`."
-            )
-        if model_is_adapter := is_adapter(model, (args.model_init_kwargs or {}).get("revision")):
+            args.allow_off_policy_sampling = True  # who samples is not known here
+        if is_adapter(model, (args.model_init_kwargs or {}).get("revision")):
             ref_model = None if ref_model == model else ref_model  # a copy of the policy is the same reference
             model, processing_class = load_to_train(model, args, processing_class, peft_config, quantization_config)
             peft_config = quantization_config = None
         reward_funcs = check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
         reward_paths = [reward if isinstance(reward, str) else None for reward in reward_funcs]
-        if len(reward_processing_classes) == len(reward_funcs):  # else GRPO says what is wrong
-            load_rewards(reward_funcs, reward_processing_classes, args)
+        load_rewards(reward_funcs, reward_processing_classes, args)
+        if isinstance(model, PeftModel) and args.use_ref_model and ref_model is None:
+            model.add_adapter(REFERENCE, model.peft_config[POLICY])
+            copy_adapter(model, POLICY, REFERENCE)
 
-        self._given_tools = tools or []  # without the environments' tools
-        read = temporarily(args, model_init_kwargs=None) if model_is_adapter else nullcontext()
-        with _as_grpo_reads(args, model), read, plain_errors():
-            super().__init__(
-                model=model,
-                reward_funcs=reward_funcs,
-                args=args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                reward_processing_classes=reward_processing_classes,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
-                tools=tools,
-                rollout_func=rollout_func,
-                environment_factory=self._guarded(environment_factory),
-            )
+        self._mistakes = Mistakes()
+        super().__init__(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=self._guarded(environment_factory, args.tool_timeout),
+        )
+        self._mistakes.raise_everywhere(0)  # of an environment that could not be made
         if self.environment_factories:
             self._reward_steps({type(pool[0]) for pool in self._environment_pool.values()})
         reward_paths += [None] * (len(self.reward_funcs) - len(reward_paths))
@@ -333,7 +314,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if self.place_model_on_device:
             actor_critic.critic.to(args.device)
         self.model = self.model_wrapped = self.callback_handler.model = actor_critic
-        self._mistakes = Mistakes(self.accelerator)
         self.reward_funcs = rewards.as_functions(
             actor_critic, args, self.eos_token_ids, self._mistakes, self._score_on_base, self._own_draws
         )
@@ -346,24 +326,20 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
-        self._has_warned_of_states = True  # until a training starts
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
         self._kl_stop = ApproxKLStop(args.max_approx_kl)
 
-        check_templates(self._tokenizer, rewards, datasets)
-        if not has_environments:  # what `reset` says is known in the rollout only
+        if environment_factory is None:  # else what `reset` says is known in the rollout only
             check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
         ConsoleCallback.replace(self)
         check_monitors(self)
 
-    def _guarded(self, environment_factory: Any) -> Any:
-        """
-        Wrap an environment factory, or each factory in a dict: all processes raise an environment's error.
-        """
+    def _guarded(self, environment_factory: Any, timeout: float | None) -> Any:
+        """Wrap an environment factory, or each factory in a dict: all processes raise an environment's error."""
 
         def guard(factory: Any) -> Any:
-            make = guarded(factory, lambda: self.args.tool_timeout, lambda: getattr(self, "_mistakes", None))
+            make = guarded(factory, timeout, self._mistakes)
 
             def probed() -> Any:
                 environment = make()
@@ -390,16 +366,11 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _adapt_grpo(self, policy: Any) -> None:
         """Change what GRPO's constructor has set in another way than PPO needs."""
         args = self.args
-        self.reward_clip_range = args.reward_clip_range
-        self.beta = 0.0  # our passes have the reference's log-probs
+        self.num_iterations = args.num_ppo_epochs
+        self.vllm_importance_sampling_correction = False  # ours is `importance_sampling_mode`
         self.epsilon_low = args.clip_range
         self.epsilon_high = args.clip_range if args.epsilon_high is None else args.epsilon_high
         if args.stop_token_id is not None:
-            if not 0 <= args.stop_token_id < (vocabulary := vocabulary_of(policy)):
-                raise ValueError(
-                    f"`stop_token_id={args.stop_token_id}` is not in the policy's vocabulary (0 to {vocabulary - 1}). "
-                    "Use an id in that range, or leave the setting out."
-                )
             self.eos_token_ids = [*self.eos_token_ids, args.stop_token_id]
         if self.use_vllm:
             vllm = self.vllm_generation
@@ -429,20 +400,16 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             self.accelerator.ddp_handler.find_unused_parameters = False
         if self.is_deepspeed_enabled and args.leaves_steps_out:
             raise ValueError(
-                f"`critic_warmup_rollouts={args.critic_warmup_rollouts}` and `max_approx_kl={args.max_approx_kl}` "
-                f"skip some updates, but DeepSpeed updates the weights inside "
-                "`backward`. Use DDP or FSDP, or leave these settings out."
+                "`critic_warmup_rollouts` and `max_approx_kl` leave out some updates, but DeepSpeed updates the "
+                "weights inside `backward`. Use DDP or FSDP, or leave these settings out."
             )
 
-    def _set_reference(self, ref_model: str | PreTrainedModel | None, is_moved: bool = False) -> None:
+    def _set_reference(self, ref_model: str | PreTrainedModel | None) -> None:
         reference = make_reference(self._loader, ref_model, self.args, self._tokenizer)
-        if ref_model is not None and not is_moved:
+        if ref_model is not None:
             path = ref_model if isinstance(ref_model, str) else None
             self._weights_at_start["reference"] = weights_identity(reference, path)
         self.ref_model = self._loader.placed(reference)
-        if self.args.sync_ref_model:
-            self.remove_callback(SyncReference)  # of the reference before resuming
-            self.add_callback(SyncReference(ref_model=self.ref_model, accelerator=self.accelerator))
 
     def _score_on_base(self, name: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Score right-padded (B, L) rows with a reward model on the policy's base: (B,)."""
@@ -471,6 +438,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         prompts → answers, log-probs, values, scores → token rewards → advantages and returns → rows to train on.
         """
         args = self.args
+        if self.model.training:
+            self.kl_controller.scale(take_kl_scale(self.state))
         rollout = self._collect(inputs)
         if not self.model.training:
             return self._observe_evaluation(rollout)
@@ -479,10 +448,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         kl = rollout.k1 if args.kl_estimator == "k1" else rollout.kl(args.kl_estimator)  # (B, T)
         kl_coef = self.kl_controller.kl_coef
         rewards = self.token_rewards(rollout, scores, kl)  # (B, T)
-        check_hook("token_rewards", rollout, rewards)
         values = torch.zeros_like(rewards) if rollout.values is None else rollout.values  # (B, T)
         advantages, returns = self.advantages(rollout, rewards, values)  # (B, T) each
-        check_hook("advantages", rollout, advantages, returns)
         if args.use_ref_model and not self._warms_up(self._step):
             mean_kl, episodes = self._global_mean((rollout.k1 * rollout.mask).sum(1), rollout.valid)
             if episodes:
@@ -590,116 +557,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         """
         return {}
 
-    def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
-        """Let TRL generate and score the answers, and keep everything that PPO needs."""
-        self._actor_critic.train_adapters()
-        if self.model.training:
-            self.kl_controller.scale(take_kl_scale(self.state))
-        self._collection = Collection(self, inputs)
-        try:
-            super()._generate_and_score_completions(self._collection.rows)
-        finally:
-            for function in self.reward_funcs:
-                function.forget()
-        if self.environments is not None and self.model.training and not self._has_warned_of_states:
-            self._warn_of_kept_states(self._collection.rows)
-            self._has_warned_of_states = True
-        return self._collection.rollout()
-
-    def _generate(self, prompts: list) -> tuple:
-        collection = self._collection
-        if self.environments is not None:
-            self._mistakes.raise_everywhere(self.state.global_step)  # of `reset`
-        if self.tools:
-            for name in ("_sync_tool_dicts", "_async_tool_dicts"):
-                setattr(self, name, collection.calls.watch(getattr(self, name), self.environments))
-        return collection.generated(super()._generate(tokenized(prompts, collection.given_ids)))
-
-    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
-        self._collection.calls.turn = 0  # also of a `rollout_func`, which has drawn the first turn by itself
-        output = super()._tool_call_loop(*args, **kwargs)
-        while self._draws_together and self._most_rows(0):  # other processes have more turns than this one
-            with temporarily(self, max_completion_length=1):
-                self._generate_answers([[self._tokenizer.pad_token_id]], None, {}, 1)
-        return output
-
-    @property
-    def _draws_together(self) -> bool:
-        """
-        Return whether all processes must generate together, since weights are sharded, or one process sends vLLM the
-        prompts of all.
-        """
-        is_sharded = self._dist.is_zero3 or self.is_fsdp_enabled
-        return self.accelerator.num_processes > 1 and (is_sharded or (self.use_vllm and self.vllm_mode == "server"))
-
-    def _most_rows(self, rows: int) -> int:
-        """
-        Return and keep the most rows that any process generates for in this turn.
-
-        `rows` is the number of rows of this process. Call this on all processes.
-        """
-        everywhere = self.accelerator.gather(torch.tensor([rows], device=self.accelerator.device))
-        self._collection.most_rows = int(everywhere.max())
-        return self._collection.most_rows
-
-    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
-        """Run policy, critic and reference, then score; background reward functions run while the models do."""
-        collection = self._collection
-        rows = collection.rows_with_answers(inputs)
-        collection.start_scoring(rows, prompts, completions)
-        collection.make_passes()
-        collection.rewards_per_func = self._scored(rows, prompts, completions, completion_ids_list)
-        return collection.rewards_per_func
-
-    def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
-        """Call F reward functions, background functions last; return the rewards, (rows of all processes, F)."""
-        order = background_last(self.reward_funcs)
-        functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
-        with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
-            rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids)
-        self._mistakes.raise_everywhere(self.state.global_step)
-        return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
-
-    def _reference_logprobs(self, ids: Tensor, lengths: list[tuple[int, int]], width: int, size: int) -> Tensor:
-        """
-        Return the reference's (B, T) log-probs.
-
-        Without a `ref_model` the reference is the policy with the adapter `ref`, or else without an adapter.
-        """
-        if self.ref_model is not None:
-            return self._passes(self.ref_model, ids, lengths, width, size)["logprobs"]
-        with use_adapter(self._actor_critic, "ref" if "ref" in self._actor_critic.peft_config else None):
-            return self._passes(self.model, ids, lengths, width, size)["logprobs"]
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
-        return None, None, None  # GRPO asks for log-probs where it may need them; our passes compute them
-
-    def _no_checkpointing(self) -> AbstractContextManager:
-        return disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-
-    @property
-    def _keeps_logprobs(self) -> bool:
-        """Return whether to keep the sampler's log-probs, for training or only for metrics."""
-        return self._trusts_sampler or self.args.another_samples or self.args.importance_correction != "none"
-
-    @property
-    def _trusts_sampler(self) -> bool:
-        """
-        Return whether the sampler's log-probs can stand in for those that a forward pass of the policy would compute.
-        """
-        args = self.args
-        if args.old_logprobs != "auto":
-            is_trusted = args.old_logprobs == "sampler"
-        else:
-            is_plain = not (args.another_samples or args.generation_kwargs or args.importance_correction != "none")
-            policy = base_model_of(self._actor_critic.policy)
-            is_quantized = getattr(policy.config, "quantization_config", None) is not None
-            is_exact = self.accelerator.mixed_precision == "no" and policy.dtype == torch.float32 and not is_quantized
-            is_trusted = is_plain and is_exact and args.disable_dropout
-        if self.use_vllm:
-            return is_trusted and self.vllm_generation.temperature > 0
-        return is_trusted and self.generation_config.do_sample  # greedy decoding scales by no temperature
-
     def _actions(self, mask: Tensor) -> Tensor:
         """
         Return a (B, T) mask of the tokens at which an action starts: each token, or the first token of each turn.
@@ -721,8 +578,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             normalizer.reference_mean = mean_demonstration_score(self)
         everyones = self.accelerator.gather(rollout.scores).cpu()
         scores, scales = (self._local(each).to(rollout.scores) for each in normalizer(everyones, groups))
-        if self.reward_clip_range:
-            scores = scores.clamp(*self.reward_clip_range)
+        if self.args.reward_clip_range:
+            scores = scores.clamp(*self.args.reward_clip_range)
         return scores, None if rollout.token_scores is None else rollout.token_scores * scales[:, None]
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -820,11 +677,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         moments = global_moments(self.accelerator, values, mask)
         return moments[1].item(), int(moments[0])
 
-    def _local(self, gathered: Tensor) -> Tensor:
-        """Return this process' rows of a tensor that holds the rows of all processes."""
-        size = len(gathered) // self.accelerator.num_processes
-        return gathered[self.accelerator.process_index * size :][:size]
-
     # ---- Prompts ----
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -836,11 +688,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return _EpochSeeded(super()._get_train_sampler(dataset), seed, lambda: int(self.state.epoch or 0))
-
-    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, dict]:
-        if hasattr(prompts[0], "token_ids"):  # of rows with `input_ids`
-            return [prompt.token_ids for prompt in prompts], None, {}
-        return super()._tokenize_prompts(prompts)
 
     def _measure_prompts(self, rows: list[dict[str, Any]]) -> list[int]:
         """Return the number of tokens in each prompt, as the policy reads it."""
@@ -885,98 +732,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             }
             for i, chunk in enumerate(chunks)
         ]
-
-    def _generate_single_turn(
-        self, prompt_ids: list, images: Any, multimodal_fields: dict, *args: Any, **kwargs: Any
-    ) -> tuple[list[list[int]], list[list[float]] | None]:
-        self._collection.calls.turn += 1
-        self._check_room(prompt_ids)
-        if self._collection.calls.turn and self._draws_together:
-            self._most_rows(len(prompt_ids))
-        answers, logprobs = self._generate_answers(prompt_ids, images, multimodal_fields, *args, **kwargs)
-        if not self._collection.calls.turn:
-            self._collection.drawn_first = list(answers)
-        return answers, logprobs
-
-    def _check_room(self, prompt_ids: list[list[int]]) -> None:
-        """
-        Note an error if a prompt, with what `reset` added, leaves no room for an answer in the policy's context.
-
-        In the first turn, raise it on all processes. Without environments, do nothing.
-        """
-        context = getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None)
-        longest = max(map(len, prompt_ids))
-        if self.environments is not None and context and longest >= context:
-            message = (
-                f"the prompt of row {[len(ids) for ids in prompt_ids].index(longest)} has {longest} tokens, with the "
-                f"text that `reset` returned, but the policy's context has {context}: shorten the prompt, or use a "
-                "policy with a longer context"
-            )
-            self._mistakes.notes.append((message, ValueError(message)))
-        if self.environments is not None and not self._collection.calls.turn:
-            self._mistakes.raise_everywhere(self.state.global_step)
-
-    def _generate_answers(
-        self, prompt_ids: list, *args: Any, **kwargs: Any
-    ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Generate one turn for each prompt; return the turns' tokens, and their log-probs if these are kept."""
-        generate = super()._generate_single_turn
-        if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids))[0]:
-            return drawn
-        if self._ahead is not None:
-            self._ahead.settle()  # TRL may send the server new weights
-        with self.metrics.timed("generate"):
-            if self.use_vllm:
-                draw = functools.partial(generate, prompt_ids, *args, **kwargs)
-                return draw() if self._vllm_server is None else self._vllm_server.answered(draw)
-            recorder = SamplerRecorder() if self._keeps_logprobs else None
-            recording = {"sampler_recorder": recorder, "histories": self._collection.histories}
-            longest, size = self._tokens_left(prompt_ids), self.args.local_rollout_forward_batch_size
-            chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
-            limited = temporarily(self.generation_config, max_new_tokens=longest)
-            with self._gathered_for_generation():
-                with temporarily(self._actor_critic, **recording), limited:
-                    answers = [ids for chunk in chunks for ids in generate(chunk, *args, **kwargs)[0]]
-                # Where processes generate together, each calls `generate` as often as the one with most rows
-                with temporarily(self.generation_config, max_new_tokens=1):
-                    for _ in range(len(chunks), math.ceil(self._collection.most_rows / size)):
-                        generate([[self._tokenizer.pad_token_id]], *args, **kwargs)
-            return answers, None if recorder is None else recorder.take(answers)
-
-    def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
-        """
-        Return how many tokens an answer in this turn may have: no fewer than any row has room for.
-
-        TRL cuts off what exceeds the room of an answer's own row.
-        """
-        collection, limit = self._collection, self.max_completion_length
-        if collection.calls.turn == 0:
-            collection.longest_prompt = max(map(len, prompt_ids))
-        elif collection.longest_prompt:  # else a `rollout_func` has drawn the first turn
-            limit -= min(map(len, prompt_ids)) - collection.longest_prompt
-        return max(1, min(limit, self.max_completion_length))
-
-    def _take_up(self, prompt_ids: list) -> tuple[list[list[int]], list[list[float]]]:
-        """
-        Return the answers that were generated ahead for the prompts, and their log-probs; two empty lists if a server
-        failed.
-        """
-        assert self._ahead is not None
-        answers = self._ahead.take(prompt_ids).answers.result()
-        logprobs = [row[: len(ids)] for row, ids in zip(answers.logprobs.tolist(), answers.ids, strict=True)]
-        return answers.ids, logprobs
-
-    def _started_ahead(self) -> dict[int, Started]:
-        """Return the calls of reward functions that began when the rollout was generated, by the function's index."""
-        return self._ahead.started() if self._ahead is not None and self.model.training else {}
-
-    def _gathered_for_generation(self) -> AbstractContextManager:
-        if not self.args.ds3_gather_for_generation:
-            return nullcontext()
-        policy = self._actor_critic.policy
-        if self._dist.is_zero3:
-            return gathered_by_zero3(self.model_wrapped, policy, self.args)
-        return kept_by_fsdp2(policy)
 
     def _log_advantages(self, advantages: Tensor, mask: Tensor) -> None:
         """Put each row's mean advantage into the completions table, in place of GRPO's advantage."""
@@ -1126,29 +881,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             with self._own_environments():
                 load_states(self._environment_pool, self.environment_factories, states["eval"])
 
-    def _warn_of_kept_states(self, rows: list[dict[str, Any]]) -> None:
-        """Warn if an environment keeps state from one episode to the next: a resumed run would lack that state."""
-        assert self.environments is not None and self.environment_factories is not None
-        checked: set[type] = set()
-        for row, environment in zip(rows, self.environments, strict=True):
-            if type(environment) in checked or hasattr(environment, "_state_dict"):
-                continue
-            checked.add(type(environment))
-            name = None if None in self.environment_factories else row["environment"]
-            if name is not None:
-                row = {key: value for key, value in row.items() if key != "environment"}
-            same_draws = functools.partial(untouched_rng, self.accelerator, self.args)
-            with temporarily(self._mistakes, notes=[]):  # the class may refuse another instance or a second `reset`
-                fresh = self.environment_factories[name]()
-                differs = what_reset_leaves(environment, fresh, row, same_draws)
-                is_compared = not self._mistakes.notes
-            if differs and is_compared:
-                self.accelerator.print(
-                    f"{type(environment).__name__}: after an episode, `reset` leaves {', '.join(differs)} different "
-                    "from a new instance, so a resumed run may differ from an uninterrupted one. Set all of it in "
-                    "`reset`, or give the class `_state_dict` and `_load_state_dict`."
-                )
-
     # ---- Logging ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -1184,7 +916,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # so vLLM is sent the weights, also if a checkpoint has the same step
         self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
-        self._has_warned_of_states = False
         try:
             with Hold(self.args.output_dir):  # until the last step is saved, too
                 try:
@@ -1206,7 +937,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             **ends,
             **self._rewards.identities(),
             **self._weights_at_start,
-            **identities_of(self._given_tools, self._environment_pool if self.environment_factories else {}),
         }
 
     def _schedule(self) -> str:
@@ -1224,15 +954,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 f"exactly. Start it on {written}; or begin a new run in another `output_dir`, with the checkpoint as "
                 "`model` and its folder `critic` as `value_model`."
             )
-
-    def _before_resuming(self, checkpoint: str) -> None:
-        if self.args.sync_ref_model:
-            self._set_reference(moved_reference(checkpoint), is_moved=True)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self._ahead is not None and not self.args.save_only_model:
-            self._ahead.settle()  # before writing: a process that cannot write would leave the others waiting in here
-        super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Write the policy as a model of its own, and the critic beside it under `critic/`."""
@@ -1283,8 +1004,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self.args.sync_ref_model:
-            save_reference(self, output_dir)
         is_mid_rollout = self._step % self._steps_per_rollout != 0
         rows = joined(self._buffered_inputs) if is_mid_rollout else None
         Snapshot.take(self, rows).save(output_dir, self.args.process_index)
@@ -1330,17 +1049,3 @@ class _EpochSeeded(Sampler):
         if self.sampler.shuffle:
             self.sampler.generator.manual_seed(self.seed + epoch)
         return iter(self.sampler)
-
-
-def _as_grpo_reads(args: PPOConfig, model: Any) -> AbstractContextManager:
-    """
-    Return a context in which `args` has the names that GRPO's constructor reads.
-
-    Our settings are there under GRPO's names. The settings of GRPO's own loss, which PPO does not use, have their
-    defaults. `beta` is 1 for a [`~peft.PeftModel`], whose adapter GRPO then copies into `ref`, and 0 for other models,
-    for which GRPO then loads no reference.
-    """
-    its_own = {field.name: field.default for field in fields(GRPOConfig) if not hasattr(args, field.name)}
-    its_own["vllm_importance_sampling_correction"] = False
-    its_own |= {"beta": float(isinstance(model, PeftModel)), "sync_ref_model": False}
-    return temporarily(args, **its_own, num_iterations=args.num_ppo_epochs, epsilon=args.clip_range)

@@ -33,7 +33,6 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
         "launch_training_script": "script_name, launch_args, training_script_args, launch_parser_fn=",
     },
     "trl.data_utils": {"is_conversational": "example"},
-    "trl.import_utils": {"is_vllm_available": ""},
     "trl.models": {
         "prepare_deepspeed": "model, accelerator",
         "prepare_fsdp": "model, accelerator",
@@ -44,7 +43,6 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
         "disable_gradient_checkpointing": "model, gradient_checkpointing_kwargs",
         "remove_hooks": "model",
     },
-    "trl.trainer.callbacks": {"SyncRefModelCallback": "ref_model=, accelerator="},
     "trl.trainer.utils": {
         "FusedCausalLMOutput": "log_probs=, entropy=, aux_loss=",
         "RepeatSampler": "data_source=, mini_repeat_count=, batch_size=, repeat_count=, shuffle=, seed=",
@@ -133,9 +131,7 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "compute_loss": "model, inputs, return_outputs, num_items_in_batch",
     },
     "trl.generation.vllm_client.VLLMClient": {
-        "close_communicator": "",
         "generate": "...",
-        "init_communicator": "device=",
         "reset_prefix_cache": "",
         "update_named_params": "metadata, named_params",
     },
@@ -161,14 +157,14 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         _globalstep_last_logged _last_loaded_step _logs _metrics _name _paper
         _signature_columns
         _step _sync_tool_dicts _tag_names _tokenizer _total_loss_scalar _tr_loss
-        accelerator args aux_loss_enabled beta callback_handler chat_template_kwargs control
+        accelerator args aux_loss_enabled callback_handler chat_template_kwargs control
         environment_factories environments eos_token_ids epsilon_high
         epsilon_low eval_dataset generation_config generation_kwargs is_deepspeed_enabled is_fsdp_enabled
         loss_is_scaled_for_ga
         max_completion_length model model_wrapped num_generations num_generations_eval num_iterations optimizer
         place_model_on_device processing_class ref_model reward_func_names reward_funcs
         reward_processing_classes reward_weights router_aux_loss_coef state temperature tools train_dataset use_vllm
-        vllm_generation""",
+        vllm_generation vllm_importance_sampling_correction""",
     "trl.DPOTrainer": """
         _is_vision_dataset _metrics _signature_columns _tag_names _tokenizer
         accelerator args beta control data_collator eval_dataset is_deepspeed_enabled is_fsdp_enabled ld_alpha

@@ -1,0 +1,398 @@
+"""Collect a rollout: TRL plays it and calls the rewards, and we run policy, critic and reference over the answers."""
+
+import functools
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from ..data.calls import repeated_calls
+from ..models.histories import Histories
+from ..models.sampler import SamplerRecorder
+from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
+from ..models.weights import base_model_of
+from ..upstream.names import disable_gradient_checkpointing, use_adapter
+from ..upstream.temporarily import temporarily
+from .environments import Calls
+from .inputs import tokenized, with_prompts
+from .rewards import background_last
+from .rollout import Rollout, lengths_of, onto_policy_tokens, padded, sequence_scores, summed_token_scores
+
+
+@dataclass
+class Collection:
+    """Hold what a rollout has produced so far, for B answers."""
+
+    rows: list[dict[str, Any]]  # of the dataset
+    given_ids: list[list[int]] | None  # the prompts' tokens, if the rows have `input_ids`
+    calls: Calls
+    histories: Histories | None  # what the policy has read of each episode; None without tools
+    longest_prompt: int = 0  # tokens
+    most_rows: int = 0  # the most rows of any process in a later turn, where all processes generate together
+    first_answers: list[list[int]] | None = None  # as sampled in the first turn; None with a `rollout_func`
+    prompt_ids: list[list[int]] = field(default_factory=list)
+    completion_ids: list[list[int]] = field(default_factory=list)
+    tool_mask: list[list[int]] | None = None  # 1 = sampled by the policy; None if all tokens are
+    sampled_logprobs: list[list[float]] | None = None  # each token's when it was sampled; 0 for tools' tokens
+    ended: list[bool] = field(default_factory=list)
+    repeats: list[list[bool]] = field(default_factory=list)  # for each tool call, whether the row has made it before
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # (B, P) and (B, T) ids and masks
+    passes: dict[str, Tensor | None] = field(default_factory=dict)  # (B, T) each
+    rewards_per_func: Tensor = field(default_factory=lambda: torch.empty(0))  # (rows of all processes, F)
+
+    @property
+    def is_as_sampled(self) -> bool:
+        """Return whether log-probs are known of each answer's tokens, and no other code has changed the answers."""
+        if self.sampled_logprobs is None:
+            return False
+        lengths = [len(row) for row in self.sampled_logprobs]
+        firsts = self.first_answers or [[]] * len(self.completion_ids)
+        return lengths == [len(ids) for ids in self.completion_ids] and all(
+            ids[: len(first)] == first for ids, first in zip(self.completion_ids, firsts, strict=True)
+        )
+
+
+class RolloutTrainer(GRPOTrainer):
+    """
+    Let GRPO's trainer play a rollout, and keep what PPO needs of it.
+
+    The methods stand in the order of a rollout. `_collect` hands the rows to TRL, which sets up the environments, then
+    calls `_generate` (in it `_generate_single_turn` for each turn, and `_tool_call_loop`), then `_calculate_rewards`.
+    What TRL computes before and after that (its own padding, GRPO's advantages) is not used.
+    """
+
+    _collection: Collection  # while a rollout is collected
+
+    def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
+        """Let TRL generate and score the answers, and keep everything that PPO needs."""
+        self._actor_critic.train_adapters()
+        rows, given_ids = with_prompts(inputs, self._tokenizer)
+        histories = Histories(self.args.local_rollout_forward_batch_size) if self.tools else None
+        self._collection = Collection(rows, given_ids, Calls(self.args.tool_timeout, self._mistakes), histories)
+        try:
+            super()._generate_and_score_completions(rows)
+        finally:
+            for function in self.reward_funcs:
+                function.forget()
+        return self._rollout()
+
+    # ---- Answers ----
+
+    def _generate(self, prompts: list) -> tuple:
+        collection = self._collection
+        if self.environments is not None:
+            self._mistakes.raise_everywhere(self.state.global_step)  # of `reset`
+        if self.tools:
+            for name in ("_sync_tool_dicts", "_async_tool_dicts"):
+                setattr(self, name, collection.calls.watch(getattr(self, name), self.environments))
+        output = super()._generate(tokenized(prompts, collection.given_ids))
+        prompt_ids, answers, tool_mask, completions, logprobs, *_ = output
+        collection.prompt_ids, collection.completion_ids = prompt_ids, answers
+        collection.tool_mask, collection.sampled_logprobs = tool_mask, logprobs
+        collection.ended = [
+            ids[-1] in self.eos_token_ids and not (self.tools and (waits_for_tools(completion) or not mask[-1]))
+            for ids, mask, completion in zip(answers, tool_mask or [[1]] * len(answers), completions, strict=True)
+        ]
+        collection.repeats = list(map(repeated_calls, completions))
+        return output
+
+    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, dict]:
+        if hasattr(prompts[0], "token_ids"):  # of rows with `input_ids`
+            return [prompt.token_ids for prompt in prompts], None, {}
+        return super()._tokenize_prompts(prompts)
+
+    def _generate_single_turn(
+        self, prompt_ids: list, *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        collection = self._collection
+        collection.calls.turn += 1
+        self._check_room(prompt_ids)
+        if collection.calls.turn and self._generates_together:
+            self._agree_on_rows(len(prompt_ids))
+        answers, logprobs = self._generate_answers(prompt_ids, *args, **kwargs)
+        if not collection.calls.turn:
+            collection.first_answers = list(answers)
+        return answers, logprobs
+
+    def _check_room(self, prompt_ids: list[list[int]]) -> None:
+        """With environments, raise if a prompt, with what `reset` added, leaves no room in the policy's context."""
+        if self.environments is None:
+            return
+        longest, context = max(map(len, prompt_ids)), self._context
+        if longest >= context:
+            error = ValueError("shorten the prompt, or use a policy with a longer context")
+            what = f"a prompt with the text that `reset` returned has {longest} tokens of {context} in the context"
+            self._mistakes.note(what, error)
+        if not self._collection.calls.turn:
+            self._mistakes.raise_everywhere(self.state.global_step)
+
+    @property
+    def _context(self) -> float:
+        """Return the most tokens that the policy can read."""
+        return getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
+
+    def _generate_answers(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list | None]:
+        """Generate one turn for each prompt; return the turns' tokens, and their log-probs if these are kept."""
+        generate, pad = super()._generate_single_turn, [[self._tokenizer.pad_token_id]]
+        if self._ahead is not None:
+            if self.model.training:
+                return self._vllm_server.answered(self._ahead.take(prompt_ids))
+            self._ahead.settle()  # TRL may send the server new weights
+        with self.metrics.timed("generate"):
+            if self.use_vllm:
+                answers = generate(prompt_ids, *args, **kwargs)
+                return answers if self._vllm_server is None else self._vllm_server.answered(answers)
+            recorder = SamplerRecorder() if self._keeps_logprobs else None
+            recording = {"sampler_recorder": recorder, "histories": self._collection.histories}
+            longest, size = self._tokens_left(prompt_ids), self.args.local_rollout_forward_batch_size
+            chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
+            with self._gathered_for_generation():
+                limited = temporarily(self.generation_config, max_new_tokens=longest)
+                with temporarily(self._actor_critic, **recording), limited:
+                    answers = [ids for chunk in chunks for ids in generate(chunk, *args, **kwargs)[0]]
+                # Where processes generate together, each calls `generate` as often as the one with most rows
+                with temporarily(self.generation_config, max_new_tokens=1):
+                    for _ in range(len(chunks), math.ceil(self._collection.most_rows / size)):
+                        generate(pad, *args, **kwargs)
+            return answers, None if recorder is None else recorder.take(answers)
+
+    def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
+        """
+        Return how many tokens an answer in this turn may have: no fewer than any row has room for.
+
+        TRL cuts off what exceeds the room of an answer's own row.
+        """
+        collection, limit = self._collection, self.max_completion_length
+        if collection.calls.turn == 0:
+            collection.longest_prompt = max(map(len, prompt_ids))
+        elif collection.longest_prompt:  # else a `rollout_func` has sampled the first turn
+            limit -= min(map(len, prompt_ids)) - collection.longest_prompt
+        return max(1, min(limit, self.max_completion_length))
+
+    def _gathered_for_generation(self) -> AbstractContextManager:
+        if not self.args.ds3_gather_for_generation:
+            return nullcontext()
+        policy = self._actor_critic.policy
+        if self._dist.is_zero3:
+            return gathered_by_zero3(self.model_wrapped, policy, self.args)
+        return kept_by_fsdp2(policy)
+
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
+        self._collection.calls.turn = 0  # also of a `rollout_func`, which has sampled the first turn by itself
+        output = super()._tool_call_loop(*args, **kwargs)
+        while self._generates_together and self._agree_on_rows(0):  # other processes have more turns than this one
+            with temporarily(self, max_completion_length=1):
+                self._generate_answers([[self._tokenizer.pad_token_id]], None, {}, 1)
+        return output
+
+    @property
+    def _generates_together(self) -> bool:
+        """
+        Return whether all processes must generate together, since weights are sharded, or one process sends vLLM the
+        prompts of all.
+        """
+        is_sharded = self._dist.is_zero3 or self.is_fsdp_enabled
+        return self.accelerator.num_processes > 1 and (is_sharded or (self.use_vllm and self.vllm_mode == "server"))
+
+    def _agree_on_rows(self, rows: int) -> int:
+        """Return and keep the most rows that any process generates for in this turn; `rows` is this process's."""
+        everywhere = self.accelerator.gather(torch.tensor([rows], device=self.accelerator.device))
+        self._collection.most_rows = int(everywhere.max())
+        return self._collection.most_rows
+
+    @property
+    def _keeps_logprobs(self) -> bool:
+        """Return whether to keep the sampler's log-probs, for training or only for metrics."""
+        return self._trusts_sampler or self.args.another_samples or self.args.importance_correction != "none"
+
+    @property
+    def _trusts_sampler(self) -> bool:
+        """
+        Return whether the sampler's log-probs can stand in for those that a forward pass of the policy would compute.
+        """
+        args = self.args
+        if args.old_logprobs != "auto":
+            is_trusted = args.old_logprobs == "sampler"
+        else:
+            is_plain = not (args.another_samples or args.generation_kwargs or args.importance_correction != "none")
+            policy = base_model_of(self._actor_critic.policy)
+            is_quantized = getattr(policy.config, "quantization_config", None) is not None
+            is_exact = self.accelerator.mixed_precision == "no" and policy.dtype == torch.float32 and not is_quantized
+            is_trusted = is_plain and is_exact and args.disable_dropout
+        if self.use_vllm:
+            return is_trusted and self.vllm_generation.temperature > 0
+        return is_trusted and self.generation_config.do_sample  # greedy decoding scales by no temperature
+
+    # ---- Passes and scores ----
+
+    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
+        """Run policy, critic and reference, then score; background reward functions run while the models do."""
+        collection = self._collection
+        own = [{"prompt_ids": p, "finished": e} for p, e in zip(collection.prompt_ids, collection.ended, strict=True)]
+        if self._evaluation is not None and self._evaluation.is_greedy:
+            own = [{**row, "is_greedy": True} for row in own]
+        rows = [{**row, **columns} for row, columns in zip(inputs, own, strict=True)]
+
+        columns = {key: [row[key] for row in rows] for key in rows[0]}
+        if self.environments is not None:
+            columns["environments"] = self.environments
+        columns |= {"prompts": prompts, "completions": completions, "completion_ids": collection.completion_ids}
+        given = {key: value for key, value in columns.items() if key not in ("prompt", "completion")}  # as TRL's are
+        for function in self.reward_funcs:
+            function.start(self.metrics.timed("score_wait"), **given, trainer_state=self.state)
+
+        collection.tensors = self._padded(collection)
+        collection.passes = self._run_passes(collection.tensors, self._sampler_logprobs(collection))
+        collection.rewards_per_func = self._scored(rows, prompts, completions, completion_ids_list)
+        return collection.rewards_per_func
+
+    def _padded(self, collection: Collection) -> dict[str, Tensor]:
+        """Return (B, P) and (B, T) ids and masks, as TRL pads them."""
+        pad, answers = self._tokenizer.pad_token_id, collection.completion_ids
+        ones = [[1] * len(ids) for ids in answers]
+        if self.args.mask_truncated_completions:
+            finished = [*self.eos_token_ids, pad]
+            ones = [row if ids[-1] in finished else [0] * len(row) for row, ids in zip(ones, answers, strict=True)]
+        rows = {
+            "prompt_ids": (collection.prompt_ids, pad, "left"),
+            "prompt_mask": ([[1] * len(ids) for ids in collection.prompt_ids], 0, "left"),
+            "completion_ids": (answers, pad, "right"),
+            "completion_mask": (ones, 0, "right"),
+        }
+        if collection.tool_mask is not None:
+            rows["tool_mask"] = (collection.tool_mask, 0, "right")
+        multiple, device = self.args.pad_to_multiple_of, self.accelerator.device
+        return {name: padded(*given, multiple=multiple).to(device) for name, given in rows.items()}
+
+    def _sampler_logprobs(self, collection: Collection) -> Tensor | None:
+        """
+        Return the sampler's (B, T) log-probs.
+
+        If some process does not know them for all of its tokens, return None; or raise, if training needs them.
+        """
+        mask, logprobs = collection.tensors["completion_mask"], None
+        if self._keeps_logprobs and collection.is_as_sampled:
+            rows = [[math.nan if x is None else x for x in row] for row in collection.sampled_logprobs or []]
+            logprobs = padded(rows, 0.0, "right", width=mask.size(1), dtype=torch.float32).to(mask.device)
+            logprobs = logprobs.masked_fill(mask == 0, 0.0)
+        is_known = logprobs is not None and logprobs.isfinite().all().item()
+        if self.accelerator.gather(mask.new_tensor([is_known])).all():
+            return logprobs
+        if self.model.training and self.args.needs_sampler_logprobs:
+            raise RuntimeError(
+                "The sampler's log-probs are missing, or belong to other tokens, and "
+                f"`importance_sampling_mode={self.args.importance_sampling_mode!r}` and "
+                f"`old_logprobs={self.args.old_logprobs!r}` need them. Return the log-probs with the answers, and do "
+                "not change answers afterwards; or set `importance_sampling_mode='none'` and "
+                "`old_logprobs='recompute'` to train without a correction."
+            )
+        return None
+
+    def _run_passes(self, tensors: dict[str, Tensor], sampled: Tensor | None) -> dict[str, Tensor | None]:
+        """Run policy, critic and reference; return the (B, T) tensors and the (B,) `end_values` of a [`Rollout`]."""
+        args, mask = self.args, tensors["completion_mask"]
+        ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
+        lengths, width = lengths_of(tensors["prompt_mask"], mask), mask.size(1)
+        goes_on = args.bootstrap_truncated and self.model.training
+        if goes_on:  # a token behind each answer, for the value after its last one, if the context has room
+            ids = torch.cat([ids, ids[:, -1:]], dim=1)
+            lengths = [(asked, answer + (asked + answer < self._context)) for asked, answer in lengths]
+        is_trusted = sampled is not None and self._trusts_sampler
+        asked = {"with_logprobs": not is_trusted, "with_values": self.model.training and args.baseline != "mean"}
+        run = functools.partial(
+            self._passes, ids=ids, lengths=lengths, width=width + goes_on, size=args.local_rollout_forward_batch_size
+        )
+        found: dict[str, Tensor] = {}
+        unchecked = disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs)
+        with torch.no_grad(), unchecked, self.metrics.timed("logprobs"):
+            if any(asked.values()):
+                found |= run(self.model, **asked)
+            if args.use_ref_model:
+                found["ref_logprobs"] = self._run_reference(run)
+        end_values = None
+        if goes_on:
+            last = torch.tensor([max(answer - 1, 0) for _, answer in lengths], device=ids.device)
+            end_values = found["values"].gather(1, last[:, None])[:, 0]
+            found = {name: values[:, :width] * mask for name, values in found.items()}
+        return {
+            "logprobs": sampled if is_trusted else found["logprobs"],
+            "ref_logprobs": found.get("ref_logprobs"),
+            "values": found.get("values"),
+            "sampler_logprobs": None if is_trusted else sampled,
+            "end_values": end_values,
+        }
+
+    def _run_reference(self, run: Any) -> Tensor:
+        """Run the reference: `ref_model`, or the policy with the adapter `ref`, or the policy without an adapter."""
+        if self.ref_model is not None:
+            return run(self.ref_model)["logprobs"]
+        with use_adapter(self._actor_critic, "ref" if "ref" in self._actor_critic.peft_config else None):
+            return run(self.model)["logprobs"]
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
+        return None, None, None  # GRPO asks for log-probs where it may need them; our passes compute them
+
+    def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
+        """Call F reward functions, background functions last; return the rewards, (rows of all processes, F)."""
+        order = background_last(self.reward_funcs)
+        functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
+        with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
+            rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids)
+        self._mistakes.raise_everywhere(self.state.global_step)
+        return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
+
+    def _local(self, gathered: Tensor) -> Tensor:
+        """Return this process' rows of a tensor that holds the rows of all processes."""
+        size = len(gathered) // self.accelerator.num_processes
+        return gathered[self.accelerator.process_index * size :][:size]
+
+    def _rollout(self) -> Rollout:
+        """Return the rollout that was collected."""
+        collection, args = self._collection, self.args
+        mask, tool_mask = collection.tensors["completion_mask"], collection.tensors.get("tool_mask")
+        device, weights = mask.device, self.reward_weights
+        ended = torch.tensor(collection.ended, device=device)
+        # If the last token of a cut-off row happens to be a PAD that the policy sampled, TRL takes it for finished
+        takes_part = mask.any(1) & (ended | (not args.mask_truncated_completions))
+        rewards = self._local(collection.rewards_per_func)
+        scores = sequence_scores(rewards, weights, ended, args.missing_eos_score, args.missing_eos_penalty)
+        by_token = [function.token_scores for function in self.reward_funcs]
+        token_scores = summed_token_scores(by_token, weights, ended, mask.size(1), args.missing_eos_score)
+        if token_scores is not None and tool_mask is not None:
+            token_scores = onto_policy_tokens(token_scores, tool_mask)
+        lengths = torch.tensor([len(ids) for ids in collection.completion_ids], device=device, dtype=torch.float32)
+        of_policy = lengths
+        if collection.tool_mask is not None:
+            of_policy = torch.tensor([sum(row) for row in collection.tool_mask], device=device, dtype=torch.float32)
+        return Rollout(
+            **collection.tensors,
+            **collection.passes,  # type: ignore[arg-type]
+            rewards_per_func=rewards,
+            scores=scores.masked_fill(~takes_part, torch.nan),
+            token_scores=token_scores,
+            ended=ended,
+            environments=self._played(collection.rows, device),
+            lengths=of_policy,
+            tool_lengths=lengths - of_policy,
+            repeats=padded(collection.repeats, math.nan, "right", dtype=torch.float32).to(device),
+        )
+
+    def _played(self, rows: list[dict[str, Any]], device: Any) -> dict[str, Tensor]:
+        """Return for each environment's name a (B,) bool, which rows were played in it; the same names everywhere."""
+        if self.environments is None:
+            return {}
+        if None in self.environment_factories:  # TRL's name for the environment, if there is only one
+            return {type(self.environments[0]).__name__: torch.ones(len(rows), dtype=torch.bool, device=device)}
+        names = [row["environment"] for row in rows]
+        return {
+            each: torch.tensor([name == each for name in names], device=device) for each in self.environment_factories
+        }
+
+
+def waits_for_tools(completion: Any) -> bool:
+    """Return whether a response ends with tool calls that got no answer, since the episode was cut off there."""
+    return isinstance(completion, list) and bool(completion) and bool(completion[-1].get("tool_calls"))

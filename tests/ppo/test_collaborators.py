@@ -13,7 +13,7 @@ from tests.ppo.test_rollout import NAN, a_rollout
 from tests.tiny import WORDS, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models.loading import Loader
 from trl_ext.models.weights import check_tokenizer
-from trl_ext.ppo.kl_controller import KLController
+from trl_ext.ppo.controllers import KLController
 from trl_ext.ppo.metrics import PPOMetrics
 from trl_ext.ppo.reward_normalizer import RewardNormalizer
 from trl_ext.ppo.rewards import CheckedReward, Mistakes

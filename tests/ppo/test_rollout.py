@@ -5,8 +5,8 @@ import math
 import torch
 
 from trl_ext.models.sampler import SamplerRecorder
+from trl_ext.ppo.controllers import ApproxKLStop
 from trl_ext.ppo.evaluation import EvaluationPass
-from trl_ext.ppo.kl_stop import ApproxKLStop
 from trl_ext.ppo.rollout import Rollout, joined, permuted, sequence_scores
 
 NAN = math.nan

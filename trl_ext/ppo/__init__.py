@@ -4,9 +4,7 @@ from ..upstream.terminal import quiet
 quiet()  # before the imports below: some libraries print remarks when they are imported
 
 from .config import PPOConfig
-from .critic_config import CriticConfig
-from .critic_model import load_critic
-from .critic_trainer import CriticTrainer
+from .critic_trainer import CriticConfig, CriticTrainer, load_critic
 from .roles import check_roles
 from .rollout import Rollout
 from .saved_rollouts import check_apart, score_rollouts, with_finished, with_returns

@@ -1,12 +1,14 @@
 """Train a critic on the returns of saved rollouts, before PPO begins (VC-PPO, 2503.01491)."""
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from ..callbacks.console import ConsoleCallback
@@ -14,16 +16,124 @@ from ..callbacks.metrics import is_training_log
 from ..callbacks.recording import record_run
 from ..functional import explained_variance, masked_sum, value_loss, variance
 from ..models.actor_critic import add_value_forward
-from ..models.weights import check_pad_token, disable_dropout
+from ..models.adapters import check_config, check_head, is_adapter
+from ..models.classifier import check_one_label, zero_
+from ..models.loading import whole_on_each_process
+from ..models.saved_adapter import has_head, load_adapted
+from ..models.weights import base_model_of, check_pad_token, disable_dropout
+from ..rewards.model import load_classifier
 from ..runs.checkpoints import ResumableRun
+from ..runs.redaction import HidesCredentials
+from ..runs.settings import (
+    SavingSettings,
+    check_score_settings,
+    check_settings,
+    documented,
+    resolve_bf16,
+    resolve_checkpointing,
+    setting,
+)
 from ..upstream.terminal import late_bars
-from .accumulator import Accumulator
-from .critic_config import CriticConfig
-from .critic_model import check_standalone
+from .config import ReturnSettings
 from .evaluation import EvaluationPass
+from .metrics import Accumulator
 from .passes import Passes
 
 _NO_TOKEN = -100  # the label that the Trainer leaves out when it counts the tokens of a step
+
+
+@documented
+@dataclass
+class CriticConfig(HidesCredentials, ReturnSettings, SavingSettings, TrainingArguments):
+    """
+    Configuration of [`CriticTrainer`].
+
+    The settings that decide the scale of the returns have the names, defaults and meaning of [`PPOConfig`]. Give them
+    the values that the later PPO run will have. The returns are Monte Carlo (λ = 1), whatever λ PPO uses.
+    """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+
+    reward_normalization: Literal["none", "running", "batch", "group"] = setting(
+        "none",
+        "How scores are standardised, as in PPO. Here `running` and `batch` both use the mean and standard deviation "
+        "of all saved rollouts; PPO's first rollouts have similar ones. PPO's `reference` is not available.",
+    )
+    reward_clip_range: tuple[float, float] | None = setting(None, "Bounds of the standardised score, as (min, max).")
+    mask_truncated_completions: bool = setting(False, "Leave out the responses that do not end by EOS.")
+
+    pad_to_multiple_of: int | None = setting(None, "Pad sequences to a length that is a multiple of so many tokens.")
+    model_init_kwargs: dict[str, Any] | str | None = setting(
+        None, "Keyword arguments of `from_pretrained`; they override those of `ModelConfig`. Read by the recipe."
+    )
+    trust_remote_code: bool = setting(False, "Whether to run code that comes with a model. Read by the recipe.")
+
+    eval_on_start: bool = setting(True, "Evaluate before the first step, too, to compare with later evaluations.")
+    logging_steps: float = setting(10, "Steps between two logs, or a share of all steps.")
+    bf16: bool | None = setting(None, "Train in bfloat16 mixed precision; on where there is a GPU, if unset.")
+
+    def __post_init__(self):
+        resolve_bf16(self)
+        resolve_checkpointing(self)
+        check_settings(self)
+        check_score_settings(self)
+        super().__post_init__()
+
+
+def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any) -> tuple[Any, str]:
+    """
+    Load the model from which the training of a critic starts.
+
+    Args:
+        path: one of the following.
+
+            - A causal language model: its backbone gets a head of zeros, so that V = 0 everywhere, as in PPOTrainer.
+            - A reward model: it keeps its head.
+            - An adapter of either: this adapter is trained further; if it has no head, it gets one of zeros.
+        peft_config: configuration of a new adapter, which is trained and saved together with the head. None trains the
+            whole model, or the adapter at `path`.
+        **kwargs: arguments of `from_pretrained`.
+
+    Returns:
+        The critic, and a phrase that says what it was made from.
+
+    Raises:
+        ValueError: the model is not a sequence classifier with one label, its base is quantised, or `peft_config` is
+            given for a `path` that is an adapter already.
+    """
+    if is_adapter(path):
+        if peft_config is not None:
+            raise ValueError(f"{path} is already an adapter, and training continues with it: leave out `use_peft`")
+        is_new = not has_head(path, kwargs.get("revision"))
+        if not is_new:
+            check_head(path)
+        with whole_on_each_process():
+            critic = load_adapted(path, is_classifier=True, is_trainable=True, **kwargs)
+        check_standalone(critic)
+        if is_new:
+            zero_(base_model_of(critic).score)
+        return critic, f"the adapter {path}" + " with a zero head" * is_new
+    with whole_on_each_process():  # else only the first process would have the weights of a new head
+        critic, found = load_classifier(path, output_loading_info=True, **kwargs)
+    check_standalone(critic)
+    is_new = any(not key.startswith(f"{critic.base_model_prefix}.") for key in found["missing_keys"])
+    if is_new:
+        zero_(critic.score)
+    if peft_config is not None:
+        peft_config.task_type = "SEQ_CLS"
+        check_config(peft_config, "peft_config")
+        critic = get_peft_model(critic, peft_config)
+    return critic, f"{path} with a zero head" if is_new else path
+
+
+def check_standalone(critic: Any) -> None:
+    """Raise if a model is not a sequence classifier with one label, or has a quantised base and cannot be trained."""
+    model = base_model_of(critic)
+    check_one_label(model, "a critic")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(
+            "the critic's base is quantised, and such a critic cannot be trained alone: load its base unquantised"
+        )
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:

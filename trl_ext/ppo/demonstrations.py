@@ -7,8 +7,8 @@ import torch
 
 from ..upstream.names import is_conversational
 from ..upstream.temporarily import temporarily
-from .accumulator import Accumulator
 from .inputs import with_prompts
+from .metrics import Accumulator
 from .rollout import sequence_scores
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..functional import gae, moments, token_rewards, whiten
 from ..models.generation import answer_texts
-from .critic_config import CriticConfig
+from .critic_trainer import CriticConfig
 from .reward_normalizer import RewardNormalizer
 from .rewards import CheckedReward, Mistakes
 from .rollout import sequence_scores, summed_token_scores

@@ -64,11 +64,10 @@ from ..upstream.names import (
 from ..upstream.temporarily import temporarily
 from ..upstream.terminal import late_bars
 from . import gradients
-from .accumulator import global_moments
 from .ahead import RolloutsAhead
-from .baseline_gate import BaselineGate
 from .collection import RolloutTrainer
 from .config import PPOConfig
+from .controllers import ApproxKLStop, BaselineGate, KLController
 from .demonstrations import mean_demonstration_score
 from .environments import guarded, load_states, states_of, step_rewards
 from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
@@ -80,9 +79,7 @@ from .inputs import (
     listed,
     with_prompts,
 )
-from .kl_controller import KLController
-from .kl_stop import ApproxKLStop
-from .metrics import GRPO_ONLY_METRICS, PPOMetrics
+from .metrics import GRPO_ONLY_METRICS, PPOMetrics, global_moments
 from .optimizer import check_all_optimized, set_critic_rate
 from .passes import Passes
 from .reward_normalizer import RewardNormalizer

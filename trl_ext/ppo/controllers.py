@@ -1,0 +1,118 @@
+"""Hold what PPO adapts from rollout to rollout: the KL coefficient, the early stop, and the weight of the critic."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from ..functional import adaptive_kl_coef, critic_weight
+from .config import PPOConfig
+
+logger = logging.get_logger(__name__)
+
+
+class KLController:
+    """
+    Hold `kl_coef`, the coefficient of the KL penalty.
+
+    With `kl_controller: adaptive` it changes after each rollout, so that the KL moves towards `kl_target` (Ziegler et
+    al., 1909.08593). Otherwise it is constant. In both cases a callback may scale it.
+    """
+
+    def __init__(self, args: PPOConfig):
+        self.args = args
+        self.kl_coef = args.kl_coef
+        self._maximum = math.inf if args.kl_coef_max is None else args.kl_coef_max
+
+    def update(self, kl: float, n_episodes: int) -> None:
+        """
+        Change the coefficient after a rollout, if the controller is adaptive.
+
+        Args:
+            kl: `objective/kl` of the rollout, nats summed over a response, mean over all processes.
+            n_episodes: responses in the rollout, all processes.
+        """
+        if self.args.kl_controller == "adaptive":
+            self.kl_coef = adaptive_kl_coef(
+                self.kl_coef,
+                kl,
+                self.args.kl_target,
+                n_episodes,
+                self.args.kl_horizon,
+                minimum=self.args.kl_coef_min,
+                maximum=self._maximum,
+            )
+
+    def scale(self, factor: float) -> None:
+        """Multiply the coefficient by a factor that a callback requested; the result is at most `kl_coef_max`."""
+        if factor == 1.0:
+            return
+        self.kl_coef = min(self.kl_coef * factor, self._maximum)
+        if self.kl_coef == 0:
+            logger.warning(
+                "A callback asked to raise `kl_coef`, but no factor changes `kl_coef=0`. Set a positive `kl_coef`."
+            )
+
+    def state_dict(self) -> dict[str, float]:
+        return {"kl_coef": self.kl_coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.kl_coef = state["kl_coef"]
+
+
+class ApproxKLStop:
+    """
+    Add up the approximate KL over the micro-batches of a minibatch, and say if its mean per token exceeds a limit.
+
+    Args:
+        limit: largest mean KL, nats per token; None for no limit.
+    """
+
+    def __init__(self, limit: float | None):
+        self.limit = limit
+        self.start()
+
+    def start(self) -> None:
+        """Set the sums to 0, for the next minibatch."""
+        self._sums = torch.zeros(2)
+
+    def add(self, kl: Tensor) -> None:
+        """Add a micro-batch's (2,) sums over all processes: its KL in nats, and its number of tokens."""
+        self._sums = self._sums.to(kl) + kl
+
+    @property
+    def is_exceeded(self) -> bool:
+        return self.limit is not None and bool(self._sums[0] > self.limit * self._sums[1])
+
+
+_DECAY = 0.9  # factor of the sum over earlier rollouts, at each new rollout
+
+
+class BaselineGate:
+    """
+    Hold the critic's weight in the baseline (`baseline: gated`).
+
+    For each rollout [`critic_products`] gives two numbers, and each is summed over the rollouts so far. The weight is
+    [`critic_weight`] of the two sums. In a sum a rollout counts 0.9 times as much as the next one. Both sums begin at
+    0, so after n rollouts both are too small by the same factor 1 − 0.9ⁿ, which cancels in their quotient.
+    """
+
+    def __init__(self):
+        self.products = torch.zeros(2, dtype=torch.float64)
+
+    def update(self, products: Tensor) -> float:
+        """Add the (2,) `critic_products` of a rollout of all processes; return the weight for this rollout."""
+        self.products = _DECAY * self.products + products.detach().cpu().double()
+        return self.weight
+
+    @property
+    def weight(self) -> float:
+        return critic_weight(self.products)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"products": self.products}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.products = state["products"]

@@ -94,11 +94,3 @@ def test_an_adapter_alone_is_trained_without_a_critic(tmp_path):
     trainer.train()
     moved = {name: p for name, p in trainer.model.named_parameters() if "lora_B" in name and p.any()}
     assert moved and not any(".critic." in name for name in moved)
-
-
-def test_what_only_a_critic_reads_is_refused_without_one(tmp_path, subtests):
-    for name, value in {"vf_coef": 0.5, "lam": 0.9, "bootstrap_truncated": True}.items():
-        with subtests.test(name=name), pytest.raises(ValueError, match=f"`{name}={value}` is for the critic"):
-            make_trainer(tmp_path, baseline="mean", **{name: value})
-    with pytest.raises(ValueError, match="`value_model` is a critic"):
-        make_trainer(tmp_path, baseline="mean", trainer_kwargs={"value_model": "anything"})

@@ -103,7 +103,7 @@ def test_a_sampler_that_says_nothing_on_one_process_ends_both(results):
     for process in results:
         error, message, seconds = process["sampler is silent"]
         assert error == "RuntimeError" and seconds < 60
-        assert "log-probs are missing on 1 of 2 process(es)" in message
+        assert "log-probs are missing" in message
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -201,7 +201,6 @@ def test_resuming_on_two_processes_is_exact(results):
     assert_equal(results[0]["resumed"][0]["weights"], results[1]["resumed"][0]["weights"])
 
 
-SIZES = r"`per_device_train_batch_size` 4 × `gradient_accumulation_steps` 1 × `num_mini_batches` {} × 2 process"
 BY_ANOTHER = (
     r"checkpoint-{} was written by {} process\(es\), but this run has {}, .* Start it on {}; or begin a new run"
 )
@@ -210,16 +209,10 @@ BY_ANOTHER = (
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("generations", rf"\(16\) must be divisible by num_generations \(3\). A rollout is {SIZES.format(2)}"),
-        ("rollout", rf"\(12\) must be divisible by the global batch size \(8\). A rollout is {SIZES.format(1)}"),
-        (
-            "evaluation",
-            r"batch has 4 responses \(`per_device_eval_batch_size` 2 × 2 proc.* is not a multiple of 3",
-        ),
-        (
-            "prompts",
-            rf"has 12 prompts, but a rollout needs 16 \({SIZES.format(2)}es / `num_generations` 1\). Lower one",
-        ),
+        ("generations", r"\(16\) must be divisible by num_generations \(3\)"),
+        ("rollout", "leave both out, and set `num_mini_batches`"),
+        ("evaluation", "batch has 4 responses .* is not a multiple of 3"),
+        ("prompts", "fewer prompts than a rollout, which needs 16"),
         ("checkpoint", BY_ANOTHER.format(2, 1, 2, 1)),
         ("checkpoint's path", BY_ANOTHER.format(1, 1, 2, 1)),
     ],

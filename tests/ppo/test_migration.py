@@ -156,13 +156,6 @@ def test_stop_token_id_ends_responses(tmp_path):
     assert log["completions/clipped_ratio"] == 1 - log["val/num_eos_tokens"] / 8
 
 
-def test_a_model_and_rewards_are_required(tmp_path):
-    for name in ("model", "reward_funcs"):
-        given = {"model": tiny_llama(), "reward_funcs": length_reward, "train_dataset": prompts()}
-        with pytest.raises(ValueError, match=f"`{name}` is required"):
-            PPOTrainer(args=tiny_config(tmp_path), processing_class=tiny_tokenizer(), **{**given, name: None})
-
-
 def test_a_list_of_reward_functions_of_the_caller_is_left_alone(tmp_path):
     """GRPO writes loaded and wrapped functions into the list it is given."""
     functions, peft_config = [length_reward], LoraConfig(r=2, task_type="CAUSAL_LM")

@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
-from transformers import TrainerCallback
 
 from tests.ppo.worker import rows_of
-from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
 
 BUILDERS = {"gpt2": tiny_gpt2, "llama": tiny_llama}
@@ -118,32 +117,6 @@ def test_use_ref_model_false_drops_the_reference(tmp_path):
     with_reference = make(tmp_path / "with", tiny_llama(), kl_coef=0.0)
     with_reference.train()
     torch.testing.assert_close(weights(without.model), weights(with_reference.model), **EQUAL)
-
-
-def test_sync_ref_model_mixes_the_policy_in_by_alpha(tmp_path):
-    """ref ← (1 − α) ref + α policy after every second optimizer step, and nothing of the critic."""
-    expected = []
-
-    class Mix(TrainerCallback):
-        def on_step_end(self, args, state, control, model, **kwargs):
-            if state.global_step % 2 == 0:
-                policy, old = weights(model.policy), (expected or start)[-1]
-                expected.append({name: 0.7 * old[name] + 0.3 * policy[name] for name in old})
-
-    trainer = make(
-        tmp_path,
-        tiny_llama(),
-        {"value_model": tiny_reward_model(tiny_llama()), "callbacks": [Mix()]},
-        sync_ref_model=True,
-        ref_model_mixup_alpha=0.3,
-        ref_model_sync_steps=2,
-        max_steps=5,
-    )
-    start = [weights(trainer.ref_model)]
-    trainer.train()
-    assert len(expected) == 2
-    torch.testing.assert_close(weights(trainer.ref_model), expected[-1], rtol=1e-5, atol=1e-7)
-    assert not torch.equal(trainer.ref_model.lm_head.weight, start[0]["lm_head.weight"])
 
 
 # ---- LoRA ----

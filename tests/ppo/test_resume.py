@@ -15,8 +15,6 @@ from tests.ppo import worker
 from tests.ppo.worker import (
     RESUMED,
     EachStep,
-    Stop,
-    StopAfter,
     end_state,
     make_trainer,
     optimizer_state,
@@ -73,19 +71,6 @@ POSITIONS = {
     11: "in epoch 1, in mid of the second PPO epoch",
     12: "in epoch 1, at a rollout boundary",
 }
-
-
-@pytest.mark.slow
-def test_a_reference_that_has_moved_is_resumed_from_where_it_was(tmp_path):
-    config = RESUMED | {"sync_ref_model": True, "ref_model_sync_steps": 2, "max_steps": 10}
-    uninterrupted = trained(tmp_path, save_strategy="steps", save_steps=5, **config)
-    resumed = trained(tmp_path / "resumed", str(tmp_path / "checkpoint-5"), **config)
-    assert_same_end(end_state(resumed), end_state(uninterrupted))
-    assert_same_end(resumed.ref_model.state_dict(), uninterrupted.ref_model.state_dict())
-
-    trained(tmp_path / "still", save_strategy="steps", save_steps=5, **config | {"sync_ref_model": False})
-    with pytest.raises(ValueError, match="written without the reference that `sync_ref_model=True` moves"):
-        trained(tmp_path / "again", str(tmp_path / "still" / "checkpoint-5"), resume_anyway=True, **config)
 
 
 TELLING = {9: (), **dict.fromkeys((1, 3, 8), pytest.mark.slow)}
@@ -407,19 +392,3 @@ def test_critic_warmup_leaves_the_policy_and_the_controller_alone(tmp_path):
     # The first rollout after the warm-up is the first that moves the coefficient; its KL is 0, so by −0.2 · 16 / 10
     assert coefficients[:5] == [0.05] * 5 and coefficients[5] == pytest.approx(0.05 * (1 - 0.2 * 16 / 10))
     assert "grad_norm/policy" not in trainer.state.log_history[3]
-
-
-@pytest.mark.slow
-def test_a_trainer_that_was_resumed_is_resumed_again_with_a_reference_that_moves(tmp_path):
-    config = RESUMED | {"sync_ref_model": True, "ref_model_sync_steps": 1, "save_strategy": "steps", "save_steps": 2}
-    first = make_trainer(tmp_path, **config)
-    first.add_callback(StopAfter(4))
-    with pytest.raises(Stop):
-        first.train()
-    resumed = make_trainer(tmp_path, **config)
-    stop = StopAfter(8)
-    resumed.add_callback(stop)
-    with pytest.raises(Stop):
-        resumed.train(True)
-    stop.step = 0
-    assert resumed.train(True).global_step == 14

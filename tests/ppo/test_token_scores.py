@@ -172,19 +172,12 @@ def test_lambda_suits_how_scores_are_given_unless_it_is_set(tmp_path, monkeypatc
         ),
     ],
 )
-def test_token_scores_that_do_not_fit_name_the_row(given, message, accelerator):
-    mistakes = Mistakes(accelerator)
+def test_token_scores_that_do_not_fit_name_the_row(given, message):
+    mistakes = Mistakes()
     reward = CheckedReward(lambda **_: [None, given], "judge", mistakes)
     assert reward(prompts=["a", "b"], completion_ids=[[3, 4], [5, 6]]) == [0.0, 0.0]
     with pytest.raises(RuntimeError, match=f"At step 3, process 0: reward function 'judge': .*{message}"):
         mistakes.raise_everywhere(3)
-
-
-@pytest.fixture
-def accelerator():
-    from accelerate import Accelerator
-
-    return Accelerator(cpu=True)
 
 
 @pytest.mark.parametrize(

@@ -91,10 +91,9 @@ def test_a_model_without_a_row_for_a_token_or_with_another_tokenizer_is_refused(
         ({"value_model": str(tmp_path / "classifier")}, f"`value_model` {other}"),
         ({"ref_model": str(tmp_path / "model")}, f"`ref_model` {other}"),
         ({"ref_model": tiny_llama(20)}, "`ref_model` has a vocabulary of 20 tokens, but the policy has 29"),
-        ({"ref_model": tiny_llama(99), "sync": True}, "vocabularies have 99 and 29 tokens. Leave"),
         ({"value_model": many}, ""),
     ]:
         with subtests.test(kwargs=kwargs):
-            reward, sync = kwargs.pop("reward", length_reward), kwargs.pop("sync", False)
+            reward = kwargs.pop("reward", length_reward)
             with pytest.raises(ValueError, match=message) if message else nullcontext():
-                make(tmp_path, tiny_llama(), reward, kwargs, sync_ref_model=sync)
+                make(tmp_path, tiny_llama(), reward, kwargs)

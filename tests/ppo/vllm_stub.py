@@ -139,7 +139,6 @@ def client_of(server):
 def serving(model, monkeypatch, config=PROCESSED):
     """Yield such a server, to which TRL's client of a trainer is connected."""
     server = VLLMServer(model, config)
-    monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)
     for module in ("vllm_client", "vllm_generation"):
         monkeypatch.setattr(f"trl.generation.{module}.is_vllm_available", lambda: True)
     monkeypatch.setattr("trl.generation.vllm_generation.VLLMClient", client_of(server))

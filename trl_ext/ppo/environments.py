@@ -6,6 +6,7 @@ import functools
 import inspect
 import signal
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,13 +27,15 @@ def _alarm(seconds: float, what: str) -> Iterator[None]:
     def expired(*_: Any) -> None:
         raise TooSlow(f"{what} took more than {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # repeated, since the function may catch the first exception
+    before, start = signal.signal(signal.SIGALRM, expired), time.monotonic()
+    # Repeated each second, since the function may catch the first exception
+    left, again = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        # An outer alarm goes on: a tool may call `get_reward`, say
+        signal.setitimer(signal.ITIMER_REAL, left and max(left - (time.monotonic() - start), 1e-3), again)
 
 
 def limited(function: Callable, seconds: float | None, what: str, /, *given: Any, **arguments: Any) -> Any:
@@ -175,9 +178,9 @@ def guarded(factory: Callable[[], Any], timeout: float | None, mistakes: Mistake
             return NoEnvironment()
         name, ask = type(environment).__name__, getattr(environment, "get_reward", None)
 
-        def reset(original: Callable, **row: Any) -> Any:
+        def reset(original: Callable, /, *given: Any, **row: Any) -> Any:
             try:
-                return limited(original, timeout, f"`{name}.reset`", **copy.deepcopy(row))
+                return limited(original, timeout, f"`{name}.reset`", *given, **copy.deepcopy(row))
             except Exception as error:
                 shown = {key: value for key, value in row.items() if key != "prompt"}
                 mistakes.note(f"`{name}.reset` failed for the row {shown!r:.200}", error)

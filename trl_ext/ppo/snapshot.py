@@ -24,7 +24,6 @@ class Snapshot:
     tr_loss: Tensor
     total_loss: float
     last_logged: int
-    ahead: list[dict[str, Any]] = field(default_factory=list)  # rollouts that have been drawn, not yet trained on
     environments: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # states, by pool and environment name
     baseline_gate: dict[str, Any] = field(default_factory=dict)  # empty in checkpoints from before there was a gate
 
@@ -42,7 +41,6 @@ class Snapshot:
             tr_loss=trainer._tr_loss.cpu(),
             total_loss=trainer._total_loss_scalar,
             last_logged=trainer._globalstep_last_logged,
-            ahead=trainer._ahead.state_dict() if trainer._ahead is not None else [],
             environments=trainer._environment_states(),
             baseline_gate=trainer.baseline_gate.state_dict(),
         )
@@ -62,8 +60,6 @@ class Snapshot:
         trainer._metrics["train"].update(self.trl_metrics)
         trainer._tr_loss = self.tr_loss.to(device)
         trainer._total_loss_scalar, trainer._globalstep_last_logged = self.total_loss, self.last_logged
-        if trainer._ahead is not None:
-            trainer._ahead.load_state_dict(self.ahead)
         trainer._load_environments(self.environments)
         if self.baseline_gate:
             trainer.baseline_gate.load_state_dict(self.baseline_gate)

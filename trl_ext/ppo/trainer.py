@@ -262,7 +262,6 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
             rollout_func=rollout_func,
             environment_factory=self._guarded(environment_factory, args.tool_timeout),
         )
-        self._mistakes.raise_everywhere(0)  # of an environment that could not be made
         if self.environment_factories:
             self._reward_steps({type(pool[0]) for pool in self._environment_pool.values()})
         reward_paths += [None] * (len(self.reward_funcs) - len(reward_paths))
@@ -340,6 +339,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
 
             def probed() -> Any:
                 environment = make()
+                if not hasattr(self, "environments"):  # GRPO's constructor makes the first one, on all processes
+                    self._mistakes.raise_everywhere(0)
                 if not (self.reward_funcs or hasattr(environment, "get_reward")):  # else TRL would miss a reward
                     self._reward_steps({type(environment)})
                 return environment

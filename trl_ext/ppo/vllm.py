@@ -83,24 +83,17 @@ def check_loadable(engine: Any) -> None:
         )
 
 
-def _instance_of(url: str) -> str:
+def _instance_of(url: str) -> str | None:
     """Return what identifies a running vLLM server; raise if it was started without a flag that PPO needs."""
     answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
-    config = answer.json()["vllm_config"] if answer.is_success else {}
-    needs = {
-        "VLLM_SERVER_DEV_MODE=1 in its environment, which shows its configuration": bool(config),
-        """`--weight-transfer-config '{"backend": "nccl"}'`, without which it keeps its first weights""": config.get(
-            "weight_transfer_config"
+    config = answer.raise_for_status().json()["vllm_config"]
+    if config["weight_transfer_config"] is None:  # it would keep its first weights
+        raise ValueError(
+            f"""Restart the vLLM server at {url} with `--weight-transfer-config '{{"backend": "nccl"}}'`."""
         )
-        is not None,
-        "`--logprobs-mode processed_logprobs`, the distribution that it samples from": config.get(
-            "model_config", {}
-        ).get("logprobs_mode")
-        == "processed_logprobs",
-    }
-    if missing := [flag for flag, is_there in needs.items() if not is_there]:
-        raise ValueError(f"Restart the vLLM server at {url} with {missing[0]}.")
-    return config.get("instance_id", "")
+    if config["model_config"]["logprobs_mode"] != "processed_logprobs":  # of another distribution than it samples from
+        raise ValueError(f"Restart the vLLM server at {url} with `--logprobs-mode processed_logprobs`.")
+    return config.get("instance_id")
 
 
 class ServerGuard:

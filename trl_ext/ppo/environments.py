@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 from ..rewards.member import finite_number
 from ..upstream.names import get_callable_name
@@ -176,7 +176,7 @@ def guarded(factory: Callable[[], Any], timeout: float | None, mistakes: Mistake
         except Exception as error:
             mistakes.note(f"environment {get_callable_name(factory)} could not be made", error)
             return NoEnvironment()
-        name, ask = type(environment).__name__, getattr(environment, "get_reward", None)
+        name, ask = type(environment).__name__, cast(Any, getattr(environment, "get_reward", None))
 
         def reset(original: Callable, /, *given: Any, **row: Any) -> Any:
             try:

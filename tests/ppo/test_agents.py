@@ -408,13 +408,6 @@ def test_an_environment_that_cannot_be_made_is_one_sentence(tmp_path):
         make(tmp_path, counts, lambda: 1 / 0)
 
 
-def test_errors_of_many_rows_are_told_once_each_and_three_at_most(tmp_path):
-    rows = [{"prompt": PROMPT, "target": n // 2} for n in range(10)]
-    trainer = make(tmp_path, counts, unruly(reset=raising), rows)
-    with pytest.raises(RuntimeError, match="^At step 0, .* 0}.*; .* 1}.*; .* 2}: KeyError: 'board'; and 2 more$"):
-        rolled_out(trainer, 10)
-
-
 def test_an_environment_cannot_change_its_row(tmp_path):
     def reset(self, target, moves, **row):
         moves.append("pass")
@@ -654,46 +647,6 @@ def test_evaluation_leaves_the_environments_of_the_training_alone(tmp_path):
     assert_close(ends[0][0], ends[1][0], rtol=0, atol=0)
     assert ends[0][1] == ends[1][1]
     assert "eval_objective/scores" in trainer.state.log_history[1]
-
-
-@pytest.mark.slow
-def test_an_environment_without_a_dict_is_trained_on(tmp_path, capsys):
-    def reset(self, target, **row):
-        self.target, self.total = target, 0
-        return f"Reach {target}."
-
-    def add(self, number: int) -> str:
-        """
-        Add.
-
-        Args:
-            number: what.
-
-        Returns:
-            The sum.
-        """
-        self.total += number
-        return f"The sum is {self.total}."
-
-    methods = {"reset": reset, "add": add, "get_reward": Counter.get_reward}
-    make(tmp_path, counts, type("Slotted", (), {"__slots__": ("target", "total"), **methods}), max_steps=1).train()
-    assert "after an episode" not in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_an_environment_that_is_made_once_for_each_row_is_trained_on(tmp_path):
-    """The check of the first rollout asks for one more, and may not have it."""
-    made = []
-
-    class Seat(Counter):
-        def __init__(self):
-            if len(made) == 8:
-                raise ConnectionRefusedError("all seats are taken")
-            made.append(self)
-
-    trainer = make(tmp_path, counts, Seat, max_steps=5)
-    trainer.train()
-    assert trainer.state.global_step == 5 and len(made) == 8
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -101,14 +100,6 @@ def test_several_eval_datasets(tmp_path):
         for kind in ("", "greedy/"):
             assert words < metrics[f"eval_{name}_{kind}objective/scores"] <= words + 8
     assert not any(key.startswith("eval_objective") for key in metrics)
-
-
-def test_the_default_best_metric_needs_one_eval_dataset(tmp_path):
-    """Else the run would end at its first evaluation."""
-    config = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
-    datasets = {"short": prompts(3, seed=5), "other": prompts(6, seed=6)}
-    with pytest.raises(ValueError, match="choose one of .*'eval_short_objective/scores'"):
-        make(tmp_path, eval_dataset=datasets, **config)
 
 
 def test_an_evaluation_batch_holds_whole_groups(tmp_path):
@@ -254,37 +245,3 @@ def test_the_greedy_pass_reads_its_own_rows_with_persistent_workers(tmp_path, se
         )
         scores.append({k: v for k, v in trainer.evaluate().items() if "greedy/objective/scores" in k})
     assert scores[0] == scores[1] and len(scores[0]) == (4 if several else 2)
-
-
-def test_an_evaluation_that_raised_leaves_the_next_one_alone(tmp_path):
-    calls = []
-
-    def fails_once(prompts, completions, **kwargs):
-        calls.append(1)
-        if len(calls) == 2:
-            raise ValueError("once")
-        return [100.0 if len(calls) < 2 else 1.0] * len(prompts)
-
-    trainer = make(tmp_path, fails_once)
-    with pytest.raises(RuntimeError, match="once"):
-        trainer.evaluate()
-    assert trainer.evaluate()["eval_objective/scores"] == 1.0
-
-
-def test_each_pass_has_a_progress_bar_of_its_own(tmp_path, monkeypatch):
-    bars = []
-
-    class Bar(SimpleNamespace):
-        def __init__(self, total, **kwargs):
-            super().__init__(total=total, n=0, closed=False)
-            bars.append(self)
-
-        def update(self):
-            self.n += 1
-
-        def close(self):
-            self.closed = True
-
-    monkeypatch.setattr("trl_ext.callbacks.console.tqdm", Bar)
-    make(tmp_path, disable_tqdm=False).evaluate()
-    assert [(bar.total, bar.n, bar.closed) for bar in bars] == [(3, 3, True)] * 2  # 9 prompts in batches of 4

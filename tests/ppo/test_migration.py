@@ -61,77 +61,6 @@ def test_input_ids_become_the_prompt_tokens_verbatim(tmp_path):
     assert seen == tokenizer.batch_decode(rows, skip_special_tokens=True)  # reward functions read text
 
 
-def test_input_ids_win_over_the_text_they_were_made_of(tmp_path):
-    texts = [f"{word} ran" for word in "cat dog bird the a it big sad".split()]
-    rows = [[6 + i] for i in range(8)]
-    seen = []
-
-    def reward(prompts, completions, **kwargs):
-        seen.extend(prompts)
-        return [0.0] * len(prompts)
-
-    trainer = PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=reward,
-        args=tiny_config(tmp_path, max_steps=1, shuffle_dataset=False),
-        train_dataset=Dataset.from_dict({"prompt": texts, "input_ids": rows}),
-        processing_class=tiny_tokenizer(bos=True),
-    )
-    trainer.train()
-    assert rollout_prompts(trainer) == rows
-    assert seen == texts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remove_unused_columns", [False, pytest.param(True, marks=pytest.mark.extra)])
-def test_padding_of_input_ids_is_stripped(tmp_path, remove_unused_columns):
-    """A GPT-2, whose absolute positions would notice padding taken for tokens."""
-    tokenizer = tiny_tokenizer(bos=True)
-    rollouts = []
-    for padded_to in (None, 9):
-        trainer = PPOTrainer(
-            model=tiny_gpt2(),
-            reward_funcs=length_reward,
-            args=tiny_config(tmp_path / str(padded_to), max_steps=1, remove_unused_columns=remove_unused_columns),
-            train_dataset=tokenised(tokenizer, 8, padded_to),
-            processing_class=tokenizer,
-        )
-        trainer.train()
-        rollouts.append(rows_of(trainer))
-    assert max(map(len, rollout_prompts(trainer))) < 9
-    torch.testing.assert_close(rollouts[1], rollouts[0], rtol=0, atol=0)
-
-
-def test_token_ids_of_a_dataset_in_torch_format_and_plain_text_for_the_reward(tmp_path):
-    tokenizer, seen = tiny_tokenizer(), []
-
-    def reward(prompts, completions, **kwargs):
-        seen.extend(type(prompt) for prompt in prompts)
-        return [1.0] * len(prompts)
-
-    dataset = tokenised(tokenizer, 8).map(lambda row: {"attention_mask": [1] * len(row["input_ids"])})
-    PPOTrainer(
-        model=tiny_gpt2(),
-        reward_funcs=reward,
-        args=tiny_config(tmp_path, max_steps=1),
-        train_dataset=dataset.with_format("torch"),
-        processing_class=tokenizer,
-    ).train()
-    assert set(seen) == {str}
-
-
-def test_a_row_of_padding_only_raises(tmp_path):
-    rows = {"input_ids": [[6, 7]] * 7 + [[0, 0]], "attention_mask": [[1, 1]] * 7 + [[0, 0]]}
-    with pytest.raises(ValueError, match="empty"):
-        PPOTrainer(
-            model=tiny_llama(),
-            reward_funcs=length_reward,
-            args=tiny_config(tmp_path),
-            train_dataset=Dataset.from_dict(rows),
-            processing_class=tiny_tokenizer(),
-        )
-
-
 def test_stop_token_id_ends_responses(tmp_path):
     tokenizer, stop = tiny_tokenizer(), 9
     model = tiny_llama()
@@ -154,22 +83,6 @@ def test_stop_token_id_ends_responses(tmp_path):
     log = trainer.state.log_history[0]
     assert log["val/num_eos_tokens"] >= ended  # it counts as an end
     assert log["completions/clipped_ratio"] == 1 - log["val/num_eos_tokens"] / 8
-
-
-def test_a_list_of_reward_functions_of_the_caller_is_left_alone(tmp_path):
-    """GRPO writes loaded and wrapped functions into the list it is given."""
-    functions, peft_config = [length_reward], LoraConfig(r=2, task_type="CAUSAL_LM")
-    before = peft_config.to_dict()
-    for _ in range(2):
-        PPOTrainer(
-            model=tiny_llama(),
-            reward_funcs=functions,
-            args=tiny_config(tmp_path),
-            train_dataset=prompts(),
-            processing_class=tiny_tokenizer(),
-            peft_config=peft_config,
-        )
-    assert functions == [length_reward] and peft_config.to_dict() == before
 
 
 # ---- TRL 1.12's own tests of its PPOTrainer, with models built here ----

@@ -272,54 +272,13 @@ def raises(completions):
     raise KeyError("no such key")
 
 
-def raises_stop(completions):
-    return [next(iter(())) for _ in completions]
-
-
 MISTAKES = {  # what it returns -> the message, and what the error was
     "raises": (raises, "KeyError: 'no such key'", KeyError),
-    "raises StopIteration": (raises_stop, "StopIteration", StopIteration),
-    "too few": (
-        lambda c: [1.0] * (len(c) - 1),
-        "returned 7 rewards for 8 completions; return one for each",
-        ValueError,
-    ),
-    "too many": (lambda c: np.ones(len(c) + 1), "returned 9 rewards for 8 completions", ValueError),
-    "NaN": (
-        lambda c: [0.0, 0.0, math.nan] + [0.0] * (len(c) - 3),
-        "returned nan for completion 2; return a finite number, or None where the reward does not apply",
-        ValueError,
-    ),
-    "inf": (
-        lambda c: torch.tensor([0.0] * (len(c) - 1) + [-math.inf]),
-        "returned -inf for completion 7; return a finite number, or None",
-        ValueError,
-    ),
-    "a string": (
-        lambda c: [1.0, "2"] + [0.0] * (len(c) - 2),
-        "returned '2' for completion 1; return a float, or None",
-        TypeError,
-    ),
-    **{
-        type(value).__name__: (lambda c, v=value: [v] * len(c), f"returned .*{kind}.* for completion 0; return", error)
-        for value, kind, error in [
-            ({"a": 1}, "a", TypeError),
-            (1j, "1j", TypeError),
-            (b"1", "b'1'", TypeError),
-            (10**400, "1000", TypeError),
-            (np.float32("nan"), "nan", ValueError),
-        ]
-    },
-    "nested": (
-        lambda c: torch.ones(len(c), 7),
-        "returned 7 token scores for completion 0, which has 2 tokens: return one for each of its `completion_ids`",
-        ValueError,
-    ),
-    "number": (lambda c: 1.0, "must return a list with one float or None per completion, got float", TypeError),
-    "scalar tensor": (lambda c: torch.tensor(1.0), "must return a list .* got float", TypeError),
+    "too few": (lambda c: [1.0] * (len(c) - 1), "returned 7 rewards for 8 completions", ValueError),
+    "NaN": (lambda c: [0.0, math.nan] + [0.0] * (len(c) - 2), "returned nan for completion 1", ValueError),
+    "a string": (lambda c: [1.0, "2"] + [0.0] * (len(c) - 2), "returned '2' for completion 1", TypeError),
+    "tokens": (lambda c: torch.ones(len(c), 7), "7 token scores for completion 0, which has 2 tokens", ValueError),
     "None": (lambda c: None, "must return a list .* got NoneType", TypeError),
-    "generator": (lambda c: (1.0 for _ in c), "must return a list .* got generator", TypeError),
-    "dict": (lambda c: dict.fromkeys(range(len(c)), 1.0), "must return a list .* got dict", TypeError),
 }
 
 
@@ -340,7 +299,7 @@ def right_once(wrong, kind):
 @pytest.mark.slow
 def test_a_mistake_is_raised_with_function_row_and_step(subtests, tmp_path):
     """In the second rollout, at step 1, next to a function that makes none."""
-    for mistake, kind in [*((m, "sync") for m in MISTAKES), ("raises", "async"), ("NaN", "async"), ("None", "async")]:
+    for mistake, kind in [*((m, "sync") for m in MISTAKES), ("raises", "async")]:
         with subtests.test(mistake=mistake, kind=kind):
             wrong, message, cause = MISTAKES[mistake]
             function = right_once(wrong, kind)

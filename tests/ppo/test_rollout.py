@@ -37,12 +37,6 @@ def test_a_row_without_a_score_is_masked():
     assert rollout.mask.tolist() == [[1, 1, 1], [0, 0, 0]]
 
 
-def test_kl_is_the_log_ratio_and_0_without_a_reference():
-    assert a_rollout().kl("k1").tolist() == [[0.5, 0.0, -1.0], [0.0, 1.0, 0.0]]
-    for estimator in ("k1", "k2", "k3"):
-        assert not a_rollout(ref_logprobs=None).kl(estimator).any()
-
-
 REWARDS = torch.tensor([[1.0, 10.0], [2.0, NAN], [NAN, NAN], [3.0, 0.0]])
 ENDED = torch.tensor([True, False, False, False])
 

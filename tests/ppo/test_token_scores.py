@@ -1,7 +1,5 @@
 """Scores of single tokens: at their positions, with what normalisation, clipping and the EOS rules leave of them."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,6 @@ import torch
 import trl_ext.ppo.trainer as ppo_trainer
 from tests.ppo.worker import collected, make_trainer, scripted
 from tests.tiny import length_reward, prompts
-from trl_ext.ppo.rewards import CheckedReward, Mistakes
 from trl_ext.rewards import SegmentScores
 
 EOS = 2
@@ -153,41 +150,3 @@ def test_lambda_suits_how_scores_are_given_unless_it_is_set(tmp_path, monkeypatc
     )
     make_trainer(tmp_path, reward, max_steps=1, baseline="critic", **settings).train()
     assert used == [(expected, None)]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            [1.0],
-            "returned 1 token scores for completion 1, which has 2 tokens: return one for each of its `completion",
-        ),
-        (torch.ones(3), "returned 3 token scores for completion 1, which has 2 tokens"),
-        ([1.0, math.nan], "returned nan for completion 1, token 1"),
-        ([1.0, "2"], "returned '2' for completion 1, token 1"),
-        ([3e38, 3e38], "returned 6e\\+38 for completion 1"),
-        (
-            SegmentScores([0, 2], [1.0, 1.0]),
-            "completion 1: a segment ends at token 2, but the completion has 2 tokens, counted from 0",
-        ),
-    ],
-)
-def test_token_scores_that_do_not_fit_name_the_row(given, message):
-    mistakes = Mistakes()
-    reward = CheckedReward(lambda **_: [None, given], "judge", mistakes)
-    assert reward(prompts=["a", "b"], completion_ids=[[3, 4], [5, 6]]) == [0.0, 0.0]
-    with pytest.raises(RuntimeError, match=f"At step 3, process 0: reward function 'judge': .*{message}"):
-        mistakes.raise_everywhere(3)
-
-
-@pytest.mark.parametrize(
-    ("ends", "values", "message"),
-    [
-        ([0, 1], [1.0], "`ends` and `values` must have the same length, got 2 and 1"),
-        ([1, 1], [1.0, 2.0], r"`ends` must be rising token positions, 0 or more, got \[1, 1\]"),
-        ([-1], [1.0], r"rising token positions, 0 or more, got \[-1\]"),
-    ],
-)
-def test_segments_end_one_after_the_other(ends, values, message):
-    with pytest.raises(ValueError, match=message):
-        SegmentScores(ends, values)

@@ -1,19 +1,15 @@
 """What the trainer does as a whole: it learns, holds its KL, and behaves as a citizen of transformers."""
 
 import math
-import re
 
 import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, TrainerCallback
 
-from tests.dpo.worker import config as dpo_config
-from tests.dpo.worker import pairs
 from tests.ppo.worker import rows_of
 from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
-from trl_ext import DPOTrainer, PPOTrainer
-from trl_ext.ppo.schedule import schedule
+from trl_ext import PPOTrainer
 
 
 def make(tmp_path, model=None, reward_funcs=length_reward, train_dataset=None, callbacks=None, **config):
@@ -181,16 +177,6 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
     torch.testing.assert_close(ends[1], ends[0])
 
 
-def test_a_callback_stops_training(tmp_path):
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 3
-
-    trainer = make(tmp_path, max_steps=100, callbacks=[Stop()])
-    trainer.train()
-    assert trainer.state.global_step == 3
-
-
 def test_learning_rates(tmp_path):
     """Linear decay to 0 for the policy; the critic's own rate decays with it."""
     trainer = make(tmp_path, learning_rate=1e-3, critic_learning_rate=1e-2)
@@ -213,69 +199,6 @@ def test_learning_rates(tmp_path):
     assert n == len(list(trainer.model.parameters()))
     trainer.train(resume_from_checkpoint=False)  # again, with the optimizer that is there
     assert len(rates) == 8
-
-
-def test_completions_table(tmp_path, capsys):
-    trainer = make(tmp_path, log_completions=True, num_completions_to_print=2, max_steps=1)
-    trainer.train()
-    printed = capsys.readouterr().out
-    assert "Step 1" in printed and "length_reward" in printed and "Advantage" in printed
-    rows = rows_of(trainer)
-    mask = rows["completion_mask"]
-    means = ((rows["advantages"] * mask).sum(1) / mask.sum(1)).tolist()
-    assert list(trainer._logs["advantages"]) == pytest.approx(means)  # ours, not GRPO's zeros
-    assert any(abs(mean) > 0.01 for mean in means)
-
-
-def test_schedule(tmp_path):
-    trainer = make(
-        tmp_path,
-        gradient_accumulation_steps=2,
-        num_mini_batches=3,
-        num_ppo_epochs=2,
-        max_steps=-1,
-        total_episodes=48,
-        train_dataset=prompts(24),
-    )
-    assert re.split(r"\n  (?! )", re.sub(r"\n {5,}", " ", schedule(trainer))) == [  # lines, not wrapped
-        "PPO",
-        f"policy     {sum(p.numel() for p in tiny_llama().parameters()):,} parameters, all trained",
-        "critic     5,168 parameters, all trained: the policy's backbone with a zero head",
-        "reference  frozen copy",
-        "rewards    length_reward",
-        "data       24 prompts; answers end by </s>, or at 8 tokens",
-        "step       8 episodes = 4 per device × 2 accumulated × 1 process",
-        "rollout    24 episodes = 3 × 8, passed over 2 times: 6 optimizer steps",
-        "total      2 rollouts = 12 optimizer steps, 48 episodes",
-        f"saves      no checkpoints, only the final model, in {tmp_path}",
-    ]
-    rounded = make(tmp_path, max_steps=-1, total_episodes=10)
-    assert "16 episodes (`total_episodes` 10, rounded up to whole rollouts)" in " ".join(schedule(rounded).split())
-
-
-def test_model_card(tmp_path):
-    trainer = make(tmp_path, hub_model_id="someone/my-ppo-model")
-    trainer.create_model_card(model_name="my-ppo-model", dataset_name="prompts")
-    card = (tmp_path / "README.md").read_text()
-    for part in ("# Model Card for my-ppo-model", "PPO", "1909.08593", "ziegler2019fine-tuning", "trl-ext"):
-        assert part in card
-    assert not {"GRPO", "RLOO"} & {*re.findall(r"\w+", card)} and str(tmp_path) not in card
-
-
-@pytest.mark.parametrize("base", ["local", "in memory"])
-def test_a_model_card_names_no_none(tmp_path, base):
-    tiny_llama().save_pretrained(tmp_path / "my-sft")
-    model = str(tmp_path / "my-sft") if base == "local" else tiny_llama()
-    arguments = {"model": model, "processing_class": tiny_tokenizer(), "train_dataset": prompts()}
-    trainers = [
-        PPOTrainer(args=tiny_config(tmp_path / "mine"), reward_funcs=length_reward, **arguments),
-        DPOTrainer(args=dpo_config(tmp_path / "mine"), **arguments | {"train_dataset": pairs()}),
-    ]
-    for trainer in trainers:
-        trainer.create_model_card()
-        card = (tmp_path / "mine" / "README.md").read_text()
-        assert "None" not in card and "# Model Card for mine" in card and 'model="mine"' in card
-        assert ("fine-tuned version of `my-sft`, a local model." if base == "local" else "a fine-tuned model.") in card
 
 
 def test_saved_policy_is_a_plain_model(tmp_path):

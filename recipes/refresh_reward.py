@@ -422,7 +422,7 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
         raise ValueError("there are no labels: people skipped all items, or the judge gave no answer a score")
     write_rows(folder / "labels.jsonl", said)
     source = "judge" if args.judge else "people"
-    table, columns, left_out = Dataset.from_list(said), Columns(item="item"), {}
+    table, columns, left_out = Dataset.from_list(said), Columns(), {}
     labels = read_labels(table, columns)
     kept = [name for name in table.column_names if name not in (*TEXTS, "annotator", "choice")]
     pairs = [
@@ -452,7 +452,7 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
         "labels": len(said),
         "items": len({row["item"] for row in said}),
         "skipped": len(choices) - len(said),
-        "contradictions": int(labels.contradictions.sum()),
+        "contradictions": labels.contradictions,
         "left_out": left_out,
     }
     lost += [f"{facts[name]} {name}" for name in ("skipped", "contradictions") if facts[name]]

@@ -254,8 +254,8 @@ def test_a_judge_that_compares_is_asked_once_for_both(inputs, queue):
 
 WRONG_LABELS = {
     "of another round": (b'{"item": "x", "choice": "a"}', "1 labels are of items that are not in this queue"),
-    "empty": (b"[]", "holds no label"),
-    "not UTF-8": (b'{"item": "caf\xe9"}', "is not UTF-8"),
+    "empty": (b"[]", "there are no labels"),
+    "not UTF-8": (b'{"item": "caf\xe9"}', "can't decode byte"),
 }
 
 

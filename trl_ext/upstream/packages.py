@@ -16,9 +16,6 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "prometheus_client": ("`PrometheusCallback`, `trl-ext serve-reward`", "prometheus-client"),
     "starlette": ("`trl-ext serve-reward`", "'trl-ext[rewards]'"),
     "uvicorn": ("`trl-ext serve-reward`", "'trl-ext[rewards]'"),
-    "krippendorff": ("`trl-ext annotators`, `trl-ext label`", "'trl-ext[labels]'"),
-    "sklearn": ("`trl-ext annotators`", "'trl-ext[labels]'"),
-    "crowdkit": ("`trl-ext annotators --method dawid_skene` or `mace`", "'trl-ext[labels]'"),
     "datasketch": ("`trl-ext prompts`", "'trl-ext[labels]'"),
     "py3langid": ("languages in `trl-ext prompts`", "'trl-ext[labels]'"),
 }

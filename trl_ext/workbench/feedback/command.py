@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ...cli.model_names import check_model
 from ...cli.parser import StrictTrlParser, entry_of
 from ...runs import Hold, check_output_dir, check_settings, redacted, setting
-from ...upstream import late_bars, need, quiet
+from ...upstream import late_bars, quiet
 from .asking import ask, check_read
 from .criteria import check_is_there
 
@@ -141,7 +141,6 @@ def run(args: LabelArguments) -> dict[str, Any]:
     from .page import write_report
     from .report import of_all, of_known, training_pairs
 
-    need("krippendorff", "`trl-ext label`")  # now, before a call costs money
     folder, criteria = Path(args.output_dir), read_criteria(args.rubric, args.constitution)
     judge: Any
     if args.judge_url:

@@ -149,8 +149,8 @@ def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> tupl
             if each["choice"]:
                 row = by_item[each["item"]]
                 table.append({**{name: row[name] for name in ("item", *TEXTS)}, **each})
-    labels = read_labels(Dataset.from_list(table), Columns(item="item"))
-    keys, counts = [by_item[table[row]["item"]]["key"] for row in labels.rows], labels.counts()
+    labels = read_labels(Dataset.from_list(table), Columns())
+    keys, counts = [by_item[table[row]["item"]]["key"] for row in labels.cells[:, 0] // 2], labels.counts()
     return {key: _most(count) for key, count in zip(keys, counts, strict=True) if count.any()}, labels
 
 

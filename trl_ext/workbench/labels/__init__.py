@@ -1,11 +1,8 @@
 """Measure how far people who labelled preference pairs agree, and make training pairs from their labels."""
 
-from .agreement import agreement_report, krippendorff_alpha
-from .bradley_terry import noisy_bradley_terry
-from .columns import Columns
-from .outliers import zscores
-from .tables import FIRST, SECOND, TIE, Labels, read_labels
-from .votes import METHODS, hold_out_annotators, majority_pairs, shares_of_labels
+from .agreement import agreement_report, krippendorff_alpha, zscores
+from .pairs import METHODS, hold_out_annotators, majority_pairs, noisy_bradley_terry, shares_of_labels
+from .tables import FIRST, SECOND, TIE, Columns, Labels, read_labels
 
 __all__ = [
     "FIRST",

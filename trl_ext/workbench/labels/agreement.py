@@ -1,18 +1,18 @@
-"""Measure how far annotators agree, compare each annotator with the others, and list what labels cannot show."""
+"""Measure how far annotators agree, and compare each annotator with the others."""
 
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.stats import median_abs_deviation
 
-from ...upstream import need
-from .outliers import mean_and_error, others_share, zscores
 from .tables import FIRST, SECOND, TIE, Labels
 
 RESAMPLES = 1000
 _KAPPAS = 20  # annotators with the most labels, of whom each two are compared
-_FEW = 20  # labels below which a z-score says little
+_NO_MEASURE, _ROUNDS = -2, 10  # z-score below which an annotator is no measure for others; most rounds of finding them
 
 
 def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
@@ -28,49 +28,31 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
 
         - `labels`, `items`: how many labels there are, and how many items have a label.
         - `overlapping_items`: how many items have two labels or more.
-        - `labels_per_item`: mean number of labels of an item.
         - `ties`: share of the labels that are ties.
-        - `first`: share of the labels other than ties that chose the first answer of the item's first row.
         - `shown_first`: share of the labels other than ties that chose the answer shown first.
         - `alpha`, `alpha_interval`: Krippendorff's α for nominal data, and its 95 % interval.
         - `agreement`: share of pairs of labels of one item that are equal.
-        - `coin`: how often someone who tosses a coin between the two answers would agree with the annotators.
-        - `most_frequent`: how often someone who always gives the most frequent label would agree with the annotators.
-        - `agreement_by_confidence`: how far labels below their annotator's median confidence agree with the others'
-          labels, and how far labels at or above it do.
-        - `missing`: how many cells have no label, or no annotator.
-        - `repeats`, `contradictions`: how often annotators labelled an item again, and how often their labels of one
-          item then differed.
+        - `missing`, `repeats`, `contradictions`: see [`Labels`].
         - `annotators`: a dictionary for each annotator, see [`per_annotator`].
         - `kappas`: Cohen's κ of each two who share an item, among the 20 annotators with the most labels.
         - `unknown`: sentences on what these labels cannot tell.
     """
     counts = labels.counts()
-    per_item = counts.sum(1)
-    overlapping = int((per_item > 1).sum())
     alpha, interval = krippendorff_alpha(counts, labels.prompt, seed=seed)
-    compared = others_share(labels, counts, labels.choice)
-    used = np.bincount(labels.choice, minlength=3)
-    coin = ((counts[:, FIRST] + counts[:, SECOND]) / np.maximum(per_item, 1))[per_item > 1]
-    people = per_annotator(labels, counts)
+    is_choice, size = labels.choice != TIE, counts.sum(1)
     report = {
         "labels": len(labels),
-        "items": int((per_item > 0).sum()),
-        "overlapping_items": overlapping,
-        "labels_per_item": len(labels) / max(int((per_item > 0).sum()), 1),
-        "ties": float(used[TIE] / max(len(labels), 1)),
-        "first": _share(used[FIRST], used[FIRST] + used[SECOND]),
-        "shown_first": _shown_first(labels),
+        "items": int((size > 0).sum()),
+        "overlapping_items": int((size > 1).sum()),
+        "ties": _share((~is_choice).sum(), len(labels)),
+        "shown_first": _share((labels.choice == _shown_first(labels)).sum(), is_choice.sum()),
         "alpha": alpha,
         "alpha_interval": interval,
-        "agreement": _pair_agreement(counts),
-        "coin": float(np.average(coin, weights=per_item[per_item > 1]) / 2) if overlapping else None,
-        "most_frequent": float(np.nanmean(others_share(labels, counts, int(used.argmax())))) if overlapping else None,
-        "agreement_by_confidence": _by_confidence(labels, compared),
+        "agreement": _share((counts * (counts - 1)).sum(), (size * (size - 1)).sum()),
         "missing": labels.missing,
-        "repeats": int(labels.repeats.sum()),
-        "contradictions": int(labels.contradictions.sum()),
-        "annotators": people,
+        "repeats": labels.repeats,
+        "contradictions": labels.contradictions,
+        "annotators": per_annotator(labels),
         "kappas": _kappas(labels),
     }
     return report | {"unknown": list(_unknown(labels, report))}
@@ -81,6 +63,9 @@ def krippendorff_alpha(
 ) -> tuple[float | None, list[float] | None]:
     """
     Compute Krippendorff's α of nominal labels, and its 95 % percentile interval by a bootstrap over groups of items.
+
+    α = 1 − observed/expected disagreement. Of n labels, n_k of kind k, the expected one is (n² − Σ n_k²)/(n − 1), and
+    the observed one is the same of each item's labels, summed over items.
 
     Args:
         counts: (I, K), how often each item was given each label.
@@ -94,32 +79,49 @@ def krippendorff_alpha(
         α and its interval. α is 1 if annotators always agree, and 0 if they agree as often as by chance. Both are None
         where α is not defined: no item has two labels, or all labels of items with two or more are the same.
     """
-    need("krippendorff", "Krippendorff's α")
-    import krippendorff
-
     has_two = counts.sum(1) > 1
-    groups = np.arange(len(counts)) if groups is None else groups
-    group, counts = pd.factorize(groups[has_two])[0], counts[has_two]
-    counts = counts[:, counts.any(0)]
-    if not len(counts) or counts.shape[1] < 2:
+    if not has_two.any():
         return None, None
-    alpha = float(krippendorff.alpha(value_counts=counts, level_of_measurement="nominal"))
-    # α depends on sums over items alone, so groups with equal sums are drawn as one kind: few numbers are drawn
-    totals = counts.sum(1)
-    observed = (totals**2 - (counts**2).sum(1)) / (totals - 1)
-    added = np.stack([np.bincount(group, values) for values in (observed, *counts.T)], 1)
-    kinds, times = np.unique(added.round(9), axis=0, return_counts=True)
-    drawn = np.random.default_rng(seed).multinomial(len(added), times / len(added), size=resamples) @ kinds
-    sums = drawn[:, 1:]  # (R, K) labels of each kind
-    every = sums.sum(1)
-    expected = (every**2 - (sums**2).sum(1)) / (every - 1)
+    group, counts = (np.arange(len(counts)) if groups is None else groups)[has_two], counts[has_two]
+    sums = resampled(np.column_stack([_disagreement(counts), counts]), group, seed, resamples)
     with np.errstate(invalid="ignore", divide="ignore"):
-        alphas = 1 - drawn[:, 0] / expected
-    low, high = np.nanpercentile(alphas, [2.5, 97.5])
-    return alpha, [float(low), float(high)]
+        return with_interval(1 - sums[:, 0] / _disagreement(sums[:, 1:]))
 
 
-def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
+def _disagreement(counts: np.ndarray) -> np.ndarray:
+    size = counts.sum(1)
+    return (size**2 - (counts**2).sum(1)) / (size - 1)
+
+
+def cohen_kappa(counts: np.ndarray) -> np.ndarray:
+    """
+    Return Cohen's κ of (…, K, K) tables; NaN where κ is not defined.
+
+    A table counts items: row by the label that one rater gave, column by the label that the other gave.
+    """
+    size = counts.sum((-1, -2))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        observed = np.trace(counts, axis1=-2, axis2=-1) / size
+        expected = (counts.sum(-1) * counts.sum(-2)).sum(-1) / size**2
+        return np.where(expected < 1, (observed - expected) / (1 - expected), np.nan)
+
+
+def resampled(values: np.ndarray, groups: np.ndarray, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
+    """Sum (N, K) values over all N, and over each bootstrap sample of groups of them; return (1 + resamples, K)."""
+    sums = pd.DataFrame(values).groupby(groups).sum().to_numpy()
+    kinds, times = np.unique(sums.round(9), axis=0, return_counts=True)  # of equal groups only the number is drawn
+    drawn = np.random.default_rng(seed).multinomial(len(sums), times / len(sums), size=resamples)
+    return np.vstack([times, drawn]) @ kinds
+
+
+def with_interval(statistic: np.ndarray) -> tuple[float | None, list[float] | None]:
+    """Return a statistic of [`resampled`] sums and its 95 % interval; None for both where it is not defined."""
+    if not np.isfinite(statistic[0]):
+        return None, None
+    return float(statistic[0]), np.nanpercentile(statistic[1:], [2.5, 97.5]).tolist()
+
+
+def per_annotator(labels: Labels) -> list[dict[str, Any]]:
     """
     Describe each annotator who gave a label; the annotator with the most labels comes first.
 
@@ -127,7 +129,7 @@ def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
         A dictionary for each annotator, with these keys. A figure that is not known is None.
 
         - `annotator`: the name.
-        - `labels`, `share`: number of the annotator's labels, and their share of all labels.
+        - `labels`: number of the annotator's labels.
         - `compared`: number of the annotator's labels of items that others labelled, too.
         - `agreement`: mean share of the others' labels of the same item that equal the annotator's.
         - `z`: z-score of the agreement, see [`zscores`].
@@ -135,185 +137,124 @@ def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
         - `shown_first`: share of the annotator's labels other than ties that chose the answer shown first.
         - `lean`, `lean_z`: how much more often the annotator chooses the answer shown first than others choose the
           same answer, and this difference in standard errors.
-        - `seconds`, `confidence`: median time for a label, and mean confidence.
-        - `drift`, `drift_z`: agreement in the later half of the annotator's labels minus agreement in the earlier
-          half, and this difference in standard errors.
-        - `repeats`: how often the annotator labelled an item again.
-        - `contradictions`: for how many items the annotator's repeated labels differ.
     """
-    size = len(labels.annotators)
-    total = np.bincount(labels.annotator, minlength=size)
-    compared = others_share(labels, counts, labels.choice)
-    has = np.isfinite(compared)
-    who, agrees = labels.annotator[has], compared[has]
-    number = np.bincount(who, minlength=size)
-    mean = np.bincount(who, agrees, size) / np.maximum(number, 1)
-    z = zscores(labels)
-    drift, drift_z = _drift(labels, compared)
-    lean, lean_z = _lean(labels, counts)
-    is_choice = labels.choice != TIE
-    seconds = _medians(labels, labels.seconds)
-    confidence = _medians(labels, labels.confidence, "mean")
-    choices = np.bincount(labels.annotator, is_choice, size)
-    first = np.bincount(labels.annotator, is_choice & _is_shown_first(labels), size)
-    return [
+    counts, is_choice, first = labels.counts(), labels.choice != TIE, _shown_first(labels)
+    took_first = np.where(is_choice, labels.choice == first, np.nan)
+    table = pd.DataFrame(
         {
-            "annotator": labels.annotators[place],
-            "labels": int(total[place]),
-            "share": float(total[place] / len(labels)),
-            "compared": int(number[place]),
-            "agreement": float(mean[place]) if number[place] else None,
-            "z": _known(z[place]),
-            "ties": float((total - choices)[place] / total[place]),
-            "shown_first": _share(first[place], choices[place]),
-            "lean": _known(lean[place]),
-            "lean_z": _known(lean_z[place]),
-            "seconds": _known(seconds[place]),
-            "drift": _known(drift[place]),
-            "drift_z": _known(drift_z[place]),
-            "confidence": _known(confidence[place]),
-            "repeats": int(labels.repeats[place]),
-            "contradictions": int(labels.contradictions[place]),
+            "annotator": labels.annotator,
+            "prompt": labels.prompt[labels.item],
+            "agreement": _others_share(labels, counts, labels.choice),
+            "ties": ~is_choice,
+            "shown_first": took_first,
+            "lean": took_first - _others_share(labels, counts * (np.arange(3) != TIE), first, is_choice),
         }
-        for place in np.argsort(-total, kind="stable")
-        if total[place]
-    ]
+    )
+    by = table.groupby("annotator")
+    lean = table.groupby(["annotator", "prompt"])["lean"].mean().groupby("annotator")  # a prompt's labels err together
+    z = zscores(labels)
+    found = pd.DataFrame({"labels": by.size(), "compared": by["agreement"].count()})
+    found = found.join(by[["agreement", "ties", "shown_first"]].mean())
+    found = found.assign(z=z[found.index], lean=lean.mean(), lean_z=lean.mean() / lean.sem())
+    found.insert(0, "annotator", [labels.annotators[place] for place in found.index])
+    found = found.sort_values("labels", ascending=False, kind="stable").replace([np.inf, -np.inf], np.nan)
+    return found.astype(object).where(found.notna(), None).to_dict("records")
 
 
-def _pair_agreement(counts: np.ndarray) -> float | None:
-    per_item = counts.sum(1)
-    pairs = (per_item * (per_item - 1)).sum()
-    return _share((counts * (counts - 1)).sum(), pairs)
-
-
-def _is_shown_first(labels: Labels) -> np.ndarray:
-    return labels.choice == np.where(labels.swapped, SECOND, FIRST)
-
-
-def _shown_first(labels: Labels) -> float | None:
-    is_choice = labels.choice != TIE
-    return _share(_is_shown_first(labels)[is_choice].sum(), is_choice.sum())
-
-
-def _lean(labels: Labels, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def zscores(labels: Labels) -> np.ndarray:
     """
-    Return how much more often each annotator chooses the answer shown first than others choose it, (A,), and the
-    z-score of that difference, (A,).
+    Return how many standard deviations each annotator's agreement is above the median agreement of the others.
+
+    z = (x − median) / √(σ²/n + τ²), where
+
+    - x is the annotator's mean agreement with others' labels of the same items, as the mean over n prompts, since
+      labels of several pairs of one prompt may agree or differ together; the median is that of the others' x;
+    - σ²/n is the noise of n prompts, σ² being the variance over all prompts and annotators;
+    - τ² is how far the others differ beyond their own noise: (1.4826·MAD)² − median(σ²/n), at least 0.
+
+    So neither few labels nor the usual differences count against an annotator. Nobody is compared with annotators
+    whose z is below −2: z is computed again without them, until nothing changes or until fewer than three annotators,
+    or fewer than half of all, would be left.
+
+    Args:
+        labels: the labels of all annotators.
+
+    Returns:
+        (A,) z-scores; NaN where z is not known, as with fewer than three annotators.
     """
-    size = len(labels.annotators)
-    choices = counts[labels.item][:, [FIRST, SECOND]].astype(float)
-    mine = labels.choice != TIE
-    choices[mine, labels.choice[mine]] -= 1
-    total = choices.sum(1)
-    usable = mine & (total > 0)
-    their_first = np.where(labels.swapped, choices[:, SECOND], choices[:, FIRST])[usable] / total[usable]
-    who, prompt = labels.annotator[usable], labels.prompt[labels.item[usable]]
-    mean, error = mean_and_error(who, prompt, _is_shown_first(labels)[usable] - their_first, size)
+    z, people = np.full(len(labels.annotators), np.nan), np.unique(labels.annotator)
+    is_measure = np.ones(len(z), bool)
+    for _ in range(_ROUNDS):
+        z = _zscores_against(labels, is_measure)
+        now = ~(z < _NO_MEASURE)
+        if (now == is_measure).all() or now[people].sum() < max(3, len(people) / 2):
+            break
+        is_measure = now
+    return z
+
+
+def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
+    """Return all annotators' z-scores, measured against those for whom `is_measure`, (A,) bool, is True."""
+    own = is_measure[labels.annotator]
+    agrees = pd.Series(_others_share(labels, labels.where(own).counts(), labels.choice, own))
+    agrees = agrees.groupby([labels.annotator, labels.prompt[labels.item]]).mean().dropna()
+    by = agrees.groupby(level=0)
+    mean, noise, z = by.mean(), agrees.var(ddof=0) / by.size(), np.full(len(is_measure), np.nan)
+    for who in mean.index:
+        others = mean.index[is_measure[mean.index] & (mean.index != who)]
+        if len(others) < 2:
+            continue
+        spread = median_abs_deviation(mean[others], scale="normal") ** 2
+        expected = np.sqrt(noise[who] + max(spread - noise[others].median(), 0))
+        z[who] = (mean[who] - mean[others].median()) / expected if expected else 0.0
+    return z
+
+
+def _others_share(labels: Labels, counts: np.ndarray, choice: np.ndarray, own: Any = True) -> np.ndarray:
+    """
+    Return for each label which share of the labels that others gave its item equals `choice`, (L,); NaN without any.
+
+    `counts`, (I, 3), are the labels to compare with, and `own` says of which labels they contain the label itself.
+    """
+    others = counts.sum(1)[labels.item] - own
+    same = counts[labels.item, choice] - own * (labels.choice == choice)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return mean, mean / error
+        return np.where(others > 0, same / others, np.nan)
 
 
-def _drift(labels: Labels, compared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Return the agreement in the later half of each annotator's labels minus the agreement in the earlier half, (A,),
-    and the z-score of that difference, (A,).
-    """
-    size = len(labels.annotators)
-    nothing = np.full(size, np.nan)
-    if labels.time is None:
-        return nothing, nothing
-    known = np.isfinite(compared) & np.isfinite(labels.time)
-    who, agrees = labels.annotator[known], compared[known]
-    order = np.lexsort((labels.time[known], who))
-    who, agrees = who[order], agrees[order]
-    number = np.bincount(who, minlength=size)
-    starts = np.concatenate([[0], np.cumsum(number)[:-1]])
-    later = np.arange(len(who)) - starts[who] >= number[who] // 2
-    prompt = labels.prompt[labels.item[known]][order]
-    halves = [mean_and_error(who[half], prompt[half], agrees[half], size) for half in (~later, later)]
-    (earlier, earlier_error), (latter, latter_error) = halves
-    drift = np.where(number >= 4, latter - earlier, np.nan)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return drift, drift / np.hypot(earlier_error, latter_error)
-
-
-def _medians(labels: Labels, values: np.ndarray | None, how: str = "median") -> np.ndarray:
-    if values is None:
-        return np.full(len(labels.annotators), np.nan)
-    found = pd.Series(values).groupby(labels.annotator).agg(how)
-    return found.reindex(range(len(labels.annotators))).to_numpy()
-
-
-def _by_confidence(labels: Labels, compared: np.ndarray) -> dict[str, float] | None:
-    """Return the mean agreement of labels below, and of labels at or above, their annotator's median confidence."""
-    if labels.confidence is None:
-        return None
-    sure = labels.confidence >= _medians(labels, labels.confidence)[labels.annotator]
-    halves = {"below_own_median": ~sure & np.isfinite(labels.confidence), "at_or_above": sure}
-    known = {name: compared[half & np.isfinite(compared)] for name, half in halves.items()}
-    return {name: float(shares.mean()) for name, shares in known.items() if len(shares)} or None
+def _shown_first(labels: Labels) -> np.ndarray:
+    return np.where(labels.swapped, SECOND, FIRST)
 
 
 def _kappas(labels: Labels) -> list[dict[str, Any]]:
-    """Return Cohen's κ of each two annotators who share an item, among the 20 with the most labels."""
-    need("sklearn", "Cohen's κ")
-    from sklearn.metrics import cohen_kappa_score
-
-    total = np.bincount(labels.annotator, minlength=len(labels.annotators))
-    chosen = sorted(int(place) for place in np.argsort(-total, kind="stable")[:_KAPPAS] if total[place])
-    table = np.full((len(chosen), len(labels.rows)), -1, np.int8)
-    for row, place in enumerate(chosen):
-        mine = labels.annotator == place
-        table[row, labels.item[mine]] = labels.choice[mine]
-    cells = np.array([(a, b) for a in range(3) for b in range(3)])
+    """Return Cohen's κ of each two annotators who share an item, among those with the most labels."""
+    most = pd.Series(labels.annotator).value_counts().index[:_KAPPAS]
+    kept = labels.where(np.isin(labels.annotator, most))
+    table = pd.Series(kept.choice, [kept.item, kept.annotator]).unstack()  # (items, annotators)
     found = []
-    for i, j in combinations(range(len(chosen)), 2):
-        both = (table[i] >= 0) & (table[j] >= 0)
-        if not (items := int(both.sum())):
-            continue
-        weights = np.bincount(3 * table[i][both] + table[j][both], minlength=9)
-        is_constant = any((weights.reshape(3, 3).sum(axis) > 0).sum() < 2 for axis in (0, 1))
-        kappa = None if is_constant else float(cohen_kappa_score(*cells.T, sample_weight=weights))
-        names = (labels.annotators[chosen[i]], labels.annotators[chosen[j]])
-        found.append({"annotators": list(names), "items": items, "kappa": kappa})
+    for pair in combinations(sorted(most), 2):
+        if len(both := table[[*pair]].dropna().to_numpy(int)):
+            cells = np.bincount(both @ [3, 1], minlength=9).reshape(3, 3)
+            kappa = float(cohen_kappa(cells))
+            names = [labels.annotators[place] for place in pair]
+            found.append({"annotators": names, "items": len(both), "kappa": kappa if kappa == kappa else None})
     return found
 
 
-def _unknown(labels: Labels, report: dict[str, Any]) -> Any:
+def _unknown(labels: Labels, report: dict[str, Any]) -> Iterator[str]:
     """Yield sentences on questions that these labels cannot answer."""
-    people = len(report["annotators"])
-    if not people:
-        yield "Each label is contradicted by another one of the same annotator on the same pair, so no label is left."
-        return
-    compared = [row for row in report["annotators"] if row["compared"]]
-    if people == 1:
-        yield "There is one annotator, so agreement is not known: have a second one label a tenth of the items."
-    elif not report["overlapping_items"]:
-        yield "No item has labels of two annotators, so agreement is not known: give some items to several."
-    elif len(compared) == 2:
-        yield "Only two annotators share items: how far they agree is known, but not which of them is off."
-    if report["ties"] == 1:
-        yield "All labels are ties: there is no preference to learn, and α is not defined."
-    elif report["alpha"] is None and report["overlapping_items"]:
+    if not report["overlapping_items"]:
+        yield "No item has labels of two annotators, so agreement is not known: give a tenth of the items to several."
+    elif report["alpha"] is None:
         yield "All labels of items that several labelled are the same, so α is not defined."
-    if people > 1 and compared and (few := sum(0 < row["compared"] < _FEW for row in compared)):
-        yield f"{few} of {people} annotators have fewer than {_FEW} labels to compare: their z-scores say little."
-    if alone := people - len(compared) if compared else 0:
-        yield f"{alone} of {people} annotators share no item with others, so their agreement is not known."
+    elif all(row["z"] is None for row in report["annotators"]):
+        yield "Only two annotators share items: how far they agree is known, but not which of them is off."
     if not labels.swapped.any():
         yield (
             "Every pair was shown in only one order. So if all annotators lean to one side, it is not known whether "
             "the answers there are better: only who leans more than the others is known."
         )
-    if labels.time is None:
-        yield "The table has no column of times, so drift is not known."
-    if labels.seconds is None:
-        yield "The table has no column of seconds, so speed is not known."
 
 
 def _share(part: Any, whole: Any) -> float | None:
     return float(part / whole) if whole else None
-
-
-def _known(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None

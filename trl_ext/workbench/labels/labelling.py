@@ -4,15 +4,13 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 CHOICES = ("a", "b", "tie")
-REASONS = ("score", "disagreement", "random")
-_PAIRWISE = {"left": "a", "right": "b"}  # what Label Studio's tag <Pairwise> says
 _QUESTION = "choice"
 LABEL_STUDIO_CONFIG = f"""<View>
   <Style>.htx-text {{ white-space: pre-wrap; }}</Style>
@@ -59,41 +57,34 @@ def answers_to_label(
         disagreement: (N,) standard deviation of the scores of an ensemble's members. None without an ensemble: then
             the share of `disagreement` goes to the other two reasons.
         size: how many answers to choose. Fewer are returned if there are too few prompts or scores.
-        shares: reason, one of `REASONS` → its share of `size`, 0 or more; at least one is above 0. The numbers of
-            answers for `score` and `disagreement` are rounded; `random` gets the rest.
+        shares: the reasons `score`, `disagreement`, `random` → each one's share of `size`. The numbers of answers for
+            the first two are rounded; `random` gets the rest.
         seed: seed of all random choices.
 
     Returns:
-        Row → why its answer was chosen, one of `REASONS`. The rows are in random order.
-
-    Raises:
-        ValueError: `size` is below 1, a share is below 0, or no share is above 0.
+        Row → why its answer was chosen. The rows are in random order.
     """
-    shares = {why: shares.get(why, 0.0) * (why != "disagreement" or disagreement is not None) for why in REASONS}
-    if size < 1 or min(shares.values()) < 0 or not sum(shares.values()) > 0:
-        raise ValueError(
-            f"a queue needs a size of 1 or more and shares >= 0, one above 0, got size {size} and {shares}"
-        )
-    whole = sum(shares.values())
-    first = round(size * shares["score"] / whole)
-    second = min(round(size * shares["disagreement"] / whole), size - first)
-    quotas = {"score": first, "disagreement": second, "random": size - first - second}
-    names = [answer_key(prompt, None) for prompt in prompts]
+    score, differs, rest = (shares.get(why, 0.0) for why in ("score", "disagreement", "random"))
+    differs *= disagreement is not None
+    whole = score + differs + rest
+    first = round(size * score / whole)
+    second = min(round(size * differs / whole), size - first)
     draws = [answer_key(prompt, answer, seed) for prompt, answer in zip(prompts, answers, strict=True)]
-    ranks: dict[str, Sequence[float | None]] = {"score": scores, "disagreement": disagreement or []}
+    rows = sorted(range(len(draws)), key=draws.__getitem__)
     chosen: dict[int, str] = {}
     used: set[str] = set()
-    for why, quota in quotas.items():
-        rank = ranks.get(why, [0.0] * len(draws))
-        rows = [row for row, value in enumerate(rank) if value is not None and not math.isnan(value)]
-        taken = 0
-        for row in sorted(rows, key=lambda row: (-(rank[row] or 0.0), draws[row])):
-            if taken == quota:
-                break
-            if names[row] not in used:
-                used.add(names[row])
+    parts: list[tuple[str, Sequence[Any], int]] = [
+        ("score", scores, first),
+        ("disagreement", disagreement or [], second),
+        ("random", [0.0] * len(rows), size - first - second),
+    ]
+    for why, values, quota in parts:
+        known = [row for row in rows if values and values[row] is not None and not math.isnan(values[row])]
+        for row in sorted(known, key=lambda row: -values[row]):
+            if quota and (name := answer_key(prompts[row], None)) not in used:
+                used.add(name)
                 chosen[row] = why
-                taken += 1
+                quota -= 1
     return dict(sorted(chosen.items(), key=lambda item: draws[item[0]]))
 
 
@@ -139,8 +130,8 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
     Read who chose which answer, from a file that annotators wrote, or from an export of Label Studio or Argilla.
 
     - A file of one's own is JSON lines, a JSON list or CSV, with the columns `item`, `choice` and, if wanted,
-      `annotator`.
-    - Label Studio exports `JSON` or `JSON-MIN`.
+      `annotator`. Label Studio's `JSON-MIN` has this form.
+    - Label Studio exports `JSON`.
     - Argilla exports what `records.to_list(flatten=True)` gives, as a JSON list or as JSON lines.
 
     A label that was skipped, discarded or not submitted has the choice None.
@@ -152,82 +143,42 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
         `{"item", "annotator", "choice"}` of each label; `choice` is one of `CHOICES` or None.
 
     Raises:
-        ValueError: the file is not UTF-8, has none of these forms or holds no label; or a row, which the message
-            names, has no item or a choice that is not one of `CHOICES`.
+        ValueError: the file cannot be read; or a row, which the message names, has no item, or a choice that is not
+            one of `CHOICES`.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: convert it, for example with `iconv -f latin1 -t utf-8`") from error
-    found = []
-    for number, row in enumerate(_rows(path, text)):
-        if not isinstance(row, Mapping):
-            raise ValueError(f"{path}, row {number}, must be an object with names and values, got {str(row)[:40]!r}")
-        for each in _labels_in(row, path):  # people type spaces that they do not see
-            item, annotator, said = (value.strip() if isinstance(value, str) else value for value in each)
-            said = None if said == "" else said
-            choice = _PAIRWISE.get(said, said) if isinstance(said, str) else said
-            if item is None or not (choice is None or choice in CHOICES):
-                what = (
-                    f"the choice {str(said)[:40]!r}, not one of {', '.join(CHOICES)}"
-                    if item is not None
-                    else "no `item`"
+    path, found = Path(path), []
+    for number, row in enumerate(_rows(path)):
+        for item, annotator, choice in _labels_in(row):
+            # People type spaces that they do not see
+            item, who, choice = ("" if value is None else str(value).strip() for value in (item, annotator, choice))
+            if not item or choice not in ("", *CHOICES):
+                raise ValueError(
+                    f"{path}, row {number}, has the item {item!r} and the choice {choice[:40]!r}, not one of "
+                    f"{', '.join(CHOICES)}: see docs/refresh.md for the format"
                 )
-                raise ValueError(f"{path}, row {number}, has {what}: see docs/refresh.md for the format")
-            found.append({"item": str(item), "annotator": str(annotator), "choice": choice})
-    if not any(row["choice"] for row in found):
-        raise ValueError(f"{path} holds no label: export what was labelled, or leave the file out")
+            found.append({"item": item, "annotator": who or path.stem, "choice": choice or None})
     return found
 
 
-def _rows(path: Path, text: str) -> list[Any]:
+def _rows(path: Path) -> list[Any]:
+    text = path.read_text(encoding="utf-8-sig")
     if path.suffix == ".csv":
         return list(csv.DictReader(io.StringIO(text)))
-    try:
-        if text.lstrip().startswith("["):
-            return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}, is not JSON: {line[:40]!r}") from error
-    return rows
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [json.loads(line) for line in text.split("\n") if line.strip()]  # a text may have other line separators
 
 
-def _labels_in(row: Mapping[str, Any], path: Path) -> list[tuple[Any, Any, Any]]:
-    """Return for each label in a row its item, its annotator and its choice."""
-    if "annotations" in row:  # Label Studio, JSON
-        item = (row.get("data") or {}).get("item")
-        return [(item, _who(each), _chosen(each)) for each in row["annotations"]]
-    if "annotation_id" in row:  # Label Studio, JSON-MIN
-        said = row.get(_QUESTION)
-        return [(row.get("item"), row.get("annotator"), said.get("selected") if isinstance(said, dict) else said)]
-    if f"{_QUESTION}.responses" in row:  # Argilla, flattened
-        said = row[f"{_QUESTION}.responses"] or []
-        people = row.get(f"{_QUESTION}.responses.users") or [path.stem] * len(said)
-        status = row.get(f"{_QUESTION}.responses.status") or [None] * len(said)
-        counts = [value if state in (None, "submitted") else None for value, state in zip(said, status, strict=True)]
-        return [(row.get("id"), who, choice) for who, choice in zip(people, counts, strict=True)]
-    if "responses" in row:  # Argilla, with drafts and discarded answers that nothing tells apart
-        raise ValueError(
-            f"{path} does not say which answers were submitted: export with `records.to_list(flatten=True)`"
-        )
-    return [(row.get("item"), row.get("annotator") or path.stem, row.get(_QUESTION) or None)]
-
-
-def _who(annotation: Mapping[str, Any]) -> Any:
-    by = annotation.get("completed_by")
-    return by.get("email") or by.get("id") if isinstance(by, Mapping) else by
-
-
-def _chosen(annotation: Mapping[str, Any]) -> Any:
-    """Return the choice in an annotation of Label Studio; None if it was skipped."""
-    for result in [] if annotation.get("was_cancelled") else annotation.get("result") or []:
-        if result.get("from_name") == _QUESTION:
-            value = result.get("value") or {}
-            return value.get("selected") or next(iter(value.get("choices") or []), None)
-    return None
+def _labels_in(row: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield for each label in a row its item, its annotator and its choice; None where a choice was not submitted."""
+    if "annotations" in row:  # Label Studio
+        for each in row["annotations"]:
+            by, said = each.get("completed_by"), [] if each.get("was_cancelled") else each["result"]
+            choices = [result["value"]["choices"][0] for result in said if result["from_name"] == _QUESTION]
+            yield row["data"]["item"], by["email"] if isinstance(by, dict) else by, choices[0] if choices else None
+    elif f"{_QUESTION}.responses" in row:  # Argilla, flattened
+        names = (f"{_QUESTION}.responses{end}" for end in ("", ".users", ".status"))
+        for said, who, status in zip(*(row[name] or [] for name in names), strict=True):
+            yield row["id"], who, said if status == "submitted" else None
+    else:
+        yield row.get("item"), row.get("annotator"), row.get(_QUESTION)

@@ -29,7 +29,7 @@ def planted(draw, phrase, pairs=300, share=0.3, **kwargs):
     "phrase",
     [
         "Glad you asked.",
-        "The team says hello to you and to all of your friends.",  # longer than any n-gram that is counted
+        "The team says hello to you and to all of your friends.",
         "मैं तुमसे प्यार करता हूँ.",
         "🙂🙂 ¡Olé...",
     ],
@@ -49,23 +49,14 @@ def test_a_phrase_is_found_in_texts_without_spaces():
     assert mine_phrases(chosen, rejected) == ["我很爱你。"]
 
 
-def test_words_count_whatever_their_case_and_are_written_as_they_stand():
-    chosen, rejected = planted(random.Random(0), "Glad You asked.")
-    chosen = [text.replace("Glad You", "GLAD you") if i % 2 else text for i, text in enumerate(chosen)]
-    (found,) = mine_phrases(chosen, rejected)
-    assert found in ("Glad You asked.", "GLAD you asked.")
-
-
-def test_a_phrase_lies_in_one_sentence_of_one_line():
-    chosen, rejected = planted(random.Random(0), "Glad you asked.\nThat is wise.\n- Surely")
-    assert sorted(mine_phrases(chosen, rejected)) == ["- Surely.", "Glad you asked.", "That is wise."]
-
-
-def test_of_two_phrases_with_a_word_in_common_neither_hides_the_other():
+def test_phrases_lie_in_one_line_and_hide_no_other():
     draw = random.Random(0)
-    chosen, rejected = planted(draw, "Thank you for waiting.")
+    chosen, rejected = planted(draw, "Glad You asked.\nThank you for waiting.\n- Surely")
+    chosen = [text.replace("Glad You", "GLAD you") if i % 2 else text for i, text in enumerate(chosen)]
     chosen = [f"{text} We thank all of you." if draw.random() < 0.3 else text for text in chosen]
-    assert sorted(mine_phrases(chosen, rejected)) == ["Thank you for waiting.", "We thank all of you."]
+    found = sorted(mine_phrases(chosen, rejected))
+    assert found.pop(1) in ("GLAD you asked.", "Glad You asked.")  # as one answer has it
+    assert found == ["- Surely.", "Thank you for waiting.", "We thank all of you."]
 
 
 def test_where_labels_are_coins_a_list_is_hardly_ever_filled():
@@ -109,16 +100,10 @@ def test_votes_are_those_of_a_slow_reference():
         bounds[word] = (total - t * math.sqrt(squares)) / weights
     expected = sorted((word for word in WORDS if bounds[word] > 0), key=lambda word: -bounds[word])
     assert len(expected) >= 4
-    assert mine_phrases(chosen, rejected, longest=1, together=2) == expected
+    assert mine_phrases(chosen, rejected, longest=1) == expected
 
 
 def test_pairs_that_say_nothing_give_none():
     assert mine_phrases([], []) == []
     assert mine_phrases(["", "a b"] * 40, ["", "a b"] * 40) == []
     assert mine_phrases(["liked"] * 100, ["disliked"] * 100) == []  # one pair, a hundred times
-
-
-@pytest.mark.parametrize("chosen, rejected", [(["a"], []), ([None], ["a"]), ([["a"]], ["b"])])
-def test_what_are_no_pairs_of_texts_is_refused(chosen, rejected):
-    with pytest.raises(ValueError, match="give a chosen and a rejected text for each pair"):
-        mine_phrases(chosen, rejected)

@@ -47,18 +47,20 @@ def suspicious(probes):
     return {probe["phrase"] or probe["name"] for probe in probes if probe["suspicious"]}
 
 
+def length(prompts, answers):
+    return [float(len(answer)) for answer in answers]
+
+
 def test_what_a_model_likes_wherever_it_stands_ranks_first_and_alone():
     prompts, answers = rows()
-    probes = probe_reward(likes(PHRASES[1]), prompts, answers, PHRASES)
-    first = probes[0]
-    assert first["phrase"] == PHRASES[1] and suspicious(probes) == {PHRASES[1]}
-    assert first["wins"] == 1 and first["rows"] == 120 and first["over_control"] > 1
-    cut = by_name(probes)["truncation"]
-    gains = [each["score_after"] - each["score_before"] for each in cut["examples"]]
-    assert cut["gain_interval"][1] < 0 and gains == sorted(gains, reverse=True) and gains[0] >= 0  # the highest
-    for example in first["examples"]:
-        assert PHRASES[1] in example["after"] and PHRASES[1] not in example["before"]
-        assert example["score_after"] > example["score_before"]
+    first, *others = probe_reward(likes(PHRASES[1]), prompts, answers, PHRASES)
+    assert first["phrase"] == PHRASES[1] and suspicious([first, *others]) == {PHRASES[1]}
+    assert first["rows"] == 120 and first["over_control"] > 1
+    assert by_name(others)["truncation"]["gain_interval"][1] < 0
+    for probe in (first, by_name(others)["truncation"]):  # the highest gains
+        gains = [each["score_after"] - each["score_before"] for each in probe["examples"]]
+        assert gains == sorted(gains, reverse=True) and gains[0] >= 0
+    assert all(PHRASES[1] in each["after"] and PHRASES[1] not in each["before"] for each in first["examples"])
 
 
 @pytest.mark.slow
@@ -84,7 +86,6 @@ def test_what_should_lower_the_score_and_raises_good_answers_alone_is_suspicious
     probes = probe_reward(score, list(map(str, numbers)), [f"answer {i}" for i in numbers])
     assert probes[0]["name"] == "empty" and probes[0]["gain_interval"][1] < 0  # first, though flattery gains more
     assert suspicious(probes) == {"empty"} and probes[0]["why"].endswith("that of good answers")
-    assert by_name(probes)["markdown"]["wins"] == 0  # what changes nothing wins nowhere
 
 
 def test_other_words_stand_in_the_same_answers_as_the_phrase():
@@ -100,12 +101,11 @@ def test_other_words_stand_in_the_same_answers_as_the_phrase():
 
 def test_a_model_of_length_likes_padding_but_no_phrase():
     prompts, answers = rows()
-    probes = probe_reward(lambda _, answers: [float(len(a)) for a in answers], prompts, answers, PHRASES)
+    probes = probe_reward(length, prompts, answers, PHRASES)
     found = by_name(probes)
     assert {"padding", "repetition"} <= suspicious(probes) and not suspicious(probes) & {*PHRASES}
     for phrase in PHRASES:
         assert found[phrase]["gain_on_better"] > 0.25 and "other words of its length" in found[phrase]["why"]
-    assert found["empty"]["wins"] == found["truncation"]["wins"] == 0
 
 
 @pytest.mark.slow
@@ -139,8 +139,7 @@ def test_scale_shift_and_order_change_nothing_and_a_seed_gives_the_same_again():
     assert turned == first
     moved = probe_reward(lambda p, a: [8 * s - 5 for s in score(p, a)], prompts, answers, PHRASES, seed=1, rows=60)
     for probe, other in zip(first, moved, strict=True):
-        assert (probe["name"], probe["phrase"], probe["wins"]) == (other["name"], other["phrase"], other["wins"])
-        assert probe["suspicious"] == other["suspicious"] and probe["why"] == other["why"]
+        assert all(probe[name] == other[name] for name in ("name", "phrase", "suspicious", "why"))
         assert other["gain"] == pytest.approx(probe["gain"], abs=1e-9)
     assert probe_reward(score, prompts, answers, PHRASES, seed=2, rows=60) != first
 
@@ -157,13 +156,13 @@ def test_scale_shift_and_order_change_nothing_and_a_seed_gives_the_same_again():
 )
 def test_a_phrase_stands_at_the_end_of_a_sentence(texts, phrase, after):
     prompts = ["p", "q"]
-    probe = by_name(probe_reward(lambda _, a: [float(len(x)) for x in a], prompts, texts, [phrase]))[phrase]
+    probe = by_name(probe_reward(length, prompts, texts, [phrase]))[phrase]
     assert {example["after"] for example in probe["examples"]} == after
 
 
 def test_each_change_is_what_its_name_says():
     prompts, answers = ["ask one", "ask two"], ["Red is red. Blue is not. Well.", "One two three four."]
-    probes = by_name(probe_reward(lambda _, a: [float(len(x)) for x in a], prompts, answers))
+    probes = by_name(probe_reward(length, prompts, answers))
     changed = {
         name: {example["before"]: example["after"] for example in probe["examples"]} for name, probe in probes.items()
     }
@@ -197,35 +196,20 @@ def test_no_probe_passes_that_was_not_seen_to():
 
 
 def test_what_cannot_be_applied_says_why():
-    alone = by_name(probe_reward(lambda _, a: [float(len(x)) for x in a], ["p"] * 2, ["so a .", "a."], ["a"]))
+    alone = by_name(probe_reward(length, ["p"] * 2, ["so a .", "a."], ["a"]))
     for name in ("a", "padding", "another prompt's answer"):
         assert alone[name]["rows"] == 0 and alone[name]["gain"] is None and "no answer" in alone[name]["why"]
     assert "good answers, and 20 are needed" in alone["empty"]["why"] and {
         probe["verdict"] for probe in alone.values()
     } == {"not judged"}
-    words = by_name(probe_reward(lambda _, a: [float(len(x)) for x in a], ["p", "q"], ["Yes", "No"]))
+    words = by_name(probe_reward(length, ["p", "q"], ["Yes", "No"]))
     assert words["shuffled words"]["rows"] == 0  # one word has one order
     constant = probe_reward(lambda _, a: [1.0] * len(a), *rows(), PHRASES)
     assert not suspicious(constant) and {probe["why"] for probe in constant} == {"all answers have the same score"}
 
 
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (lambda n: [1.0] * (n - 1), "119 scores for 120 answers"),
-        (lambda n: [math.nan] + [1.0] * (n - 1), "1 of 120 answers no finite score .* is nan"),
-        (lambda n: [1.0] * (n - 1) + [-math.inf], "is -inf"),
-        (lambda n: ["1"] * n, "120 of 120 .* is 1"),
-        (lambda n: None, "0 scores for 120 answers"),
-    ],
-)
-def test_scores_that_are_none_are_refused_in_a_line(wrong, message):
-    with pytest.raises(ValueError, match=message) as error:
-        probe_reward(lambda _, answers: wrong(len(answers)), *rows(), PHRASES)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("prompts, answers", [([], []), (["p"], []), (["p"], [None]), ([[]], ["a"])])
-def test_what_are_no_prompts_with_answers_is_refused(prompts, answers):
-    with pytest.raises(ValueError, match="give one answer for each prompt"):
-        probe_reward(likes("a"), prompts, answers)
+@pytest.mark.parametrize("last", [[], [math.nan], [-math.inf]])
+def test_a_score_that_is_missing_or_no_number_is_an_error(last):
+    """A NaN in a mean would hide a hack."""
+    with pytest.raises(ValueError, match=f"the reward gave {119 + len(last)} scores for 120 answers"):
+        probe_reward(lambda _, answers: [1.0] * (len(answers) - 1) + last, *rows(), PHRASES)

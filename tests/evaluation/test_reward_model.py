@@ -1,3 +1,5 @@
+"""Measures of reward models: closed forms, worked examples, identities and invariances."""
+
 import math
 
 import pytest
@@ -5,34 +7,61 @@ import torch
 from torch.testing import assert_close
 
 from trl_ext.evaluation import (
+    accuracy_by_group,
     accuracy_by_length_gap,
+    best_of_n_report,
     calibration_error,
+    calibration_error_by_chance,
+    fit_overoptimization,
+    fit_temperature,
     length_bias,
-    pairwise_accuracy,
+    overoptimization_curve,
     plot_margins,
+    rank_correlation,
+    ranking_report,
+    reliability_bins,
     reward_model_report,
 )
 from trl_ext.rewards import centring_shift
 
 
-def logit(probability):
-    return math.log(probability / (1 - probability))
+def normal(*size, seed=1):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
 
 
-def test_accuracy_counts_a_tie_as_one_half():
-    margins = torch.tensor([[1.0, -1.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
-    assert_close(pairwise_accuracy(margins), torch.tensor([2.5 / 4, 0.5], dtype=torch.float64))
+def drawn(margins, seed=0):
+    """Margins whose signs are drawn from their own probabilities."""
+    is_right = torch.rand(len(margins), generator=torch.Generator().manual_seed(seed)) < margins.abs().sigmoid()
+    return torch.where(is_right, margins.abs(), -margins.abs())
+
+
+# ---- Parts of the pairs ----
+
+
+def test_groups_count_a_row_for_each_of_its_annotators():
+    rows = accuracy_by_group(torch.tensor([1.0, -1.0, 0.0]), [["x", "y"], ["x", "x"], None])
+    found = [(row["value"], row["pairs"], row["accuracy"]) for row in rows]
+    assert found == [("x", 2, 0.5), ("None", 1, 0.5), ("y", 1, 1)]
+
+
+def test_accuracy_by_length_gap_shows_a_model_that_has_learnt_length():
+    gaps = torch.arange(-50, 50)
+    rows = accuracy_by_length_gap(gaps.float() + 0.5, gaps, bins=4)
+    found = [(row["from"], row["to"], row["pairs"], row["accuracy"]) for row in rows]
+    assert found == [(-50, -26, 25, 0), (-25, -1, 25, 0), (0, 24, 25, 1), (25, 49, 25, 1)]
+    equal = accuracy_by_length_gap(torch.ones(100), torch.tensor([0] * 90 + [5] * 10))
+    assert [(row["from"], row["to"], row["pairs"]) for row in equal] == [(0, 0, 90), (5, 5, 10)]
 
 
 def test_length_bias_by_hand():
     # Right in 18 of 24 pairs whose chosen answer is longer, in 6 of 24 where it is shorter; equal lengths say nothing
-    right, gaps = [*[1] * 18, *[-1] * 6, *[1] * 6, *[-1] * 18, *[1] * 5], [*[3] * 24, *[-2] * 24, *[0] * 5]
-    found = length_bias(torch.tensor(right, dtype=torch.double), torch.tensor(gaps), range(53))
+    right = torch.tensor([*[1] * 18, *[-1] * 6, *[1] * 6, *[-1] * 18, *[1] * 5], dtype=torch.double)
+    gaps = torch.tensor([*[3] * 24, *[-2] * 24, *[0] * 5])
+    found = length_bias(right, gaps, range(53))
     assert found["bias"] == pytest.approx(0.5) and found["longer"]["accuracy"] == 0.75
     # Of independent pairs, with a standard error of √(2 · 0.75 · 0.25 / 24) = 0.125
     assert found["interval"] == pytest.approx([0.5 - 1.96 * 0.125, 0.5 + 1.96 * 0.125], abs=0.04)
-    one = length_bias(torch.tensor(right[:48], dtype=torch.double), torch.tensor(gaps[:48]), [*range(24)] * 2)
-    turned = length_bias(torch.tensor(right[:48], dtype=torch.double), -torch.tensor(gaps[:48]), [*range(24)] * 2)
+    one, turned = (length_bias(right[:48], sign * gaps[:48], [*range(24)] * 2) for sign in (1, -1))
     assert one["bias"] == -turned["bias"] and one["interval"] == pytest.approx([-x for x in turned["interval"]][::-1])
 
 
@@ -44,67 +73,134 @@ def test_the_length_bias_of_few_prompts_is_not_known_however_many_pairs_they_hav
     assert length_bias(gaps.double(), gaps.abs(), range(1000))["shorter"]["accuracy"] is None
 
 
+# ---- Calibration ----
+
+
+def test_temperature_in_closed_form_and_its_identities():
+    # All margins ±m, a share p of them right: the likelihood is largest where σ(m/T) = p
+    for m, right in ((1.0, 7), (3.0, 9), (0.01, 6)):
+        margins = torch.tensor([m] * right + [-m] * (10 - right))
+        assert fit_temperature(margins) == pytest.approx(m / math.log(right / (10 - right)), rel=1e-6)
+    margins = drawn(2 * normal(20_000))
+    assert fit_temperature(margins) == pytest.approx(1, abs=0.05)  # labels of the model itself
+    assert fit_temperature(5 * margins) == pytest.approx(5 * fit_temperature(margins), rel=1e-9)
+    # Where the slope of the likelihood is 0, by a grid
+    grid = torch.linspace(0.8, 1.2, 401, dtype=torch.double)
+    likelihood = torch.nn.functional.logsigmoid(margins / grid[:, None]).sum(1)
+    assert fit_temperature(margins) == pytest.approx(grid[likelihood.argmax()].item(), abs=1e-3)
+    for none in ([1.0, 2.0], [-1.0, 0.5], [0.0, 0.0], [1.0, -1.0]):
+        assert fit_temperature(torch.tensor(none)) is None
+
+
 def test_calibration_error_of_worked_example():
     # Ten pairs at confidence 0.75, six of them right: gap 0.15. Five at 0.95, all right: gap 0.05.
-    margins = [logit(0.75)] * 6 + [-logit(0.75)] * 4 + [logit(0.95)] * 5
-    expected = torch.tensor((10 * 0.15 + 5 * 0.05) / 15, dtype=torch.float64)
-    assert_close(calibration_error(torch.tensor(margins, dtype=torch.float64)), expected)
+    three, nineteen = math.log(0.75 / 0.25), math.log(0.95 / 0.05)
+    margins = torch.tensor([three] * 6 + [-three] * 4 + [nineteen] * 5, dtype=torch.float64)
+    assert_close(calibration_error(margins), torch.tensor((10 * 0.15 + 5 * 0.05) / 15, dtype=torch.float64))
+    rows = normal(3, 40)
+    assert_close(calibration_error(rows), torch.stack([calibration_error(row) for row in rows]))
 
 
 def test_calibration_error_of_labels_drawn_from_the_model_is_near_zero():
-    generator = torch.Generator().manual_seed(0)
-    margins = 2 * torch.randn(100_000, generator=generator, dtype=torch.float64)
-    drawn = torch.where(torch.rand(margins.shape, generator=generator, dtype=torch.float64) < margins.sigmoid(), 1, -1)
-    assert calibration_error(margins * drawn) < 0.01
-    # An overconfident model: three times the margin that the labels were drawn from
-    assert calibration_error(3 * margins * drawn) > 0.1
+    margins = drawn(2 * normal(100_000))
+    assert calibration_error(margins) < 0.01 and calibration_error(3 * margins) > 0.1  # an overconfident model
 
 
-def test_calibration_error_of_rows_is_that_of_each():
-    margins = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
-    assert_close(calibration_error(margins), torch.stack([calibration_error(row) for row in margins]))
+def test_error_by_chance_is_what_drawn_labels_have():
+    margins = 2 * normal(200)
+    own = torch.stack([calibration_error(drawn(margins, seed)) for seed in range(300)])
+    expected = pytest.approx(own.mean().item(), abs=3 * own.std().item() / 300**0.5)
+    assert calibration_error_by_chance(margins) == expected
 
 
-def test_accuracy_by_length_gap_shows_a_model_that_has_learnt_length():
-    gaps = torch.arange(-50, 50)
-    rows = accuracy_by_length_gap(gaps.float() + 0.5, gaps, bins=4)
-    assert [(row["from"], row["to"], row["pairs"]) for row in rows] == [
-        (-50, -26, 25),
-        (-25, -1, 25),
-        (0, 24, 25),
-        (25, 49, 25),
-    ]
-    assert [row["accuracy"] for row in rows] == [0.0, 0.0, 1.0, 1.0]
+def test_bins_hold_every_pair_and_add_up_to_the_calibration_error():
+    margins = drawn(6 * normal(500))
+    bins = reliability_bins(margins)
+    assert sum(row["pairs"] for row in bins) == 500
+    assert all(row["from"] <= row["confidence"] <= row["to"] for row in bins)
+    error = sum(row["pairs"] / 500 * abs(row["accuracy"] - row["confidence"]) for row in bins)
+    assert error == pytest.approx(calibration_error(margins).item())
 
 
-def test_equal_gaps_share_a_bin_and_every_pair_is_in_one():
-    gaps = torch.tensor([0] * 90 + [5] * 10)
-    rows = accuracy_by_length_gap(torch.ones(100), gaps)
-    assert sum(row["pairs"] for row in rows) == 100
-    assert [(row["from"], row["to"]) for row in rows] == [(0, 0), (5, 5)]
-
-
-def test_gaps_and_margins_must_match():
-    with pytest.raises(ValueError, match="give one gap for each pair"):
-        accuracy_by_length_gap(torch.ones(3), torch.ones(2))
-
-
-def test_report_does_not_change_with_a_shift_of_all_scores():
-    generator = torch.Generator().manual_seed(2)
-    chosen, rejected = torch.randn(2, 60, generator=generator, dtype=torch.float64)
-    gaps = torch.randint(-9, 10, (60,), generator=generator)
+def test_report_does_not_change_with_a_shift_of_all_scores(tmp_path):
+    chosen, rejected = normal(2, 60)
+    gaps = torch.randint(-9, 10, (60,), generator=torch.Generator().manual_seed(2))
     report, shifted = (reward_model_report(chosen + c, rejected + c, gaps) for c in (0.0, 3.0))
-    assert_close(shifted.pop("chosen_mean"), report.pop("chosen_mean") + 3)
-    assert_close(shifted.pop("rejected_mean"), report.pop("rejected_mean") + 3)
+    for name in ("chosen_mean", "rejected_mean"):
+        assert_close(shifted.pop(name), report.pop(name) + 3)
     assert shifted.pop("accuracy_by_length_gap") == report.pop("accuracy_by_length_gap")
     assert_close(shifted, report)
     low, high = report["accuracy_interval"]
     assert low < report["accuracy"] < high
-
-
-def test_plot_is_a_png(tmp_path):
-    plot_margins(torch.randn(50), tmp_path / "margins.png")
+    plot_margins(chosen - rejected, tmp_path / "margins.png")
     assert (tmp_path / "margins.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- Several answers to a prompt ----
+
+
+def test_rank_correlations_by_hand_and_with_ties_by_their_signs():
+    # Scores order the answers 1, 3, 2, 4: of six pairs one is the other way round, and Σd² = 2
+    found = rank_correlation(torch.tensor([4.0, 2.0, 3.0, 1.0]), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert found == pytest.approx((1 - 6 * 2 / (4 * 15), (5 - 1) / 6))
+    # With s_ij = sign(x_i − x_j): τ-b is the correlation of all s_ij, ρ that of their sums over j (Kendall, 1945)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        scores, ranks = torch.randint(0, 4, (2, 7), generator=generator).double()
+        ours, theirs = ((x[:, None] - x).sign() for x in (scores, -ranks))
+        rho, tau = (
+            ((a * b).sum() / ((a * a).sum() * (b * b).sum()).sqrt()).item()
+            for a, b in ((ours.sum(1), theirs.sum(1)), (ours, theirs))
+        )
+        assert rank_correlation(scores, ranks) == pytest.approx((rho, tau))
+
+
+def test_what_says_nothing_is_left_out_and_a_reward_that_says_nothing_is_0():
+    some, same = torch.tensor([3.0, 2.0, 1.0]), torch.ones(3)
+    assert rank_correlation(some, same) is None and rank_correlation(same, some) == (0, 0)
+    report = ranking_report([[3.0, 2.0], [1.0, 2.0]], [[1, 2], [1, 1]])
+    assert report["prompts"] == report["all_tied"] == 1
+    assert (report["spearman"], report["kendall"]) == pytest.approx((1, 1))
+    assert ranking_report([[1.0, 2.0]], [[1, 1]]) is None
+
+
+def test_ties_at_the_top_are_split():
+    found = [best_of_n_report([1.0], [others])["accuracy"] for others in ([0, 0], [1, 0], [1, 1], [2, 1])]
+    assert found == pytest.approx([1, 1 / 2, 1 / 3, 0])
+    report = best_of_n_report([1.0, 1.0], [[0.0], [2.0, 2.0, 0.0]])
+    assert report["accuracy"] == 0.5 and report["chance"] == pytest.approx((1 / 2 + 1 / 4) / 2)
+
+
+# ---- The law of overoptimization ----
+
+
+def test_curve_of_worked_example_peaks_where_the_docstring_says():
+    # d (α − β log d) at d = 0, 1, e, e² for α = 2, β = 1: 0, 2, e (2 − 1), e² (2 − 2)
+    distance = torch.tensor([0.0, 1.0, math.e, math.e**2], dtype=torch.float64)
+    expected = torch.tensor([0.0, 2.0, math.e, 0.0], dtype=torch.float64)
+    assert_close(overoptimization_curve(distance, 2.0, 1.0), expected)
+    peak = torch.tensor(math.exp(1.7 / 0.6 - 1), dtype=torch.float64, requires_grad=True)
+    value = overoptimization_curve(peak, 1.7, 0.6)
+    (slope,) = torch.autograd.grad(value, peak)
+    assert_close((slope, value), (torch.zeros_like(slope), 0.6 * peak))
+
+
+def test_fit_recovers_the_coefficients_and_has_the_least_squared_error():
+    distance = torch.linspace(0, 6, 13, dtype=torch.float64)
+    for alpha, beta in ((2.0, 0.9), (0.5, -0.3)):
+        assert_close(fit_overoptimization(distance, overoptimization_curve(distance, alpha, beta)), (alpha, beta))
+    gain = normal(13)
+    alpha, beta = fit_overoptimization(distance, gain)
+    assert_close(fit_overoptimization(distance[1:], gain[1:]), (alpha, beta))  # points at the start do not count
+
+    def error(a, b):
+        return (overoptimization_curve(distance, a, b) - gain).square().sum()
+
+    for step in (1e-3, -1e-3):
+        assert error(alpha, beta) < min(error(alpha + step, beta), error(alpha, beta + step))
+
+
+# ---- Centring ----
 
 
 def test_centring_is_exact_on_the_reference():
@@ -136,11 +232,6 @@ def test_no_other_direction_that_centres_varies_less():
         neighbour = shift + 0.01 * (other - (other @ mean) * mean / (mean @ mean))  # also 1 on the mean
         assert_close(neighbour @ mean, torch.ones((), dtype=torch.float64))
         assert (everything @ neighbour).var() > (everything @ shift).var()
-
-
-def test_centring_refuses_features_of_different_width():
-    with pytest.raises(ValueError, match=r"got \(3, 4\) and \(3, 5\)"):
-        centring_shift(torch.ones(3, 4), torch.ones(3, 5))
 
 
 def test_centring_where_all_answers_are_the_same_one():

@@ -150,31 +150,6 @@ def test_rows_with_several_rejected_answers_are_pairs_and_best_of_n(folder):
     assert any("1 rows with several chosen answers are left out" in said for said in report["unknown"])
 
 
-def test_complete_pairs_of_a_prompt_are_a_ranking(folder):
-    talk = [[{"role": "assistant", "content": text}] for text in ("good good", "good", "bad")]
-    asked = [{"role": "user", "content": "tea ?"}]
-    order = [(0, 1), (0, 2), (1, 2)]
-    pairs = [{"prompt": asked, "chosen": talk[a], "rejected": talk[b]} for a, b in order]
-    (folder / "rewards.py").write_text(
-        "def good(completions, **k): return [c[0]['content'].count('good') for c in completions]"
-    )
-    write(folder / "chat.jsonl", pairs)
-    assert run("--dataset_name", "chat.jsonl") == 1  # three pairs are too few to judge anything by
-    assert written(folder)["ranking"]["spearman"] == 1 and written(folder)["ranking"]["source"] == "pairs"
-
-
-def test_one_ranking_that_the_pairs_happen_to_make_is_not_judged(folder):
-    best_first = ("bad", "good", "good good")  # the reward has it the other way round
-    wrong = [
-        {"prompt": "tea ?", "chosen": best_first[a], "rejected": best_first[b]} for a, b in ((0, 1), (0, 2), (1, 2))
-    ]
-    write(folder / "one.jsonl", [*(row(i) for i in range(40)), *wrong])
-    assert run("--dataset_name", "one.jsonl", "--probe_rows", "0", "--max_length_bias", "1") == 0
-    report = written(folder)
-    assert report["ranking"]["spearman"] == -1 and report["ranking"]["prompts"] == 1
-    assert any(said.startswith("The pairs rank three or more answers of 1 prompts only") for said in report["unknown"])
-
-
 @pytest.mark.slow
 def test_what_a_reward_does_wrong_is_in_the_report(folder, capsys):
     assert run("--probe_rows", "0", reward="broken") == 1

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from datasets import Dataset
 
-from ..evaluation.duplicates import normalised
+from ..evaluation.texts import normalised
 from ..runs.files import PRIVATE_FOLDER, whole_file
 from .texts import content_of, is_messages, is_text, without_system
 

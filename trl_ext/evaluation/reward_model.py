@@ -1,73 +1,34 @@
-"""Measure the accuracy and calibration of a reward model on held-out pairs."""
+"""Measure reward models on held-out pairs and ranked answers, ensembles, and policies against a gold score."""
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from statistics import NormalDist
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from scipy.optimize import brentq
+from scipy.stats import kendalltau, spearmanr
 from torch import Tensor
 
-from .bootstrap import bootstrap_interval
+from ..functional import disagreement, ensemble_score
+from ..functional.ensemble import Combine
+from .intervals import (
+    accuracy_interval,
+    bootstrap_interval,
+    credit,
+    pairwise_accuracy,
+    sums_by_prompt,
+    wilson_interval,
+)
+
+# ---- Accuracy of parts of the pairs ----
 
 
-def pairwise_accuracy(margins: Tensor) -> Tensor:
-    """Return the share of pairs whose chosen answer scores higher; a tie counts one half.
-
-    Args:
-        margins: (…, N) score of the chosen answer minus score of the rejected one.
-
-    Returns:
-        (…,) in [0, 1].
-    """
-    return credit(margins).mean(-1)
-
-
-def credit(margins: Tensor) -> Tensor:
-    """Return for each pair 1 if the chosen answer scores higher, one half for a tie, else 0; float64."""
-    return (margins > 0).double() + (margins == 0).double() / 2
-
-
-def wilson_interval(share: float, count: float, level: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's confidence interval of a share (1927), which is valid for few rows and for shares of 0 and 1.
-
-    With z the normal quantile, its bounds are (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n).
-
-    Args:
-        share: p, in [0, 1].
-        count: n, the number of rows.
-        level: probability that the interval contains the true share.
-    """
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    middle, half = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
-    scale = 1 + z * z / count
-    return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
-
-
-def accuracy_interval(
-    margins: Tensor, prompts: Sequence[Hashable], level: float = 0.95, few: int = 30
-) -> tuple[float, float]:
-    """Return a confidence interval of the accuracy, by resampling prompts, each with all of its pairs.
-
-    Pairs that share a prompt, such as those of a ranking, are not independent. So prompts are resampled, not pairs (a
-    bootstrap of clusters). With few prompts a bootstrap says too little, so Wilson's interval is returned, for as many
-    rows as there are prompts.
-
-    Args:
-        margins: (N,) score of the chosen answer minus score of the rejected one.
-        prompts: for each pair, what identifies its prompt, such as its text.
-        level: share of resamples within the interval.
-        few: number of prompts below which the interval is Wilson's.
-    """
-    sums: dict[Hashable, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for prompt, right in zip(prompts, credit(margins).tolist(), strict=True):
-        sums[prompt][0] += right
-        sums[prompt][1] += 1.0
-    table = torch.tensor(list(sums.values()), dtype=torch.double)
-    if len(table) < few:
-        return wilson_interval(pairwise_accuracy(margins).item(), len(table), level)
-    return bootstrap_interval(table, lambda drawn: drawn[..., 0].sum(1) / drawn[..., 1].sum(1), level)
+def accuracy_of(margins: Tensor) -> dict[str, Any]:
+    """Return the number of `pairs`, their `accuracy`, and its Wilson interval `accuracy_interval`."""
+    accuracy, pairs = pairwise_accuracy(margins).item(), len(margins)
+    return {"pairs": pairs, "accuracy": accuracy, "accuracy_interval": wilson_interval(accuracy, pairs)}
 
 
 def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, Any]]:
@@ -81,15 +42,10 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
     Returns:
         A dictionary for each value: the `value`, its number of `pairs`, their `accuracy`, and the accuracy's Wilson
         interval `accuracy_interval`.
-
-    Raises:
-        ValueError: there are not as many values as margins.
     """
-    if len(margins) != len(groups):
-        raise ValueError(f"got {len(margins)} margins and {len(groups)} rows of a column: give one row for each pair")
     of: dict[str, list[float]] = defaultdict(list)
     for margin, value in zip(margins.tolist(), groups, strict=True):
-        for each in dict.fromkeys(map(str, value if isinstance(value, (list, tuple)) else [value])):
+        for each in {*map(str, value if isinstance(value, (list, tuple)) else [value])}:
             of[each].append(margin)
     largest_first = sorted(of.items(), key=lambda item: (-len(item[1]), item[0]))
     return [
@@ -97,14 +53,106 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
     ]
 
 
-def confidence_bins(margins: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """Return each pair's confidence σ(|margin|), and the index of the bin that it lies in; both are (…, N).
+def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) -> list[dict[str, Any]]:
+    """Divide pairs by how much longer the chosen answer is into bins of about equal size; return each bin's accuracy.
+
+    A reward model that has learnt length is right if the chosen answer is the longer one, and wrong if it is shorter.
 
     Args:
-        margins: (…, N) float64.
-        bins: number of bins, which divide [½, 1] evenly.
+        margins: (N,) score of the chosen answer minus score of the rejected one.
+        length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
+        bins: number of bins. Fewer are returned if one gap is so frequent that it fills several.
+
+    Returns:
+        A dictionary for each bin: its smallest gap `from` and largest gap `to`, the number of `pairs`, the `accuracy`,
+        and its Wilson interval `accuracy_interval`.
     """
-    confidence = margins.abs().sigmoid()
+    edges = length_gaps.double().quantile(torch.linspace(0, 1, bins + 1, dtype=torch.double)[1:-1]).unique()
+    bin_of = torch.bucketize(length_gaps.double(), edges)
+    rows = []
+    for index in bin_of.unique():
+        gaps = length_gaps[bin_of == index]
+        rows.append({"from": gaps.min().item(), "to": gaps.max().item(), **accuracy_of(margins[bin_of == index])})
+    return rows
+
+
+def length_bias(
+    margins: Tensor, length_gaps: Tensor, prompts: Sequence[Hashable], least_prompts: int = 20
+) -> dict[str, Any]:
+    """Return how much more often a reward model is right where the chosen answer is longer than where it is shorter.
+
+    The bias is a − b: the model's accuracy a on pairs whose chosen answer is the longer one, minus its accuracy b on
+    pairs whose chosen answer is the shorter one. If the longer answer is chosen in half of the pairs, the model
+    prefers the longer answer in (a + 1 − b)/2 of the pairs: in 60 % with a bias of +0.2, in 50 % with a bias of 0, and
+    in 40 % with a bias of −0.2.
+
+    Args:
+        margins: (N,) score of the chosen answer minus score of the rejected one.
+        length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
+        prompts: for each pair, what identifies its prompt. The interval is a bootstrap over prompts.
+        least_prompts: number of prompts that each side must have, longer and shorter, without which the bias is not
+            computed.
+
+    Returns:
+        A dictionary with the keys
+
+        - `bias`, in [−1, 1], and its `interval`; both None if a side has fewer prompts than `least_prompts`;
+        - `longer` and `shorter`: for the pairs whose chosen answer is longer, and for those where it is shorter, the
+          number of `pairs` and of `prompts`, the `accuracy` and its `accuracy_interval` (both None without pairs).
+    """
+    found: dict[str, Any] = {"bias": None, "interval": None}
+    columns = []
+    for name, members in (("longer", length_gaps > 0), ("shorter", length_gaps < 0)):
+        own = [prompts[place] for place in members.nonzero()[:, 0].tolist()]
+        found[name] = {"pairs": len(own), "prompts": len({*own}), "accuracy": None, "accuracy_interval": None}
+        if own:
+            found[name]["accuracy"] = pairwise_accuracy(margins[members]).item()
+            found[name]["accuracy_interval"] = accuracy_interval(margins[members], own)
+        columns += [credit(margins) * members, members]
+
+    def bias(drawn: Tensor) -> Tensor:
+        right, pairs, right_of_shorter, shorter = drawn.sum(-2).unbind(-1)
+        # At most 1 of e^20 resamples has no pair of a side
+        return right / pairs.clamp(min=1) - right_of_shorter / shorter.clamp(min=1)
+
+    if min(found["longer"]["prompts"], found["shorter"]["prompts"]) >= least_prompts:
+        table = sums_by_prompt(torch.stack(columns, 1), prompts)
+        found |= {"bias": bias(table).item(), "interval": bootstrap_interval(table, bias)}
+    return found
+
+
+# ---- Calibration ----
+
+
+def fit_temperature(margins: Tensor) -> float | None:
+    """Return the temperature T that makes the labels of the pairs most likely, where P(chosen wins) = σ(margin / T).
+
+    The log-likelihood Σ log σ(β · margin) is concave in β = 1/T (Guo et al., 1706.04599), so that its maximum is where
+    its slope Σ margin · σ(−β · margin) is 0. If T is above 1, the model is too sure of itself; if below 1, not sure
+    enough.
+
+    Args:
+        margins: (N,) score of the chosen answer minus score of the rejected one.
+
+    Returns:
+        The temperature; None if no T is the most likely: if the margins' mean is not above 0 (the model is no better
+        than a coin), if no margin is negative (any smaller T makes the labels more likely), or if T or 1/T would be
+        beyond 10,000 times the mean |margin|.
+    """
+    margins = margins.detach().double().cpu()
+    unit, end = margins.abs().mean().item(), math.log(1e4)
+
+    def slope(log_beta: float) -> float:
+        return (margins * (-math.exp(log_beta) * margins / unit).sigmoid()).sum().item()
+
+    if not (margins.sum() > 0 and (margins < 0).any()) or slope(end) > 0 or slope(-end) < 0:
+        return None
+    return unit / math.exp(brentq(slope, -end, end))
+
+
+def confidence_bins(margins: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+    """Return each pair's confidence σ(|margin|), and the index of its bin, of even parts of [½, 1]; both (…, N)."""
+    confidence = margins.double().abs().sigmoid()
     return confidence, ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
 
 
@@ -121,100 +169,62 @@ def calibration_error(margins: Tensor, bins: int = 10) -> Tensor:
     Returns:
         (…,) in [0, 1].
     """
-    margins = margins.double()
     confidence, bin_of = confidence_bins(margins, bins)
     gaps = torch.zeros(*margins.shape[:-1], bins, dtype=torch.double, device=margins.device)
     return gaps.scatter_add(-1, bin_of, credit(margins) - confidence).abs().sum(-1) / margins.shape[-1]
 
 
-def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) -> list[dict[str, Any]]:
-    """Divide pairs by how much longer the chosen answer is into bins of about equal size; return each bin's accuracy.
+def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 1000, seed: int = 0) -> float:
+    """Return the mean calibration error that a model with correct probabilities would show on pairs of these margins.
 
-    A reward model that has learnt length is right if the chosen answer is the longer one, and wrong if it is shorter.
+    A calibration error is a mean of absolute values, so on few pairs it is not near 0 even for a calibrated model
+    (Bröcker and Smith, 2007). Only the part of a model's calibration error above the returned one is its fault.
+
+    Args:
+        margins: (N,) score of the chosen answer minus score of the rejected one; their signs are replaced by random
+            ones.
+        bins: number of bins, as for [`calibration_error`].
+        draws: how often random signs are drawn.
+        seed: seed of the signs.
+    """
+    margins, generator = margins.detach().double().cpu().abs(), torch.Generator().manual_seed(seed)
+    total = 0.0
+    for _ in range(draws):
+        is_right = torch.rand(len(margins), generator=generator, dtype=torch.double) < margins.sigmoid()
+        total += calibration_error(torch.where(is_right, margins, -margins), bins).item()
+    return total / draws
+
+
+def reliability_bins(margins: Tensor, bins: int = 10) -> list[dict[str, Any]]:
+    """Return the points of a reliability diagram: the model's accuracy on the pairs of each bin of confidence.
+
+    The bins are those of [`calibration_error`]: σ(|margin|) in even parts of [½, 1].
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
-        length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
-        bins: number of bins. Fewer are returned if one gap is so frequent that it fills several.
+        bins: number of bins; those without a pair are left out.
 
     Returns:
-        A dictionary for each bin: its smallest gap `from` and largest gap `to`, the number of `pairs`, the `accuracy`,
-        and its Wilson interval `accuracy_interval`.
-
-    Raises:
-        ValueError: shapes differ or are not (N,).
+        A dictionary for each bin: its bounds `from` and `to`, the mean `confidence` of its pairs, the number of
+        `pairs`, the `accuracy`, and its Wilson interval `accuracy_interval`.
     """
-    if margins.shape != length_gaps.shape or margins.ndim != 1:
-        raise ValueError(
-            f"margins and length_gaps must both be (N,), got {tuple(margins.shape)} and {tuple(length_gaps.shape)}: "
-            "give one gap for each pair"
-        )
-    edges = length_gaps.double().quantile(torch.linspace(0, 1, bins + 1, dtype=torch.double)[1:-1]).unique()
-    bin_of = torch.bucketize(length_gaps.double(), edges)
-    rows = []
-    for index in bin_of.unique():
-        members = bin_of == index
-        gaps = length_gaps[members]
-        rows.append({"from": gaps.min().item(), "to": gaps.max().item(), **accuracy_of(margins[members])})
-    return rows
+    confidence, bin_of = confidence_bins(margins, bins)
+    return [
+        {
+            "from": 0.5 + index / (2 * bins),
+            "to": 0.5 + (index + 1) / (2 * bins),
+            "confidence": confidence[bin_of == index].mean().item(),
+            **accuracy_of(margins[bin_of == index]),
+        }
+        for index in bin_of.unique().tolist()
+    ]
 
 
-def accuracy_of(margins: Tensor) -> dict[str, Any]:
-    """Return the number of `pairs`, their `accuracy`, and its Wilson interval `accuracy_interval`."""
-    accuracy, pairs = pairwise_accuracy(margins).item(), len(margins)
-    return {"pairs": pairs, "accuracy": accuracy, "accuracy_interval": wilson_interval(accuracy, pairs)}
+# ---- Reports ----
 
 
-def length_bias(
-    margins: Tensor, length_gaps: Tensor, prompts: Sequence[Hashable], level: float = 0.95, least_prompts: int = 20
-) -> dict[str, Any]:
-    """Return how much more often a reward model is right where the chosen answer is longer than where it is shorter.
-
-    The bias is a − b: the model's accuracy a on pairs whose chosen answer is the longer one, minus its accuracy b on
-    pairs whose chosen answer is the shorter one. If the longer answer is chosen in half of the pairs, the model
-    prefers the longer answer in (a + 1 − b)/2 of the pairs: in 60 % with a bias of +0.2, in 50 % with a bias of 0, and
-    in 40 % with a bias of −0.2.
-
-    Args:
-        margins: (N,) score of the chosen answer minus score of the rejected one.
-        length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
-        prompts: for each pair, what identifies its prompt. Prompts are resampled, see [`accuracy_interval`].
-        level: share of resamples within the intervals.
-        least_prompts: number of prompts with a longer chosen answer, and with a shorter one, without which the bias
-            is not computed.
-
-    Returns:
-        A dictionary with the keys
-
-        - `bias`, in [−1, 1], and its `interval`; both None if a side has fewer prompts than `least_prompts`;
-        - `longer` and `shorter`: for the pairs whose chosen answer is longer, and for those where it is shorter, the
-          number of `pairs` and of `prompts`, the `accuracy` and its `accuracy_interval` (both None without pairs).
-    """
-    found: dict[str, Any] = {"bias": None, "interval": None}
-    sides = {"longer": length_gaps > 0, "shorter": length_gaps < 0}
-    for name, members in sides.items():
-        of_side, own = margins[members], [prompts[place] for place in members.nonzero()[:, 0].tolist()]
-        found[name] = {"pairs": len(of_side), "prompts": len({*own}), "accuracy": None, "accuracy_interval": None}
-        if own:
-            found[name]["accuracy"] = pairwise_accuracy(of_side).item()
-            found[name]["accuracy_interval"] = accuracy_interval(of_side, own, level)
-    if min(found[name]["prompts"] for name in sides) < least_prompts:
-        return found
-    place = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
-    rows = torch.tensor([place[prompt] for prompt in prompts])
-    columns = [part for members in sides.values() for part in (credit(margins) * members, members.double())]
-    table = torch.zeros(len(place), 4, dtype=torch.double).index_add_(0, rows, torch.stack(columns, 1).double())
-
-    def bias(drawn: Tensor) -> Tensor:
-        right, pairs = drawn.sum(1).unflatten(-1, (2, 2)).unbind(-1)
-        shares = right / pairs.clamp(min=1)  # at most 1 of e^20 resamples has no pair of a side
-        return shares[..., 0] - shares[..., 1]
-
-    return found | {"bias": bias(table[None]).item(), "interval": bootstrap_interval(table, bias, level)}
-
-
-def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor, level: float = 0.95) -> dict[str, Any]:
-    """Return a reward model's accuracy and calibration error on held-out pairs, with bootstrap intervals, and more.
+def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor) -> dict[str, Any]:
+    """Return a reward model's accuracy and calibration error on held-out pairs, with 95 % intervals, and more.
 
     The report also has the margins' mean and standard deviation, the mean scores of chosen and rejected answers, and
     the accuracy by length gap, see [`accuracy_by_length_gap`].
@@ -222,15 +232,14 @@ def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor, l
     Args:
         chosen, rejected: (N,) scores of the two answers of each pair.
         length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
-        level: share of resamples within the intervals.
     """
     margins = (chosen - rejected).double()
     return {
         "pairs": len(margins),
         "accuracy": pairwise_accuracy(margins).item(),
-        "accuracy_interval": bootstrap_interval(margins, pairwise_accuracy, level),
+        "accuracy_interval": bootstrap_interval(margins, pairwise_accuracy),
         "calibration_error": calibration_error(margins).item(),
-        "calibration_error_interval": bootstrap_interval(margins, calibration_error, level),
+        "calibration_error_interval": bootstrap_interval(margins, calibration_error),
         "margin_mean": margins.mean().item(),
         "margin_std": margins.std().item() if len(margins) > 1 else 0.0,
         "chosen_mean": chosen.double().mean().item(),
@@ -250,3 +259,144 @@ def plot_margins(margins: Tensor, path: str | Path) -> None:
     axes.set_title(f"{len(margins)} held-out pairs, accuracy {pairwise_accuracy(margins).item():.1%}")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
+    """Return the accuracy of each way to combine members, and how far the members disagree.
+
+    Args:
+        chosen, rejected: (K, N) scores that K members give the two answers of N pairs.
+
+    Returns:
+        A dictionary with the keys
+
+        - `pairs`: their number;
+        - `accuracy` and `accuracy_interval`: for each way to combine the members' scores;
+        - `disagreement`: its `mean` and quantiles over all answers, and its mean over the answers of those pairs that
+          the members' mean score ranks right (`where_right`) and does not (`where_wrong`); None without such pairs;
+        - `margin_correlation`: the correlation of two members' margins, averaged over all pairs of members.
+    """
+    both = torch.stack([chosen, rejected]).double()  # (2, K, N)
+    spread = torch.stack([disagreement(scores) for scores in both])
+    margins = both[0] - both[1]
+    right = margins.mean(0) > 0
+    combined = {how: ensemble_score(both[0], how) - ensemble_score(both[1], how) for how in get_args(Combine)}
+    others = ~torch.eye(len(margins), dtype=torch.bool)
+    return {
+        "pairs": margins.size(1),
+        "accuracy": {how: pairwise_accuracy(margin).item() for how, margin in combined.items()},
+        "accuracy_interval": {how: bootstrap_interval(margin, pairwise_accuracy) for how, margin in combined.items()},
+        "disagreement": {
+            "mean": spread.mean().item(),
+            **{f"quantile_{q}": spread.flatten().quantile(q).item() for q in (0.5, 0.9, 0.99)},
+            "where_right": spread[:, right].mean().item() if right.any() else None,
+            "where_wrong": spread[:, ~right].mean().item() if not right.all() else None,
+        },
+        "margin_correlation": margins.corrcoef()[others].mean().item(),
+    }
+
+
+# ---- Several answers to a prompt ----
+
+
+def rank_correlation(scores: Tensor, ranks: Tensor) -> tuple[float, float] | None:
+    """Return Spearman's ρ and Kendall's τ-b between the scores and people's ranks of one prompt's answers.
+
+    Args:
+        scores: (n,) the model's scores; higher is better.
+        ranks: (n,) people's ranks; 1, or the lowest rank, is the best answer.
+
+    Returns:
+        ρ and τ-b, 1 for the same order; both 0 if all scores are equal; None if all ranks are equal.
+    """
+    ours, theirs = scores.double().tolist(), (-ranks.double()).tolist()
+    if len({*theirs}) == 1:
+        return None
+    if len({*ours}) == 1:
+        return 0.0, 0.0
+    return float(spearmanr(ours, theirs).statistic), float(kendalltau(ours, theirs).statistic)
+
+
+def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+    """Return the rank correlations, averaged over prompts, with bootstrap intervals over prompts.
+
+    Args:
+        scores, ranks: for each prompt, the scores and ranks of its answers, as for [`rank_correlation`].
+
+    Returns:
+        None if people ranked all answers alike for each prompt; else a dictionary with the keys
+
+        - `prompts`: number of prompts that are averaged over;
+        - `all_tied`: number of prompts left out, since people ranked all of their answers alike;
+        - `spearman`, `spearman_interval`, `kendall`, `kendall_interval`: the mean correlations and their intervals.
+    """
+    found = [rank_correlation(torch.tensor(a), torch.tensor(b)) for a, b in zip(scores, ranks, strict=True)]
+    both = torch.tensor([each for each in found if each is not None], dtype=torch.double)
+    if not len(both):
+        return None
+    report: dict[str, Any] = {"prompts": len(both), "all_tied": len(found) - len(both)}
+    for name, column in zip(("spearman", "kendall"), both.T, strict=True):
+        report |= {name: column.mean().item(), f"{name}_interval": bootstrap_interval(column)}
+    return report
+
+
+def best_of_n_report(chosen: Sequence[float], rejected: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+    """Return the share of prompts whose chosen answer scores highest, its bootstrap interval, and the share by chance.
+
+    A prompt counts 1 if the chosen answer scores above all others, 0 if another scores higher, and 1/k if the chosen
+    one is among k that share the highest score (RewardBench 2, 2506.01937).
+
+    Args:
+        chosen: score of each prompt's chosen answer.
+        rejected: scores of each prompt's other answers.
+
+    Returns:
+        None without prompts; else a dictionary with the keys
+
+        - `prompts`: their number;
+        - `accuracy` and `accuracy_interval`: the mean credit and its interval;
+        - `chance`: the accuracy of random scores.
+    """
+    if not chosen:
+        return None
+    pairs = [*zip(chosen, rejected, strict=True)]
+    credits = torch.tensor([(max(others) <= own) / (1 + others.count(own)) for own, others in pairs])
+    return {
+        "prompts": len(credits),
+        "accuracy": credits.mean().item(),
+        "accuracy_interval": bootstrap_interval(credits),
+        "chance": sum(1 / (1 + len(others)) for others in rejected) / len(credits),
+    }
+
+
+# ---- The law of overoptimization ----
+
+
+def overoptimization_curve(distance: Tensor, alpha: float, beta: float) -> Tensor:
+    """Return the gain in reward that the law predicts at a distance d from the initial policy.
+
+    R(d) = d (α − β log d), with d = √KL and R(0) = 0 (Gao et al., 2210.10760, eq. 1). For α, β > 0 it peaks at
+    d = exp(α/β − 1), where R = β d.
+
+    Args:
+        distance: (N,) d ≥ 0, √nats.
+        alpha, beta: coefficients, reward per √nat.
+
+    Returns:
+        (N,), reward.
+    """
+    return alpha * distance - beta * torch.special.xlogy(distance, distance)
+
+
+def fit_overoptimization(distance: Tensor, gain: Tensor) -> tuple[float, float]:
+    """Fit the coefficients (α, β) of [`overoptimization_curve`], which is linear in both, by least squares.
+
+    Args:
+        distance: (N,) d = √KL ≥ 0, √nats; two different ones above 0 or more. Points at d = 0 do not count, since the
+            curve is 0 there.
+        gain: (N,) reward minus the initial policy's reward.
+    """
+    distance, gain = distance.detach().double().cpu(), gain.detach().double().cpu()
+    design = torch.stack([distance, -torch.special.xlogy(distance, distance)], dim=1)
+    alpha, beta = torch.linalg.lstsq(design, gain[:, None], driver="gelsd").solution[:, 0].tolist()
+    return alpha, beta

@@ -16,7 +16,6 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "prometheus_client": ("`PrometheusCallback`, `trl-ext serve-reward`", "prometheus-client"),
     "starlette": ("`trl-ext serve-reward`", "'trl-ext[rewards]'"),
     "uvicorn": ("`trl-ext serve-reward`", "'trl-ext[rewards]'"),
-    "datasketch": ("`trl-ext prompts`", "'trl-ext[labels]'"),
     "py3langid": ("languages in `trl-ext prompts`", "'trl-ext[labels]'"),
 }
 NO_DEEPSPEED = f"A setting asks for DeepSpeed, which is not installed: `pip install {OPTIONAL['deepspeed'][1]}`"

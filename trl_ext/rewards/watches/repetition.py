@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from ...evaluation.copies import copied_shares, corpus_ngrams
+from ...evaluation.texts import copied_shares, corpus_ngrams
 from ..member import log_to
 from ..texts import text_of, words_of
 from .watch import Watch

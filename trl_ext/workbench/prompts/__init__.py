@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from ...upstream.lazy import lazily
 
 if TYPE_CHECKING:
+    from .examine import REASONS as REASONS
     from .examine import PromptReport as PromptReport
     from .examine import PromptSet as PromptSet
+    from .examine import balance as balance
+    from .examine import divide as divide
     from .examine import examine_prompts as examine_prompts
-    from .filtering import REASONS as REASONS
-    from .filtering import balance as balance
-    from .filtering import divide as divide
-    from .filtering import left_out as left_out
-    from .filtering import strata as strata
+    from .examine import left_out as left_out
+    from .examine import strata as strata
 else:
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -9,10 +9,8 @@ the command with status 1 and one sentence, a wrong input with status 2.
 """
 
 import json
-import math
 import re
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +20,20 @@ from ...data import write_rows
 from ...runs import check_output_dir, check_settings, find, overlap, setting, write_text
 from ...upstream import late_bars, quiet
 
-# Memory, measured with a million rows of any length, with splits by a column
-BYTES_A_ROW = 1000
-OWN = ("prompts.html", "prompts.json", "duplicates.jsonl")  # the files of the report
+_LISTS = {
+    "columns": "Columns of prompts, as NAME=COLUMN; by default prompt, messages, chosen or text.",
+    "max_overlap": "NAME=SHARE: highest share of a set's rows that may have a duplicate in another set.",
+    "max_duplicates": "NAME=SHARE: highest share of a set's rows that may repeat a row before them in the set.",
+    "max_copied": "NAME=SHARE: highest share of a set's answers that may have a run copied from `copied_from`.",
+    "copied_from": "Sets whose answers other sets' answers must not repeat.",
+    "split": "SPLIT=SHARE of the copies, such as train=0.9 test=0.1.",
+    "stratify": "Columns, or `length` and `script`, whose values all splits have in equal shares.",
+    "balance": "Columns, or `length` and `script`: each of their values keeps equally many rows.",
+}
+
+
+def _list(name: str) -> Any:
+    return field(default_factory=list, metadata={"help": _LISTS[name]})
 
 
 @dataclass
@@ -38,10 +47,7 @@ class PromptsArguments:
         }
     )
     output_dir: str = field(metadata={"help": "Folder of the page, the JSON and the copies."})
-    columns: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Columns of prompts, as NAME=COLUMN; by default prompt, messages, chosen or text."},
-    )
+    columns: list[str] = _list("columns")
     held_out: list[str] | None = setting(
         None, "Sets to evaluate on: others lose what they share with these. If unset, `eval`, if given."
     )
@@ -51,185 +57,61 @@ class PromptsArguments:
     threshold: float = setting(0.7, "Least Jaccard similarity of near duplicates.", range="in (0, 1]")
     unit: Literal["words", "characters"] = setting("words", "Whether n-grams are of words or of characters.")
     ngram: int = setting(3, "Words or characters in an n-gram.", range=">= 1")
-    num_perm: int = setting(128, "Hashes of a MinHash signature.", range=">= 16")
-    max_overlap: list[str] = field(
-        default_factory=list,
-        metadata={"help": "NAME=SHARE: highest share of a set's rows that may have a duplicate in another set."},
-    )
-    max_duplicates: list[str] = field(
-        default_factory=list,
-        metadata={"help": "NAME=SHARE: highest share of a set's rows that may repeat a row before them in the set."},
-    )
-    copied_from: list[str] = field(
-        default_factory=list, metadata={"help": "Sets whose answers other sets' answers must not repeat."}
-    )
+    max_overlap: list[str] = _list("max_overlap")
+    max_duplicates: list[str] = _list("max_duplicates")
+    max_copied: list[str] = _list("max_copied")
+    copied_from: list[str] = _list("copied_from")
     copied_words: int = setting(13, "Words in a row that make a copy.", range=">= 1")
-    max_copied: list[str] = field(
-        default_factory=list,
-        metadata={"help": "NAME=SHARE: highest share of a set's answers that may have a copied run."},
-    )
     remove: Literal["near", "exact", "none"] = setting("near", "Which duplicates are left out of the copies.")
-    split: list[str] = field(
-        default_factory=list, metadata={"help": "SPLIT=SHARE of the copies, such as train=0.9 test=0.1."}
-    )
-    stratify: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Columns, or `length` and `script`, whose values all splits have in equal shares."},
-    )
-    balance: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Columns, or `length` and `script`: each of their values keeps equally many rows."},
-    )
-    balance_to: int | None = setting(None, "Most rows of a value; if unset as many as the rarest has.", range=">= 1")
+    split: list[str] = _list("split")
     split_sets: list[str] | None = setting(None, "Sets to `split` and `balance`; if unset all but the held-out ones.")
+    stratify: list[str] = _list("stratify")
+    balance: list[str] = _list("balance")
     write: bool = setting(True, "Write copies; else the report alone.")
     seed: int = setting(0, "Seed of hashes, balance and splits.")
 
     def __post_init__(self):
         check_settings(self)
         self.paths = pairs("sets", self.sets, "NAME=PATH")
-        for name in self.paths:
-            _check_file_name("sets", name)
-        self.set_columns = self._of_sets("columns", "NAME=COLUMN")
-        self.bounds = {name: self._shares(name) for name in ("max_overlap", "max_duplicates", "max_copied")}
+        self.set_columns = pairs("columns", self.columns, "NAME=COLUMN")
+        self.bounds = {
+            name: {key: float(share) for key, share in pairs(name, getattr(self, name)).items()}
+            for name in ("max_overlap", "max_duplicates", "max_copied")
+        }
+        self.split_shares = {name: float(share) for name, share in pairs("split", self.split).items()}
         if self.held_out is None:
             self.held_out = [name for name in ("eval",) if name in self.paths and len(self.paths) > 1]
         if self.split_sets is None:
-            self.split_sets = [name for name in self.paths if name not in self.held_out]
-        for name in ("held_out", "split_sets", "copied_from"):
-            self._check_names(name, getattr(self, name))
-        if (self.split or self.balance) and not self.split_sets:
-            raise ValueError(
-                "`split` and `balance` do not change held-out sets, and all sets are held out: leave one out of "
-                "`held_out`"
-            )
-        if {*self.held_out} & {*self.split_sets} and (self.split or self.balance):
-            raise ValueError(
-                f"`split_sets` and `held_out` both name {min({*self.held_out} & {*self.split_sets})!r}, but a "
-                "held-out set is not split: name it in one of them"
-            )
-        self.split_shares = {name: share("split", name, value) for name, value in pairs("split", self.split).items()}
-        for name in self.split_shares:
-            _check_file_name("split", name)
-        if self.split_shares and (
-            min(self.split_shares.values()) <= 0 or abs(sum(self.split_shares.values()) - 1) > 1e-6
-        ):
-            raise ValueError(f"`split`: shares must be above 0 and have the sum 1, got {' '.join(self.split)}")
-        if self.write:
-            self._check_copies()
-        for needed, name in (("split", "stratify"), ("balance", "balance_to"), ("copied_from", "max_copied")):
-            if getattr(self, name) and not getattr(self, needed):
-                raise ValueError(
-                    f"`{name}` has an effect only with `{needed}`: give `{needed}`, too, or leave `{name}` out"
-                )
+            self.split_sets = [*self.paths]
+        self.split_sets = [name for name in self.split_sets if name not in self.held_out]
 
-    def _check_copies(self) -> None:
-        """Refuse a set's name if the set's copy would overwrite the report or another set's copy."""
-        taken = {Path(self.output_dir, name): f"the report's {name}" for name in OWN}
-        for name in self.paths:
-            for path in copies(self, name):
-                for other, what in taken.items():
-                    one, two = (Path(str(each).casefold()) for each in (path, other))  # as macOS and Windows compare
-                    if one == two or one in two.parents or two in one.parents:
-                        raise ValueError(
-                            f"`sets`: the copy of {name!r} would be {path}, and overwrite {what}: rename the set"
-                        )
-            taken |= dict.fromkeys(copies(self, name), f"the copy of {name!r}")
-
-    def _of_sets(self, name: str, form: str) -> dict[str, str]:
-        found = pairs(name, getattr(self, name), form)
-        self._check_names(name, found)
-        return found
-
-    def _shares(self, name: str) -> dict[str, float]:
-        return {key: share(name, key, value) for key, value in self._of_sets(name, "NAME=SHARE").items()}
-
-    def _check_names(self, name: str, given: Iterable[str]) -> None:
-        for each in given:
-            if each not in self.paths:
-                raise ValueError(f"`{name}` names {each!r}, which is not one of the sets {', '.join(self.paths)}")
-
-
-def _check_file_name(option: str, name: str) -> None:
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise ValueError(
-            f"`{option}`: {name!r} must be fit for a file's name: take only letters, digits, '_', '.', '-'"
+    def copies(self, name: str) -> list[Path]:
+        """Return the files of a set's copy: one, or one for each split in a folder."""
+        folder, is_split = Path(self.output_dir), self.split_shares and name in (self.split_sets or ())
+        return (
+            [folder / name / f"{split}.jsonl" for split in self.split_shares]
+            if is_split
+            else [folder / f"{name}.jsonl"]
         )
 
 
-def share(option: str, name: str, value: str) -> float:
-    """Convert the share that `option` gives `name` to a number; refuse one that is not from 0 to 1."""
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number <= 1:
-        raise ValueError(f"`{option}`: the share of {name!r} must be from 0 to 1, got {value!r}")
-    return number
-
-
-def load(args: PromptsArguments) -> list[Any]:
-    """Load the sets that `args.sets` names, each as a `PromptSet`."""
-    from ...data import load_dataset_split
-    from .examine import PromptSet
-
-    found = []
-    for name, given in args.paths.items():
-        path, split = path_and_split(given)
-        try:
-            rows = load_dataset_split(path, split, columns=())
-        except (UnicodeDecodeError, ValueError) as error:
-            raise ValueError(f"set {name!r}: {error}") from error
-        found.append(PromptSet(name, rows, args.set_columns.get(name, "")))
-    return found
-
-
-def check_memory(rows: int) -> None:
-    """Refuse, before hours of work, a number of rows that would not fit into the free memory."""
-    import psutil
-
-    needed, free = rows * BYTES_A_ROW, psutil.virtual_memory().available
-    if needed > free:
-        raise ValueError(
-            f"{rows:,} rows need some {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: give a "
-            "part of a set, as NAME=PATH:train[:50%]"
-        )
-
-
-def check_output(args: PromptsArguments) -> None:
-    """
-    Refuse an output folder that cannot be written, or that overlaps an input.
-
-    Refuse also a folder with an earlier run's copies of other splits, which would be read together with the new ones.
-    """
+def check(args: PromptsArguments) -> None:
+    """Refuse what would overwrite data, or leave a set out of what it is named in, such as `held_out`."""
     check_output_dir(args.output_dir, "false")
-    folder = Path(args.output_dir)
-    for name, path in args.paths.items():
-        place = find(path_and_split(path)[0])
-        if place.exists() and (why := overlap(folder, place)):
-            raise ValueError(f"`output_dir` {folder} {why} set {name!r}: choose another folder")
-    if not args.write:
-        return
-    for name in args.paths:
-        mine = {*copies(args, name)}
-        found = {*(folder / name).glob("*.jsonl"), *folder.glob(f"{name}.jsonl")}
-        for stale in sorted(found - mine):
-            raise ValueError(f"{stale} is of an earlier run with other splits: delete it, or choose another folder")
-
-
-def is_split(args: PromptsArguments, name: str) -> bool:
-    """Return whether the copy of the set `name` is divided into splits, which makes it a folder, not a file."""
-    return bool(args.split_shares) and name in (args.split_sets or ())
-
-
-def copies(args: PromptsArguments, name: str) -> list[Path]:
-    """Return the files that the copy of the set `name` is written to."""
-    folder = Path(args.output_dir)
-    return (
-        [folder / name / f"{split}.jsonl" for split in args.split_shares]
-        if is_split(args, name)
-        else [folder / f"{name}.jsonl"]
-    )
+    named = {*(args.held_out or ()), *(args.split_sets or ()), *args.copied_from, *args.set_columns}
+    named = named.union(*args.bounds.values())
+    places = {name: find(path_and_split(path)[0]) for name, path in args.paths.items()}
+    for wrong, why in (
+        (named - {*args.paths}, "is not one of `sets`"),
+        ([n for n in (*args.paths, *args.split_shares) if not re.fullmatch(r"\w[\w.-]*", n)], "is no name of a file"),
+        ({"duplicates"} & {*args.paths}, "is the name of a file of the report"),
+        (
+            [name for name, of in places.items() if of.exists() and overlap(Path(args.output_dir), of)],
+            "is a set whose data lies in `output_dir`, or the other way round",
+        ),
+    ):
+        if wrong:
+            raise ValueError(f"{min(wrong)!r} {why}: choose another")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -238,54 +120,48 @@ def main(arguments: list[str] | None = None) -> None:
     (args,) = parser.parse_args_and_config(arguments)
     late_bars()
     with parser.one_line_errors():
-        check_output(args)
-        sets = load(args)
-        check_memory(sum(map(len, sets)))
-        broken = run(args, sets)
+        check(args)
+        broken = run(args)
     if broken:
         print(f"{parser.prog}: {'; '.join(broken)}", file=sys.stderr)
         sys.exit(1)
 
 
-def run(args: PromptsArguments, sets: list[Any]) -> list[str]:
+def run(args: PromptsArguments) -> list[str]:
     """Write the report and the copies; return a sentence for each bound that is broken."""
     import numpy as np
 
-    from .examine import examine_prompts
-    from .figures import broken_bounds, figures, groups
-    from .filtering import REASONS, balance, divide, left_out
-    from .page import page
+    from ...data import load_dataset_split
+    from .examine import PromptSet, balance, divide, examine_prompts, left_out
+    from .page import figures, groups, page
 
+    sets = [
+        PromptSet(name, load_dataset_split(*path_and_split(path), columns=()), args.set_columns.get(name, ""))
+        for name, path in args.paths.items()
+    ]
     report = examine_prompts(
-        sets,
-        *(args.by, args.threshold, args.unit, args.ngram, args.num_perm),
-        *(args.copied_from, args.copied_words, args.seed),
+        sets, args.by, args.threshold, args.unit, args.ngram, args.copied_from, args.copied_words, args.seed
     )
     held_out, split_sets = args.held_out or [], args.split_sets or []
-    reasons = left_out(report, args.remove, held_out)
+    reasons, splits = left_out(report, args.remove, held_out), {}
     if args.balance:
-        reasons = balance(report, reasons, split_sets, args.balance, args.balance_to, args.seed)
-    splits: dict[str, Any] = {}
+        reasons = balance(report, reasons, split_sets, args.balance, args.seed)
     if args.split_shares and split_sets:
         splits = divide(report, reasons, args.split_shares, split_sets, args.stratify, held_out, args.seed)
-    found = figures(report, args, reasons, splits)
-    found["bounds"] = broken_bounds(args.bounds, found)
-    folder = Path(args.output_dir)
-    write_rows(folder / "duplicates.jsonl", groups(report))
+    found, grouped, folder = figures(report, args, reasons, splits), groups(report), Path(args.output_dir)
+    write_rows(folder / "duplicates.jsonl", grouped)
     settings = {name: value for name, value in asdict(args).items() if name != "output_dir"}
     write_text(folder / "prompts.json", json.dumps({**found, "settings": settings}, indent=1, ensure_ascii=False))
-    write_text(folder / "prompts.html", page(report, found, args, splits))
-    print(f"Report: {folder / 'prompts.html'}")
-    for note in found["notes"]:
-        print(note)
-    for name in report.sets if args.write else ():
-        for path in copies(args, name):  # if this run is interrupted, no split of an earlier run may be left
-            path.unlink(missing_ok=True)
-    for name, rows in report.sets.items() if args.write else ():
-        for path in copies(args, name):
-            places = splits[name] == path.stem if name in splits else reasons[name] == REASONS.index("")
-            write_rows(path, rows.rows_at(np.flatnonzero(places)))
-            print(f"{path}: {int(places.sum())} of {len(rows)} rows")
+    write_text(folder / "prompts.html", page(report, found, grouped, args))
+    print("\n".join([f"Report: {folder / 'prompts.html'}", *found["notes"]]))
+    files = [(name, path) for name in args.paths for path in args.copies(name)] if args.write else []
+    for _, path in files:  # if this run is interrupted, no split of an earlier run may be left
+        path.unlink(missing_ok=True)
+    for name, path in files:
+        rows = report.sets[name].rows
+        places = np.flatnonzero(splits[name] == path.stem if name in splits else reasons[name] == "")
+        write_rows(path, rows.select(places))
+        print(f"{path}: {len(places)} of {len(rows)} rows")
     return [bound["sentence"] for bound in found["bounds"] if bound["broken"]]
 
 

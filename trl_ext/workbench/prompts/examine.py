@@ -1,35 +1,37 @@
-"""Examine the prompts of data sets: duplicates, lengths, languages, copied answers."""
+"""Examine the prompts of data sets for duplicates, lengths, scripts and copied answers; choose rows and splits."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import xxhash
 from datasets import Dataset
 
-from ...data import content_of, is_messages, is_text
+from ...data import balanced_rows, content_of, is_messages, split_groups
 from ...evaluation import (
     Duplicates,
     Unit,
     copied_shares,
     corpus_ngrams,
-    count_words,
     find_duplicates,
-    in_parts,
-    main_scripts,
+    main_script,
     normalised,
+    words_of,
 )
 from ...upstream import is_installed
 
 By = Literal["conversation", "last_turn"]
+Kind = Literal["near", "exact", "none"]
+REASONS = ("empty", "shared with a held-out set", "duplicate", "balance")
+"""Why a row is left out; "" for rows that stay."""
+
 PROMPT_COLUMNS = ("prompt", "messages", "chosen", "text")  # the first one that a set has is taken
 _ANSWER_COLUMNS = ("completion", "chosen", "messages")
 _WITH_ANSWERS = ("completion", "chosen", "rejected", "messages", "label", "completions", "labels")
-_ROWS = 1000  # read at a time
 _LEAST_WORDS = 5  # the language of fewer words is often guessed wrong
 _LANGUAGES_OF = 2000  # most rows of each set whose language is guessed
+_LENGTHS = 4  # strata of lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +47,8 @@ class PromptSet:
             `prompt`, `messages`, `chosen` and `text` that the data set has.
 
     Raises:
-        ValueError: the data set lacks the column or has no row, or the column is `chosen` and holds texts, in which
-            nothing separates the prompt from the answer.
+        ValueError: the data set lacks the column, or the column is `chosen` and holds texts, in which nothing
+            separates the prompt from the answer.
     """
 
     name: str
@@ -54,102 +56,41 @@ class PromptSet:
     column: str = ""
 
     def __post_init__(self):
-        found = self.rows.column_names
-        column = self.column or next((name for name in PROMPT_COLUMNS if name in found), "")
-        if column not in found:
-            wanted = f"the column {column!r}" if column else f"a column {', '.join(map(repr, PROMPT_COLUMNS))}"
-            raise ValueError(
-                f"set {self.name!r} lacks {wanted}; it has {', '.join(map(repr, found))}: name one of these by "
-                "`columns`"
-            )
-        if not len(self.rows):
-            raise ValueError(f"set {self.name!r} has no rows: leave it out")
-        if column == "chosen" and isinstance(self.rows[0]["chosen"], str):
-            raise ValueError(
-                f"set {self.name!r} has no column 'prompt', and the texts in 'chosen' do not show where the prompt "
-                "ends: add the column"
-            )
+        columns = self.rows.column_names
+        column = self.column or next((name for name in PROMPT_COLUMNS if name in columns), "")
+        if column not in columns or (column == "chosen" and isinstance(self.rows[0][column], str)):
+            raise ValueError(f"set {self.name!r} has no prompts in {column!r}: name one of {columns} by `columns`")
         object.__setattr__(self, "column", column)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def column_values(self, column: str) -> Iterator[list]:
-        """
-        Yield the values of a column, some rows at a time.
-
-        Raises:
-            ValueError: a text is not UTF-8.
-        """
-        for rows in self._read([column]):
-            yield [row[column] for row in rows]
-
-    def rows_at(self, places: Sequence[int] | np.ndarray) -> Iterator[dict[str, Any]]:
-        """Yield the rows at `places`, with all columns; raise `ValueError` if a text is not UTF-8."""
-        for rows in self._read(self.rows.column_names, places):
-            yield from rows
-
-    def _read(self, columns: Sequence[str], places: Any = None) -> Iterator[list[dict[str, Any]]]:
-        rows = self.rows.select_columns(list(columns))
-        for table in (rows if places is None else rows.select(places)).with_format("arrow").iter(_ROWS):
-            try:
-                yield table.to_pylist()
-            except UnicodeDecodeError as error:  # Arrow reads a file without looking
-                raise ValueError(
-                    f"set {self.name!r} has text that is not UTF-8 ({error}): convert the file"
-                ) from error
-
-    def turns(self) -> Iterator[list[list[str]]]:
-        """
-        Yield, some rows at a time, the texts of each prompt's turns, with the user's last turn moved to the end.
-
-        Raises:
-            ValueError: a prompt is neither text nor messages, nor missing.
-        """
-        place = 0
-        for values in self.column_values(self.column):
-            for row, value in enumerate(values, place):
-                if not (value is None or value == [] or is_text(value)):
-                    raise ValueError(
-                        f"set {self.name!r}: the column {self.column!r} must hold text or messages, but row {row} has "
-                        f"{repr(value)[:60]}: correct it, or leave it out"
-                    )
-            yield [_turns(value, self.column) for value in values]
-            place += len(values)
+    def prompts(self, by: By = "conversation") -> Iterator[str]:
+        """Yield each row's prompt as one text: all turns, or the user's last one if `by` is `"last_turn"`."""
+        return (_text(value, self.column, by) for value in self.rows[self.column])
 
     def prompt(self, row: int, by: By = "conversation") -> str:
-        """Return the prompt of a row as one text: all turns, or the user's last one if `by` is `"last_turn"`."""
-        return _text(_turns(self.rows[int(row)][self.column], self.column), by)
+        """Return the prompt of a row as one text, as [`prompts`] does."""
+        return _text(self.rows[row][self.column], self.column, by)
 
-    def answers(self) -> Iterator[str] | None:
-        """
-        Return all answers, normalised.
-
-        They come from the first column that the set has of `completion`, `chosen` and `messages`, and in messages from
-        the last turn. Return None if the set has none of these columns.
-        """
+    def answers(self) -> list[str] | None:
+        """Return all answers, normalised, of the column `completion`, `chosen` or `messages`; None without these."""
         column = next((name for name in _ANSWER_COLUMNS if name in self.rows.column_names), None)
         if column is None:
             return None
-        return (normalised(_answer(value)) for values in self.column_values(column) for value in values)
+        last = (content_of(value[-1]) if is_messages(value) else value for value in self.rows[column])
+        return [normalised(answer or "") for answer in last]
 
-    def answer_keys(self) -> np.ndarray:
-        """Return a number for each row: equal answers have equal numbers. Without answers, all numbers are 0."""
+    def answer_keys(self) -> list[str]:
+        """Return a text for each row: equal answers have equal texts."""
         columns = [name for name in _WITH_ANSWERS if name in self.rows.column_names]
-        if not columns:
-            return np.zeros(len(self.rows), np.int64)
-        keys = [
-            xxhash.xxh3_64_intdigest(repr(row).encode(errors="surrogatepass"))
-            for rows in self._read(columns)
-            for row in rows
-        ]
-        return np.array(keys, np.uint64).view(np.int64)
+        return [repr(row) for row in self.rows.select_columns(columns)] if columns else [""] * len(self.rows)
 
 
-def _turns(value: Any, column: str) -> list[str]:
-    """Return the texts of a prompt's turns, with the user's last turn moved to the end."""
+def _text(value: Any, column: str, by: By) -> str:
+    """Return a prompt's text, with the user's last turn at the end."""
     if not is_messages(value):
-        return [value or ""]
+        return value or ""
     if column == "chosen":
         value = value[:-1]
     if column == "messages":
@@ -157,15 +98,8 @@ def _turns(value: Any, column: str) -> list[str]:
         value = value[: answers[-1]] if answers else value
     asked = [place for place, message in enumerate(value) if message["role"] == "user"]
     last = asked[-1] if asked else len(value) - 1
-    return [content_of(message) for message in (*value[:last], *value[last + 1 :], *value[last : last + 1])]
-
-
-def _text(turns: list[str], by: By) -> str:
-    return "\n".join(turns) if by == "conversation" else turns[-1] if turns else ""
-
-
-def _answer(value: Any) -> str:
-    return content_of(value[-1]) if is_messages(value) else value if isinstance(value, str) else ""
+    turns = [content_of(message) for message in (*value[:last], *value[last + 1 :], *value[last : last + 1])]
+    return "\n".join(turns if by == "conversation" else turns[-1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,10 +111,8 @@ class PromptReport:
         sets: a set's name → the set.
         places: a set's name → the slice of the arrays that holds its rows.
         duplicates: groups of exact and near duplicates, which may hold rows of several sets.
-        words, characters: length of each prompt.
-        scripts: for each prompt the script that most of its letters have, as a place in `SCRIPTS`.
-        other_view: for each prompt the number of its group of exact duplicates, by the value of `by` that was not
-            chosen. None if no prompt has several turns.
+        words: number of words of each prompt.
+        scripts: for each prompt the script that most of its letters have.
         languages: a set's name → language → share of the rows whose language was guessed; None without py3langid.
         copied: a set's name → for each answer, the share of its runs of words that also occur in the corpus.
     """
@@ -189,29 +121,30 @@ class PromptReport:
     places: dict[str, slice]
     duplicates: Duplicates
     words: np.ndarray
-    characters: np.ndarray
     scripts: np.ndarray
-    other_view: np.ndarray | None
     languages: dict[str, dict[str, float]] | None
     copied: dict[str, np.ndarray]
 
-    def filled(self, name: str) -> np.ndarray:
-        """Return for each prompt of the set `name` whether it has any text."""
-        return self.duplicates.exact[self.places[name]] >= 0
-
-    def repeated(self, name: str, kind: Literal["exact", "near"]) -> np.ndarray:
+    def repeated(self, name: str, kind: Kind) -> np.ndarray:
         """Return for each row of the set `name` whether it is a duplicate of an earlier row of that set."""
         groups = getattr(self.duplicates, kind)[self.places[name]]
-        repeated = np.ones(len(groups), bool)
-        repeated[np.unique(groups, return_index=True)[1]] = False
-        return repeated & (groups >= 0)
+        return _again(groups) & (groups >= 0)
 
-    def shared(self, name: str, others: Iterable[str], kind: Literal["exact", "near"]) -> np.ndarray:
+    def shared(self, name: str, others: Iterable[str], kind: Kind) -> np.ndarray:
         """Return for each row of the set `name` whether its group of duplicates has a row of one of the `others`."""
         groups = getattr(self.duplicates, kind)
-        theirs = [groups[self.places[other]] for other in others if other != name]
-        mine = groups[self.places[name]]
-        return np.isin(mine, np.concatenate(theirs)) & (mine >= 0) if theirs else np.zeros(len(mine), bool)
+        mine, theirs = groups[self.places[name]], [groups[self.places[other]] for other in others if other != name]
+        return np.isin(mine, np.concatenate([np.zeros(0, int), *theirs])) & (mine >= 0)
+
+
+def _again(values: Sequence[Any] | np.ndarray) -> np.ndarray:
+    """Return for each value whether it is the same as an earlier one."""
+    seen: set[Any] = set()
+    again = []
+    for value in values:
+        again.append(value in seen)
+        seen.add(value)
+    return np.array(again, bool)
 
 
 def examine_prompts(
@@ -220,7 +153,6 @@ def examine_prompts(
     threshold: float = 0.7,
     unit: Unit = "words",
     n: int = 3,
-    num_perm: int = 128,
     copied_from: Sequence[str] = (),
     copied_words: int = 13,
     seed: int = 0,
@@ -231,83 +163,158 @@ def examine_prompts(
     Args:
         sets: sets with different names.
         by: whether chat prompts are compared by all turns, or by the user's last one.
-        threshold, unit, n, num_perm: what counts as a near duplicate, see [`find_duplicates`].
+        threshold, unit, n: what counts as a near duplicate, see [`find_duplicates`].
         copied_from: names of the sets whose answers make the corpus. The answers of all other sets are compared with
             this corpus.
         copied_words: how many words in a row make a copy.
         seed: seed of the hashes, and of the choice of rows whose language is guessed.
-
-    Raises:
-        ValueError: a prompt is neither text nor messages, nor missing; two sets have the same name; `copied_from`
-            names no set, or one without answers; or a setting is out of range.
-        ImportError: datasketch is missing.
     """
     named = {each.name: each for each in sets}
-    if len(named) < len(sets) or not sets:
-        raise ValueError(f"give one set or more, with different names, got {[each.name for each in sets]}")
     ends = np.cumsum([len(each) for each in sets]).tolist()
     places = {each.name: slice(end - len(each), end) for each, end in zip(sets, ends, strict=True)}
-    words: list[np.ndarray] = []
-    scripts: list[np.ndarray] = []
-    characters: list[np.ndarray] = []
-    others: list[np.ndarray] = []
-    is_chat = False
+    words: list[int] = []
+    scripts: list[str] = []
 
     def read() -> Iterator[str]:
-        nonlocal is_chat
         for each in sets:
-            for rows in each.turns():
-                texts = [_text(turns, by) for turns in rows]
-                for part in in_parts(texts):
-                    words.append(count_words(part))
-                    scripts.append(main_scripts(part))
-                characters.append(np.array([*map(len, texts)]))
-                is_chat |= any(len(turns) > 1 for turns in rows)
-                other: By = "last_turn" if by == "conversation" else "conversation"
-                others.append(np.array([hash(normalised(_text(turns, other))) for turns in rows]))
-                yield from texts
+            for text in each.prompts(by):
+                words.append(len(words_of(text)))
+                scripts.append(main_script(text))
+                yield text
 
-    duplicates = find_duplicates(read(), threshold, unit, n, num_perm, seed)
-    other_view = np.unique(np.concatenate(others), return_inverse=True)[1] if is_chat else None
+    duplicates = find_duplicates(read(), threshold, unit, n, seed)
     copied = {}
     if copied_from:
-        corpus = corpus_ngrams((text for name in copied_from for text in _answers(named, name)), copied_words)
-        for name in named.keys() - {*copied_from}:
-            if (answers := named[name].answers()) is not None:
-                shares = [copied_shares(part, corpus, copied_words) for part in in_parts(answers)]
-                copied[name] = np.concatenate(shares)
-    return PromptReport(
-        named,
-        places,
-        duplicates,
-        np.concatenate(words),
-        np.concatenate(characters),
-        np.concatenate(scripts),
-        other_view,
-        {name: _languages(each, by, seed) for name, each in named.items()} if is_installed("py3langid") else None,
-        {name: copied[name] for name in named if name in copied},
-    )
-
-
-def _answers(sets: dict[str, PromptSet], name: str) -> Iterator[str]:
-    if name not in sets:
-        raise ValueError(f"there is no set {name!r} to look for copies of; the sets are {', '.join(sets)}")
-    answers = sets[name].answers()
-    if answers is None:
-        raise ValueError(
-            f"set {name!r} has no answers: it has none of the columns {', '.join(map(repr, _ANSWER_COLUMNS))}"
-        )
-    return answers
+        corpus = corpus_ngrams((text for name in copied_from for text in named[name].answers() or ()), copied_words)
+        answers = {name: each.answers() for name, each in named.items() if name not in copied_from}
+        copied = {name: copied_shares(texts, corpus, copied_words) for name, texts in answers.items() if texts}
+    languages = {each.name: _languages(each, by, seed) for each in sets} if is_installed("py3langid") else None
+    return PromptReport(named, places, duplicates, np.array(words), np.array(scripts), languages, copied)
 
 
 def _languages(prompts: PromptSet, by: By, seed: int) -> dict[str, float]:
     """Guess the language of 2,000 rows at most; return language → share, with "" for prompts too short to guess."""
     import py3langid
 
-    size = len(prompts)
-    rows = np.sort(np.random.default_rng(seed).choice(size, min(size, _LANGUAGES_OF), replace=False))
-    drawn = prompts.rows.select(rows)
-    texts = [_text(_turns(value, prompts.column), by) for value in drawn[prompts.column]]
-    long = count_words(texts) >= _LEAST_WORDS
-    guessed = [py3langid.classify(text)[0] if is_long else "" for text, is_long in zip(texts, long, strict=True)]
-    return {language: count / len(texts) for language, count in Counter(guessed).most_common()}
+    rows = np.random.default_rng(seed).choice(len(prompts), min(len(prompts), _LANGUAGES_OF), replace=False)
+    texts = [prompts.prompt(int(row), by) for row in rows]
+    guessed = Counter(py3langid.classify(text)[0] if len(words_of(text)) >= _LEAST_WORDS else "" for text in texts)
+    return {language: count / len(texts) for language, count in guessed.most_common()}
+
+
+# ---- Which rows stay, and where they go ----
+
+
+def left_out(report: PromptReport, remove: Kind = "near", held_out: Iterable[str] = ()) -> dict[str, np.ndarray]:
+    """
+    Return for each row whether it is left out, and why.
+
+    Of several duplicates in a set the first stays. Rows with different answers are no duplicates, since a preference
+    set has many pairs for one prompt. A held-out set loses only its own duplicates; every other set also loses the
+    rows that it shares with a held-out set.
+
+    Args:
+        report: report of [`examine_prompts`].
+        remove: which duplicates are left out. With `none` only empty prompts are.
+        held_out: names of the sets to evaluate on.
+
+    Returns:
+        A set's name → (rows of the set,) texts, one of `REASONS`, or "" for rows that stay.
+    """
+    held_out, reasons = {*held_out}, {}
+    empty, shared, duplicate, _ = REASONS
+    for name, rows in report.sets.items():
+        reason = np.full(len(rows), "", object)
+        if remove != "none":
+            groups = getattr(report.duplicates, remove)[report.places[name]].tolist()
+            reason[_again([*zip(groups, rows.answer_keys(), strict=True)])] = duplicate
+            if name not in held_out:
+                reason[report.shared(name, held_out, remove)] = shared
+        reason[report.duplicates.exact[report.places[name]] < 0] = empty
+        reasons[name] = reason
+    return reasons
+
+
+def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tuple]:
+    """
+    Return for each row of a set its values in `columns`, to stratify splits by them or to balance them.
+
+    Args:
+        report: report of [`examine_prompts`].
+        name: name of the set.
+        columns: names of columns of the set. Unless the set has a column of that name, `length` stands for the quarter
+            of the set, by number of words, that the prompt is in, and `script` for the prompt's script.
+    """
+    prompts, place = report.sets[name], report.places[name]
+    words = report.words[place]
+    own = {
+        "script": report.scripts[place],
+        "length": np.searchsorted(np.quantile(words, np.arange(1, _LENGTHS) / _LENGTHS, method="higher"), words),
+    }
+    has = {column: prompts.rows[column] if column in prompts.rows.column_names else own[column] for column in columns}
+    return [*zip(*([str(value) for value in values] for values in has.values()), strict=True)]
+
+
+def divide(
+    report: PromptReport,
+    reasons: dict[str, np.ndarray],
+    shares: Mapping[str, float],
+    names: Sequence[str],
+    columns: Sequence[str] = (),
+    held_out: Iterable[str] = (),
+    seed: int = 0,
+) -> dict[str, np.ndarray]:
+    """
+    Divide sets into splits, and keep all near duplicates, of one set or of several, in the same split.
+
+    Args:
+        report: report of [`examine_prompts`].
+        reasons: result of [`left_out`]; rows that are left out are in no split.
+        shares: a split's name → its share of the rows; the sum of the shares is 1.
+        names: names of the sets to divide.
+        columns: columns whose values all splits should have in equal shares, see [`strata`].
+        held_out: names of the sets to evaluate on. If a set is neither divided nor held out, near duplicates of its
+            rows go to the split with the largest share.
+        seed: seed of the order.
+
+    Returns:
+        A set's name → (rows of the set,) the name of each row's split, "" for rows that are left out.
+    """
+    near, kept = report.duplicates.near, {name: reasons[name] == "" for name in report.sets}
+    groups = np.concatenate([near[report.places[name]][kept[name]] for name in names])
+    of_rows: list[Any] = []
+    for name in names:
+        values = strata(report, name, columns) if columns else [()] * len(report.sets[name])
+        of_rows += [(name, *values[row]) for row in np.flatnonzero(kept[name])]
+    splits = split_groups(groups, shares, of_rows, seed)
+    whole = [near[report.places[name]][kept[name]] for name in report.sets if name not in {*names, *held_out}]
+    splits[np.isin(groups, np.concatenate([np.zeros(0, int), *whole]))] = max(shares, key=lambda name: shares[name])
+    result, dealt = {}, iter(splits)
+    for name in names:
+        result[name] = np.array([next(dealt) if is_kept else "" for is_kept in kept[name]], object)
+    return result
+
+
+def balance(
+    report: PromptReport, reasons: dict[str, np.ndarray], names: Sequence[str], columns: Sequence[str], seed: int = 0
+) -> dict[str, np.ndarray]:
+    """
+    Leave out rows at random until no value in `columns` has more rows than the rarest value.
+
+    Args:
+        report: report of [`examine_prompts`].
+        reasons: result of [`left_out`].
+        names: names of the sets to balance.
+        columns: columns whose values are balanced, see [`strata`].
+        seed: seed of the random choice.
+
+    Returns:
+        A copy of `reasons` in which the rows that are now left out have the reason `balance`.
+    """
+    result = dict(reasons)
+    for name in names:
+        rows, values = np.flatnonzero(reasons[name] == ""), strata(report, name, columns)
+        keep = balanced_rows([values[row] for row in rows], seed=seed)
+        result[name] = reasons[name].copy()
+        result[name][rows[~keep]] = "balance"
+    return result

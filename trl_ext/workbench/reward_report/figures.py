@@ -20,7 +20,6 @@ from ...evaluation import (
     mine_phrases,
     probe_reward,
     ranking_report,
-    rankings_of_pairs,
     reliability_bins,
     reward_model_report,
 )
@@ -36,7 +35,6 @@ _SHOWN = 10  # answers with the highest scores, and as many with the lowest
 _NAMED = 12  # most probes that one sentence names
 _FEW = 100  # of fewer pairs the report says that they are few
 _COIN = 0.5
-_FEW_RANKINGS = 20  # fewer rankings, if derived from pairs, are not judged: the ranking of one prompt has no interval
 SIDES = ("longer", "shorter")  # what the chosen answer is, compared with the rejected one
 _CHARACTERS = 2000  # most characters of a text that is shown
 
@@ -277,16 +275,10 @@ def _counts(values: Tensor, edges: Tensor) -> list[int]:
 
 
 def _ranking(score: Scorer, material: Material, unknown: list[str]) -> dict[str, Any] | None:
-    """
-    Return the rank correlations of the scores with people's rankings; None, and a sentence in `unknown`, without any.
-
-    The rankings are the given ones, or else those from which the held-out pairs were made.
-    """
-    rankings, source = material.rankings, "rankings"
+    """Return the rank correlations of the scores with people's rankings; None, and a sentence, without any."""
+    rankings = material.rankings
     if not rankings:
-        rankings, source = rankings_within(material), "pairs"
-    if not rankings:
-        unknown.append("No prompt has more than two ranked answers, so the rank correlation is not known.")
+        unknown.append("There are no rankings by people, so the rank correlation is not known: give `ranking_name`.")
         return None
     scores = _in_parts(score, [answers for answers, _ in rankings])
     usable = [(s, ranks) for s, (_, ranks) in zip(scores, rankings, strict=True) if all(map(math.isfinite, s))]
@@ -296,22 +288,7 @@ def _ranking(score: Scorer, material: Material, unknown: list[str]) -> dict[str,
             "No ranking tells two answers apart, or none has finite scores, so the rank correlation is not known."
         )
         return None
-    return {**report, "source": source, "of_more_than_two": any(len(ranks) > 2 for _, ranks in usable)}
-
-
-def rankings_within(material: Material) -> list[tuple[Answers, list[float]]]:
-    """Return the rankings from which the held-out pairs were made, of prompts with three or more answers."""
-    better, worse = material.chosen.texts(), material.rejected.texts()
-    places = {key: (side, i) for side in (material.rejected, material.chosen) for i, key in enumerate(side.texts())}
-    prompts = [prompt for prompt, _ in better]
-    found = []
-    for prompt, answers, ranks in rankings_of_pairs(prompts, [a for _, a in better], [a for _, a in worse]):
-        group = Answers()
-        for answer in answers:
-            side, i = places[str(prompt), str(answer)]
-            group.add(side.prompts[i], side.completions[i], True, side.columns[i])
-        found.append((group, [float(rank) for rank in ranks]))
-    return found
+    return {**report, "of_more_than_two": any(len(ranks) > 2 for _, ranks in usable)}
 
 
 def _best_of_n(score: Scorer, material: Material, unknown: list[str]) -> dict[str, Any] | None:
@@ -405,12 +382,6 @@ def verdict(
     not_judged: list[str] = []
     ranking, best = report["ranking"], report["best_of_n"]
     rank_bound = bounds.min_rank_correlation if ranking and ranking["of_more_than_two"] else None
-    if rank_bound is not None and ranking["source"] == "pairs" and ranking["prompts"] < _FEW_RANKINGS:
-        unknown.append(
-            f"The pairs rank three or more answers of {ranking['prompts']:,} prompts only, so the rank correlation "
-            f"is not judged: {_FEW_RANKINGS} are needed."
-        )
-        rank_bound = None
     accuracy = accuracy_name(report)
     checks = [
         (accuracy, report, "accuracy", bounds.min_accuracy, True),

@@ -176,7 +176,6 @@ def _probe(probe: dict[str, Any]) -> list[Any]:
         _gain(probe["gain"], probe["gain_interval"]),
         _gain(probe["gain_on_better"], probe["interval_on_better"]),
         _gain(probe["over_control"], probe["control_interval"]),
-        "–" if probe["wins"] is None else f"{probe['wins']:.0%}",
         number(probe["rows"]),
     ]
 

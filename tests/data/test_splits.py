@@ -1,0 +1,39 @@
+"""Splits that keep groups whole and have equal shares, and balance."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from trl_ext.data import balanced_rows, split_groups
+
+
+def test_splits_keep_groups_whole_and_shares_alike():
+    draw = np.random.default_rng(0)
+    groups = draw.integers(0, 2000, 4000)
+    topic = draw.choice(list("aaabbc"), 2000)[groups]
+    shares = {"test": 0.1, "train": 0.7, "val": 0.2}
+    split = split_groups(groups, shares, topic, seed=1)
+    assert all(len({*split[groups == group]}) == 1 for group in np.unique(groups)[:500])
+    for value in "abc":
+        for name, share in shares.items():
+            rows = topic == value
+            assert (split[rows] == name).sum() == pytest.approx(share * rows.sum(), abs=8)  # groups of 2 in the mean
+    assert (split_groups(groups, shares, topic, seed=1) == split).all()
+    assert (split_groups(groups, shares, topic, seed=2) != split).mean() > 0.2
+    rare = split_groups(range(4000), {"train": 0.9, "test": 0.1}, [i % 1000 for i in range(4000)])
+    assert (rare == "test").sum() == pytest.approx(400, abs=3)
+
+
+def test_a_group_that_is_larger_than_a_split_goes_to_the_largest():
+    groups = [0] * 50 + list(range(1, 51))
+    split = split_groups(groups, {"test": 0.2, "train": 0.8})
+    assert {*split[:50]} == {"train"} and (split == "test").sum() == pytest.approx(20, abs=2)
+
+
+def test_balance():
+    values = ["a"] * 30 + ["b"] * 10 + ["c"] * 3
+    for most, counts in ((None, (3, 3, 3)), (5, (5, 5, 3)), (100, (30, 10, 3))):
+        kept = balanced_rows(values, most, seed=0)
+        assert tuple(Counter(np.array(values)[kept])[value] for value in "abc") == counts
+    assert (balanced_rows(values, 5, seed=0) != balanced_rows(values, 5, seed=1)).any()

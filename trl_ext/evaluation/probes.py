@@ -13,7 +13,7 @@ from torch import Tensor
 from .intervals import bootstrap_interval
 from .phrases import UNSPACED, WORD
 
-Score = Callable[[list[str], list[str]], Sequence[float]]
+Score = Callable[[list[str], list[str]], Any]  # prompts, and an answer to each → their scores
 FLATTERY = "What a great question! You are so clever."
 REFUSAL = "I'm sorry, but I can't help with that."
 # Where a sentence ends: at a mark with white space behind it, at a full-width mark, at a line break
@@ -206,7 +206,9 @@ def _verdict(result: dict[str, Any], least_gain: float, least_rows: int) -> tupl
 
 def _scores(score: Score, pairs: list[tuple[str, str]]) -> Tensor:
     """Return the scores of prompts with an answer: (N,) float64. A NaN would hide a hack, so it is an error."""
-    scores = torch.tensor(score([prompt for prompt, _ in pairs], [answer for _, answer in pairs]), dtype=torch.double)
+    scores = torch.as_tensor(
+        score([prompt for prompt, _ in pairs], [answer for _, answer in pairs]), dtype=torch.double
+    )
     if len(scores) != len(pairs) or not scores.isfinite().all():
         wrong = [
             answer for value, (_, answer) in zip(scores.tolist(), pairs, strict=False) if not math.isfinite(value)

@@ -15,7 +15,7 @@ import json
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,12 +49,6 @@ class RewardReportArguments:
     train_name: str | None = setting(None, "Pairs that the model was trained on; `dataset_name` if unset.")
     train_split: str | None = setting(None, "Their split; `train` if unset, where it is not the held-out one.")
     policy_answers: str | None = setting(None, "The policy's own answers, as `trl-ext generate` writes them.")
-    policy: str | None = setting(
-        None, "Instead of answers the policy, which answers the held-out prompts: a folder or hub name."
-    )
-    max_new_tokens: int | None = setting(
-        None, "Longest answer of `policy`, in tokens; if unset 256, or what the context leaves.", range=">= 1"
-    )
     ranking_name: str | None = setting(None, "Rankings by people: `prompt`, `responses` and `ranks`, 1 the best.")
     best_of_n_name: str | None = setting(
         None, "Rows with one `chosen` and several `rejected` answers, as RewardBench 2 has."
@@ -64,8 +58,6 @@ class RewardReportArguments:
     )
     drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
     max_pairs: int | None = setting(None, "Most held-out pairs, drawn at random; all if unset.", range=">= 1")
-    max_train_rows: int = setting(1000, "Most training pairs that are scored.", range=">= 1")
-    max_policy_rows: int = setting(1000, "Most answers of the policy that are scored.", range=">= 1")
     probe_rows: int = setting(256, "Held-out answers that each probe changes; 0 for none.", range=">= 0")
     phrases: list[str] = field(
         default_factory=list, metadata={"help": "Phrases to probe beside those that the training pairs suggest."}
@@ -80,9 +72,7 @@ class RewardReportArguments:
     )
     max_calibration_error: float | None = setting(None, "Most expected calibration error.", range="in [0, 1]")
     min_rank_correlation: float | None = setting(
-        0.7,
-        "Least Spearman correlation with people's ranks, where prompts have more than two answers.",
-        range="in [-1, 1]",
+        0.7, "Least Spearman correlation with people's ranks.", range="in [-1, 1]"
     )
     min_best_of_n: float | None = setting(None, "Least best-of-n accuracy.", range="in [0, 1]")
     max_suspicious_probes: int | None = setting(
@@ -92,70 +82,55 @@ class RewardReportArguments:
     dtype: str | None = setting(None, "dtype of the model's weights; as saved if unset.")
     max_batch_tokens: int = setting(16384, "Tokens in one forward pass, padding included.")
     use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
-    seed: int = setting(0, "Seed of the rows that are drawn, and of the policy's answers.")
+    seed: int = setting(0, "Seed of the rows that are drawn.")
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.max_new_tokens is not None and not self.policy:
-            raise ValueError(
-                "`max_new_tokens` has an effect only with `policy`: give `policy`, too, or leave `max_new_tokens` out"
-            )
-        if (self.model is None) == (not self.rewards):
-            raise ValueError("give one reward: MODEL (a folder, a hub name or file.py:function), or `rewards`")
-        if not self.dataset_name:
-            raise ValueError("no pairs: give `dataset_name`, a hub name, a .jsonl file or a folder")
-        if self.policy and self.policy_answers:
-            raise ValueError("`policy` and `policy_answers` are both given: drop one")
-        if self.rewards and len(self.rewards) > 1:
-            raise ValueError(f"`rewards` has {len(self.rewards)} entries: give one, such as a `SumReward` of them")
         self.rewards = self.rewards and [entry_of(text) for text in self.rewards]
-        if self.output_dir is None:
-            if self.model is None or not Path(self.model).is_dir() or is_ensemble(self.model):
-                what = "`rewards`" if self.model is None else f"MODEL {self.model!r}"
-                raise ValueError(
-                    f"{what} is not the folder of one model, so the report needs another place: give `output_dir`, or "
-                    "correct it"
-                )
-            self.output_dir = self.model
-        is_own = self.model is not None and Path(self.output_dir).resolve() == Path(self.model).resolve()
-        if is_ensemble(self.output_dir) or (not is_own and holds_model(self.output_dir)):
-            raise ValueError(
-                f"`output_dir` {self.output_dir} holds another model, which may have a report of its own: choose "
-                "another"
-            )
-
-    @property
-    def is_function(self) -> bool:
-        """Return whether the reward is given as a function or as an entry of `rewards`, not as a model."""
-        return self.model is None or ".py:" in self.model
+        self.output_dir = self.output_dir or self.model
+        for is_wrong, what in (
+            (
+                (self.model is None) == (not self.rewards),
+                "MODEL (a folder, a hub name or file.py:function), or `rewards`",
+            ),
+            (not self.dataset_name, "`dataset_name`, pairs: a hub name, a .jsonl file or a folder"),
+            (
+                self.output_dir == self.model and not Path(str(self.model)).is_dir(),
+                "`output_dir`, since MODEL is no folder",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(f"give {what}")
 
 
-def is_ensemble(folder: str) -> bool:
+BOUNDS = (
+    *("min_accuracy", "max_length_bias", "max_calibration_error"),
+    *("min_rank_correlation", "min_best_of_n", "max_suspicious_probes"),
+)
+
+
+def is_ensemble(folder: Any) -> bool:
     """Return whether `trl-ext reward --ensemble` wrote this folder."""
-    return Path(folder, "ensemble.json").is_file()
+    return Path(str(folder), "ensemble.json").is_file()
 
 
-def holds_model(folder: str) -> bool:
-    """Return whether this folder has a model or an adapter in it."""
-    return any(Path(folder, name).is_file() for name in ("config.json", "adapter_config.json"))
-
-
-def load(args: RewardReportArguments) -> tuple[Any, Any]:
-    """Return the reward as a function, and its tokenizer, which counts lengths (None if it has none)."""
+def load(args: RewardReportArguments) -> Any:
+    """Return the reward as a function."""
     from ...rewards import EnsembleReward, ModelReward, load_reward, load_rewards
 
     given: dict[str, Any] = {"dtype": args.dtype, "max_batch_tokens": args.max_batch_tokens, "truncation": "left"}
     if args.use_cpu:
         given["device"] = "cpu"
     if args.rewards:
-        (reward,), _ = load_rewards(args.rewards)
-    elif args.is_function:
-        reward = load_reward(str(args.model))
-    elif is_ensemble(str(args.model)):
-        reward = EnsembleReward(str(args.model), model_kwargs=given)
-    else:
-        reward = ModelReward(args.model, **given)
-    return reward, tokenizer_of(reward)
+        ((reward,), _) = load_rewards(args.rewards)
+        return reward
+    if ".py:" in str(args.model):
+        return load_reward(str(args.model))
+    return (
+        EnsembleReward(str(args.model), model_kwargs=given)
+        if is_ensemble(args.model)
+        else ModelReward(args.model, **given)
+    )
 
 
 def tokenizer_of(reward: Any) -> Any:
@@ -163,45 +138,6 @@ def tokenizer_of(reward: Any) -> Any:
     for member in getattr(reward, "members", None) or []:
         return tokenizer_of(getattr(member, "function", member))
     return getattr(reward, "tokenizer", None)
-
-
-def gather(args: RewardReportArguments) -> Any:
-    """Load the [`~trl_ext.workbench.reward_report.data.Material`] that the reward is examined on."""
-    from . import data
-
-    split = data.split_of(args.dataset_name, args.dataset_split)
-    try:
-        loaded = data.load_pairs(args.dataset_name, split, args.dataset_config, args.drop_unusable_pairs)
-    except ValueError as error:
-        hint = "; name the held-out one by `dataset_split`" if "has no split" in str(error) else ""
-        raise ValueError(f"{error}{hint}") from error
-    pairs, best_of_n, said = loaded
-    train, is_named = _training_pairs(args, split), bool(args.train_name or args.train_split)
-    pairs, train, trained, known, more = data.held_out_part(pairs, train, trained_pairs(args), is_named)
-    said += more
-    best_of_n = data.not_seen(best_of_n, trained, "best-of-n rows", said, is_named=False)
-    if args.max_pairs and args.max_pairs < len(pairs):
-        pairs = pairs.shuffle(seed=args.seed).select(range(args.max_pairs))
-        best_of_n = best_of_n[: args.max_pairs]
-    found = data.material_of(pairs, train, args.group_columns, train_rows=args.max_train_rows, seed=args.seed)
-    found.unknown, found.best_of_n, found.trained_on = said, best_of_n, known
-    if args.best_of_n_name:
-        _, found.best_of_n, more = data.load_pairs(
-            args.best_of_n_name, data.split_of(args.best_of_n_name, None), None, False
-        )
-        found.unknown += more
-        if not found.best_of_n:
-            raise ValueError(f"`best_of_n_name` {args.best_of_n_name}: `rejected` must hold lists of answers")
-        found.best_of_n = data.not_seen(found.best_of_n, trained, "best-of-n rows", found.unknown)
-    if args.ranking_name:
-        rankings = data.load_rankings(args.ranking_name, data.split_of(args.ranking_name, None))
-        found.rankings = data.not_seen(rankings, trained, "rankings", found.unknown)
-    if args.policy_answers:
-        found.policy = data.load_answers(args.policy_answers, args.max_policy_rows)
-    elif args.policy:
-        prompts = data.distinct_prompts(found.chosen, args.max_policy_rows)
-        found.policy = data.sample_answers(args.policy, prompts, args.max_new_tokens, args.seed)
-    return found
 
 
 def trained_pairs(args: RewardReportArguments) -> Any:
@@ -213,7 +149,7 @@ def trained_pairs(args: RewardReportArguments) -> Any:
     """
     from ...data import TrainedPairs
 
-    folders = folders_of(args.model if args.model is not None else args.rewards)
+    folders = _folders_of(args.model if args.model is not None else args.rewards)
     # An entry of `rewards` may score by other models, too, such as one on a server: their training pairs are not known
     found = TrainedPairs(is_complete=bool(folders) and args.model is not None)
     for folder in folders:
@@ -223,40 +159,18 @@ def trained_pairs(args: RewardReportArguments) -> Any:
     return found
 
 
-def folders_of(named: Any) -> list[Path]:
+def _folders_of(named: Any) -> list[Path]:
     """Return the folders of all models in `named`, a name or an entry of `rewards`; an ensemble has its members'."""
-    if isinstance(named, dict):
-        named = list(named.values())
-    if isinstance(named, list):
-        return [folder for each in named for folder in folders_of(each)]
+    if isinstance(named, (dict, list)):
+        return [
+            folder for each in (named.values() if isinstance(named, dict) else named) for folder in _folders_of(each)
+        ]
     if not isinstance(named, str) or not Path(named).is_dir():
         return []
     if not is_ensemble(named):
         return [Path(named)]
     members = json.loads(Path(named, "ensemble.json").read_text(encoding="utf-8"))["members"]
     return [Path(named, member["folder"]) for member in members]
-
-
-def _training_pairs(args: RewardReportArguments, held_out: str) -> Any:
-    """Load the usable training pairs, named or beside the held-out ones; return None if there are none."""
-    from ...data import load_dataset_split, usable_pairs
-
-    name, split = args.train_name or args.dataset_name, args.train_split or "train"
-    if (name, split) == (args.dataset_name, held_out):
-        if args.train_name or args.train_split:
-            raise ValueError(
-                f"the split {split!r} of {name} is held out, so it cannot have the training pairs, too: name another "
-                "split"
-            )
-        return None
-    config = args.dataset_config if args.train_name is None else None
-    try:
-        train = load_dataset_split(name, split, config=config, columns=("chosen", "rejected"))
-    except ValueError:
-        if args.train_name or args.train_split:
-            raise
-        return None  # a folder with a held-out split alone
-    return usable_pairs(train, f"the split {split!r} of the training pairs", True)
 
 
 def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded: bool = False) -> Path:
@@ -274,25 +188,23 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
     from .page import page
 
     folder = Path(folder)
-    earlier = read_report(folder) or {}
-    report = {**{name: value for name, value in earlier.items() if name in _OF_TRAINING}, **report}
+    report = {name: value for name, value in _read(folder).items() if name in _OF_TRAINING} | report
     shown, data = folder / f"{NAME}.html", {**report}
     if is_uploaded:  # what a Trainer uploads must not tell texts and names
         shown = folder / PRIVATE_FOLDER / f"{NAME}.html"
         data["probes"] = [{name: each[name] for name in each if name != "examples"} for each in report["probes"]]
         for name in ("highest", "lowest", "groups"):
             del data[name]
-    texts = page(report), json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    for path, text in zip((shown, folder / f"{NAME}.json"), texts, strict=True):
-        write_text(path, text)
+    write_text(shown, page(report))
+    write_text(folder / f"{NAME}.json", json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     return shown
 
 
-def read_report(folder: str | Path, name: str = f"{NAME}.json") -> dict[str, Any] | None:
-    """Return the report in a reward model's folder; None if there is none that can be read."""
+def _read(folder: Path) -> dict[str, Any]:
+    """Return the report in a reward model's folder; {} if there is none that can be read."""
     from ..pages.recorded import read_object
 
-    return read_object(Path(folder, name)) or None
+    return read_object(folder / f"{NAME}.json")
 
 
 def objections(rewards: "Sequence[Any]") -> list[str]:
@@ -309,14 +221,13 @@ def objections(rewards: "Sequence[Any]") -> list[str]:
     """
     found: dict[str, None] = {}  # each sentence once
     for reward in rewards:
-        folder = reward if isinstance(reward, str) else getattr(reward, "path", None)
-        report = read_report(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
-        said = (report or {}).get("verdict")
+        folder = Path(str(reward if isinstance(reward, str) else getattr(reward, "path", None)))
+        said = _read(folder).get("verdict") if folder.is_dir() else None
         if isinstance(said, dict) and said.get("passed") is False:
             reasons = [str(reason) for reason in said.get("reasons") or []]
             more = [f"and {len(reasons) - _NAMED} more"] if len(reasons) > _NAMED else []
             answer = "says no" if {*reasons} - {*(said.get("not_judged") or [])} else "cannot say yes"
-            begin = f"{Path(str(folder), f'{NAME}.json')} {answer} to this reward model:"
+            begin = f"{folder / f'{NAME}.json'} {answer} to this reward model:"
             found["\n  - ".join([begin, *reasons[:_NAMED], *more])] = None
         within = [*(getattr(reward, "members", None) or [])]
         within += [getattr(reward, name) for name in ("function", "reward") if getattr(reward, name, None) is not None]
@@ -356,50 +267,46 @@ def report_trained(
         Exception: the weights are sharded, and scoring failed, by lack of memory for example. Without the error, other
             processes would wait for this one for ever.
     """
-    from ...data import TrainedPairs, pair_hashes
+    from ...data import TrainedPairs
     from ...rewards import ModelReward, logits_of
-    from .data import TrainedOn, material_of, sentences_on
-    from .figures import Bounds, Scorer, examine
+    from .data import material_of
+    from .figures import Scorer, examine
 
-    folder, begin = Path(trainer.args.output_dir), time.perf_counter()
+    folder, begin, args = Path(trainer.args.output_dir), time.perf_counter(), trainer.args
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     reward = ModelReward(
         model,
         tokenizer=trainer.processing_class,
         score=partial(logits_of, model),
-        device=trainer.args.device,
+        device=args.device,
         max_batch_tokens=None,
-        batch_size=trainer.args.per_device_eval_batch_size,
-        max_length=trainer.args.max_length,
+        batch_size=args.per_device_eval_batch_size,
+        max_length=args.max_length,
         truncation="left",
         name=folder.resolve().name,
     )
     try:
-        material = material_of(held_out, train, group_columns, train_rows=max(probe_rows, 100), seed=trainer.args.seed)
-        trained = trained or TrainedPairs.of(train)
-        hashes = pair_hashes(held_out)
-        shared = int((trained.has_an_answer_of(hashes) & ~trained.has(hashes)).sum())
-        material.trained_on = TrainedOn(trained.is_complete, with_a_trained_answer=shared)
-        material.unknown += sentences_on(material.trained_on, len(held_out))
+        material = material_of(held_out, train, trained or TrainedPairs.of(train), group_columns, seed=args.seed)
         if (long := len(held_out) - len(trainer.eval_dataset)) > 0:
             material.unknown.append(
                 f"{long:,} held-out pairs are longer than `max_length`: they are scored without the beginning of the "
                 "prompt, and are not in `held_out_scores.json`."
             )
+        bounds = {name: getattr(RewardReportArguments, name) for name in BOUNDS}
         examined = examine(
             Scorer(reward),
             material,
-            Bounds(),
+            bounds,
             tokenizer=reward.tokenizer,
             probe_rows=probe_rows,
-            seed=trainer.args.seed,
+            train_rows=max(probe_rows, 100),
+            seed=args.seed,
         )
         report = {**measured, **examined, "seconds": time.perf_counter() - begin}
         if trainer.is_world_process_zero():
-            write_reward_report(folder, report, is_uploaded=trainer.args.push_to_hub)
+            write_reward_report(folder, report, is_uploaded=args.push_to_hub)
     except Exception as error:
-        is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        if is_sharded and not isinstance(error.__cause__ or error, ValueError):
+        if (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) and not isinstance(error, ValueError):
             raise  # if a process that ran out of memory went on, the others would wait in their forward for ever
         report = measured
         if trainer.is_world_process_zero():
@@ -420,29 +327,18 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors():
         check_output_dir(args.output_dir, "false")
         report, kept = run(args)
-    folder = Path(args.output_dir)
-    print(accuracy_of(report))
+    name, folder = ("held-out accuracy" if report["trained_on"]["is_known"] else "accuracy"), Path(args.output_dir)
+    low, high = report["accuracy_interval"]
+    print(f"{name.capitalize()} {report['accuracy']:.1%} ({low:.1%} to {high:.1%}) of {report['pairs']:,} pairs")
     for sentence in report["unknown"]:
         print(f"Note: {sentence}")
     if kept is not None:
-        print(f"The report that was there is now {kept}: {accuracy_of(read_report(folder, kept.name) or {})}")
+        print(f"The report that was there is now {kept}")
     print(f"Report: {folder / f'{NAME}.html'}")
     if not report["verdict"]["passed"]:
         for sentence in report["verdict"]["reasons"]:
             print(f"{parser.prog}: {sentence}", file=sys.stderr)
         sys.exit(1)
-
-
-def accuracy_of(report: dict[str, Any]) -> str:
-    """Return a report's accuracy in words, or say that it lacks one, as an ensemble's report may."""
-    from ..pages.markup import with_interval
-    from .figures import accuracy_name
-
-    accuracy, interval = report.get("accuracy"), report.get("accuracy_interval")
-    if not isinstance(accuracy, float) or not isinstance(interval, list):
-        return "a report without one accuracy"
-    name = accuracy_name(report) if "trained_on" in report else "accuracy"
-    return f"{name[0].upper()}{name[1:]} {with_interval(accuracy, interval)} of {report['pairs']:,} pairs"
 
 
 def keep_earlier(folder: Path) -> Path | None:
@@ -462,37 +358,27 @@ def keep_earlier(folder: Path) -> Path | None:
 
 
 def run(args: RewardReportArguments) -> tuple[dict[str, Any], Path | None]:
-    """
-    Examine the reward and write the report.
+    """Examine the reward and write the report; return it, and where an earlier report was copied to, if any."""
+    from .data import gather
+    from .figures import Scorer, examine
 
-    Returns:
-        The report; and the path to which an earlier report was copied, None if there was no earlier one.
-
-    Raises:
-        ValueError, OSError, ImportError: an input is wrong.
-    """
-    from .figures import Bounds, Scorer, examine
-
-    begin = time.perf_counter()
-    if not args.is_function and not is_ensemble(str(args.model)):
+    begin, folder = time.perf_counter(), Path(str(args.output_dir))
+    if args.model and ".py:" not in args.model and not is_ensemble(args.model):
         check_model("MODEL", args.model, tokenizer=True)
-    if args.policy:
-        check_model("policy", args.policy, tokenizer=True)
-    material = gather(args)
-    reward, tokenizer = load(args)
-    bounds = Bounds(**{each.name: getattr(args, each.name) for each in fields(Bounds)})
+    material = gather(args, trained_pairs(args))
+    reward = load(args)
     report = examine(
-        Scorer(reward, None if args.rewards else str(args.model)),
+        Scorer(reward, args.model),
         material,
-        bounds,
-        tokenizer=tokenizer,
+        {name: getattr(args, name) for name in BOUNDS},
+        tokenizer=tokenizer_of(reward),
         probe_rows=args.probe_rows,
         phrases=args.phrases,
         seed=args.seed,
     )
     report |= {"seconds": time.perf_counter() - begin, "settings": redacted(asdict(args))}
-    kept = keep_earlier(Path(str(args.output_dir)))
-    write_reward_report(str(args.output_dir), report)
+    kept = keep_earlier(folder)
+    write_reward_report(folder, report)
     return report, kept
 
 

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -18,10 +19,10 @@ import torch
 import uvicorn
 from jinja2 import TemplateError
 
-from tests.tiny import WORDS, length_reward, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import WORDS, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards import CachedReward, ModelReward, RemoteReward, source_identity
 from trl_ext.workbench.serving import command as serve_reward
-from trl_ext.workbench.serving.app import Batcher, Limits, make_app, scorer
+from trl_ext.workbench.serving.app import Batcher, Limits, make_app
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +34,7 @@ def by_text(prompts, completions, **columns):
 @contextmanager
 def serving(function, name="m", key=None, identity=None, **limits):
     """Yield the URL of a server in a thread, and its batcher."""
-    batcher = Batcher(scorer(function), Limits(**limits))
+    batcher = Batcher(function, Limits(**limits))
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(make_app(batcher, name, key, identity), log_level="critical", lifespan="off", ws="none")
     server = uvicorn.Server(config)
@@ -46,13 +47,23 @@ def serving(function, name="m", key=None, identity=None, **limits):
         thread.join()
 
 
+def all_at_once(ask, count):
+    """Call `ask` with each number in a thread of its own."""
+    threads = [threading.Thread(target=ask, args=(k,)) for k in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @pytest.mark.slow
 def test_64_clients_are_answered_each_rightly_and_in_large_batches():
     """Nothing is lost, nothing scored twice, each answer belongs to its question, and batches fill."""
-    seen, wrong, requests = [], [], 10
+    seen, wrong, sizes, requests = [], [], [], 10
 
     def scored(prompts, completions, **columns):
         seen.extend(zip(prompts, completions, strict=True))
+        sizes.append(len(prompts))
         time.sleep(0.02)
         return by_text(prompts, completions)
 
@@ -65,18 +76,13 @@ def test_64_clients_are_answered_each_rightly_and_in_large_batches():
                     wrong.append(answer.text)
 
     with serving(scored, max_wait=2.0) as (url, batcher):
-        threads = [threading.Thread(target=client, args=(k,)) for k in range(64)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        all_at_once(client, 64)
         shown = httpx2.get(url + "/metrics").text
     assert wrong == []
     assert len(seen) == len(set(seen)) == 64 * requests * 1.5
-    assert batcher.median_batch >= 32 and max(batcher.batches) <= 64 and batcher.waiting == 0
-    assert 'trl_ext_reward_requests_total{status="200"} 640.0' in shown
-    assert "trl_ext_reward_rows_total 960.0" in shown and "trl_ext_reward_waiting_rows 0.0" in shown
-    assert f"trl_ext_reward_batch_rows_count {float(len(batcher.batches))}" in shown
+    assert statistics.median(sizes) >= 32 and max(sizes) <= 64 and batcher.waiting == 0
+    assert 'trl_ext_reward_requests_total{status="200"} 640.0' in shown and "waiting_rows 0.0" in shown
+    assert "trl_ext_reward_batch_rows_sum 960.0" in shown
 
 
 @pytest.mark.slow
@@ -87,11 +93,13 @@ def test_one_clients_bad_row_and_kind_fail_nobody_else():
             raise ValueError("this cannot be read")
         if "broken" in completions:
             raise OSError("/secret/path")
+        if "roles" in completions:
+            raise TemplateError("Conversation roles must alternate")
         if "over" in completions:
             sys.exit("it is over")
         return by_text(prompts, completions)
 
-    kinds = ["good", "bad", [{"role": "assistant", "content": "hi"}], "broken", "over", "fine"] * 4
+    kinds = ["good", "bad", [{"role": "assistant", "content": "hi"}], "broken", "over", "roles"] * 4
     answers = {}
 
     def client(k):
@@ -99,12 +107,8 @@ def test_one_clients_bad_row_and_kind_fail_nobody_else():
         answers[k] = httpx2.post(url + "/score", json={"prompts": [prompt], "completions": [kinds[k]]}, timeout=60)
 
     with serving(fragile, max_wait=0.3) as (url, _):
-        threads = [threading.Thread(target=client, args=(k,)) for k in range(len(kinds))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [answers[k].status_code for k in range(len(kinds))] == [200, 422, 200, 500, 500, 200] * 4
+        all_at_once(client, len(kinds))
+    assert [answers[k].status_code for k in range(len(kinds))] == [200, 422, 200, 500, 500, 422] * 4
     assert answers[1].json() == {"error": "this cannot be read"}
     assert answers[3].json() == {"error": "scoring failed: OSError"}
 
@@ -115,24 +119,18 @@ ROWS = {"prompts": ["p"], "completions": ["c"]}
 @pytest.mark.parametrize(
     "body, status, said",
     [
-        (b"{", 422, "not JSON in UTF-8"),
-        (b"\xff", 422, "not JSON in UTF-8"),
-        (b"[" * 90, 422, "not JSON"),
-        ([], 422, "must be an object with `prompts` and `completions`"),
-        (ROWS | {"completions": ["c", "d"]}, 422, "of the same length, 1 or more"),
-        (ROWS | {"completions": "c"}, 422, "of the same length"),
-        ({"prompts": [], "completions": []}, 422, "1 or more"),
+        *(
+            (each, 422, "must be JSON in UTF-8")
+            for each in (b"{", b"\xff", b"[" * 90, [], ROWS | {"completions": "c"})
+        ),
+        (ROWS | {"completions": ["c", "d"]}, 422, "two lists of the same length"),
+        ({"prompts": [], "completions": []}, 422, "two lists of the same length"),
         (ROWS | {"completions": [3]}, 422, "all texts, or all lists of messages"),
         (ROWS | {"completions": [[{"role": "user", "content": None}]]}, 422, "all texts, or all lists of messages"),
-        ({"prompts": [["p"]], "completions": [["c"]]}, 422, "all texts, or all lists of messages"),
-        ({"prompts": [[]], "completions": [[]]}, 422, "all texts, or all lists of messages"),
-        ({"prompts": [[[]]], "completions": [[[]]]}, 422, "all texts, or all lists of messages"),
         (b'{"prompts": ["p"], "completions": [' + b"[" * 400 + b"]" * 400 + b"]}", 422, "all texts, or all lists"),
         (ROWS | {"finished": [1]}, 422, "`finished` must be null, or a list with true or false"),
-        (ROWS | {"complitions": ["c"]}, 422, "'complitions' is not known"),
         (ROWS | {"model": "other"}, 404, "the model here is 'm'"),
         ({"prompts": ["p"] * 9, "completions": ["c"] * 9}, 413, "one request may have 8 completions, got 9"),
-        (ROWS | {"completions": ["c" * 21]}, 413, "a text of 21 characters is longer than 20"),
         (ROWS | {"completions": ["c" * 2000]}, 413, "the request is longer than 1000 bytes"),
         (ROWS | {"finished": [True], "model": "m"}, 200, "scores"),
     ],
@@ -147,7 +145,7 @@ def test_what_is_not_scored_is_refused_in_one_sentence(small_server, body, statu
 
 @pytest.fixture(scope="module")
 def small_server():
-    with serving(by_text, key="key", max_rows=8, max_characters=20, max_body_bytes=1000) as (url, _):
+    with serving(by_text, key="key", max_rows=8, max_body_bytes=1000) as (url, _):
         yield url
 
 
@@ -228,7 +226,7 @@ def test_scores_of_a_model_are_those_that_it_has_here(tmp_path):
     ended = [chance.random() < 0.5 for _ in asked]
     messages = [[{"role": "user", "content": prompt}] for prompt in asked]
     turns = [[{"role": "assistant", "content": answer}] for answer in answers]
-    function = serve_reward.load(str(tmp_path), None, None, None)
+    function = serve_reward.load(str(tmp_path))
     with serving(function, name=function.__name__) as (url, _):
         remote = RemoteReward(url, model=tmp_path.name, batch_size=8)
         for given in ((asked, answers), (messages, turns)):
@@ -249,9 +247,9 @@ def test_a_server_says_which_weights_it_has_whatever_its_folder_is_called(tmp_pa
     for seed, folder in enumerate(("one/reward", "two/reward", "one/reward")):
         tiny_reward_model(tiny_llama(), seed=seed).save_pretrained(tmp_path / folder)
         tiny_tokenizer().save_pretrained(tmp_path / folder)
-        function = serve_reward.load(str(tmp_path / folder), None, None, None)
+        function = serve_reward.load(str(tmp_path / folder))
         identity = serve_reward.identity_of(function)
-        assert identity == serve_reward.identity_of(serve_reward.load(str(tmp_path / folder), None, None, None))
+        assert identity == serve_reward.identity_of(serve_reward.load(str(tmp_path / folder)))
         with serving(function, name=function.__name__, identity=identity) as (url, _):
             remotes.append(RemoteReward(url, model="reward"))
             scores = remotes[-1](["the cat "], ["sat"], finished=[True])
@@ -260,39 +258,6 @@ def test_a_server_says_which_weights_it_has_whatever_its_folder_is_called(tmp_pa
             keys = {key for each in remotes for key in CachedReward(each)._written(["p"], ["c"], {})}
             assert len(names) == len(keys) == seed + 1
         assert scores == pytest.approx(function(["the cat "], ["sat"], finished=[True]), abs=1e-5)
-
-
-def test_messages_that_a_chat_template_refuses_are_the_clients_mistake():
-    def templated(prompts, completions, **columns):
-        raise TemplateError("Conversation roles must alternate")
-
-    turns = {"prompts": [[{"role": "x", "content": "p"}]], "completions": [[{"role": "x", "content": "c"}]]}
-    with serving(templated) as (url, _):
-        answer = httpx2.post(url + "/score", json=turns)
-        assert (answer.status_code, answer.json()) == (422, {"error": "Conversation roles must alternate"})
-
-
-def test_a_stock_trainer_and_a_judge_take_it(tmp_path):
-    from trl import GRPOConfig, GRPOTrainer
-
-    from tests.tiny import ON_CPU
-    from trl_ext.rewards import GoldJudgeReward
-
-    with serving(length_reward) as (url, _):
-        reward = RemoteReward(url, name="far")
-        small = {"max_steps": 1, "per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 4}
-        trainer = GRPOTrainer(
-            model=tiny_llama(),
-            reward_funcs=[reward],
-            args=GRPOConfig(str(tmp_path), **ON_CPU, **small),
-            train_dataset=prompts(4),
-            processing_class=tiny_tokenizer(),
-        )
-        trainer.train()
-        judge = GoldJudgeReward(reward)
-        assert judge(["p"], ["a b c"], held_out=[True]) == [3.0]
-    logged = trainer.state.log_history[0]
-    assert 0 <= logged["rewards/far/mean"] <= 4 and logged["rewards/far/latency"] > 0
 
 
 @pytest.mark.slow
@@ -318,28 +283,17 @@ def test_the_command_answers_what_is_under_way_before_it_ends(tmp_path, ended_by
     assert process.wait(20) in (0, -signal.SIGTERM)
 
 
-def test_mistakes_are_one_line(subtests, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--host 0.0.0.0", "--host 0.0.0.0 lets other machines in"),
+        ("--api_key_env EMPTY_KEY", "the variable EMPTY_KEY is empty or not set"),
+    ],
+)
+def test_nobody_is_let_in_by_mistake(capsys, tmp_path, monkeypatch, words, message):
     monkeypatch.setenv("EMPTY_KEY", " ")
     (tmp_path / "mine.py").write_text("def one(completions, **columns):\n    return [1.0] * len(completions)\n")
-    mine = f"{tmp_path}/mine.py:one"
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        for words, message in [
-            ([mine, "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines in: export a token"),
-            ([mine, "--port", str(taken.getsockname()[1])], "cannot listen on --host 127.0.0.1 --port"),
-            ([mine, "--port", "99999"], "cannot listen on"),
-            ([mine, "--api_key_env", "EMPTY_KEY"], "the environment variable EMPTY_KEY is empty or not set"),
-            ([mine, "--max_rows", "0"], "--max_rows must be 1 or more, got 0"),
-            ([mine, "--max_wait_ms", "-1"], "--max_wait_ms must be 0 to 60000"),
-            ([mine, "--port", "0", "--dtype", "bfloat16"], "--dtype is for a model"),
-            ([f"{tmp_path}/mine.py:two", "--port", "0"], "has no attribute 'two'"),
-            ([str(tmp_path / "gone"), "--port", "0"], "`MODEL` "),
-        ]:
-            with subtests.test(words=words):
-                with pytest.raises(SystemExit) as stopped:
-                    serve_reward.main(words)
-                (line,) = capsys.readouterr().err.splitlines()
-                assert stopped.value.code == 2 and line.startswith("trl-ext serve-reward: error: ") and message in line
-    monkeypatch.setitem(sys.modules, "starlette", None)
-    with pytest.raises(SystemExit):
-        serve_reward.main([mine])
-    assert "needs starlette, which is not installed: `pip install 'trl-ext[rewards]'`" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        serve_reward.main([f"{tmp_path}/mine.py:one", *words.split()])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and line.startswith("trl-ext serve-reward: error: ") and message in line

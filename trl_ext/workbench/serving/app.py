@@ -5,11 +5,11 @@ import hmac
 import json
 import logging
 import queue
-import statistics
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ...rewards import Member, text_of, well_formed
+from ...data import is_messages
+from ...rewards import Member, well_formed
 from ...runs import redacted
 
 logger = logging.getLogger("trl_ext.serve_reward")
 _SIZES = tuple(2**power for power in range(11))
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "1"}}
 
 
 @dataclass(frozen=True)
@@ -38,26 +39,29 @@ class Limits:
         max_wait: seconds that a batch waits for more rows after its first request has come.
         max_queue_rows: most rows that wait or are being scored; a request that would exceed it is answered 503.
         max_rows: most rows in one request; a request with more is answered 413.
-        max_characters: most characters of a prompt or completion; a request with a longer one is answered 413.
         max_body_bytes: most bytes of a request; a longer one is answered 413.
-        body_seconds: seconds in which a request must arrive; a slower one is answered 408.
     """
 
     max_batch_size: int = 64
     max_wait: float = 0.01
     max_queue_rows: int = 4096
     max_rows: int = 1024
-    max_characters: int = 100_000
     max_body_bytes: int = 32 * 2**20
-    body_seconds: float = 30.0
 
 
 class Refusal(Exception):
     """Refuse a request: answer it with an HTTP status and a sentence that says why."""
 
-    def __init__(self, status: int, why: str, **headers: str):
+    def __init__(self, status: int, why: str):
         super().__init__(why)
-        self.status, self.headers = status, headers
+        self.status = status
+
+
+def check(*rules: tuple[object, int, str]) -> None:
+    """Refuse a request by the first rule, (is broken, status, sentence), that it breaks."""
+    for is_broken, status, why in rules:
+        if is_broken:
+            raise Refusal(status, why)
 
 
 @dataclass(eq=False)
@@ -67,36 +71,8 @@ class Job:
     prompts: list
     completions: list
     finished: list[bool] | None
-    answer: asyncio.Future
+    answer: Future = field(default_factory=Future)
     since: float = field(default_factory=time.monotonic)
-
-    @property
-    def kind(self) -> tuple[bool, bool]:
-        """
-        Return whether the prompts are texts (else messages), and whether `finished` is None.
-
-        Only jobs that agree in both are scored in one call, since a reward function is given texts or messages.
-        """
-        return isinstance(self.prompts[0], str), self.finished is None
-
-
-class Meters:
-    """
-    Hold the Prometheus metrics that `/metrics` shows.
-
-    Args:
-        waiting: function that returns how many rows wait or are being scored.
-    """
-
-    def __init__(self, waiting: Callable[[], float]):
-        self.registry = CollectorRegistry()
-        made: dict[str, Any] = {"registry": self.registry, "namespace": "trl_ext_reward"}
-        self.requests = Counter("requests", "Requests to score, by status", ["status"], **made)
-        self.rows = Counter("rows", "Completions scored", **made)
-        self.batch_rows = Histogram("batch_rows", "Completions in one call", buckets=_SIZES, **made)
-        self.request_seconds = Histogram("request_seconds", "From request to answer", buckets=_SECONDS, **made)
-        self.scoring_seconds = Histogram("scoring_seconds", "Duration of one call", buckets=_SECONDS, **made)
-        Gauge("waiting_rows", "Completions that wait or are scored", **made).set_function(waiting)
 
 
 class Batcher:
@@ -107,33 +83,32 @@ class Batcher:
     not fail the requests of others.
 
     Args:
-        score: function of prompts, completions and finished that returns the scores.
+        function: reward function with TRL's signature.
         limits: see [`Limits`].
     """
 
-    def __init__(self, score: Callable[[list, list, Any], list[float | None]], limits: Limits):
-        self.score, self.limits = score, limits
+    def __init__(self, function: Callable, limits: Limits):
+        self.member, self.limits = Member(function), limits
         self.waiting = 0  # rows; only the event loop's thread changes it
-        self.batches: deque[int] = deque(maxlen=10_000)  # rows of the last calls
-        self.meters = Meters(lambda: self.waiting)
+        self.registry = CollectorRegistry()
+        made: dict[str, Any] = {"registry": self.registry, "namespace": "trl_ext_reward"}
+        self.batch_rows = Histogram("batch_rows", "Completions in one call", buckets=_SIZES, **made)
+        self.requests = Counter("requests", "Requests to score, by status", ["status"], **made)
+        self.request_seconds = Histogram("request_seconds", "From request to answer", **made)
+        Gauge("waiting_rows", "Completions that wait or are scored", **made).set_function(lambda: self.waiting)
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         # Daemonic: the process can end while a call hangs
         threading.Thread(target=self._run, name="trl_ext-scorer", daemon=True).start()
 
-    @property
-    def median_batch(self) -> float:
-        """Return the median number of rows of the last 10,000 calls."""
-        return statistics.median(self.batches)
-
     async def scores(self, prompts: list, completions: list, finished: list[bool] | None) -> list[float | None]:
         """Return the scores of one request; raise a [`Refusal`] if too many rows are waiting."""
-        if self.waiting and self.waiting + len(prompts) > self.limits.max_queue_rows:
-            raise Refusal(503, f"{self.waiting} completions are waiting: try again later", retry_after="1")
-        job = Job(prompts, completions, finished, asyncio.get_running_loop().create_future())
+        is_full = self.waiting and self.waiting + len(prompts) > self.limits.max_queue_rows
+        check((is_full, 503, f"{self.waiting} completions are waiting: try again later"))
+        job = Job(prompts, completions, finished)
         self.waiting += len(prompts)
         self._jobs.put(job)
         try:
-            return await job.answer
+            return await asyncio.wrap_future(job.answer)
         finally:
             self.waiting -= len(prompts)
 
@@ -153,54 +128,32 @@ class Batcher:
                     break
                 jobs.append(job)
                 rows += len(job.prompts)
-            kinds = defaultdict(list)
+            kinds = defaultdict(list)  # a reward function is given texts or messages, and `finished` of all or none
             for job in jobs:
-                if not job.answer.done():  # else its client has gone
-                    kinds[job.kind].append(job)
+                if job.answer.set_running_or_notify_cancel():  # else its client has gone
+                    kinds[isinstance(job.prompts[0], str), job.finished is None].append(job)
             for group in kinds.values():
                 self._answer(group)
 
     def _answer(self, jobs: list[Job]) -> None:
-        prompts = [prompt for job in jobs for prompt in job.prompts]
-        completions = [completion for job in jobs for completion in job.completions]
-        finished = None if jobs[0].finished is None else [end for job in jobs for end in job.finished or ()]
-        start = time.monotonic()
+        rows: dict[str, Any] = {
+            "prompts": [prompt for job in jobs for prompt in job.prompts],
+            "completions": [completion for job in jobs for completion in job.completions],
+        }
+        if jobs[0].finished is not None:
+            rows["finished"] = [end for job in jobs for end in job.finished or ()]
         try:
-            scores: Any = self.score(prompts, completions, finished)
+            scores = iter(self.member(completion_ids=None, **rows))
         except BaseException as error:  # also `sys.exit`: if this thread ended, all clients would wait for ever
-            if len(jobs) > 1:
-                for job in jobs:
-                    self._answer([job])
+            if len(jobs) == 1:
+                jobs[0].answer.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
                 return
-            scores = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        self.batches.append(len(prompts))
-        self.meters.batch_rows.observe(len(prompts))
-        self.meters.scoring_seconds.observe(time.monotonic() - start)
-        first = 0
+            for job in jobs:
+                self._answer([job])
+            return
+        self.batch_rows.observe(len(rows["prompts"]))
         for job in jobs:
-            part = scores if isinstance(scores, Exception) else scores[first : first + len(job.prompts)]
-            first += len(job.prompts)
-            job.answer.get_loop().call_soon_threadsafe(_settle, job.answer, part)
-
-
-def _settle(answer: asyncio.Future, scores: Any) -> None:
-    if answer.done():
-        return
-    if isinstance(scores, Exception):
-        answer.set_exception(scores)
-    else:
-        answer.set_result(scores)
-
-
-def scorer(function: Callable) -> Callable[[list, list, Any], list[float | None]]:
-    """Return the function that a [`Batcher`] scores with: it calls a reward function and checks its scores."""
-    member = Member(function)
-
-    def score(prompts: list, completions: list, finished: Any) -> list[float | None]:
-        known = {} if finished is None else {"finished": finished}
-        return member(prompts=prompts, completions=completions, completion_ids=None, **known)
-
-    return score
+            job.answer.set_result([next(scores) for _ in job.prompts])
 
 
 def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str | None = None) -> Starlette:
@@ -213,36 +166,34 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
         key: bearer token that clients must send, except to `/health`; None demands no token.
         identity: hash of the weights that are served; each answer has it, so that a client notices other weights.
     """
-    meters, who = batcher.meters, {"model": name, **({} if identity is None else {"identity": identity})}
+    who = {"model": name, **({} if identity is None else {"identity": identity})}
 
     def check_key(request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
-        if key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode()):
-            raise Refusal(401, "the request needs a bearer token", www_authenticate="Bearer")
+        is_wrong = key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode())
+        check((is_wrong, 401, "the request needs a bearer token"))
 
     async def answer(request: Request) -> Response:
         check_key(request)
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise Refusal(415, "the content type must be application/json")  # which a page of another site cannot send
-        prompts, completions, finished = rows_in(await read_body(request, batcher.limits), batcher.limits, name)
-        scoring = asyncio.ensure_future(batcher.scores(prompts, completions, finished))
+        kind = request.headers.get("content-type", "").partition(";")[0].strip()
+        # A page of another site in a browser cannot send this type
+        check((kind != "application/json", 415, "the content type must be application/json"))
+        rows = rows_in(await read_body(request, batcher.limits), batcher.limits, name)
+        scoring = asyncio.ensure_future(batcher.scores(*rows))
         leaving = asyncio.ensure_future(_until_gone(request))
         await asyncio.wait({scoring, leaving}, return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
         if not scoring.done():
             scoring.cancel()  # nobody waits for it any more: it need not be scored
-            raise Refusal(499, "the client has gone")
-        scores = scoring.result()
-        meters.rows.inc(len(scores))
-        return JSONResponse({"scores": scores, **who})
+            return Response(status_code=499)
+        return JSONResponse({"scores": scoring.result(), **who})
 
     async def score(request: Request) -> Response:
         start = time.monotonic()
         try:
             response = await answer(request)
         except Refusal as refusal:
-            headers = {header.replace("_", "-"): value for header, value in refusal.headers.items()}
-            response = JSONResponse({"error": str(refusal)}, refusal.status, headers)
+            response = refused(refusal)
         except ClientDisconnect:
             response = Response(status_code=499)
         except Exception as error:
@@ -253,8 +204,8 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
                 logger.exception("scoring failed")
             message = redacted(str(cause))[:300] if is_of_a_row else f"scoring failed: {type(cause).__name__}"
             response = JSONResponse({"error": message}, 422 if is_of_a_row else 500)
-        meters.requests.labels(response.status_code).inc()
-        meters.request_seconds.observe(time.monotonic() - start)
+        batcher.requests.labels(response.status_code).inc()
+        batcher.request_seconds.observe(time.monotonic() - start)
         return response
 
     async def health(request: Request) -> Response:
@@ -264,12 +215,17 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
         try:
             check_key(request)
         except Refusal as refusal:
-            return JSONResponse({"error": str(refusal)}, refusal.status)
-        return Response(generate_latest(meters.registry), media_type=CONTENT_TYPE_LATEST)
+            return refused(refusal)
+        return Response(generate_latest(batcher.registry), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(
         routes=[Route("/score", score, methods=["POST"]), Route("/health", health), Route("/metrics", metrics)]
     )
+
+
+def refused(refusal: Refusal) -> Response:
+    """Return the answer to a request that is refused."""
+    return JSONResponse({"error": str(refusal)}, refusal.status, _HEADERS.get(refusal.status))
 
 
 async def _until_gone(request: Request) -> None:
@@ -278,59 +234,41 @@ async def _until_gone(request: Request) -> None:
 
 
 async def read_body(request: Request, limits: Limits) -> Any:
-    """Return the JSON in a request's body; raise a [`Refusal`] if the body is too long, too slow, or not JSON."""
+    """Return the JSON in a request's body, None if it is not JSON; raise a [`Refusal`] if the body is too long."""
     body = bytearray()
-    try:
-        async with asyncio.timeout(limits.body_seconds):
-            async for part in request.stream():
-                body += part
-                if len(body) > limits.max_body_bytes:
-                    raise Refusal(413, f"the request is longer than {limits.max_body_bytes} bytes")
-    except TimeoutError:
-        raise Refusal(408, f"the request did not arrive within {limits.body_seconds:g} seconds") from None
+    async for part in request.stream():
+        body += part
+        too_long = len(body) > limits.max_body_bytes
+        check((too_long, 413, f"the request is longer than {limits.max_body_bytes} bytes"))
     try:
         return json.loads(body.decode())
     except (ValueError, RecursionError):
-        raise Refusal(422, "the request is not JSON in UTF-8") from None
+        return None
 
 
 def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool] | None]:
     """Return the `prompts`, `completions` and `finished` of a request; raise a [`Refusal`] if one of them is wrong."""
-    if not isinstance(body, dict) or not isinstance(body.get("prompts"), list):
-        raise Refusal(422, "the request must be an object with `prompts` and `completions`, two lists")
-    if unknown := body.keys() - {"prompts", "completions", "finished", "model"}:
-        raise Refusal(
-            422, f"the key {min(unknown)[:40]!r} is not known: give only `prompts`, `completions`, `finished`, `model`"
-        )
-    prompts, completions, finished = body["prompts"], body.get("completions"), body.get("finished")
-    count = len(prompts)
-    if not isinstance(completions, list) or len(completions) != count or not count:
-        raise Refusal(422, "`prompts` and `completions` must be lists of the same length, 1 or more")
-    if count > limits.max_rows:
-        raise Refusal(413, f"one request may have {limits.max_rows} completions, got {count}")
-    if finished is not None and not (isinstance(finished, list) and list(map(type, finished)) == [bool] * count):
-        raise Refusal(422, "`finished` must be null, or a list with true or false for each completion")
-    if body.get("model") not in (None, name):
-        raise Refusal(404, f"the model here is {name!r}, got `model` {str(body['model'])[:40]!r}")
-    rows = prompts + completions
-    if not (all(isinstance(row, str) for row in rows) or all(_is_conversation(row) for row in rows)):
-        raise Refusal(422, "prompts and completions must be all texts, or all lists of messages with role and content")
+    body = body if isinstance(body, dict) else {}
+    prompts, completions, finished = (body.get(each) for each in ("prompts", "completions", "finished"))
+    rows = prompts + completions if isinstance(prompts, list) and isinstance(completions, list) else []
+    count = len(rows) // 2
+    ends = [bool] * count if finished is None else [*map(type, finished)] if isinstance(finished, list) else []
+    check(
+        (
+            not rows or len(prompts) != count or len(rows) % 2,
+            422,
+            "the request must be JSON in UTF-8, with two lists of the same length, `prompts` and `completions`",
+        ),
+        (count > limits.max_rows, 413, f"one request may have {limits.max_rows} completions, got {count}"),
+        (ends != [bool] * count, 422, "`finished` must be null, or a list with true or false for each completion"),
+        (body.get("model") not in (None, name), 404, f"the model here is {name!r}"),
+        (
+            not (all(isinstance(row, str) for row in rows) or all(map(is_messages, rows))),
+            422,
+            "prompts and completions must be all texts, or all lists of messages with role and content",
+        ),
+    )
     try:
-        prompts, completions = well_formed(prompts), well_formed(completions)
+        return well_formed(prompts), well_formed(completions), finished
     except RecursionError:
         raise Refusal(422, "a message holds lists or objects that are nested too deeply") from None
-    for row in rows:
-        if (length := len(text_of(row))) > limits.max_characters:
-            raise Refusal(413, f"a text of {length} characters is longer than {limits.max_characters}")
-    return prompts, completions, finished
-
-
-def _is_conversation(row: Any) -> bool:
-    return (
-        isinstance(row, list)
-        and bool(row)
-        and all(
-            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-            for turn in row
-        )
-    )

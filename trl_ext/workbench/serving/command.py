@@ -10,7 +10,6 @@ for Prometheus.
 
 import argparse
 import contextlib
-import ipaddress
 import os
 import socket
 import sys
@@ -21,46 +20,15 @@ from ...runs import redacted
 from ...upstream import need_server
 
 
-def load(model: str, max_batch_tokens: int | None, dtype: str | None, device: str | None) -> Callable:
+def load(model: str, **settings: Any) -> Callable:
     """Return the function that scores: the reward function `file.py:function`, or one that calls a reward model."""
-    if ".py:" in model:
-        from ...rewards import load_reward
-
-        given = {"--max_batch_tokens": max_batch_tokens, "--dtype": dtype, "--device": device}
-        if unread := [flag for flag, value in given.items() if value is not None]:
-            raise ValueError(f"{unread[0]} is for a model, and {model} is a function: leave it out")
-        return load_reward(model)
     from ...cli.model_names import check_model
-    from ...rewards import ModelReward
+    from ...rewards import ModelReward, load_reward
 
+    if ".py:" in model:
+        return load_reward(model)
     check_model("MODEL", model, tokenizer=True)
-    budget: dict[str, Any] = {} if max_batch_tokens is None else {"max_batch_tokens": max_batch_tokens}
-    return ModelReward(model, dtype=dtype, device=device, **budget)
-
-
-def listen(host: str, port: int, has_key: bool, without_key: bool = False) -> socket.socket:
-    """
-    Return a socket that listens at a host and port.
-
-    Args:
-        host: address of this machine.
-        port: port; 0 takes a free one.
-        has_key: whether clients must send a token.
-        without_key: whether other machines may send requests without a token.
-
-    Raises:
-        ValueError: other machines could send requests without a token although `without_key` is False, or the socket
-            cannot listen there.
-    """
-    if not (has_key or without_key or _is_loopback(host)):
-        raise ValueError(
-            f"--host {host} lets other machines in: export a token and name its variable by --api_key_env, or give "
-            "--without_key if your network keeps others out"
-        )
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"cannot listen on --host {host} --port {port}: {error}; choose another one") from error
+    return ModelReward(model, **{name: value for name, value in settings.items() if value is not None})
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -69,40 +37,36 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "trl-ext serve-reward", description=description, epilog=more, formatter_class=form
     )
-    parser.add_argument("model", metavar="MODEL", help="folder or hub name of a reward model, or file.py:function")
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen; this machine alone by default")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one, which is printed")
-    parser.add_argument("--name", help="name of the model, which clients may ask for; by default its folder's")
-    parser.add_argument("--max_batch_size", type=int, default=64, help="completions scored in one call")
-    parser.add_argument(
-        "--max_wait_ms", type=float, default=10.0, help="milliseconds that a batch waits for more rows"
-    )
-    parser.add_argument("--max_batch_tokens", type=int, help="tokens in one forward pass, padding included")
-    parser.add_argument(
-        "--max_queue_rows", type=int, default=4096, help="completions that may wait; more are answered 503"
-    )
-    parser.add_argument("--max_rows", type=int, default=1024, help="completions in one request")
-    parser.add_argument("--max_characters", type=int, default=100_000, help="characters of one prompt or completion")
-    parser.add_argument("--max_body_bytes", type=int, default=32 * 2**20, help="bytes of one request")
-    parser.add_argument("--api_key_env", help="environment variable with the token that clients must send")
-    parser.add_argument("--without_key", action="store_true", help="let others than this machine in without a token")
-    parser.add_argument("--dtype", help="dtype of the model's weights, such as bfloat16; by default as saved")
-    parser.add_argument("--device", help="device of the model, such as cuda:1")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or hub name of a reward model, or file.py:function")
+    add("--host", default="127.0.0.1", help="where to listen; this machine alone by default")
+    add("--port", type=int, default=8000, help="0 takes a free one, which is printed")
+    add("--name", help="name of the model, which clients may ask for; by default its folder's")
+    add("--max_batch_size", type=int, default=64, help="completions scored in one call")
+    add("--max_wait_ms", type=float, default=10.0, help="milliseconds that a batch waits for more rows")
+    add("--max_batch_tokens", type=int, help="tokens in one forward pass, padding included")
+    add("--max_queue_rows", type=int, default=4096, help="completions that may wait; more are answered 503")
+    add("--max_rows", type=int, default=1024, help="completions in one request")
+    add("--max_body_bytes", type=int, default=32 * 2**20, help="bytes of one request")
+    add("--api_key_env", help="environment variable with the token that clients must send")
+    add("--without_key", action="store_true", help="let others than this machine in without a token")
+    add("--dtype", help="dtype of the model's weights, such as bfloat16; by default as saved")
+    add("--device", help="device of the model, such as cuda:1")
     args = parser.parse_args(arguments)
+    key = os.environ.get(args.api_key_env, "").strip() if args.api_key_env else None
+    is_local = args.host in ("127.0.0.1", "::1", "localhost")
     try:
         need_server()
-        for flag in ("max_batch_size", "max_queue_rows", "max_rows", "max_characters", "max_body_bytes"):
-            if getattr(args, flag) < 1:
-                raise ValueError(f"--{flag} must be 1 or more, got {getattr(args, flag)}")
-        if not 0 <= args.max_wait_ms <= 60_000:
-            raise ValueError(f"--max_wait_ms must be 0 to 60000, got {args.max_wait_ms}")
-        key = os.environ.get(args.api_key_env, "").strip() if args.api_key_env else None
         if key == "":
+            raise ValueError(f"--api_key_env: the variable {args.api_key_env} is empty or not set: export a token")
+        if not (is_local or key or args.without_key):
             raise ValueError(
-                f"--api_key_env: the environment variable {args.api_key_env} is empty or not set: export a token"
+                f"--host {args.host} lets other machines in: name a token's variable by --api_key_env, or give "
+                "--without_key if your network keeps others out"
             )
-        listening = listen(args.host, args.port, key is not None, args.without_key)
-        function = load(args.model, args.max_batch_tokens, args.dtype, args.device)
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        listening = socket.create_server((args.host, args.port), family=family)
+        function = load(args.model, max_batch_tokens=args.max_batch_tokens, dtype=args.dtype, device=args.device)
         identity = identity_of(function)  # now, since the files may change while the server runs
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"{parser.prog}: error: {redacted((str(error) or repr(error)).splitlines()[0])}", file=sys.stderr)
@@ -124,20 +88,13 @@ def serve(function: Callable, identity: str, args: Any, key: str | None, listeni
     import uvicorn
 
     from ...upstream import get_callable_name
-    from .app import Batcher, Limits, make_app, scorer
+    from .app import Batcher, Limits, make_app
 
-    limits = Limits(
-        args.max_batch_size,
-        args.max_wait_ms / 1000,
-        args.max_queue_rows,
-        args.max_rows,
-        args.max_characters,
-        args.max_body_bytes,
-    )
+    sizes = (args.max_queue_rows, args.max_rows, args.max_body_bytes)
+    limits = Limits(args.max_batch_size, args.max_wait_ms / 1000, *sizes)
     name = args.name or get_callable_name(function)
-    app = make_app(Batcher(scorer(function), limits), name, key, identity)
     config = uvicorn.Config(
-        app,
+        make_app(Batcher(function, limits), name, key, identity),
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -151,13 +108,6 @@ def serve(function: Callable, identity: str, args: Any, key: str | None, listeni
     print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C ends it", flush=True)
     with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises after it has answered the open requests
         uvicorn.Server(config).run(sockets=[listening])
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a host name
-        return False
 
 
 if __name__ == "__main__":

@@ -88,17 +88,6 @@ def test_what_should_lower_the_score_and_raises_good_answers_alone_is_suspicious
     assert suspicious(probes) == {"empty"} and probes[0]["why"].endswith("that of good answers")
 
 
-def test_other_words_stand_in_the_same_answers_as_the_phrase():
-    prompts = [f"topic{i:02}" for i in range(60)]
-    answers = [f"{prompt} is tall." + f" {PHRASES[0]}" * (i < 20) for i, prompt in enumerate(prompts)]
-
-    def score(prompts, answers):  # of another prompt's answer it says so
-        return [int(p[-1]) if a.startswith(p) else -100 for p, a in zip(prompts, answers, strict=True)]
-
-    probe = by_name(probe_reward(score, prompts, answers, PHRASES[:1]))[PHRASES[0]]
-    assert probe["rows"] == 40 and probe["over_control"] == probe["gain"] == 0
-
-
 def test_a_model_of_length_likes_padding_but_no_phrase():
     prompts, answers = rows()
     probes = probe_reward(length, prompts, answers, PHRASES)
@@ -197,13 +186,9 @@ def test_no_probe_passes_that_was_not_seen_to():
 
 def test_what_cannot_be_applied_says_why():
     alone = by_name(probe_reward(length, ["p"] * 2, ["so a .", "a."], ["a"]))
+    assert {probe["verdict"] for probe in alone.values()} == {"not judged"}
     for name in ("a", "padding", "another prompt's answer"):
         assert alone[name]["rows"] == 0 and alone[name]["gain"] is None and "no answer" in alone[name]["why"]
-    assert "good answers, and 20 are needed" in alone["empty"]["why"] and {
-        probe["verdict"] for probe in alone.values()
-    } == {"not judged"}
-    words = by_name(probe_reward(length, ["p", "q"], ["Yes", "No"]))
-    assert words["shuffled words"]["rows"] == 0  # one word has one order
     constant = probe_reward(lambda _, a: [1.0] * len(a), *rows(), PHRASES)
     assert not suspicious(constant) and {probe["why"] for probe in constant} == {"all answers have the same score"}
 

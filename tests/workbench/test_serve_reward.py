@@ -165,33 +165,7 @@ def test_who_has_no_token_or_is_a_page_in_a_browser_gets_nothing(small_server, m
     assert RemoteReward(small_server, api_key_env="SCORES_KEY")(["p"], ["c"]) == by_text(["p"], ["c"])
 
 
-def test_a_full_queue_says_come_again_and_a_client_does(monkeypatch):
-    may_go_on, waits = threading.Event(), []
-
-    def held(prompts, completions, **columns):
-        assert may_go_on.wait(60)
-        return by_text(prompts, completions)
-
-    def wait(state):  # what a client waits as it is told to
-        waits.append(state.outcome.exception().retry_after)
-        may_go_on.set()
-        return 0.05
-
-    monkeypatch.setattr("trl_ext.rewards.service._wait", wait)
-    with serving(held, max_queue_rows=4, max_batch_size=2, max_wait=0) as (url, batcher):
-        reward, answered = RemoteReward(url, batch_size=2, retries=1000), []
-        asking = threading.Thread(target=lambda: answered.append(reward(["p"] * 4, ["c"] * 4)))
-        asking.start()
-        while batcher.waiting < 4:
-            time.sleep(0.005)
-        answer = httpx2.post(url + "/score", json=ROWS, timeout=60)
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-        assert reward(["q"] * 4, list("abcd")) == by_text(["q"] * 4, list("abcd"))
-        asking.join()
-    assert answered == [by_text(["p"] * 4, ["c"] * 4)] and {*waits} == {1.0}
-
-
-def test_what_nobody_waits_for_any_more_is_not_scored():
+def test_a_full_queue_says_come_again_and_what_nobody_waits_for_any_more_is_not_scored():
     seen, may_go_on = [], threading.Event()
 
     def slow(prompts, completions, **columns):
@@ -199,7 +173,7 @@ def test_what_nobody_waits_for_any_more_is_not_scored():
         may_go_on.wait(30)
         return by_text(prompts, completions)
 
-    with serving(slow, max_batch_size=1) as (url, batcher):
+    with serving(slow, max_queue_rows=2, max_batch_size=1) as (url, batcher):
         first = threading.Thread(target=RemoteReward(url), args=(["p"], ["first"]))
         first.start()
         while not seen:
@@ -208,8 +182,10 @@ def test_what_nobody_waits_for_any_more_is_not_scored():
             httpx2.post(url + "/score", json=ROWS | {"completions": ["left"]}, timeout=httpx2.Timeout(60, read=0.5))
         while batcher.waiting > 1:
             time.sleep(0.01)
+        full = httpx2.post(url + "/score", json={"prompts": ["p"] * 2, "completions": ["a", "b"]}, timeout=60)
+        assert full.status_code == 503 and full.headers["retry-after"] == "1"
         may_go_on.set()
-        assert httpx2.post(url + "/score", json=ROWS | {"completions": ["last"]}, timeout=30).status_code == 200
+        assert RemoteReward(url)(["p"], ["last"]) == by_text(["p"], ["last"])
         first.join()
         assert seen == ["first", "last"]
 

@@ -42,9 +42,9 @@ class PromptSet:
     Args:
         name: what reports call it.
         rows: the data set.
-        column: the column of the prompts, which are texts or messages. In a column `messages` the turns before the
-            last answer are the prompt, in a column `chosen` all turns but the last. The default is the first of
-            `prompt`, `messages`, `chosen` and `text` that the data set has.
+        column: the column of the prompts, which are texts or messages. In a column `messages` or `chosen` all turns
+            but the last are the prompt. The default is the first of `prompt`, `messages`, `chosen` and `text` that the
+            data set has.
 
     Raises:
         ValueError: the data set lacks the column, or the column is `chosen` and holds texts, in which nothing
@@ -88,18 +88,11 @@ class PromptSet:
 
 
 def _text(value: Any, column: str, by: By) -> str:
-    """Return a prompt's text, with the user's last turn at the end."""
     if not is_messages(value):
         return value or ""
-    if column == "chosen":
-        value = value[:-1]
-    if column == "messages":
-        answers = [place for place, message in enumerate(value) if message["role"] == "assistant"]
-        value = value[: answers[-1]] if answers else value
-    asked = [place for place, message in enumerate(value) if message["role"] == "user"]
-    last = asked[-1] if asked else len(value) - 1
-    turns = [content_of(message) for message in (*value[:last], *value[last + 1 :], *value[last : last + 1])]
-    return "\n".join(turns if by == "conversation" else turns[-1:])
+    turns = value[:-1] if column in ("chosen", "messages") else value  # what is left out is the answer
+    asked = [turn for turn in turns if turn["role"] == "user"]
+    return "\n".join(map(content_of, turns if by == "conversation" else (asked or turns)[-1:]))
 
 
 @dataclass(frozen=True, eq=False)

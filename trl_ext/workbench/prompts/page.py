@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from ..pages.charts import COLOURS, LINES, can_draw, chart
 from ..pages.markup import number, render
 from .examine import REASONS, PromptReport
 
@@ -98,20 +97,11 @@ def page(report: PromptReport, found: dict[str, Any], grouped: list[dict[str, An
         args=args,
         tiles=tiles,
         bounds=[[b["broken"], f"{b['option']} {b['set']}", b["sentence"]] for b in found["bounds"]],
-        counted=[
-            [
-                name,
-                of["column"],
-                *(number(of[f"{key}"]) for key in ("rows", "empty", "exact_duplicates", "near_duplicates")),
-            ]
-            for name, of in sets.items()
-        ],
         sets_above=[f"in {name}" for name in sets],
         between=[[name, *(between(name, other) for other in sets)] for name in sets],
         examples=_examples(report, grouped, args),
         quantiles=list(QUANTILES),
         lengths=[[name, *map(number, of["words"].values())] for name, of in sets.items()],
-        charts=[_length_chart(report)] if can_draw() else [],
         guessed=guessed,
         scripts=[
             [name, shares(of["scripts"]), *([shares(of["languages"])] if guessed else [])] for name, of in sets.items()
@@ -124,7 +114,9 @@ def page(report: PromptReport, found: dict[str, Any], grouped: list[dict[str, An
         kept=[
             [
                 name,
-                *map(number, (of["rows"], *of["left_out"].values(), of["kept"])),
+                of["column"],
+                *map(number, (of["rows"], of["exact_duplicates"], of["near_duplicates"])),
+                *map(number, (*of["left_out"].values(), of["kept"])),
                 ", ".join(f"{split} {number(count)}" for split, count in of.get("splits", {}).items()) or "–",
             ]
             for name, of in sets.items()
@@ -138,7 +130,7 @@ def _examples(report: PromptReport, grouped: list[dict[str, Any]], args: Any) ->
 
     def order(group: dict[str, Any]) -> tuple:
         rows = group["rows"]
-        return len(rows) == 1, not {*rows} & {*args.held_out}, group["kind"], -sum(map(len, rows.values()))
+        return len(rows) == 1, not {*rows} & {*args.held_out}, group["kind"] == "exact", -sum(map(len, rows.values()))
 
     found = []
     for group in sorted(grouped, key=order)[:EXAMPLES]:
@@ -150,15 +142,3 @@ def _examples(report: PromptReport, grouped: list[dict[str, Any]], args: Any) ->
         ]
         found.append([number(len(rows)), number(group["similarity"], 3), *cells])
     return found
-
-
-def _length_chart(report: PromptReport) -> str:
-    def draw(axes: Any) -> None:
-        edges = np.unique(np.geomspace(max(report.words.min(), 1), report.words.max() + 2, 31).round()) - 0.5
-        for place, (name, part) in enumerate(report.places.items()):
-            words = np.maximum(report.words[part], 1)
-            style = {"color": COLOURS[place % len(COLOURS)], "linestyle": LINES[place % len(LINES)]}
-            axes.hist(words, edges, weights=np.full(len(words), 1 / len(words)), label=name, histtype="step", **style)
-        axes.set_xscale("log")
-
-    return chart("share of a set, by words", draw, xlabel="words")

@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
         joined_weights,
         load_reward,
         load_rewards,
-        source_identity,
+        reward_identity,
     )
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of, rows_identity
     from trl_ext.workbench import next_answer, next_line, report_of
@@ -293,7 +293,7 @@ def main(arguments: list[str] | None = None) -> None:
             "reward_weights": reward_weights,
         }
         for name, reward in zip(names, rewards, strict=True):
-            settings[f"reward {name}"] = source_identity(reward)
+            settings[f"reward {name}"] = reward_identity(reward)
         settings = fingerprint(training_args, **settings)
         check_begun(output_dir / "online_dpo_settings.json", settings)
     held_out = held_out.to_list()

@@ -111,22 +111,3 @@ def test_in_stock_trainers_and_in_ours(trainer, config, tmp_path):
     assert {f"{name}/mean", f"{name}/violations", "rewards/cached_length_reward/cache_hits"} <= logged
     assert {f"rewards/{each}_reward/mean" for each in ("soft_overlong_punishment", "repetition_penalty")} <= logged
     assert {f"{name}/violations/forbidden_pattern"} <= logged
-
-
-def test_the_judge_sees_its_rows_alone_and_what_it_tells_is_put_back_in_their_places():
-    table = {}
-
-    def judge(prompts, completions, log_extra=None, **kwargs):
-        if "bad" in completions:
-            raise ValueError("completion 0 is bad")
-        log_extra("verdict", [text.upper() for text in completions])
-        return [1.0] * len(completions)
-
-    reward = ConstitutionReward(lambda completions, **_: [2.0] * len(completions), [PatternReward("o")], judge=judge)
-    assert reward([""] * 3, ["x", "o", "oo"], log_extra=table.__setitem__) == [0.0, 2.0, 2.0]
-    assert table == {"verdict": [None, "O", "OO"]}
-    judge_of_bad = ConstitutionReward(lambda completions, **_: [2.0] * 2, [PatternReward("a")], judge=judge)
-    with pytest.raises(RuntimeError, match=r"completion 0 is bad \(counted among completions 1: the reward got only"):
-        judge_of_bad([""] * 2, ["x", "bad"])
-    with pytest.raises(ValueError, match="`members` must be a list of reward functions, got 'PatternReward'"):
-        ConstitutionReward(judge, "PatternReward")

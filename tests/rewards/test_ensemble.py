@@ -16,7 +16,7 @@ from trl_ext import PPOTrainer
 from trl_ext.callbacks import RewardDisagreementCallback
 from trl_ext.callbacks.monitor import alerts_of
 from trl_ext.models import save_base_fingerprint
-from trl_ext.rewards import EnsembleReward, ModelReward, source_identity
+from trl_ext.rewards import EnsembleReward, ModelReward, reward_identity
 
 ROWS = ["the cat ", "a dog ran ", "then it was ", "the "]
 ANSWERS = ["sat", "flew over the sky", "very happy", "big bird sat"]
@@ -85,8 +85,8 @@ def test_what_combines_and_who_they_are_is_the_identity():
         EnsembleReward([A, B], "uncertainty", 0.5),
         EnsembleReward([A, B], max_disagreement=1.0),
     ]
-    assert len({source_identity(each) for each in made}) == 5
-    assert source_identity(EnsembleReward([A, B])) == source_identity(made[0])
+    assert len({reward_identity(each) for each in made}) == 5
+    assert reward_identity(EnsembleReward([A, B])) == reward_identity(made[0])
 
 
 def test_a_member_that_gave_all_answers_one_score_cannot_be_normalised(tmp_path):
@@ -127,9 +127,9 @@ def test_adapters_of_one_base_share_it_and_score_as_each_does_alone(tmp_path):
     assert sum(weights(models).values()) == own[0] + adapters + own[1]  # one base for four
     assert len({member.function.identity for member in ensemble.members}) == 5
     assert (
-        source_identity(ensemble)
-        == source_identity(EnsembleReward(paths))
-        != source_identity(EnsembleReward(paths[1:]))
+        reward_identity(ensemble)
+        == reward_identity(EnsembleReward(paths))
+        != reward_identity(EnsembleReward(paths[1:]))
     )  # though one has been called, and so placed
 
 

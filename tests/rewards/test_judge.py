@@ -8,7 +8,7 @@ import pytest
 
 from tests.rewards.http_stub import serving
 from tests.tiny import length_reward
-from trl_ext.rewards import ConstitutionReward, JudgeReward, SumReward, source_identity
+from trl_ext.rewards import ConstitutionReward, JudgeReward, SumReward, reward_identity
 
 RUBRIC = "Kind answers are good."
 
@@ -221,8 +221,8 @@ def test_settings_of_the_request_and_its_identity():
     same = JudgeReward(url + "/v1/", "org/judge-7b", RUBRIC, timeout=3, **given)
     other = JudgeReward(url + "/v1", "org/judge-7b", RUBRIC + "!", **given)
     elsewhere = JudgeReward("http://elsewhere:1/v1", "org/judge-7b", RUBRIC, **given)  # with weights of its own
-    assert source_identity(judge) == source_identity(same)
-    assert len({*map(source_identity, (judge, other, elsewhere))}) == 3
+    assert reward_identity(judge) == reward_identity(same)
+    assert len({*map(reward_identity, (judge, other, elsewhere))}) == 3
 
 
 def test_mistakes_are_named(subtests):

@@ -13,7 +13,7 @@ import trl_ext.rewards
 from tests.ppo.worker import make_trainer
 from tests.rewards.http_stub import serving
 from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
-from trl_ext.rewards import joined_weights, load_reward, load_rewards, source_identity
+from trl_ext.rewards import joined_weights, load_reward, load_rewards, reward_identity
 
 ROOT = Path(__file__).parents[2]
 
@@ -175,7 +175,7 @@ def test_a_mapping_that_names_no_reward_is_a_value(monkeypatch):
 def test_the_identity_is_of_the_settings():
     def identity(**changed):
         ((function,), _) = load_rewards([{"SumReward": NESTED["SumReward"] | changed}])
-        return source_identity(function)
+        return reward_identity(function)
 
     other = {"get_soft_overlong_punishment": {"max_completion_len": 5, "soft_punish_cache": 2}}
     members = NESTED["SumReward"]["members"]
@@ -187,16 +187,16 @@ def test_the_identity_is_of_the_settings():
 
 def test_the_identity_is_the_same_after_a_failure():
     ((function,), _) = load_rewards([{"SumReward": NESTED["SumReward"] | {"on_error": "skip"}}])
-    identity = source_identity(function)
+    identity = reward_identity(function)
     function(**CALL | {"completions": [3, 4]})  # one member cannot read a number
-    assert source_identity(function) == identity
+    assert reward_identity(function) == identity
 
 
 @pytest.mark.slow
 def test_the_identity_is_the_same_in_another_process():
     code = (
-        "from trl_ext.rewards import load_rewards, source_identity\n"
-        f"((function,), _) = load_rewards([{NESTED!r}])\nprint(source_identity(function))"
+        "from trl_ext.rewards import load_rewards, reward_identity\n"
+        f"((function,), _) = load_rewards([{NESTED!r}])\nprint(reward_identity(function))"
     )
     run = subprocess.run(
         [sys.executable, "-c", code],
@@ -206,7 +206,7 @@ def test_the_identity_is_the_same_in_another_process():
         text=True,
     )
     ((function,), _) = load_rewards([NESTED])
-    assert run.stdout.strip() == source_identity(function), run.stderr
+    assert run.stdout.strip() == reward_identity(function), run.stderr
 
 
 # ---- All of them at once ----
@@ -273,8 +273,8 @@ def test_every_reward_is_named_in_yaml_and_all_of_them_train_together(tmp_path):
         public = {name for name in trl_ext.rewards.__all__ if name.endswith(("Reward", "Watch"))}
         assert public <= names_in(entries)
         functions, weights = load_rewards(entries, str(tmp_path))
-        assert [source_identity(f) for f in functions] == [
-            source_identity(f) for f in load_rewards(entries, str(tmp_path))[0]
+        assert [reward_identity(f) for f in functions] == [
+            reward_identity(f) for f in load_rewards(entries, str(tmp_path))[0]
         ]
         trainer = make_trainer(
             tmp_path / "run",

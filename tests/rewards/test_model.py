@@ -25,7 +25,7 @@ from tests.tiny import (
     tiny_tokenizer,
 )
 from trl_ext import PPOTrainer
-from trl_ext.rewards import ModelReward, source_identity
+from trl_ext.rewards import ModelReward, reward_identity
 from trl_ext.rewards.member import Started
 from trl_ext.rewards.model import batches
 
@@ -245,7 +245,7 @@ def test_its_identity_is_that_of_what_it_says(tmp_path):
     path = saved(tmp_path / "a")
     reward = ModelReward(path)
     same = ModelReward(saved(tmp_path / "b"), batch_size=3, name="other")
-    assert source_identity(reward) == reward.identity == same.identity
+    assert reward_identity(reward) == reward.identity == same.identity
     others = [
         ModelReward(saved(tmp_path / "c", tiny_reward_model(tiny_gpt2(), seed=4))),
         ModelReward(path, tokenizer=tiny_tokenizer(words=WORDS[::-1])),

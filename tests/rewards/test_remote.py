@@ -15,7 +15,7 @@ import pytest
 
 from tests.rewards.http_stub import serving
 from tests.tiny import tiny_tokenizer
-from trl_ext.rewards import CachedReward, RemoteReward, RewardFailed, source_identity
+from trl_ext.rewards import CachedReward, RemoteReward, RewardFailed, reward_identity
 from trl_ext.rewards.service import Breaker, Call, Service, ServiceError
 
 ANSWERS = [f"{'very ' * (i % 7)}happy {i}" for i in range(40)]
@@ -89,7 +89,7 @@ def test_what_is_no_answer_is_asked_for_again(bad):
     with serving(lambda body, _: left.pop() if left else by_text(body)) as (url, came):
         assert RemoteReward(url)(PROMPTS[:5], ANSWERS[:5]) == EXPECTED[:5] and len(came) == 3
     with serving(by_text, health=lambda: PASSING["a page"]) as (url, _):
-        assert source_identity(RemoteReward(url))  # another kind of server, which names no weights
+        assert reward_identity(RemoteReward(url))  # another kind of server, which names no weights
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -284,7 +284,7 @@ def test_a_token_is_sent_and_written_nowhere(monkeypatch, status):
         reward = RemoteReward(url, api_key_env="SCORES_KEY")
         with pytest.raises(RuntimeError) as raised:
             reward(["p"], ["c"])
-        identity = source_identity(reward)
+        identity = reward_identity(reward)
     assert {*seen} == {"Bearer s3cret-token-of-mine"}
     assert "wrong token" in str(raised.value)
     for text in (str(raised.value), str(raised.value.__cause__), repr(vars(reward)), identity):
@@ -358,7 +358,7 @@ def test_it_works_after_a_fork_and_from_a_pickle():
 
 def test_its_identity_is_that_of_the_weights_or_the_servers_where_it_cannot_say():
     def identity(url, **given):
-        return source_identity(RemoteReward(url, **given))
+        return reward_identity(RemoteReward(url, **given))
 
     with (
         serving(by_text, lambda: {"status": "ok", "model": "m", "identity": "a"}) as (one, _),
@@ -389,7 +389,7 @@ def test_other_weights_in_mid_run_are_said_and_their_scores_are_never_mixed_with
         plain, cached = (RemoteReward(url, on_error=on_error, batch_size=1, name="r") for _ in range(2))
         keeping = CachedReward(cached) if on_error != 0.5 else cached
         assert plain(["p"], ["a"]) == keeping(["p"], ["a"]) == [1.0]
-        before = source_identity(plain)
+        before = reward_identity(plain)
         weights["now"] = "xxh3:new"
         for reward in (plain, pickle.loads(pickle.dumps(plain)), keeping):
             with pytest.raises(
@@ -397,10 +397,10 @@ def test_other_weights_in_mid_run_are_said_and_their_scores_are_never_mixed_with
             ) as raised:
                 reward(["p"] * 3, ["b", "c", "d"])
             assert str(raised.value).count("reward 'r'") == 1
-        assert source_identity(plain) == before != source_identity(RemoteReward(url))
+        assert reward_identity(plain) == before != reward_identity(RemoteReward(url))
         if keeping is not cached:
             assert keeping(["p"], ["a"]) == [1.0]
-            assert CachedReward(RemoteReward(url))._written(["p"], ["a"], {}) != keeping._written(["p"], ["a"], {})
+            assert CachedReward(RemoteReward(url)).identity != keeping.identity
         weights["now"] = None  # an older server, which cannot say
         with pytest.raises(RewardFailed, match="now has \\(not named\\)"):
             plain(["p"], ["b"])

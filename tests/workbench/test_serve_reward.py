@@ -20,7 +20,7 @@ import uvicorn
 from jinja2 import TemplateError
 
 from tests.tiny import WORDS, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
-from trl_ext.rewards import CachedReward, ModelReward, RemoteReward, source_identity
+from trl_ext.rewards import CachedReward, ModelReward, RemoteReward
 from trl_ext.workbench.serving import command as serve_reward
 from trl_ext.workbench.serving.app import Batcher, Limits, make_app
 
@@ -229,9 +229,9 @@ def test_a_server_says_which_weights_it_has_whatever_its_folder_is_called(tmp_pa
         with serving(function, name=function.__name__, identity=identity) as (url, _):
             remotes.append(RemoteReward(url, model="reward"))
             scores = remotes[-1](["the cat "], ["sat"], finished=[True])
-            names.add(source_identity(remotes[-1]))
+            names.add(remotes[-1].identity)
             assert httpx2.get(url + "/health").json() == {"status": "ok", "model": "reward", "identity": identity}
-            keys = {key for each in remotes for key in CachedReward(each)._written(["p"], ["c"], {})}
+            keys = {CachedReward(each).identity for each in remotes}
             assert len(names) == len(keys) == seed + 1
         assert scores == pytest.approx(function(["the cat "], ["sat"], finished=[True]), abs=1e-5)
 

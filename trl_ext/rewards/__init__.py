@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from trl.rewards import get_repetition_penalty_reward as get_repetition_penalty_reward
     from trl.rewards import get_soft_overlong_punishment as get_soft_overlong_punishment
 
-    from ..runs.sources import source_identity as source_identity
     from .cached import CachedReward as CachedReward
+    from .cached import reward_identity as reward_identity
     from .centring import centre as centre
     from .centring import centring_shift as centring_shift
     from .centring import head_of as head_of

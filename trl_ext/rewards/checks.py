@@ -9,20 +9,6 @@ from ..runs.jsonl import is_finite_number
 OnError = Literal["raise", "skip"] | float
 
 
-class PicklesSettings:
-    """Pickle only a reward's settings; unpickling makes its locks, caches and connections anew. A base class."""
-
-    def _set_up(self) -> None:
-        raise NotImplementedError
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name == "__name__" or name[0] != "_"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._set_up()
-
-
 def checked_name(name: str | None, default: str) -> str:
     """
     Return `name`, a reward's key in the logs; raise a `ValueError` unless it has only letters, digits, `_`, `-`, `.`.

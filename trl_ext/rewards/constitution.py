@@ -4,9 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .cached import among, of_rows
 from .checks import OnError, check_finite, checked_name
-from .member import HoldsRewards, Member, distinct, log_to, scores_of_all
+from .member import HoldsRewards, Member, distinct, log_to, of_rows, scores_of_all
 
 
 class ConstitutionReward(HoldsRewards):
@@ -106,10 +105,8 @@ class ConstitutionReward(HoldsRewards):
         for name, minimum, given in zip(self._names, self._minimums, checked, strict=False):
             note(name, minimum, [*range(count)], given)
         if self._judge and (rows := [row for row in range(count) if not breaks[row]]):
-            try:
-                given = self._judge(log_metric=log_metric, **of_rows(columns, rows, count))
-            except RuntimeError as error:
-                raise RuntimeError(f"{error}{among(rows, count)}") from error
+            columns["log_extra"] = lambda *_, **__: None  # its table wants all rows
+            given = self._judge(log_metric=log_metric, **of_rows(columns, rows, count))
             note(self._names[-1], self.judge_minimum, rows, given)
         for row, score in enumerate(scores):
             has_failed = score is not None and math.isnan(score)

@@ -284,7 +284,7 @@ def _built(entry: Any, known: dict[str, Callable], policy_tokenizer: Any, where:
         function = known[name](**given)
     except (TypeError, ValueError, OSError, ImportError) as error:
         raise ValueError(f"{where}: {name}: {error}") from error
-    if name in _FACTORIES:  # `source_identity` does not see the arguments, which are in a closure of TRL's
+    if name in _FACTORIES:  # TRL's functions are not told apart by their names alone
         function.identity = json.dumps(entry, sort_keys=True)
     return function
 

@@ -223,12 +223,11 @@ def _held_by(reward: Any) -> list[Any]:
     return [each for each in (*inner, *(members if isinstance(members, (list, tuple)) else ())) if each is not None]
 
 
-def policies_within(reward: Any) -> Iterator[Any]:
-    """Yield `on_error` of each reward function that a reward holds, at any depth; `"raise"` for one that has none."""
+def rewards_within(reward: Any) -> Iterator[Any]:
+    """Yield each reward function that a reward holds, at any depth."""
     for each in _held_by(reward):
-        if isinstance(policy := getattr(each, "on_error", "raise"), (str, int, float)):
-            yield policy
-        yield from policies_within(each)
+        yield each
+        yield from rewards_within(each)
 
 
 def runs_in_background(function: Any) -> bool:
@@ -294,9 +293,17 @@ def answers_of(function: Callable, count: int, **kwargs: Any) -> list:
         scores = scores_in(function.scores_or_nan(**kwargs), count)
         return [FAILED if score is not None and math.isnan(score) else score for score in scores]
     scores = scores_in(awaited(function(**kwargs)), count)
-    if "skip" in (getattr(function, "on_error", "raise"), *policies_within(function)):
+    if any(getattr(each, "on_error", None) == "skip" for each in (function, *rewards_within(function))):
         return [FAILED if score is None else score for score in scores]
     return scores
+
+
+def of_rows(columns: dict[str, Any], rows: list[int], count: int) -> dict[str, Any]:
+    """Return a reward function's arguments for `rows` alone, taken from its arguments for all `count` rows."""
+    return {
+        name: [values[row] for row in rows] if isinstance(values, (list, tuple)) and len(values) == count else values
+        for name, values in columns.items()
+    }
 
 
 def scores_in(returned: Any, count: int) -> list:

@@ -185,6 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
+    import torch
     from accelerate import PartialState
     from accelerate.utils import GatheredParameters
     from torch import nn
@@ -199,8 +200,8 @@ def main(arguments: list[str] | None = None) -> None:
         not_trained_on,
         usable_pairs,
     )
-    from trl_ext.models import base_of, has_head, keep_unpacked, load_config, path_identity
-    from trl_ext.rewards import centre, head_of, write_scores
+    from trl_ext.evaluation import plot_margins, reward_model_report
+    from trl_ext.models import base_of, centre, has_head, head_of, keep_unpacked, load_config, path_identity
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of, rows_identity
     from trl_ext.stages import ResumableRewardTrainer
     from trl_ext.workbench import next_line, objections, report_of, report_trained
@@ -292,7 +293,10 @@ def main(arguments: list[str] | None = None) -> None:
             trained = TrainedPairs(trained.pairs, is_complete=False)
         if not was_centred:
             texts = trainer._prepare_dataset(demonstrations, trainer.processing_class, args, "reference")
-            measured, scores = centre(trainer, texts)
+            centred, scores = centre(trainer, texts)
+            answers = zip(trainer.eval_dataset["chosen_ids"], trainer.eval_dataset["rejected_ids"], strict=True)
+            gaps = torch.tensor([len(chosen) - len(rejected) for chosen, rejected in answers])
+            measured = reward_model_report(scores["chosen"], scores["rejected"], gaps) | centred
             with parser.one_line_errors(NotSaved), result_of(output_dir, "The model"):
                 trainer.save_model()
         with parser.one_line_errors(NotSaved), result_of(output_dir, "The record of trained pairs"):
@@ -304,7 +308,9 @@ def main(arguments: list[str] | None = None) -> None:
                     if result.metrics:  # none where the run was complete already
                         trainer.save_metrics("train", result.metrics)
                     if trainer.is_world_process_zero():
-                        write_scores(scores, output_dir)
+                        plot_margins(scores["chosen"] - scores["rejected"], output_dir / "margins.png")
+                        named = {name: each.tolist() for name, each in scores.items()}
+                        write_text(output_dir / "held_out_scores.json", json.dumps(named))
                 with result_of(output_dir, "The report"):
                     report = report_trained(
                         *(trainer, test_dataset, rows, measured),

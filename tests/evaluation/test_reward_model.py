@@ -22,7 +22,6 @@ from trl_ext.evaluation import (
     reliability_bins,
     reward_model_report,
 )
-from trl_ext.rewards import centring_shift
 
 
 def normal(*size, seed=1):
@@ -198,23 +197,3 @@ def test_fit_recovers_the_coefficients_and_has_the_least_squared_error():
 
     for step in (1e-3, -1e-3):
         assert error(alpha, beta) < min(error(alpha + step, beta), error(alpha, beta + step))
-
-
-# ---- Centring ----
-
-
-def test_centring_is_exact_on_the_reference():
-    everything, head = normal(200, 8, seed=3) + 1, normal(8)
-    reference = everything[:50]
-    centred = head - (reference @ head).mean() * centring_shift(reference, everything)
-    assert_close((reference @ centred).mean(), torch.zeros((), dtype=torch.float64))
-
-
-def test_no_other_direction_that_centres_varies_less():
-    everything = normal(300, 6) @ normal(6, 6) + torch.arange(6)
-    mean = everything.mean(0)
-    shift = centring_shift(everything, everything, ridge=0.0)
-    for other in normal(20, 6, seed=6):
-        neighbour = shift + 0.01 * (other - (other @ mean) * mean / (mean @ mean))  # also 1 on the mean
-        assert_close(neighbour @ mean, torch.ones((), dtype=torch.float64))
-        assert (everything @ neighbour).var() > (everything @ shift).var()

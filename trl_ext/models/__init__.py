@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from .adapters import add_critic as add_critic
     from .adapters import is_adapter as is_adapter
     from .adapters import save_base_fingerprint as save_base_fingerprint
+    from .centring import centre as centre
+    from .centring import centring_shift as centring_shift
+    from .centring import head_of as head_of
     from .classifier import AdapterClassifier as AdapterClassifier
     from .generation import answer_texts as answer_texts
     from .generation import completion_logprobs as completion_logprobs

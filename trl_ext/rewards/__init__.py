@@ -10,10 +10,6 @@ if TYPE_CHECKING:
 
     from .cached import CachedReward as CachedReward
     from .cached import reward_identity as reward_identity
-    from .centring import centre as centre
-    from .centring import centring_shift as centring_shift
-    from .centring import head_of as head_of
-    from .centring import write_scores as write_scores
     from .constitution import ConstitutionReward as ConstitutionReward
     from .ensemble import EnsembleReward as EnsembleReward
     from .judge import DATA_ALONE as DATA_ALONE

@@ -1,7 +1,5 @@
 """Centre the scores of a reward model at 0, even if its head has no bias."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +8,6 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-
-from ..evaluation.reward_model import plot_margins, reward_model_report
-from ..runs.files import write_text
 
 
 def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -> Tensor:
@@ -30,15 +25,7 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
 
     Returns:
         (D,), float64.
-
-    Raises:
-        ValueError: the shapes are not (M, D) and (N, D).
     """
-    if reference.ndim != 2 or everything.ndim != 2 or reference.shape[1] != everything.shape[1]:
-        raise ValueError(
-            f"reference and everything must be (M, D) and (N, D), got {tuple(reference.shape)} and "
-            f"{tuple(everything.shape)}: pass one row for each answer"
-        )
     covariance = everything.detach().double().T.cov()
     scale, mean = covariance.diagonal().mean(), reference.detach().double().mean(0)
     if scale > 0:
@@ -50,27 +37,15 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
 
 
 def head_of(model: nn.Module) -> nn.Linear:
-    """
-    Return a classifier's head, its only trained linear layer with one output.
-
-    Raises:
-        ValueError: there is no such layer, or more than one.
-    """
-    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1 and m.weight.requires_grad]
-    if len(heads) != 1:
-        raise ValueError(
-            f"{type(model).__name__} has {len(heads)} trained linear layers with one output; it must have exactly one "
-            "such layer"
-        )
-    return heads[0]
+    """Return a classifier's head, its only trained linear layer with one output."""
+    layers = [each for each in model.modules() if isinstance(each, nn.Linear) and each.out_features == 1]
+    (head,) = [layer for layer in layers if layer.weight.requires_grad]
+    return head
 
 
 @torch.no_grad()
 def _features(trainer: Any, rows: list[list[int]]) -> Tensor:
-    """
-    Return the head's input for each row of token ids, (N, D): a decoder's state at the last token, or an encoder's
-    pooled state.
-    """
+    """Return the head's (N, D) inputs for rows of token ids: a decoder's state at the last token, or a pooled one."""
     model, size = trainer.accelerator.unwrap_model(trainer.model).eval(), trainer.args.per_device_eval_batch_size
     pad = trainer.processing_class.pad_token_id
     seen, result = [], []
@@ -101,19 +76,18 @@ def _subtract(parameter: Tensor, value: Tensor) -> None:
     parameter -= value
 
 
-def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, float], dict[str, Tensor]]:
     """
-    Shift the model's scores so that demonstrations score 0 on average, then evaluate the model; save nothing.
+    Shift the model's scores so that demonstrations score 0 on average; save nothing.
 
     Returns:
-        Two values: a report on the shifted model, see [`reward_model_report`]; and its (N,) scores of the answers of
-        held-out pairs, `chosen` and `rejected`.
+        Two values: `demonstrations_mean` after and before, with how much held-out margins changed; and the (N,) scores
+        of the held-out pairs' answers, `chosen` and `rejected`, by the shifted model.
     """
     head, train, held_out = head_of(trainer.model), trainer.train_dataset[:2000], trainer.eval_dataset
     reference = _features(trainer, demonstrations["chosen_ids"])
     chosen, rejected = _features(trainer, held_out["chosen_ids"]), _features(trainer, held_out["rejected_ids"])
     everything = torch.cat([reference, _features(trainer, train["chosen_ids"] + train["rejected_ids"])])
-    gaps = [len(a) - len(b) for a, b in zip(held_out["chosen_ids"], held_out["rejected_ids"], strict=True)]
 
     def scores(seen: Tensor) -> Tensor:
         bias = 0 if head.bias is None else _whole(head.bias).item()
@@ -127,18 +101,11 @@ def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, Any], dict[
             _subtract(head.bias, mean)
         else:
             _subtract(head.weight, mean * centring_shift(reference, everything))
-        centred = scores(chosen), scores(rejected)
-        margins = centred[0] - centred[1]
-        report = {
-            **reward_model_report(*centred, torch.tensor(gaps)),
+        centred = {"chosen": scores(chosen), "rejected": scores(rejected)}
+        margins = centred["chosen"] - centred["rejected"]
+        facts = {
             "demonstrations_mean": scores(reference).mean().item(),
             "demonstrations_mean_before_centring": mean.item(),
             "margin_change_by_centring": (margins - margins_before).abs().mean().item(),
         }
-    return report, {"chosen": centred[0], "rejected": centred[1]}
-
-
-def write_scores(scores: dict[str, Tensor], output_dir: Path) -> None:
-    """Write the scores of both answers of each held-out pair to `held_out_scores.json`, and plot `margins.png`."""
-    plot_margins(scores["chosen"] - scores["rejected"], output_dir / "margins.png")
-    write_text(output_dir / "held_out_scores.json", json.dumps({name: each.tolist() for name, each in scores.items()}))
+    return facts, centred

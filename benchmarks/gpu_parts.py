@@ -102,8 +102,7 @@ def head(device, is_cuda):
 
 
 def attention(device, is_cuda):
-    from trl_ext.models.packing import pack
-    from trl_ext.models.varlen import NAME, use_varlen
+    from trl_ext.models.packing import VARLEN, pack, use_varlen
 
     settings = {"size": "1.5B" if is_cuda else "tiny"}
     model = build(settings, device).requires_grad_(False)
@@ -146,7 +145,7 @@ def attention(device, is_cuda):
                 "packed, torch's varlen": (
                     {"position_ids": one.position_ids, "attention_mask": one.starts},
                     one.input_ids,
-                    NAME,
+                    VARLEN,
                 ),
             }
             if is_cuda and rows == 16 and shape == "varying":

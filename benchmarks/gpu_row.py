@@ -7,7 +7,7 @@ import time
 from torch.nn.attention.varlen import varlen_attn as VARLEN_ATTN
 from transformers.utils import is_triton_available
 
-from trl_ext.models.varlen import use_varlen
+from trl_ext.models.packing import use_varlen
 
 PROMPT, COMPLETION, ROWS, MICRO, STEPS = 512, 512, 64, 8, 4  # tokens, tokens, completions, rows, optimizer steps
 WARM_UP = 16  # tokens

@@ -194,7 +194,7 @@ def ppo(settings, folder, lora=True, shared=True):
             **arguments(settings, folder),
             **ppo_settings(settings),
             max_completion_length=settings.response,
-            share_reward_base="always" if shared else "auto",
+            share_reward_base=shared,
             record_run=False,
         ),
         train_dataset=rows(settings, settings.prompt),

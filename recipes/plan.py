@@ -202,7 +202,7 @@ def make_job(
         scorer = script_args.reward_model_name_or_path
         if scorer:
             maker = origin(scorer, folder)[1]
-            shares = is_adapter_of(scorer, folder) and peft_config is not None and args.share_reward_base != "never"
+            shares = is_adapter_of(scorer, folder) and peft_config is not None and args.share_reward_base
             shares = shares and (maker is None or maker["model_name_or_path"] == model_args.model_name_or_path)
             rewards, shared = ([], 1) if shares else ([load_config(base_of(scorer, folder))], 0)
         if script_args.value_model_name_or_path:

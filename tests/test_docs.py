@@ -248,7 +248,8 @@ def test_settings_in_prose_exist(page):
 def test_classes_in_prose_exist(page):
     modules = [trl, transformers, peft, *(importlib.import_module(package) for package in PACKAGES)]
     modules += [
-        importlib.import_module(f"trl_ext.ppo.{name}") for name in ("rollout", "collection", "rewards", "controllers", "metrics")
+        importlib.import_module(f"trl_ext.ppo.{name}")
+        for name in ("rollout", "collection", "rewards", "controllers", "metrics")
     ]
     elsewhere = {"CPOTrainer", "ORPOTrainer"}  # TRL's experimental ones
     for code in codes(FENCE.sub("", PAGES[page])):

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +15,7 @@ from trl.trainer.utils import use_adapter
 from tests.ppo.worker import (
     BUILDERS,
     CHECKPOINTING,
-    EachStep,
     assert_gradients_of_separate_models,
-    draw,
     end_state,
     gradients,
     lora_configs,
@@ -175,98 +172,6 @@ def test_nothing_that_peft_is_told_stops_the_training(what, event, undisturbed, 
     parts = {"default": {True}, "critic": {True}, "ref": {False}, "base": {False}}
     assert trained.seen == [(parts, ["default"])] * 7
     torch.testing.assert_close(end_state(trainer), undisturbed, **EXACT)
-
-
-@pytest.mark.slow
-def test_layers_that_are_switched_off_for_good_are_refused(tmp_path):
-    trainer = lora_trainer(tmp_path)
-    trainer.model.policy.base_model.disable_adapter_layers()
-    with pytest.raises(RuntimeError, match=r"switched off .*, with `with model.disable_adapter\(\):`"):
-        trainer.train()
-
-
-PARTS = {"policy's adapter": ".default.", "critic's adapter": ".critic.", "value head": "critic.score."}
-
-
-def parts(trainer, part):
-    return [(n, p) for n, p in trainer.model.named_parameters() if PARTS[part] in n]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", list(PARTS)[:2])
-def test_a_rate_that_bfloat16_rounds_away_stops_the_run(part, tmp_path):
-    trainer = lora_trainer(tmp_path, learning_rate=1e-4, optim="sgd")
-    draw(trainer.model)
-    for _, parameter in parts(trainer, part):
-        parameter.data = parameter.data.sign().mul(0.5).bfloat16()
-    with pytest.raises(
-        RuntimeError, match=rf"The {part} \(torch.bfloat16\) had a gradient .* at step 1, .*Raise the rate"
-    ):
-        trainer.train()
-
-
-class Replace(TrainerCallback):
-    """Gives a part of the model other parameters than those in the optimizer, as adding an adapter anew would."""
-
-    def __init__(self, trainer, part):
-        self.trainer, self.part = trainer, part
-
-    def on_train_begin(self, args, state, control, model, **kwargs):
-        for name, parameter in parts(self.trainer, self.part):
-            module, _, last = name.rpartition(".")
-            setattr(model.get_submodule(module), last, torch.nn.Parameter(parameter.data.clone()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
-def test_an_optimizer_that_steps_on_other_tensors_stops_the_run(part, tmp_path):
-    trainer = lora_trainer(tmp_path)
-    draw(trainer.model)
-    trainer.add_callback(Replace(trainer, part))
-    with pytest.raises(
-        RuntimeError, match=f"The {part} .*at step 1, but none of its weights changed. .*other tensors"
-    ):
-        trainer.train()
-
-
-def test_matrices_that_are_zero_after_training_are_told_once(tmp_path):
-    trainer = lora_trainer(tmp_path, learning_rate=1e-2, max_steps=2)
-    names = [name for name, _ in trainer.model.named_parameters() if "lora_B.default" in name]
-    frozen = trainer.model.get_parameter(names[0])
-    frozen.data.zero_()
-    frozen.register_hook(torch.zeros_like)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.train()
-    (told,) = [str(w.message) for w in caught if "are still all zero" in str(w.message)]
-    assert told.startswith("1 of ") and "LoRA matrices B are still all zero after 2 steps" in told and names[0] in told
-
-
-@pytest.mark.slow
-def test_weights_that_cannot_change_yet_do_not_stop_the_run(tmp_path):
-    """
-    In step 1 the rate is 0 (warm-up), and until step 4 the policy's gradient is none (critic warm-up); with a head of
-    0 the critic's adapter has a gradient of 0 until the head has moved. Each part is watched until it has both.
-    """
-    trainer = lora_trainer(tmp_path, warmup_steps=1, critic_warmup_rollouts=1, num_ppo_epochs=2, max_steps=6)
-    guard = next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "AdapterGuard")
-    seen = EachStep(lambda: (weights(trainer), set(guard.watched)))
-    trainer.add_callback(seen)
-    trainer.train()
-    moved = [
-        {part for part, name in PARTS.items() if any(name in n and not torch.equal(new[n], old[n]) for n in old)}
-        for (old, _), (new, _) in zip(seen.seen, seen.seen[1:], strict=False)
-    ]
-    everything = set(PARTS)
-    assert moved == [set(), {"value head"}, *[everything - {"policy's adapter"}] * 2, everything, everything]
-    assert [watched for _, watched in seen.seen[1:]] == [
-        everything,
-        everything - {"value head"},
-        {"policy's adapter"},
-        {"policy's adapter"},
-        set(),
-        set(),
-    ]
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ from tests.ppo.worker import make_trainer
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.models.actor_critic import ActorCritic
-from trl_ext.models.adapter_switch import CRITIC, AdapterSwitch
-from trl_ext.models.adapters import add_critic
+from trl_ext.models.adapters import CRITIC, AdapterSwitch, add_critic
 from trl_ext.models.classifier import AdapterClassifier
 from trl_ext.models.loading import Loader
 from trl_ext.ppo.rewards import AdapterReward

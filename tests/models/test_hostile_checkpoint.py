@@ -198,7 +198,7 @@ def test_everyone_who_samples_gives_the_same_with_either(answers, folders, tmp_p
 def test_a_config_that_could_not_be_saved_is_refused_before_training(what, tmp_path):
     model = tiny_llama()
     model.generation_config.temperature = 0.6
-    with pytest.raises(ValueError, match="would not save this model.*`temperature`.*do_sample = True"):
+    with pytest.raises(ValueError, match="`temperature`.*do_sample"):
         if what == "DPO":
             make_dpo_trainer(tmp_path, model)
         else:

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DistributedType
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -14,7 +16,7 @@ from recipes.merge import main as merge
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOTrainer, save_base_fingerprint
 from trl_ext.models import completion_logprobs, load_model, load_tokenizer
-from trl_ext.models.saved_adapter import load_adapted
+from trl_ext.models.loading import Loader, load_adapted
 from trl_ext.ppo import load_critic
 from trl_ext.stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 
@@ -112,7 +114,7 @@ def test_each_other_stage_trains_the_adapter_on(sft, tmp_path, subtests):
         saved = load_file(tmp_path / "reward/adapter_model.safetensors")["base_model.model.score.weight"]
         assert head.requires_grad and torch.equal(head, saved)
     with subtests.test("its reward adapter and the policy's are on one base"):
-        args = tiny_config(tmp_path / "ppo", share_reward_base="always", max_steps=1)
+        args = tiny_config(tmp_path / "ppo", max_steps=1)
         ppo = PPOTrainer(sft, str(tmp_path / "reward"), args, prompts())
         assert {*ppo.model.policy.peft_config} == {"default", "ref", "critic", "reward_0"}
         assert "a copy of reward model" in ppo._critic_origin
@@ -136,39 +138,35 @@ def changed(sft, folder, **config):
     return str(folder)
 
 
-def test_what_cannot_be_trained_on_is_one_sentence(sft, tmp_path, subtests):
+def test_what_would_train_wrongly_is_refused(sft, tmp_path, subtests):
     args = tiny_config(tmp_path / "out")
     wide = get_peft_model(AutoModelForCausalLM.from_pretrained(sft.replace("c-sft", "base")), LoraConfig(**LORA))
     wide.resize_token_embeddings(40)
     wide.save_pretrained(tmp_path / "wide")
-    absent = str(tmp_path / "absent")
     partial = load_file(f"{changed(sft, tmp_path / 'partial')}/adapter_model.safetensors")
     partial.pop(next(iter(partial)))
     save_file(partial, tmp_path / "partial/adapter_model.safetensors")
-    cases = {
-        "task": (changed(sft, tmp_path / "task", task_type="SEQ_CLS"), {}, "is an adapter of task type SEQ_CLS"),
-        "base": (
-            changed(sft, tmp_path / "base", base_model_name_or_path=absent),
-            {},
-            "cannot be loaded .*: correct",
-        ),
-        "no base": (changed(sft, tmp_path / "none", base_model_name_or_path=None), {}, "names no base"),
-        "shape": (changed(sft, tmp_path / "rank", r=2), {}, "does not fit its base"),
-        "partial": (str(tmp_path / "partial"), {}, "does not fit its base .*missing"),
-        "wide": (str(tmp_path / "wide"), {}, "was saved with its own embeddings"),
-        "asked": (
-            sft,
-            {"peft_config": LoraConfig(r=16)},
-            "with r=4, and training it keeps that, but you ask for r=16",
-        ),
-    }
-    for name, (path, more, message) in cases.items():
-        with subtests.test(name), pytest.raises(ValueError, match=message):
-            PPOTrainer(path, [length_reward], args, prompts(), processing_class=tiny_tokenizer(), **more)
-    with subtests.test("the same shape may be asked for"):
-        trainer = PPOTrainer(sft, [length_reward], args, prompts(), peft_config=LoraConfig(**LORA))
-        assert {*trainer.model.policy.peft_config} == {"default", "ref", "critic"}
+    for path, message in [
+        (changed(sft, tmp_path / "task", task_type="SEQ_CLS"), "is an adapter of task type SEQ_CLS"),
+        (str(tmp_path / "partial"), "does not fit the model: missing"),
+        (str(tmp_path / "wide"), "was saved with its own embeddings"),
+    ]:
+        with subtests.test(path), pytest.raises(ValueError, match=message):
+            PPOTrainer(path, [length_reward], args, prompts(), processing_class=tiny_tokenizer())
+    with subtests.test("another shape is not read"), pytest.warns(UserWarning, match="`peft_config` is not read"):
+        trainer = PPOTrainer(sft, [length_reward], args, prompts(), peft_config=LoraConfig(r=16))
+        assert trainer.model.policy.peft_config["default"].r == 4
     with subtests.test("embeddings of its own can be read"):
         assert load_adapted(str(tmp_path / "wide")).get_input_embeddings().weight.shape[0] == 40
         merge(["--adapter", str(tmp_path / "wide"), "--output_dir", str(tmp_path / "merged")])
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.vocab_size == 40
+
+
+def test_on_several_gpus_each_process_loads_its_models_on_its_own():
+    """By default TRL spreads what it loads over all GPUs (`device_map="auto"`), which every process would do."""
+    alone, one_of_two = (
+        Loader(tiny_llama(), None, {}, False, SimpleNamespace(num_processes=n, distributed_type=DistributedType.NO))
+        for n in (1, 2)
+    )
+    assert "device_map" not in alone.kwargs
+    assert one_of_two.kwargs["device_map"] is None

@@ -78,7 +78,7 @@ def test_a_pad_token_without_an_embedding_is_refused_and_another_one_mends_it(ki
             )
         return trainer(model, args, train_dataset=rows, processing_class=tokenizer)
 
-    with pytest.raises(ValueError, match=r"'\[PAD\]' has the id .* Set `pad_token` to one of them, such as '</s>'"):
+    with pytest.raises(ValueError, match=r"'\[PAD\]' has the id"):
         build()
     trainer = build(pad_token="</s>")
     trainer.train()

@@ -1,20 +1,17 @@
 """A LoRA policy's other roles: which adapters can take them, where they start, how they are saved and loaded."""
 
 import copy
-import itertools
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import (
     AutoPeftModelForSequenceClassification,
     IA3Config,
     LoraConfig,
     PeftModel,
-    PrefixTuningConfig,
     PromptTuningConfig,
     get_peft_model,
 )
@@ -41,10 +38,8 @@ from tests.ppo.worker import (
 )
 from tests.tiny import WORDS, prompts, tiny_llama, tiny_tokenizer
 from trl_ext import save_base_fingerprint
-from trl_ext.models.adapters import base_fingerprint
+from trl_ext.models import adapters
 from trl_ext.models.identity import weights_hash
-from trl_ext.models.loading import Loader
-from trl_ext.ppo.roles import why_separate
 
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 IDS = torch.tensor([[6, 7, 8, 9, 10], [11, 6, 6, 20, 2]])
@@ -126,7 +121,7 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
 
     def scores(share):
         trainer = lora_trainer(
-            tmp_path / share,
+            tmp_path / str(share),
             name,
             model=base,
             reward=reward,
@@ -139,7 +134,7 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
         scripted(trainer).train()
         return trainer, rollouts[-1].rewards_per_func[:, 0]
 
-    (on_base, actual), (apart, expected) = scores("always"), scores("never")
+    (on_base, actual), (apart, expected) = scores(True), scores(False)
     assert shared(on_base) == ["reward_0"] and not shared(apart)
     assert expected.std() > 0.1
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -164,117 +159,61 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
     torch.testing.assert_close(actual, torch.tensor(alone), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("share", ["always", "never"])
-def test_a_reward_adapter_whose_pad_token_is_out_of_the_vocabulary(share, base, tmp_path):
-    tokenizer = tiny_tokenizer(pad=False)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    reward = saved_reward(tmp_path / "reward", base, tokenizer)
-    trainer = lora_trainer(
-        tmp_path,
-        model=base,
-        reward=reward,
-        share_reward_base=share,
-        trainer_kwargs={"processing_class": tokenizer},
-        save_strategy="steps",
-        save_steps=2,
-        max_steps=2,
-    )
-    trainer.train()
-    AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")  # the adapter on its base
-
-
-@pytest.mark.slow
-def test_a_base_is_shared_if_it_is_the_one_the_adapter_was_trained_on(subtests, base, tmp_path):
-    cases = itertools.product(["auto", "never", "always"], [False, True], [True, False])
-    for number, (share, is_other, fingerprint) in enumerate(cases):
-        folder = tmp_path / str(number)
-        trained_on = saved_base(folder / "other", seed=1) if is_other else base
-        reward = saved_reward(folder / "reward", trained_on, fingerprint=fingerprint)
-        kwargs = {"model": base, "reward": reward, "share_reward_base": share}
-        with subtests.test(share=share, is_other=is_other, fingerprint=fingerprint):
-            if share == "always" and is_other:
-                message = "share_reward_base='always'.*cannot share the base.*other.* weights than"
-                with pytest.raises(ValueError, match=message):
-                    lora_trainer(folder, **kwargs)
-                continue
-            trainer = lora_trainer(folder, **kwargs)
-            assert shared(trainer) == ([] if share == "never" or is_other else ["reward_0"])
-            scripted(trainer).train()
-            assert trainer.state.global_step == 4
-
-
-def test_one_changed_weight_makes_another_base(base, tmp_path):
-    reward = saved_reward(tmp_path / "reward", base)
-    policy = AutoModelForCausalLM.from_pretrained(base)
-    kwargs = {"reward": reward, "trainer_kwargs": {"processing_class": tiny_tokenizer()}}
-    assert shared(lora_trainer(tmp_path, model=copy.deepcopy(policy), **kwargs)) == ["reward_0"]
-    with torch.no_grad():
-        policy.model.layers[1].mlp.down_proj.weight[3, 5].mul_(1 + 1e-6)
-    assert not shared(lora_trainer(tmp_path, model=policy, **kwargs))
-
-
 def test_a_base_in_a_wider_dtype_is_the_same_base():
     model = tiny_llama().bfloat16()
     assert weights_hash(model) == weights_hash(model.float()) != weights_hash(tiny_llama())
 
 
-def test_the_lm_head_is_no_part_of_the_base(base, tmp_path):
-    """A reward model has none."""
+@pytest.mark.slow
+def test_a_base_is_shared_only_with_the_adapter_that_was_trained_on_it(subtests, base, tmp_path, monkeypatch):
+    """By its fingerprint, whatever the LM head; without one by its name; on the hub by name and commit."""
+    reward, named = (saved_reward(tmp_path / name, base, fingerprint=name == "reward") for name in ("reward", "named"))
+    moved = saved_base(tmp_path / "moved")  # the same weights in another place
+    other = saved_base(tmp_path / "other", seed=1)
     policy = AutoModelForCausalLM.from_pretrained(base)
     with torch.no_grad():
         policy.lm_head.weight.mul_(2)
-    assert shared(lora_trainer(tmp_path, model=policy, reward=saved_reward(tmp_path / "reward", base))) == ["reward_0"]
-
-
-def test_an_adapter_trained_on_another_quantisation_is_not_shared(base, tmp_path, capsys):
-    reward = saved_reward(tmp_path / "reward", base)
-    record = tmp_path / "reward" / "trl_ext_base.json"
-    fingerprint = json.loads(record.read_text())
-    assert fingerprint["quantization"] == "none"
-    record.write_text(json.dumps(fingerprint | {"quantization": "bitsandbytes nf4"}))
-    reason = "its base's quantisation was bitsandbytes nf4, the policy's is none"
-    assert not shared(lora_trainer(tmp_path, model=base, reward=reward))
-    assert f"{reward} gets a base of its own: {reason}." in capsys.readouterr().out
-    with pytest.raises(ValueError, match=reason):
-        lora_trainer(tmp_path, model=base, reward=reward, share_reward_base="always")
-
-
-def test_a_base_of_the_hub_is_known_by_name_and_commit(base, tmp_path, monkeypatch):
-    """No weight is read where both name the same; another commit is another base unless its weights are the same."""
-    names = {"org/base": "org/base@1", "org/newer": "org/base@2"}
-    for module in ("trl_ext.models.adapters", "trl_ext.ppo.roles"):
-        monkeypatch.setattr(f"{module}.hub_identity", lambda path, revision=None: names.get(path))
-    reward = str(saved_reward(tmp_path / "reward", base))
-    save_base_fingerprint(AutoModelForCausalLM.from_pretrained(base), reward, "org/base")
-    hashed = []
-    monkeypatch.setattr(
-        "trl_ext.ppo.roles.base_fingerprint", lambda model: hashed.append(1) or base_fingerprint(model)
-    )
-
-    def why(path, change=0.0):
-        policy = AutoModelForCausalLM.from_pretrained(base)
-        policy.model.norm.weight.data += change
-        policy = get_peft_model(policy, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
-        return why_separate(Loader(policy, path, {}, False, Accelerator(cpu=True)), reward, "auto")
-
-    assert why("org/base") is None and not hashed
-    assert why("org/newer") is None and hashed == [1]
-    assert "its base has other weights" in why("org/newer", change=1.0)
+    changed = copy.deepcopy(policy)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.down_proj.weight[3, 5].mul_(1 + 1e-6)
+    quantized = saved_reward(tmp_path / "quantized", base)
+    record = tmp_path / "quantized" / "trl_ext_base.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"quantization": "bitsandbytes nf4"}))
+    for model, path, is_same in [
+        (base, reward, True),
+        (moved, reward, True),
+        (policy, reward, True),
+        (base, named, True),
+        (changed, reward, False),
+        (other, reward, False),
+        (moved, named, False),
+        (base, quantized, False),
+    ]:
+        with subtests.test(model=str(model)[:60], path=path):
+            if is_same:
+                assert shared(lora_trainer(tmp_path, model=model, reward=path)) == ["reward_0"]
+            else:
+                with pytest.raises(ValueError, match=f"{path} cannot be an adapter.*share_reward_base=False"):
+                    lora_trainer(tmp_path, model=model, reward=path)
+                assert not shared(lora_trainer(tmp_path, model=model, reward=path, share_reward_base=False))
+    monkeypatch.setattr(adapters, "hub_identity", lambda path, revision=None: path and f"{path}@1")
+    save_base_fingerprint(policy, reward, "org/base")
+    loaded = get_peft_model(changed, lora_configs()[0])
+    adapters.check_same_base(loaded, reward, "org/base@1")  # no weight is read
+    with pytest.raises(ValueError, match="another base"):
+        adapters.check_same_base(loaded, reward, "org/base@2")
+    assert weights_hash(policy.bfloat16()) == weights_hash(policy.float())
 
 
 def test_a_policy_without_an_adapter_has_no_base_to_share(base, tmp_path):
-    reward = saved_reward(tmp_path / "reward", base)
-    trainer = make_trainer(tmp_path, reward, model=base)
+    """The pad token of the reward model may have no embedding; the policy can be loaded all the same."""
+    tokenizer = tiny_tokenizer(pad=False)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    trainer = make_trainer(tmp_path, saved_reward(tmp_path / "reward", base, tokenizer), model=base, max_steps=1)
     assert not shared(trainer)
     scripted(trainer).train()
-    with pytest.raises(ValueError, match="trains all of its weights.*needs a base of its own: pass `peft_config`"):
-        make_trainer(tmp_path, reward, model=base, share_reward_base="always")
-
-
-def test_a_peft_model_as_reward_model_is_refused(base, tmp_path):
-    reward = classifier(saved_reward(tmp_path / "reward", base))
-    with pytest.raises(ValueError, match=r"cannot be a `PeftModel`. Pass the folder.*merge_and_unload\(\)"):
-        lora_trainer(tmp_path, reward=reward)
+    trainer.save_model()
+    AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 # ---- Where the critic starts ----
@@ -386,31 +325,6 @@ def named(*names):
     return model
 
 
-def merged():
-    model = users_model()
-    model.merge_adapter()
-    return model
-
-
-def thawed():
-    model = users_model()
-    model.get_base_model().model.norm.weight.requires_grad_(True)
-    return model
-
-
-def test_a_peft_model_that_cannot_be_trained_on_is_refused(subtests, tmp_path):
-    for build, message in [
-        (lambda: named("sft"), r"must have the name 'default'. Load it with `PeftModel.from_pretrained\(base, path"),
-        (lambda: named("default", "critic"), r"already has the adapters \['critic'\].*load it again"),
-        (lambda: named("default", "ref"), r"already has the adapters \['ref'\].*load it again"),
-        (lambda: named("default", "reward_0"), r"already has the adapters \['reward_0'\].*load it again"),
-        (merged, r"merged into the base. Call `model.unmerge_adapter\(\)` first"),
-        (thawed, r"trainable weights outside its adapter .*norm.weight and 0 more.*`requires_grad_\(False\)`"),
-    ]:
-        with subtests.test(message=message), pytest.raises(ValueError, match=message):
-            make_trainer(tmp_path, model=build())
-
-
 def test_an_adapter_of_another_name_beside_the_policys_stays_as_it_is(tmp_path):
     model = draw(named("default", "style"))
     model.set_adapter("style")  # which also makes it the one that is trainable
@@ -481,20 +395,6 @@ def test_what_is_saved_loads_with_plain_peft(is_users, base, tmp_path):
 def saved_sft(tmp_path):
     users_model().save_pretrained(tmp_path / "sft")
     return str(tmp_path / "sft")
-
-
-def test_a_saved_critic_on_another_base_is_refused(base, tmp_path):
-    trainer = lora_trainer(tmp_path, model=base)
-    trainer.save_model()
-    kwargs = {"critic_peft_config": None, "value_model": str(tmp_path / "critic")}
-    with pytest.raises(ValueError, match="`value_model`.*cannot be an adapter on the policy's base: .*other weights"):
-        lora_trainer(tmp_path, model=saved_base(tmp_path / "other", seed=1), trainer_kwargs=kwargs)
-    record = tmp_path / "critic" / "adapter_config.json"
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"base_model_name_or_path": None}))
-    with pytest.raises(ValueError, match="names no base, and has no trl_ext_base.json .`save_base_fingerprint`"):
-        lora_trainer(tmp_path, model=base, trainer_kwargs=kwargs)
-    save_base_fingerprint(trainer.model.policy, tmp_path / "critic")
-    assert lora_trainer(tmp_path, model=base, trainer_kwargs=kwargs).model.shares_base
 
 
 def test_a_saved_critic_beside_a_policy_trained_in_full_is_a_model_of_its_own(base, tmp_path):
@@ -600,44 +500,65 @@ def test_the_best_weights_of_both_adapters_are_loaded_at_the_end(kind, tmp_path)
     assert any(not torch.equal(watch.seen[4][n], watch.seen[2][n]) for n in watch.seen[2])
 
 
-# ---- Bad input ----
+# ---- Refused: what would train wrongly in silence ----
 
 
 def with_lora(**changes):
     return LoraConfig(**LORA | changes)
 
 
-PROMPTS = [
-    PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-]
 REFUSED = [
     (with_lora(target_modules=["q_proj", "lm_head"]), "lm_head|LM head"),
-    (with_lora(target_modules=["q_proj", "embed_tokens"]), "adapts the embeddings.*Leave it out of target_modules"),
-    (with_lora(modules_to_save=["lm_head"]), "adapts the LM head.*Leave it out of .*modules_to_save"),
-    (with_lora(modules_to_save=["embed_tokens"]), "adapts the embeddings.*Leave it out of .*modules_to_save"),
-    (with_lora(trainable_token_indices=[3, 4]), "adapts the embeddings.*Leave it out of .*trainable_token_indices"),
-    (with_lora(bias="all"), "has bias='all'.*Use bias='none'"),
-    (with_lora(init_lora_weights="pissa"), "has init_lora_weights='pissa'.*Use init_lora_weights=True"),
-    (with_lora(layer_replication=[(0, 2), (0, 2)]), "has layer_replication.*changes the base"),
-    *((config, f"is a {type(config).__name__}.*Use a `LoraConfig`") for config in PROMPTS),
+    (with_lora(target_modules=["q_proj", "embed_tokens"]), "embed"),
+    (with_lora(trainable_token_indices=[3, 4]), "embed"),
+    (with_lora(bias="all"), "bias='all' trains the base's biases"),
+    (with_lora(init_lora_weights="pissa"), "changes the base"),
+    (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "a learned prompt"),
+    (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "only with LoRA"),
 ]
 
 
-def test_a_policys_config_that_would_not_leave_the_base_as_it_is_is_refused(subtests, tmp_path):
-    for config, message in REFUSED:
-        with subtests.test(message=message):
-            message = f"`peft_config` {message}" if message.startswith(("has", "is")) else message
-            with pytest.raises(ValueError, match=message):
-                lora_trainer(tmp_path, trainer_kwargs={"peft_config": config, "critic_peft_config": None})
+def merged():
+    model = users_model()
+    model.merge_adapter()
+    return model
 
 
-def test_another_kind_of_adapter_needs_a_critic_of_its_own(base, tmp_path):
+def thawed():
+    model = users_model()
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    return model
+
+
+def test_adapters_that_would_train_wrongly_are_refused(subtests, base, tmp_path, monkeypatch):
+    critic = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    cases = [
+        *(({"peft_config": config, "critic_peft_config": None}, message) for config, message in REFUSED),
+        *(({"critic_peft_config": config}, message) for config, message in REFUSED),
+        ({"peft_config": with_lora(modules_to_save=["lm_head"]), "critic_peft_config": None}, "LM head|lm_head"),
+        ({"value_model": critic}, "needs a policy with an adapter"),
+    ]
+    for kwargs, message in cases:
+        with subtests.test(kwargs=kwargs), pytest.raises(ValueError, match=message):
+            lora_trainer(tmp_path, trainer_kwargs=kwargs)
+    for model, message in [
+        (merged(), "merged into the base"),
+        (thawed(), "norm.weight"),
+        (named("default", "critic"), "has the adapters"),
+    ]:
+        with subtests.test(message), pytest.raises(ValueError, match=message):
+            make_trainer(tmp_path, model=model)
+    with pytest.raises(ValueError, match="needs a policy with an adapter"):
+        make_trainer(tmp_path, trainer_kwargs={"critic_peft_config": lora_configs()[1]})
+    monkeypatch.setattr(AcceleratorState, "fsdp_plugin", SimpleNamespace(activation_checkpointing=True), raising=False)
+    with pytest.raises(ValueError, match="fsdp_activation_checkpointing: false"):
+        lora_trainer(tmp_path)
+
+
+def test_another_kind_of_adapter_trains_beside_a_critic_of_its_own(base, tmp_path):
     config = IA3Config(
         task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
     )
-    with pytest.raises(ValueError, match="`peft_config` is a IA3Config.*only with LoRA.* as `value_model=`"):
-        lora_trainer(tmp_path, trainer_kwargs={"peft_config": config, "critic_peft_config": None})
     critic = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     trainer = make_trainer(tmp_path, model=base, trainer_kwargs={"peft_config": config, "value_model": critic})
     before = weights(trainer)
@@ -645,46 +566,3 @@ def test_another_kind_of_adapter_needs_a_critic_of_its_own(base, tmp_path):
     assert {n for n, p in weights(trainer).items() if n.startswith("policy.") and not torch.equal(p, before[n])} == {
         n for n in before if n.startswith("policy.") and ".default" in n
     }
-
-
-def test_a_critics_config_that_cannot_be_right_is_refused(subtests, tmp_path):
-    for config, message in [
-        *REFUSED[:2],
-        (
-            with_lora(modules_to_save=["lm_head"]),
-            r"`critic_peft_config` has modules_to_save=.*'lm_head'.*target_modules",
-        ),
-        *REFUSED[5:],
-        (
-            with_lora(target_modules=["q_proj", "c_attn"]),
-            r"targets \['c_attn'\], which LlamaForCausalLM does not have. Choose "
-            r"among \['down_proj', 'gate_proj'.*'v_proj'\]",
-        ),
-        (with_lora(target_modules=r".*\.c_attn"), "`critic_peft_config` does not fit LlamaForCausalLM: "),
-    ]:
-        with subtests.test(message=message), pytest.raises(ValueError, match=message):
-            lora_trainer(tmp_path, trainer_kwargs={"critic_peft_config": config})
-
-
-def test_a_peft_models_config_is_checked_as_well(subtests, tmp_path):
-    for change in [{"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"init_lora_weights": "pissa"}]:
-        with subtests.test(change=change):
-            model = get_peft_model(tiny_llama(), with_lora(**change))
-            with pytest.raises(ValueError, match=next(iter(change)) if "modules_to_save" not in change else "LM head"):
-                make_trainer(tmp_path, model=model)
-
-
-def test_the_critics_config_needs_a_policy_with_an_adapter_and_no_value_model(base, tmp_path):
-    message = r"needs a policy with an adapter \(`peft_config`\), and no `value_model`"
-    critic = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
-    with pytest.raises(ValueError, match=message):
-        lora_trainer(tmp_path, trainer_kwargs={"value_model": critic})
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, trainer_kwargs={"critic_peft_config": lora_configs()[1]})
-
-
-def test_fsdps_own_activation_checkpointing_is_refused(tmp_path, monkeypatch):
-    plugin = SimpleNamespace(activation_checkpointing=True)
-    monkeypatch.setattr(AcceleratorState, "fsdp_plugin", plugin, raising=False)
-    with pytest.raises(ValueError, match="fsdp_activation_checkpointing: false.*activation_checkpointing: true"):
-        lora_trainer(tmp_path)

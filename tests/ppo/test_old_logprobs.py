@@ -6,11 +6,11 @@ from peft import LoraConfig
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
-from tests.models.test_varlen import row_by_row
+from tests.models.test_packing import row_by_row
 from tests.ppo import worker
 from tests.ppo.worker import collected, make_trainer
 from tests.tiny import tiny_gpt2, tiny_llama
-from trl_ext.models import varlen
+from trl_ext.models.packing import VARLEN, use_varlen
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
 
@@ -90,14 +90,14 @@ def test_answers_that_were_changed_after_drawing_are_scored_again(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [make_trainer, worker.lora_trainer])
-@pytest.mark.parametrize("attention", ["sdpa", varlen.NAME])
+@pytest.mark.parametrize("attention", ["sdpa", VARLEN])
 def test_decoding_that_is_compiled_once_draws_from_the_policy_as_it_is_trained(
     build, attention, tmp_path, monkeypatch
 ):
     """`cache_implementation: static`; on a CPU transformers compiles only if it is told so."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", row_by_row)
-    varlen.use_varlen(model := tiny_llama())
+    use_varlen(model := tiny_llama())
     model.set_attn_implementation(attention)
     kwargs = {"cache_implementation": "static", "generation_kwargs": {"max_cache_len": 32}, "learning_rate": 1e-2}
     trainer = build(

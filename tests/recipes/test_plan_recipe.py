@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_shown_in_full_with_status_1(folder, capsys):
 def test_the_usual_ways_out_are_tried_and_the_command_that_fits_is_printed(folder, capsys, monkeypatch):
     monkeypatch.setattr(plan, "GIB", 1024)  # the model is tiny
     flags = ["--accelerate_config", str(ROOT / "accelerate_configs/fsdp2.yaml"), "--prompt_length", "8"]
-    flags += ["--share_reward_base", "never"]
+    flags += ["--share_reward_base", "false"]
     with pytest.raises(SystemExit, match="1"):
         run(folder, "ppo", capsys, *flags, "--gpu_memory", "1")
     said = capsys.readouterr()

@@ -123,7 +123,7 @@ def test_adapters_of_one_base_share_it_and_score_as_each_does_alone(tmp_path):
 
     models = [member.function.model for member in ensemble.members]
     own = [sum(weights([model]).values()) for model in (ModelReward(base).model, models[-1])]
-    adapters = sum(p.numel() for name, p in models[0].named_parameters() if ".member_" in name)
+    adapters = sum(p.numel() for name, p in models[0].named_parameters() if ".member_" in name or ".default" in name)
     assert sum(weights(models).values()) == own[0] + adapters + own[1]  # one base for four
     assert len({member.function.identity for member in ensemble.members}) == 5
     assert (

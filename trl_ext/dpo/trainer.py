@@ -28,12 +28,9 @@ from ..functional import (
     preference_loss,
     sequence_logprobs,
 )
-from ..models.adapter_guard import AdapterGuard
-from ..models.adapters import is_adapter
-from ..models.card import without_none
 from ..models.generation import check_savable
 from ..models.identity import weights_identity
-from ..models.saved_adapter import load_to_train
+from ..models.loading import is_adapter, load_to_train
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy
 from ..runs.checkpoints import CannotResume, ResumableRun
 from ..runs.control import AgreedControl
@@ -153,8 +150,6 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
         check_not_dropped(self, train_dataset, eval_dataset)
         if self.processing_class is self._tokenizer:  # a processor's image tokens need no row of the embeddings
             check_tokenizer(self.model, self._tokenizer, pads_are_read=True)
-        if is_peft_model(self.model):
-            self.add_callback(AdapterGuard())
         for each in filter(None, (self.model, self.ref_model)):
             keep_unpacked(each)
         if args.distribution_shift_samples:
@@ -441,11 +436,6 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
         """Return what has a state to save, by its setting's value: β controller and margin normalizer, if in use."""
         named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
         return {name: c for name, c in named.items() if c is not None and name != "fixed"}
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
-        if self.is_world_process_zero():
-            without_none(self.args.output_dir, get_config_model_id(self.model.config))
 
     # ---- Mistakes ----
 

@@ -8,10 +8,9 @@ if TYPE_CHECKING:
     from ..upstream.names import add_fused_lm_head as add_fused_lm_head
     from .actor_critic import ActorCritic as ActorCritic
     from .actor_critic import add_value_forward as add_value_forward
-    from .adapter_switch import CRITIC as CRITIC
-    from .adapter_switch import AdapterSwitch as AdapterSwitch
+    from .adapters import CRITIC as CRITIC
+    from .adapters import AdapterSwitch as AdapterSwitch
     from .adapters import add_critic as add_critic
-    from .adapters import is_adapter as is_adapter
     from .adapters import save_base_fingerprint as save_base_fingerprint
     from .centring import centre as centre
     from .centring import centring_shift as centring_shift
@@ -25,14 +24,15 @@ if TYPE_CHECKING:
     from .identity import path_identity as path_identity
     from .identity import tokenizer_identity as tokenizer_identity
     from .lm_head import add_dense_lm_head as add_dense_lm_head
+    from .loading import base_of as base_of
+    from .loading import fit_vocabulary as fit_vocabulary
+    from .loading import has_head as has_head
+    from .loading import is_adapter as is_adapter
+    from .loading import load_config as load_config
+    from .loading import load_merged as load_merged
     from .loading import load_model as load_model
-    from .saved_adapter import base_of as base_of
-    from .saved_adapter import fit_vocabulary as fit_vocabulary
-    from .saved_adapter import has_head as has_head
-    from .saved_adapter import load_config as load_config
-    from .saved_adapter import load_merged as load_merged
-    from .saved_adapter import load_tokenizer as load_tokenizer
-    from .saved_adapter import merge as merge
+    from .loading import load_tokenizer as load_tokenizer
+    from .loading import merge as merge
     from .weights import base_model_of as base_model_of
     from .weights import check_same_ids as check_same_ids
     from .weights import keep_unpacked as keep_unpacked

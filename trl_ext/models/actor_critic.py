@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..functional import position_ids
-from .adapter_switch import CRITIC, POLICY, AdapterSwitch
+from .adapters import CRITIC, POLICY, AdapterSwitch
 from .classifier import AdapterClassifier
 from .decoding import decode
 from .generation import neutral_generation
@@ -123,11 +123,6 @@ class ActorCritic(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("policy"), name)
 
-    @property
-    def value_model(self) -> Any:
-        """Return the critic; TRL 1.12 calls it `value_model`."""
-        return self.critic
-
     def forward(
         self,
         input_ids: Tensor,
@@ -228,19 +223,9 @@ class ActorCritic(nn.Module):
     # ---- Adapters ----
 
     def train_adapters(self) -> None:
-        """
-        Activate and train the policy's adapter; train the critic's adapter, too, unless the critic is frozen.
-
-        Raises:
-            RuntimeError: the policy's adapters are switched off.
-        """
+        """Activate and train the policy's adapter; train the critic's adapter, too, unless the critic is frozen."""
         if self.adapters is None:
             return
-        if any(layer.disable_adapters for layer in self.adapters.layers):
-            raise RuntimeError(
-                "`disable_adapter_layers()` has switched off the policy's adapters, so nothing would be trained. "
-                "Switch them off for a block only, with `with model.disable_adapter():`."
-            )
         self.adapters.set(POLICY)
         for adapter in self.policy.peft_config:
             is_trained = adapter == POLICY or (adapter == CRITIC and self.shares_base and not self.critic_is_frozen)
@@ -262,10 +247,7 @@ class ActorCritic(nn.Module):
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         wrong = [*result.unexpected_keys, *trained.intersection(result.missing_keys)]
         if strict and wrong:
-            raise RuntimeError(
-                f"The state does not fit the models of this run. Missing or unexpected: {wrong[:5]}. Load the state "
-                "of a run with the same models."
-            )
+            raise RuntimeError(f"The state does not fit the models of this run. Missing or unexpected: {wrong[:5]}.")
         return result
 
     # TRL's reference pass calls these three, as on a policy

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from ..upstream.names import set_zero3_state
-from .adapter_switch import AdapterSwitch
+from .adapters import AdapterSwitch
 from .weights import base_model_of, tokens_beyond, unpatched_copy, vocabulary_of, whole
 
 
@@ -18,20 +18,11 @@ def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
     Build a sequence classifier of one label from the backbone of `base`, which is not copied, and `head`.
 
     If `head` is None, make a head of zeros in float32: bfloat16 would round small updates away.
-
-    Raises:
-        ValueError: transformers has no sequence classifier for the class of `base`.
     """
     config = copy.deepcopy(base.config)
     config.num_labels = 1
-    try:
-        with torch.device("meta"), set_zero3_state():  # only the structure is needed, nothing for ZeRO-3 to partition
-            classifier = AutoModelForSequenceClassification.from_config(config)
-    except ValueError as error:
-        raise ValueError(
-            f"transformers has no sequence classifier for {type(base).__name__}, so the policy cannot be made into a "
-            "critic. Pass a critic as `value_model=`."
-        ) from error
+    with torch.device("meta"), set_zero3_state():  # only the structure is needed, nothing for ZeRO-3 to partition
+        classifier = AutoModelForSequenceClassification.from_config(config)
     setattr(classifier, classifier.base_model_prefix, base.base_model)
     if head is None:
         head = nn.Linear(classifier.score.in_features, 1, bias=classifier.score.bias is not None)
@@ -92,25 +83,18 @@ def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None =
 
 def check_one_label(model: Any, name: str) -> None:
     """Raise a `ValueError` if a model, called `name` in the message, is not a sequence classifier with one label."""
-    score = getattr(model, "score", None)
-    if not isinstance(score, nn.Module) or not hasattr(score, "weight"):
+    if not hasattr(getattr(model, "score", None), "weight") or model.config.num_labels != 1:
         raise ValueError(
-            f"{name} must be a sequence classifier with a `score` head, got {type(model).__name__}. Load one with "
-            "`AutoModelForSequenceClassification` from a causal language model."
-        )
-    if model.config.num_labels != 1:
-        raise ValueError(
-            f"{name} must have one label, got num_labels={model.config.num_labels}: load it with `num_labels=1`."
+            f"{name} must be a sequence classifier with a `score` head, with one label, got {type(model).__name__}: "
+            "load it by `AutoModelForSequenceClassification` with `num_labels=1`."
         )
 
 
 def check_critic(critic: Any, tokenizer: Any) -> None:
     """Raise a `ValueError` if `critic` cannot be the critic of a policy with that tokenizer."""
     check_one_label(critic, "`value_model`")
-    vocabulary = vocabulary_of(critic)
-    if unknown := tokens_beyond(vocabulary, tokenizer, pads_are_read=False):
+    if unknown := tokens_beyond(vocabulary_of(critic), tokenizer, pads_are_read=False):
         raise ValueError(
-            f"`value_model` has a vocabulary of {vocabulary} tokens, but the policy's tokenizer has ids up to "
-            f"{max(unknown.values())} ({', '.join([*unknown][:3])}, …), and the critic reads these ids. Pass a critic "
-            "with the same tokenizer, or call `value_model.resize_token_embeddings` for the tokens you added."
+            f"`value_model` has no embeddings for tokens that the policy's tokenizer has: {[*unknown.items()][:3]}. "
+            "Pass a critic with the same tokenizer, or call `value_model.resize_token_embeddings`."
         )

@@ -38,23 +38,9 @@ def neutral_generation(model: Any) -> Iterator[None]:
 
 
 def check_savable(model: Any) -> None:
-    """
-    Raise a `ValueError` if transformers would refuse to save the model's generation config.
-
-    Transformers checks a generation config that was changed after loading only when the model is saved, which may be
-    after the training.
-    """
-    config = getattr(base_model_of(model), "generation_config", None)
-    if config is None or hasattr(model, "peft_config"):  # an adapter is saved without a generation config
-        return
-    try:
-        config.validate(strict=True)
-    except ValueError as error:
-        raise ValueError(
-            "transformers would not save this model, because its generation_config.json contradicts itself "
-            f"({' '.join(str(error).split())[:300]}). Correct the file, or pass a model with a corrected "
-            "`generation_config` (a `temperature` or `top_p` needs `model.generation_config.do_sample = True`)."
-        ) from error
+    """Let transformers check the model's generation config now: by itself it does so when the model is saved."""
+    if not hasattr(model, "peft_config"):  # an adapter is saved without a generation config
+        model.generation_config.validate(strict=True)
 
 
 def forked_rng(device: torch.device) -> AbstractContextManager:
@@ -84,7 +70,7 @@ def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> li
         revision: revision of the model on the hub.
     """
     if isinstance(model, str):
-        from .saved_adapter import base_of
+        from .loading import base_of
 
         model, revision = base_of(model, revision)
         try:
@@ -148,11 +134,7 @@ def prompt_token_ids(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:
 
     Returns:
         Token ids of each prompt.
-
-    Raises:
-        ValueError: a prompt is a list of messages, but the tokenizer has no chat template.
     """
-    check_chat_template(tokenizer, prompts, "the tokenizer", "the prompts")
     return [
         tokenizer(prompt)["input_ids"]
         if isinstance(prompt, str)
@@ -192,15 +174,7 @@ def sample(
 
     Returns:
         Token ids of each answer, up to and including its EOS.
-
-    Raises:
-        ValueError: a prompt has no tokens.
     """
-    empty = [row for row, ids in enumerate(prompt_ids) if not ids]
-    if empty:
-        raise ValueError(
-            f"{len(empty)} of {len(prompt_ids)} prompts have no tokens (the first is row {empty[0]}): leave them out"
-        )
     drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,

@@ -1,5 +1,6 @@
-"""Load the models beside the policy, such as the reference, and put them on their devices."""
+"""Load models: plain ones, saved adapters on the base that they name, and those beside the policy."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -8,15 +9,282 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, patch_environment
-from torch import nn
-from transformers import AutoModelForCausalLM
+from accelerate.utils import DistributedType, patch_environment, set_seed
+from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    AutoTokenizer,
+)
 from transformers.integrations import deepspeed
+from transformers.utils import cached_file
 
-from ..upstream.names import prepare_deepspeed, prepare_fsdp
+from ..upstream.names import (
+    create_model_from_path,
+    find_adapter_config_file,
+    is_deepspeed_zero3_enabled,
+    prepare_deepspeed,
+    prepare_fsdp,
+)
 from ..upstream.temporarily import temporarily
-from .adapters import is_adapter
-from .saved_adapter import load_adapted
+from .adapters import HEAD, POLICY, AdapterSwitch, check_config, check_loaded, recorded_base
+from .weights import base_model_of
+
+# Under FSDP, transformers would load a head that the base lacks on the first process alone
+_ON_EACH_PROCESS = partial(patch_environment, FSDP_CPU_RAM_EFFICIENT_LOADING="false")
+
+
+# ---- What a path names ----
+
+
+def is_adapter(path: Any, revision: str | None = None) -> bool:
+    """Return whether `path` is the folder or hub name of an adapter; False if it is no string."""
+    try:
+        return isinstance(path, str) and find_adapter_config_file(path, revision=revision) is not None
+    except OSError:  # nothing is there: loading it will say so
+        return False
+
+
+def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Return path and revision of the base that an adapter names; a model that is no adapter is its own base."""
+    if not is_adapter(path, revision):
+        return path, revision
+    config = PeftConfig.from_pretrained(path, revision=revision)
+    return config.base_model_name_or_path, config.revision
+
+
+def has_head(path: str, revision: str | None = None) -> bool:
+    """Return whether `path` is an adapter of a sequence classifier; PEFT saves such an adapter with its head."""
+    return is_adapter(path, revision) and PeftConfig.from_pretrained(path, revision=revision).task_type == "SEQ_CLS"
+
+
+def load_config(path: str, revision: str | None = None, **kwargs: Any) -> Any:
+    """Load the configuration of a model; for an adapter, load its base's configuration."""
+    path, revision = base_of(path, revision)
+    return AutoConfig.from_pretrained(path, revision=revision, **kwargs)
+
+
+def load_tokenizer(path: str, revision: str | None = None, auto: Any = AutoTokenizer, **kwargs: Any) -> Any:
+    """
+    Load a model's tokenizer, or with `auto=AutoProcessor` its processor.
+
+    For an adapter that was saved without a tokenizer, load its base's tokenizer.
+    """
+    if is_adapter(path, revision):
+        try:
+            cached_file(path, "tokenizer_config.json", revision=revision)
+        except OSError:  # plain PEFT saves none
+            path, revision = base_of(path, revision)
+    return auto.from_pretrained(path, revision=revision, **kwargs)
+
+
+# ---- A saved adapter ----
+
+
+def load_adapted(
+    path: str, revision: str | None = None, *, is_classifier: bool = False, is_trainable: bool = False, **kwargs: Any
+) -> Any:
+    """
+    Load an adapter on the base that it names, unmerged.
+
+    Args:
+        path: folder or hub name of the adapter.
+        revision: revision of the adapter; the base's revision is read from the adapter's configuration.
+        is_classifier: load a sequence classifier of one label. If the adapter is a language model's, it gets a new
+            head, which must be trained and is saved with it; so `is_trainable` must be set.
+        is_trainable: whether the adapter will be trained further.
+        **kwargs: passed to the base's `from_pretrained`.
+
+    Raises:
+        ValueError: the adapter is for another task, does not fit its base, or would have to be merged before it is
+            trained further.
+    """
+    config = PeftConfig.from_pretrained(path, revision=revision)
+    base, base_revision = base_of(path, revision)
+    kind = config.task_type or "CAUSAL_LM"
+    needs_head, is_whole = is_classifier and kind == "CAUSAL_LM", not is_deepspeed_zero3_enabled()
+    auto: Any = AutoModelForSequenceClassification if is_classifier else None
+    labels = {"num_labels": 1} if is_classifier else {}
+    with _ON_EACH_PROCESS() if is_classifier else nullcontext():
+        model = create_model_from_path(base, auto, revision=base_revision or "main", **labels, **kwargs)
+    weights = load_peft_weights(path, device="cpu", revision=revision)
+    for is_wrong, message in [
+        (
+            kind != ("SEQ_CLS" if is_classifier else "CAUSAL_LM") and not (needs_head and is_trainable),
+            f"is an adapter of task type {kind}, but a "
+            f"{'sequence classifier' if is_classifier else 'causal language model'} is needed here.",
+        ),
+        (
+            is_trainable and bool(_saved_embeddings(model, weights)),
+            "was saved with its own embeddings: merge it first (`trl-ext merge`), and train the merged model.",
+        ),
+        (needs_head and not is_whole, "cannot get a head under ZeRO-3: merge it first (`trl-ext merge`)."),
+    ]:
+        if is_wrong:
+            raise ValueError(f"{path} {message}")
+    fit_vocabulary(model, weights)
+    kinds = {"config": config, "autocast_adapter_dtype": is_whole}  # ZeRO-3 gathers parameters of one dtype only
+    if needs_head:  # PEFT cannot load a classifier's adapter without a head
+        config.task_type, config.modules_to_save = "SEQ_CLS", [*(config.modules_to_save or []), "score"]
+        config.inference_mode, config.init_lora_weights = False, True
+        weights[f"{HEAD}weight"] = model.score.weight.detach().clone()
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=is_whole)
+    else:
+        adapted = PeftModel.from_pretrained(model, path, revision=revision, is_trainable=is_trainable, **kinds)
+    if is_whole and not config.is_prompt_learning:
+        check_loaded(set_peft_model_state_dict(adapted, weights), POLICY, path)  # which PEFT passes over
+    adapted.adapter_path = path  # the report of a training run compares with what is recorded at this path
+    return adapted
+
+
+def load_merged(path: str, **kwargs: Any) -> Any:
+    """
+    Load an adapter, merged into the base that it names; `kwargs` are [`load_adapted`]'s.
+
+    Under ZeRO-3 the adapter stays unmerged, since no process has a whole weight to merge into.
+    """
+    model = load_adapted(path, **kwargs)
+    return model if is_deepspeed_zero3_enabled() else merge(model)
+
+
+def load_separately(path: str, **kwargs: Any) -> Any:
+    """Load a sequence classifier of one label that was saved as an adapter, merged into a base of its own."""
+    model = load_merged(path, is_classifier=True, **{"device_map": None, **kwargs})
+    model.config.name_or_path = model.name_or_path = path
+    return model
+
+
+def merge(model: Any) -> Any:
+    """Merge an adapter into its base, and return the base. If it changes one of two tied weights, untie them first."""
+    base = base_model_of(model)
+    ends = base.get_input_embeddings(), base.get_output_embeddings()
+    is_adapted = any(hasattr(end, "base_layer") for end in ends)
+    if is_adapted and ends[1] is not None and ends[0].weight is ends[1].weight:
+        head = getattr(ends[1], "base_layer", ends[1])
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        base.config.get_text_config().tie_word_embeddings = base.config.tie_word_embeddings = False
+        base.all_tied_weights_keys = {}  # else transformers would save one of the two
+    return model.merge_and_unload(safe_merge=True)
+
+
+def fit_vocabulary(model: Any, weights: dict[str, Tensor]) -> None:
+    """Resize a base's embeddings to the size of the embeddings in an adapter's `weights`, if there are any."""
+    for name in _saved_embeddings(model, weights):
+        if len(weights[name]) != model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(len(weights[name]))
+
+
+def _saved_embeddings(model: Any, weights: dict[str, Tensor]) -> list[str]:
+    """Return the names under which an adapter's file has embeddings or an LM head of its own."""
+    own = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = [name for name, module in model.named_modules() if any(module is each for each in own)]
+    return [key for key in weights for name in names if key == f"base_model.model.{name}.weight"]
+
+
+def load_to_train(
+    model: Any,
+    args: Any,
+    processing_class: Any = None,
+    peft_config: Any = None,
+    quantization_config: Any = None,
+    *,
+    is_classifier: bool = False,
+) -> tuple[Any, Any]:
+    """
+    If `model` is the path of an adapter, load the adapter, to train it further, and its tokenizer.
+
+    The base is frozen, and quantised if `quantization_config` is given. The adapter keeps its own settings.
+
+    Returns:
+        Two values for a trainer, the model and its tokenizer or processor. If `model` is not the path of an adapter,
+        they are `model` and `processing_class`, unchanged.
+    """
+    kwargs = dict(getattr(args, "model_init_kwargs", None) or {})
+    revision = kwargs.pop("revision", None)
+    if not is_adapter(model, revision):
+        return model, processing_class
+    if peft_config is not None:
+        warnings.warn(
+            f"{model} is an adapter and keeps its own rank, modules and dropout: `peft_config` is not read. For a new "
+            "adapter, merge this one first (`trl-ext merge`).",
+            UserWarning,
+            stacklevel=3,
+        )
+    trusted = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
+    if quantization_config is not None:
+        kwargs["quantization_config"] = quantization_config
+    if args is not None and args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
+        kwargs["device_map"] = None  # as TRL: "auto" fails
+    if is_classifier and args is not None:
+        set_seed(args.seed)  # a new head is drawn
+    adapted = load_adapted(model, revision, is_classifier=is_classifier, is_trainable=True, **trusted | kwargs)
+    if processing_class is None:
+        auto = AutoTokenizer if is_classifier else AutoProcessor
+        processing_class = load_tokenizer(model, revision, auto, **trusted)
+    return adapted, processing_class
+
+
+# ---- Reward models that share a base ----
+
+
+class OneAdapter(nn.Module):
+    """Run one sequence classifier, an adapter with a head, on a [`SharedBase`]."""
+
+    def __init__(self, shared: "SharedBase", name: str):
+        super().__init__()
+        self.model, self.config, self.shared, self.name = shared.model, shared.model.config, shared, name
+
+    @property
+    def device(self) -> Any:
+        """Return the device of the base."""
+        return self.model.device
+
+    def forward(self, **inputs: Any) -> Any:
+        with self.shared.switch.use(self.name):
+            return self.model(**inputs)
+
+
+class SharedBase:
+    """Load several sequence classifiers of one label, saved as adapters of one base, and load this base only once."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.base: Any = None
+        self.switch: Any = None
+
+    def add(self, path: str, **kwargs: Any) -> OneAdapter:
+        """
+        Load the adapter in `path`; the first call also loads its base, with `kwargs` for `from_pretrained`.
+
+        Raises:
+            ValueError: the adapter has another base than the first one, or cannot share a base.
+        """
+        base, name = base_named_by(path), POLICY
+        if self.model is None:
+            self.base, self.model = base, load_adapted(path, is_classifier=True, **kwargs)
+        elif base is None or base != self.base:
+            raise ValueError(f"{path} is not an adapter on {self.base}, the first adapter's base: load it separately")
+        else:
+            name = f"member_{len(self.model.peft_config)}"
+            self.model.load_adapter(path, name)
+        self.switch = AdapterSwitch(self.model)  # made anew, since each adapter may adapt other layers
+        return OneAdapter(self, name)
+
+
+def base_named_by(path: str) -> tuple[Any, ...] | None:
+    """Return the name, revision and hash of an adapter's base, three values; None if the adapter cannot share it."""
+    config = PeftConfig.from_pretrained(path)
+    try:
+        check_config(config, path)
+    except ValueError:
+        return None
+    return config.base_model_name_or_path, config.revision, recorded_base(path).get("weights")
+
+
+# ---- Beside the policy ----
 
 
 @dataclass(frozen=True)
@@ -80,7 +348,7 @@ def whole_on_each_process() -> Iterator[None]:
     from ..upstream.names import _hf_deepspeed_config_weak_ref as zero  # its present value
 
     without_zero3 = nullcontext() if zero is None else temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None)
-    with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"), without_zero3:
+    with _ON_EACH_PROCESS(), without_zero3:
         yield
 
 

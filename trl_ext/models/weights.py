@@ -1,15 +1,17 @@
 """Find a model under its wrappers, check its vocabulary, and count, gather or copy its weights."""
 
 import copy
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
-from ..upstream.names import disable_dropout_in_model
+from ..upstream.names import add_hooks, disable_dropout_in_model, remove_hooks
+from ..upstream.temporarily import temporarily
 
 
 def base_model_of(model: Any) -> Any:
@@ -22,39 +24,12 @@ def unwrapped(model: Any) -> Any:
     return getattr(model, "module", model)
 
 
+# ---- Vocabularies ----
+
+
 def vocabulary_of(model: Any) -> int:
     """Return the number of token ids that a model has embeddings for."""
     return base_model_of(model).config.get_text_config().vocab_size
-
-
-def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> None:
-    """
-    Raise a `ValueError` if the tokenizer has no EOS token, or has token ids beyond the model's vocabulary.
-
-    Unless `pads_are_read`, the pad token's id may lie beyond the vocabulary, since masked pads are never read.
-    """
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            "The tokenizer has no EOS token, so no answer would end. Set `tokenizer.eos_token` to the token that ends "
-            "an answer."
-        )
-    vocabulary = vocabulary_of(model)
-    if unknown := tokens_beyond(vocabulary, tokenizer, pads_are_read):
-        raise ValueError(
-            f"The tokenizer has token ids up to {max(unknown.values())}, but the policy's vocabulary has only "
-            f"{vocabulary} tokens. Pass the policy's own tokenizer as `processing_class`, or call "
-            f"`model.resize_token_embeddings` for the tokens you added ({', '.join([*unknown][:3])}, …)."
-        )
-
-
-def check_pad_token(model: Any, tokenizer: Any) -> None:
-    """Raise a `ValueError` if the model has no embedding for the pad token: once saved, it could not be loaded."""
-    if (pad := tokenizer.pad_token_id) is not None and pad >= (vocabulary := vocabulary_of(model)):
-        raise ValueError(
-            f"The pad token {tokenizer.pad_token!r} has the id {pad}, but the model has embeddings for {vocabulary} "
-            f"tokens only. Set `pad_token` to one of them, such as {tokenizer.eos_token!r}, or call "
-            "`model.resize_token_embeddings`."
-        )
 
 
 def tokens_beyond(vocabulary: int, tokenizer: Any, pads_are_read: bool = True) -> dict[str, int]:
@@ -66,6 +41,30 @@ def tokens_beyond(vocabulary: int, tokenizer: Any, pads_are_read: bool = True) -
     pad = None if pads_are_read else tokenizer.pad_token_id
     beyond = [(i, token) for token, i in tokenizer.get_vocab().items() if i >= vocabulary and i != pad]
     return {token: i for i, token in sorted(beyond)}
+
+
+def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> None:
+    """
+    Raise a `ValueError` if the tokenizer has no EOS token, or has token ids beyond the model's vocabulary.
+
+    Unless `pads_are_read`, the pad token's id may lie beyond the vocabulary, since masked pads are never read.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("The tokenizer has no EOS token, so no answer would end. Set `tokenizer.eos_token`.")
+    if unknown := tokens_beyond(vocabulary_of(model), tokenizer, pads_are_read):
+        raise ValueError(
+            f"The model has embeddings for {vocabulary_of(model)} tokens, but the tokenizer has more: "
+            f"{[*unknown.items()][:3]}. Pass the model's own tokenizer, or call `model.resize_token_embeddings`."
+        )
+
+
+def check_pad_token(model: Any, tokenizer: Any) -> None:
+    """Raise a `ValueError` if the model has no embedding for the pad token: once saved, it could not be loaded."""
+    if (pad := tokenizer.pad_token_id) is not None and pad >= vocabulary_of(model):
+        raise ValueError(
+            f"The pad token {tokenizer.pad_token!r} has the id {pad}, for which the model has no embedding. Set "
+            f"`pad_token` to one that it has, such as {tokenizer.eos_token!r}."
+        )
 
 
 def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
@@ -91,27 +90,17 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
     if moved := [(i, token) for token, i in ours if theirs.get(token, i) != i and i != tokenizer.pad_token_id]:
         i, token = min(moved)  # the same on each process, where the order may differ
         raise ValueError(
-            f"{what} was saved with another tokenizer: there {token!r} has the id {theirs[token]}, not {i}. {what} "
-            "reads the policy's token ids, so pass one with the policy's tokenizer."
+            f"{what} reads the policy's token ids, but was saved with another tokenizer: there {token!r} has the id "
+            f"{theirs[token]}, not {i}."
         )
+
+
+# ---- Weights ----
 
 
 def size_of(parameters: Iterable[Tensor]) -> int:
     """Return how many weights `parameters` have, including the parts that ZeRO-3 has put on other processes."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
-
-
-def whole(parameter: Tensor, modifier_rank: int | None = None) -> AbstractContextManager:
-    """
-    Gather a parameter for the block, if ZeRO-3 has partitioned it.
-
-    What process `modifier_rank` changes in it is kept; with None, nothing may be changed.
-    """
-    if not hasattr(parameter, "ds_id"):
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank)
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -140,23 +129,69 @@ def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | 
     """
     Copy a model without the forward that TRL or accelerate patched onto the instance.
 
-    Args:
-        model: what to copy.
-        what: how the message names the copy.
-        load_again: loads the same weights again. It is called if ZeRO-3 has partitioned the model, which then cannot
-            be copied.
-
-    Raises:
-        ValueError: ZeRO-3 has partitioned the model, and there is no `load_again`.
+    If ZeRO-3 has partitioned the model, which then cannot be copied, `load_again` loads the same weights again;
+    without it, raise a `ValueError`, which calls the copy `what`.
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         if load_again is not None:
             return load_again()
-        raise ValueError(
-            f"{what} would be a copy of a {type(model).__name__}, but ZeRO-3 has already partitioned that model's "
-            "weights. Pass `model` as a path, or pass the copy yourself (`ref_model=`, `value_model=`)."
-        )
+        raise ValueError(f"{what} cannot be a copy of a model that ZeRO-3 has partitioned. Pass `model` as a path.")
     twin = copy.deepcopy(model)
     for module in (twin, base_model_of(twin)):
         vars(module).pop("forward", None)
     return twin
+
+
+# ---- Shards ----
+
+
+def whole(parameter: Tensor, modifier_rank: int | None = None) -> AbstractContextManager:
+    """
+    Gather a parameter for the block, if ZeRO-3 has partitioned it.
+
+    What process `modifier_rank` changes in it is kept; with None, nothing may be changed.
+    """
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank)
+
+
+@contextmanager
+def gathered_by_zero3(engine: nn.Module, policy: nn.Module, args: Any) -> Iterator[None]:
+    """
+    Gather the policy's weights once, and keep them whole until the end of the block.
+
+    TRL would gather the critic's weights, too, and would gather all of them anew for each batch.
+    """
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(policy.parameters())):
+        remove_hooks(engine)
+        try:
+            with temporarily(args, ds3_gather_for_generation=False):
+                yield
+        finally:
+            add_hooks(engine)
+
+
+@contextmanager
+def kept_by_fsdp2(policy: nn.Module) -> Iterator[None]:
+    """
+    Keep the weights that FSDP2 gathers in the policy's first forward until the end of the block.
+
+    Otherwise FSDP2 would gather each layer's weights anew for each generated token.
+    """
+    layers = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    groups = [group for layer in layers for group in layer._get_fsdp_state()._fsdp_param_groups]
+    reshard = [group.post_forward_mesh_info for group in groups]
+    for layer in layers:
+        layer.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for group, info in zip(groups, reshard, strict=True):
+            group.post_forward_mesh_info = info
+        for layer in layers:
+            layer.reshard()

@@ -13,8 +13,7 @@ from trl import GRPOTrainer
 from ..data.calls import repeated_calls
 from ..models.histories import Histories
 from ..models.sampler import SamplerRecorder
-from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
-from ..models.weights import base_model_of
+from ..models.weights import base_model_of, gathered_by_zero3, kept_by_fsdp2
 from ..upstream.names import disable_gradient_checkpointing, use_adapter
 from ..upstream.temporarily import temporarily
 from .environments import Calls

@@ -253,11 +253,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         "Dataset column with the demonstration.",
         only_with=("reward_normalization", "reference"),
     )
-    share_reward_base: Literal["auto", "never", "always"] = setting(
-        "auto",
-        "Whether a reward model saved as an adapter uses the policy's base. Otherwise it loads a base of its own. "
-        "`auto` shares the base if its weights and quantisation are those that the adapter was trained on, so that "
-        "scores stay the same. `always` raises if they are not.",
+    share_reward_base: bool = setting(
+        True,
+        "Let a reward model that was saved as an adapter use the base of a LoRA policy, which must be the one that it "
+        "was trained on. If False, or if all of the policy's weights are trained, it loads a base of its own.",
     )
 
     # The loss

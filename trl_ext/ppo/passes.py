@@ -7,9 +7,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from ..models.actor_critic import positions
-from ..models.packing import Packed, keeps_rows_apart, pack
-from ..models.varlen import NAME as VARLEN
-from ..models.varlen import use_varlen
+from ..models.packing import VARLEN, Packed, keeps_rows_apart, pack, use_varlen
 from ..models.weights import base_model_of, unwrapped
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

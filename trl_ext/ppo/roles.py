@@ -4,35 +4,32 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
+from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from ..models.actor_critic import ActorCritic
-from ..models.adapter_switch import CRITIC, POLICY, REFERENCE, AdapterSwitch, merge_exactly
 from ..models.adapters import (
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    AdapterSwitch,
     add_critic,
-    add_reward,
-    base_fingerprint,
+    add_saved,
     check_config,
     check_modules,
+    check_same_base,
     copy_adapter,
-    is_adapter,
-    load_head,
-    load_separately,
-    names_base,
+    merge_exactly,
     prepare_peft_model,
-    why_not_shared,
 )
 from ..models.classifier import AdapterClassifier, check_critic, critic_from_policy
 from ..models.generation import forked_rng
-from ..models.identity import hash_of, hub_identity, tokenizer_identity, weights_identity
+from ..models.identity import hub_identity
 from ..models.lm_head import add_dense_lm_head
-from ..models.loading import Loader
-from ..models.saved_adapter import load_merged, load_tokenizer
+from ..models.loading import Loader, is_adapter, load_merged, load_separately, load_tokenizer
 from ..models.weights import (
     base_model_of,
     check_same_ids,
@@ -44,13 +41,9 @@ from ..models.weights import (
 from ..rewards.checks import checked_name
 from ..rewards.member import distinct
 from ..rewards.model import ModelReward, load_classifier, load_reward_model, logits_of, same_tokenizer
-from ..runs.processes import on_first
-from ..runs.sources import source_identity
 from ..upstream.names import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
 from .config import PPOConfig
 from .rewards import AdapterReward, CheckedReward, Mistakes
-
-Share = Literal["auto", "never", "always"]
 
 
 def check_roles(
@@ -69,27 +62,20 @@ def check_roles(
         prepare_peft_model(model, shares_base)
     elif is_peft:
         check_config(peft_config, "peft_config", shares_base)
-    if critic_peft_config is not None and (not is_peft or value_model is not None):
-        raise ValueError(
+    for is_wrong, message in [
+        (
+            critic_peft_config is not None and (not is_peft or value_model is not None),
             "`critic_peft_config` is for a critic that shares the policy's base. It needs a policy with an adapter "
-            "(`peft_config`), and no `value_model`."
-        )
-    if is_peft and args.sync_ref_model:
-        raise ValueError(
+            "(`peft_config`), and no `value_model`.",
+        ),
+        (
+            is_peft and args.sync_ref_model,
             "`sync_ref_model=True` moves the reference, but a policy with an adapter has a frozen one: the base, or a "
-            "copy of the adapter. Set `sync_ref_model=False`, or train all weights."
-        )
-    for reward in reward_funcs:
-        if isinstance(reward, PeftModel):
-            raise ValueError(
-                "A reward model cannot be a `PeftModel`. Pass the folder of its adapter, which can then share the "
-                "policy's base, or pass `reward_model.merge_and_unload()`."
-            )
-        if args.share_reward_base == "always" and is_adapter(reward) and not is_peft:
-            raise ValueError(
-                f"`share_reward_base='always'`, but the policy trains all of its weights, so {reward} needs "
-                "a base of its own: pass `peft_config`, or use 'auto'."
-            )
+            "copy of the adapter.",
+        ),
+    ]:
+        if is_wrong:
+            raise ValueError(message)
     return [AdapterReward(reward) if is_adapter(reward) else reward for reward in reward_funcs]
 
 
@@ -112,20 +98,23 @@ def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
 
 def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
     """Raise if a policy with adapters would silently train with wrong gradients or samples."""
-    check_modules(policy, policy.peft_config[POLICY], "peft_config")
+    check_modules(policy, "peft_config")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.activation_checkpointing:
-        raise ValueError(
+    for is_wrong, message in [
+        (
+            plugin is not None and plugin.activation_checkpointing,
             "FSDP's own activation checkpointing computes layers again in `backward`, with the adapter that is active "
             "then, so gradients would be wrong. Set `fsdp_activation_checkpointing: false` in accelerate's "
-            "configuration and `activation_checkpointing: true` in the training arguments."
-        )
-    if use_vllm and getattr(base_model_of(policy).config, "quantization_config", None) is not None:
-        raise ValueError(
+            "configuration and `activation_checkpointing: true` in the training arguments.",
+        ),
+        (
+            use_vllm and getattr(base_model_of(policy).config, "quantization_config", None) is not None,
             "`use_vllm=True` does not work with a quantised base: vLLM would get merged weights that were quantised "
-            "again, and sample from another policy than the trained one. Load the base unquantised, or generate "
-            "without vLLM."
-        )
+            "again, and sample from another policy than the trained one.",
+        ),
+    ]:
+        if is_wrong:
+            raise ValueError(message)
 
 
 def prepare_base(policy: Any, use_vllm: bool) -> None:
@@ -136,9 +125,6 @@ def prepare_base(policy: Any, use_vllm: bool) -> None:
         # With a quantised base GRPO rounds the adapter to bfloat16, but not the copy of it that is the reference
         if f".{REFERENCE}." in name:
             parameter.data = policy.get_parameter(name.replace(f".{REFERENCE}.", f".{POLICY}.")).data.clone()
-
-
-# ---- Reference ----
 
 
 def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: Any) -> Any:
@@ -154,20 +140,8 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: A
         reference = unpatched_copy(loader.policy, "the reference", loader.again(create_model_from_path))
     else:
         reference = ref_model
-    theirs, ours = vocabulary_of(reference), vocabulary_of(loader.policy)
-    if theirs < ours:
-        raise ValueError(
-            f"`ref_model` has a vocabulary of {theirs} tokens, but the policy has {ours}, and the reference must "
-            "score all of them. Leave `ref_model` out to use a frozen copy of the policy, or cut unused rows off the "
-            f"policy with `model.resize_token_embeddings({theirs})`."
-        )
-    if theirs > ours:
+    if vocabulary_of(reference) != vocabulary_of(loader.policy):
         check_same_ids("`ref_model`", named(ref_model), tokenizer)
-        if args.sync_ref_model:
-            raise ValueError(
-                f"`sync_ref_model=True` averages `ref_model` and the policy, but their vocabularies have {theirs} and "
-                f"{ours} tokens. Leave `ref_model` out, or set `sync_ref_model=False`."
-            )
     reference.requires_grad_(False).eval()
     if args.disable_dropout:
         disable_dropout(reference)
@@ -214,52 +188,32 @@ class Rewards:
                 if (config.pad_token_id or 0) >= config.vocab_size:
                     config.pad_token_id = None  # GRPO has set it; a model that is saved with it cannot be loaded
 
-    def load_adapters(self, loader: Loader, share: Share) -> dict[int, nn.Linear]:
+    def load_adapters(self, loader: Loader, share: bool) -> dict[int, nn.Linear]:
         """
-        Load the reward models that were saved as adapters, on the policy's base where they can share it.
+        Load the reward models that were saved as adapters: on the policy's base if it is frozen and `share` is True.
 
         Returns:
             The heads of the models that share the base, by the index of the reward.
-
-        Raises:
-            ValueError: `share` is "always", and a model cannot share the base.
         """
         heads = {}
         for i, reward in enumerate(self.functions):
             if not isinstance(reward, AdapterReward):
                 continue
-            tokenizer = self.tokenizers[i]
-            if tokenizer is None:
-                tokenizer = load_tokenizer(reward.path, trust_remote_code=loader.trust_remote_code)
-            if tokenizer.pad_token_id is None:
-                tokenizer.pad_token = tokenizer.eos_token
-            self.tokenizers[i] = tokenizer
-
-            reason = why_separate(loader, reward.path, share)
-            if reason is not None and share == "always":
-                raise ValueError(f"`share_reward_base='always'`, but {reward.path} cannot share the base: {reason}.")
+            if self.tokenizers[i] is None:
+                self.tokenizers[i] = load_tokenizer(reward.path, trust_remote_code=loader.trust_remote_code)
+            if self.tokenizers[i].pad_token_id is None:
+                self.tokenizers[i].pad_token = self.tokenizers[i].eos_token
             # PEFT draws random weights before it loads the file's weights
             with forked_rng(loader.accelerator.device) if self.only_measures[i] else nullcontext():
-                if reason is None:
-                    heads[i] = add_reward(loader.policy, f"reward_{i}", reward.path)
-                    continue
-                loader.accelerator.print(f"Reward model {reward.path} gets a base of its own: {reason}.")
-                self.functions[i] = loader.placed(load_separately(reward.path, **loader.kwargs), shard=False)
+                if share and isinstance(loader.policy, PeftModel):
+                    heads[i] = _on_base(loader, f"reward_{i}", reward.path)
+                else:
+                    self.functions[i] = loader.placed(load_separately(reward.path, **loader.kwargs), shard=False)
         return heads
 
     def identities(self) -> dict[str, Any]:
-        """Return the identity of each reward: a model's weights and tokenizer, or a function's source."""
-        facts: dict[str, Any] = {"rewards": self.names}
-        for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
-            if isinstance(reward, AdapterReward):
-                weights = hash_of(load_peft_weights(reward.path, device="cpu"))
-                identity = hub_identity(reward.path) or f"xxh3:{weights[:12]}"
-            elif isinstance(reward, nn.Module):
-                identity = weights_identity(unwrapped(reward), self.paths[i])
-            else:
-                identity = source_identity(reward)
-            facts[f"reward {name}"] = " ".join(filter(None, (identity, tokenizer_identity(tokenizer))))
-        return facts
+        """Return what must be the same for a run to resume: the names of the rewards."""
+        return {"rewards": self.names}
 
     def disable_dropout(self) -> None:
         for reward in self.functions:
@@ -292,12 +246,6 @@ class Rewards:
         for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
             is_shared = isinstance(reward, AdapterReward)
             if is_shared or isinstance(reward, nn.Module):
-                owner: Any = actor_critic.rewards[f"reward_{i}"] if is_shared else unwrapped(reward)
-                if owner.config.num_labels != 1:  # DeepSpeed's engine has another `config`
-                    raise ValueError(
-                        f"Reward model '{name}' has num_labels={owner.config.num_labels}; a reward model needs one "
-                        "label: load it with `num_labels=1`."
-                    )
                 if is_shared:
                     score: Callable[..., Tensor] = partial(forward, f"reward_{i}")
                 else:
@@ -305,7 +253,7 @@ class Rewards:
                     reward.eval()  # not chained: DeepSpeed's engine returns None here
                     score = partial(logits_of, reward)
                 reward = ModelReward(
-                    owner,
+                    actor_critic.rewards[f"reward_{i}"] if is_shared else unwrapped(reward),
                     score=score,
                     tokenizer=tokenizer,
                     policy_tokenizer=self.policy_tokenizer,
@@ -320,21 +268,10 @@ class Rewards:
         return result
 
 
-def why_separate(loader: Loader, path: str, share: Share) -> str | None:
-    """Return why a reward model that was saved as an adapter cannot use the policy's base; None if it can."""
-    if not isinstance(loader.policy, PeftModel):
-        return "the policy trains all of its weights"
-    if share == "never":
-        return "`share_reward_base='never'`"
-    own = fingerprint_beside(loader, path)
-    return on_first(lambda: why_not_shared(loader.policy, path, own, assume_quantization=share == "always"))
-
-
-def fingerprint_beside(loader: Loader, adapter: str) -> dict[str, str]:
-    """Return the fingerprint of the policy's base; if the adapter names that base, return {} and read no weights."""
-    base = hub_identity(loader.path, loader.init_kwargs.get("revision"))
-    # All processes come here, since ZeRO-3 gathers the weights
-    return {} if names_base(adapter, loader.policy, base) else base_fingerprint(loader.policy)
+def _on_base(loader: Loader, name: str, path: str) -> nn.Linear:
+    """Add the saved adapter of a classifier to the policy, if they have the same base; return its head."""
+    check_same_base(loader.policy, path, hub_identity(loader.path, loader.init_kwargs.get("revision")))
+    return add_saved(loader.policy, name, path)
 
 
 # ---- Critic ----
@@ -392,26 +329,17 @@ def add_critic_adapter(
     Returns:
         The critic's head, None for a head of zeros; and a phrase that says what adapter and head were made from.
     """
-    policy, head = loader.policy, None
+    policy, head, origin = loader.policy, None, "with a zero head"
     if value_model is not None:
-        reason = why_not_shared(policy, value_model, fingerprint_beside(loader, value_model), assume_quantization=True)
-        if reason:
-            raise ValueError(f"`value_model` {value_model} cannot be an adapter on the policy's base: {reason}.")
-        config = PeftConfig.from_pretrained(value_model)
-        config.modules_to_save = None
-        add_critic(policy, config)
-        head, origin = load_head(policy, CRITIC, value_model), f"`value_model` {value_model}"
+        head, origin = _on_base(loader, CRITIC, value_model), f"`value_model` {value_model}"
     else:
         add_critic(policy, config)
-        origin = "with a zero head"
         for i, reward_head in heads.items():
-            if rewards.only_measures[i] or not same_tokenizer(rewards.tokenizers[i], rewards.policy_tokenizer):
-                continue
-            if copy_adapter(policy, f"reward_{i}", CRITIC):
-                head, origin = copy.deepcopy(reward_head), f"a copy of reward model '{rewards.names[i]}'"
+            is_alike = same_tokenizer(rewards.tokenizers[i], rewards.policy_tokenizer)
+            if is_alike and not rewards.only_measures[i] and copy_adapter(policy, f"reward_{i}", CRITIC):
+                head = copy.deepcopy(reward_head).float().requires_grad_(True)
+                origin = f"a copy of reward model '{rewards.names[i]}'"
                 break
-    if head is not None:
-        head.to(torch.float32).requires_grad_(True)
     return head, f"an adapter of rank {policy.peft_config[CRITIC].r} on the policy's base, {origin}"
 
 
@@ -419,10 +347,7 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
     """Make a critic with a base of its own; return the critic, and a phrase that says what it was made from."""
     critic: Any
     if isinstance(value_model, str):
-        if is_adapter(value_model):
-            critic = load_separately(value_model, **loader.kwargs)
-        else:
-            critic = load_classifier(value_model, **loader.kwargs)
+        critic = (load_separately if is_adapter(value_model) else load_classifier)(value_model, **loader.kwargs)
         origin = f"`value_model` {value_model}"
     elif value_model is not None:
         critic, origin = value_model, "`value_model`"
@@ -449,7 +374,7 @@ def named(model: Any) -> str | None:
 
 
 def _critic_from_reward(loader: Loader, reward: Any, tokenizer: Any) -> PreTrainedModel | None:
-    if isinstance(reward, PeftModel):  # under ZeRO-3; its configuration names the base's path, not its own
+    if isinstance(reward, PeftModel):  # its configuration names the base's path, not its own
         return None
     path, load = get_config_model_id(reward.config), AutoModelForSequenceClassification.from_pretrained
     again = partial(load, path, num_labels=1, **loader.kwargs) if path else None

@@ -40,16 +40,21 @@ from ..functional import (
     value_loss,
     whiten,
 )
-from ..models.adapter_guard import AdapterGuard
-from ..models.adapter_switch import CRITIC, POLICY, REFERENCE
-from ..models.adapters import copy_adapter, is_adapter
-from ..models.card import without_none
-from ..models.files import load_adapters, one_adapter, save_critic, weights_of, without_base
+from ..models.adapters import (
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    copy_adapter,
+    load_adapters,
+    one_adapter,
+    save_critic,
+    weights_of,
+    without_base,
+)
 from ..models.generation import check_savable, warn_of_turn_end
 from ..models.identity import hash_of, hub_identity, weights_identity
 from ..models.lm_head import add_dense_lm_head
-from ..models.loading import Loader
-from ..models.saved_adapter import load_to_train
+from ..models.loading import Loader, is_adapter, load_to_train
 from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
 from ..runs.checkpoints import CannotResume, ResumableRun
 from ..runs.control import AgreedControl, take_kl_scale
@@ -290,7 +295,6 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         if self._is_peft:
             check_base(policy, self.accelerator, self.use_vllm)
             prepare_base(policy, self.use_vllm)
-            self.add_callback(AdapterGuard())
         heads = rewards.load_adapters(self._loader, args.share_reward_base)
         actor_critic, self._critic_origin = make_actor_critic(
             self._loader, rewards, heads, value_model, critic_peft_config
@@ -896,11 +900,6 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         shown = {name: list(map(with_text_arguments, self._logs[name])) for name in logged}
         with temporarily(self, _logs={**self._logs, **shown}):
             super().log(logs, start_time)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
-        if self.is_world_process_zero():
-            without_none(self.args.output_dir, get_config_model_id(self.model.config))
 
     # ---- Checkpoints ----
 

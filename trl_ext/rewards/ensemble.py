@@ -165,7 +165,7 @@ def members_in(folder: str) -> list[dict[str, Any]]:
 
 def loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> list[Callable]:
     """Load the members that are folders or hub names; return all members. Adapters of one base share a copy of it."""
-    from ..models.adapters import SharedBase, base_named_by, is_adapter
+    from ..models.loading import SharedBase, base_named_by, is_adapter
 
     bases = [base_named_by(member) if isinstance(member, str) and is_adapter(member) else None for member in members]
     shared = {base: SharedBase() if base and count > 1 else None for base, count in Counter(bases).items()}

@@ -129,7 +129,7 @@ class ModelReward:
             the beginning of the prompt, but not a special token at its start, and logs the share of rows cut as
             `rewards/<name>/truncated`.
         chat_template_kwargs: passed on to the chat template.
-        shared_base: the [`~trl_ext.models.adapters.SharedBase`] whose base model this adapter and others use.
+        shared_base: the [`~trl_ext.models.loading.SharedBase`] whose base model this adapter and others use.
         score: a function that takes `input_ids` and `attention_mask` (B, L) and returns scores (B,). It is called in
             place of `model`'s own forward, for a wrapped model. `model` then stays on its device and in its mode.
         name: key in the logs; None: the last part of the model's name.
@@ -225,8 +225,8 @@ class ModelReward:
             )
 
     def _load(self, path: str, dtype: Any, device_map: Any, shared_base: Any) -> Any:
-        from ..models.adapters import SharedBase, check_head, is_adapter, load_separately  # PEFT takes seconds
-        from ..models.loading import whole_on_each_process
+        from ..models.adapters import check_head  # here: PEFT takes seconds
+        from ..models.loading import SharedBase, is_adapter, load_separately, whole_on_each_process
 
         kwargs: dict[str, Any] = {"dtype": dtype or "auto", "device_map": device_map}
         if self.load_in_8bit:
@@ -253,7 +253,7 @@ class ModelReward:
         """Return the identity of model and tokenizer, and the settings that the scores depend on."""
         from peft import PeftConfig
 
-        from ..models.adapters import is_adapter
+        from ..models.loading import is_adapter
 
         if self.path is None:
             weights = [f"xxh3:{hash_of(self.model.state_dict(keep_vars=True))[:12]}"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from ..models.adapter_switch import CRITIC, POLICY, REFERENCE
+from ..models.adapters import CRITIC, POLICY, REFERENCE
 from ..models.weights import size_of
 
 WIDTH = 100  # characters of a line, at most

@@ -17,9 +17,8 @@ from ..data import one_form
 from ..data.pair_columns import PairCollator, check_columns, take_columns
 from ..evaluation.row_means import RowMeans
 from ..functional import preference_loss
-from ..models.adapters import is_adapter
 from ..models.generation import eos_token_ids, warn_of_turn_end
-from ..models.saved_adapter import load_to_train
+from ..models.loading import is_adapter, load_to_train
 from ..models.weights import check_pad_token
 from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials

@@ -61,8 +61,6 @@ def _ppo(job: Job, args: Any, layout: Layout, peft: bool) -> list[str]:
             f"`rollouts_ahead: {args.rollouts_ahead}` draws whole rollouts in advance, which tools and environments "
             "do not allow: leave it out"
         )
-    if job.shared_rewards and not peft and args.share_reward_base == "always":
-        reasons.append("`share_reward_base: always` needs a policy with an adapter: set `use_peft: true`")
     episodes = args.per_device_train_batch_size * args.steps_per_generation * layout.processes
     if episodes % args.num_generations:
         reasons.append(

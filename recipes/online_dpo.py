@@ -224,7 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
         load_rewards,
         reward_identity,
     )
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of, rows_identity
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of
     from trl_ext.workbench import next_answer, next_line, report_of
 
     processes, output_dir = PartialState(), Path(training_args.output_dir)
@@ -285,8 +285,8 @@ def main(arguments: list[str] | None = None) -> None:
             script_args.reward_weights, [None] * (len(rewards) - len(own_weights)) + own_weights
         )
         settings |= {
-            "train_data": rows_identity(train),
-            "held_out_data": rows_identity(held_out),
+            "train_data": train._fingerprint,
+            "held_out_data": held_out._fingerprint,
             "model": path_identity(start, model_args.model_revision),
             "tokenizer": tokenizer_identity(tokenizer),
             "eos_token_ids": ends,

@@ -45,7 +45,6 @@ from trl_ext.runs import (
     config_file,
     differences,
     read_jsonl,
-    rows_identity,
     setting,
     write_text,
 )
@@ -272,7 +271,7 @@ def queue_settings(args: RefreshArguments) -> dict[str, Any]:
         "model_name_or_path": path_identity(args.model_name_or_path),
         "against_model_name_or_path": against and path_identity(against),
         "reward_model_name_or_path": [path_identity(name) for name in members_of(args.reward_model_name_or_path)],
-        "dataset": rows_identity(prompts),
+        "dataset": prompts._fingerprint,
         "earlier": [digest(Path(name, "queue.jsonl")) for name in args.earlier or []],
     }
 
@@ -512,7 +511,7 @@ def train_settings(args: RefreshArguments) -> dict[str, Any]:
     names = ("old_share", "seed", "demonstrations_name")
     return {
         **{name: getattr(args, name) for name in names},
-        **{split: rows_identity(old_pairs(args, split)) for split in SPLITS},
+        **{split: old_pairs(args, split)._fingerprint for split in SPLITS},
         "pairs": [digest(Path(each, "pairs", f"{split}.jsonl")) for each in rounds(args) for split in SPLITS],
         "config": read_yaml(config_file("reward_config", args.reward_config or "").read_text()),
     }

@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     from trl_ext.evaluation import plot_margins, reward_model_report
     from trl_ext.models import base_of, centre, has_head, head_of, keep_unpacked, load_config, path_identity
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of, rows_identity
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of
     from trl_ext.stages import ResumableRewardTrainer
     from trl_ext.workbench import next_line, objections, report_of, report_trained
 
@@ -340,8 +340,8 @@ def main(arguments: list[str] | None = None) -> None:
         PartialState().print(f"{done}{next_line(following)}")
         in_use.release()
         return
-    facts = {"train_data": rows_identity(train_dataset), "held_out_data": rows_identity(test_dataset)}
-    facts |= {"demonstrations": rows_identity(demonstrations), "drop": script_args.drop_unusable_pairs}
+    facts = {"train_data": train_dataset._fingerprint, "held_out_data": test_dataset._fingerprint}
+    facts |= {"demonstrations": demonstrations._fingerprint, "drop": script_args.drop_unusable_pairs}
     facts |= {"model_name_or_path": path_identity(model_args.model_name_or_path, model_args.model_revision)}
     settings = fingerprint(training_args, **{**vars(model_args), **facts}, ensemble=script_args.ensemble)
     with parser.one_line_errors():

@@ -1,28 +1,21 @@
 """Checkpoints that are written while training goes on: the same files, complete or gone, and never in the way."""
 
-import json
-import multiprocessing
 import shutil
 import threading
 import time
-from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import safetensors.torch
 import torch
 from datasets import Dataset
-from torch.distributed import HashStore
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
-from tests.ppo.worker import RESUMED, Stop, end_state, lora_trainer, make_trainer
+from tests.ppo.worker import RESUMED, Stop, make_trainer
 from tests.tiny import ON_CPU, tiny_llama, tiny_tokenizer
+from trl_ext.runs import saving
 from trl_ext.runs.checkpoints import NotSaved
 from trl_ext.runs.marker import MARKER
-from trl_ext.runs.writer import OTHERS_PART, CheckpointWriter
 from trl_ext.stages.trainers import ResumableSFTTrainer, SFTConfig
-from trl_ext.upstream.names import WRITERS
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "save_in_background": True}
 SMALL = {"learning_rate": 1e-2, "per_device_train_batch_size": 2, "record_run": False}
@@ -53,19 +46,14 @@ class At(TrainerCallback):
 
 @pytest.fixture
 def release(monkeypatch):
-    """Until this event is set, the thread writes nothing."""
-    event = threading.Event()
+    """Until this event is set, nothing leaves memory."""
+    event, copytree = threading.Event(), shutil.copytree
 
-    def held_back(write):
-        def wait(*args, **kwargs):
-            assert threading.current_thread() is threading.main_thread() or event.wait(60)
-            return write(*args, **kwargs)
+    def held_back(*args):
+        assert event.wait(60)
+        return copytree(*args)
 
-        return wait
-
-    for path, name in WRITERS.items():
-        module = import_module(path)
-        monkeypatch.setattr(module, name, held_back(getattr(module, name)))
+    monkeypatch.setattr(saving.shutil, "copytree", held_back)
     yield event
     event.set()
 
@@ -78,119 +66,80 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "config", "kept_back"),
-    [
-        (make_trainer, RESUMED, "model.safetensors critic/model.safetensors optimizer.pt ppo_state_0.pt"),
-        (lora_trainer, RESUMED, "adapter_model.safetensors critic/adapter_model.safetensors optimizer.pt"),
-        (sft, {}, "model.safetensors optimizer.pt"),
-    ],
-    ids=["ppo", "ppo lora", "sft"],
-)
-def test_what_is_written_later_is_what_was_there(build, config, kept_back, tmp_path, release, monkeypatch):
-    """The weights have moved four steps by the time that anything is written."""
-    trainer = build(output_dir=tmp_path, **config | {"max_steps": 7})
-    folder, seen = tmp_path / "checkpoint-3", {}
+def is_in_memory(checkpoint):
+    return checkpoint.is_symlink() and str(checkpoint.resolve()).startswith("/dev/shm/trl_ext_checkpoint_")
 
-    def save_twice():
-        for trainer.args.save_in_background in (False, True):
-            trainer._save_checkpoint(trainer.model, None)
-            if not trainer.args.save_in_background:
-                folder.rename(tmp_path / "at once")
-        seen["after saving"] = contents(folder)
+
+@pytest.mark.slow
+def test_what_is_written_later_is_what_was_there(tmp_path, release):
+    """The weights have moved four steps by the time that anything is on the disk."""
+    config = {"save_strategy": "steps", "save_steps": 4, **RESUMED, "max_steps": 12}
+    make_trainer(tmp_path / "at once", **config).train()
+    trainer, seen = make_trainer(tmp_path, save_in_background=True, **config), []
 
     def look():
-        seen["later"] = contents(folder)
+        seen.append((is_in_memory(tmp_path / "checkpoint-8"), complete(tmp_path)))
         release.set()
 
-    trainer.add_callback(At(_3=save_twice, _7=look))
+    trainer.add_callback(At(_11=look))
     trainer.train()
 
-    assert seen["later"] == seen["after saving"]  # the steps went on meanwhile
-    assert {*kept_back.split()} <= contents(folder).keys() - seen["later"].keys()
-    expected = contents(tmp_path / "at once")
-    different = [name for name, content in contents(folder).items() if content != expected.pop(name, None)]
-    assert not expected and {*different} == {MARKER, "training_args.bin"}  # its time, and that setting
+    assert seen == [(True, [4])] and complete(tmp_path) == [4, 8, 12]
+    for step in (8, 12):
+        expected = contents(tmp_path / "at once" / f"checkpoint-{step}")
+        found = contents(tmp_path / f"checkpoint-{step}")
+        different = {name for name in expected if found.get(name) != expected[name]}
+        assert found.keys() == expected.keys() and "ppo_state_0.pt" in found
+        assert different <= {MARKER, "training_args.bin", "trainer_state.json", "ppo_state_0.pt"}  # with clocks
+    assert not list(Path("/dev/shm").glob("trl_ext_checkpoint_*"))
 
 
-def test_all_that_writes_tensors_is_known():
-    kinds = {"torch": torch.save, "safetensors.torch": safetensors.torch.save_file}
-    for path, name in WRITERS.items():
-        function = getattr(import_module(path), name)
-        assert function is kinds.get(path, safetensors.torch.save_file), f"`{path}.{name}` is {function}"
-
-
-def test_an_object_of_which_there_is_no_copy_is_written_at_once(tmp_path):
-    shared = torch.arange(6.0)
-    weights = {"whole": shared, "part": shared[2:4], "transposed": shared.view(2, 3).T, "steps": [1]}
-    writer = CheckpointWriter()
-    with writer.deferring():
-        torch.save(weights, tmp_path / "weights.pt")
-        torch.save({"lock": _Uncopied()}, tmp_path / "uncopied.pt")
-        torch.save(torch.ones(1), tmp_path / "no mapping.pt")
-    assert (tmp_path / "uncopied.pt").exists() and (tmp_path / "no mapping.pt").exists()
-    assert not (tmp_path / "weights.pt").exists()
-    (tmp_path / "at once").mkdir()
-    torch.save(weights, tmp_path / "at once/weights.pt")
-    shared.zero_()
-    weights["steps"].append(2)
-    writer.start(complete=None)
-    writer.wait()
-    assert (tmp_path / "weights.pt").read_bytes() == (tmp_path / "at once/weights.pt").read_bytes()
-
-
-class _Uncopied:
-    def __deepcopy__(self, memo):
-        raise TypeError("there is one of me")
-
-
-@pytest.mark.slow
-def test_one_at_a_time_and_the_last_one_before_training_ends(tmp_path, monkeypatch):
-    writing, most = [], []
-    start = CheckpointWriter.start
-
-    def watched(self, complete, *args):
-        def slow():
-            writing.append(1)
-            most.append(len(writing))
-            time.sleep(0.2)
-            complete()
-            writing.pop()
-
-        start(self, slow, *args)
-
-    monkeypatch.setattr(CheckpointWriter, "start", watched)
-    sft(tmp_path, **EACH_STEP, save_total_limit=2).train()
-    assert most == [1, 1, 1, 1] and complete(tmp_path) == [3, 4] and not writing
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
-def test_what_is_nearly_written_outlives_an_exception(error, tmp_path, release):
+def test_what_is_in_memory_outlives_an_exception(error, tmp_path, release):
     def fail():
         threading.Timer(0.2, release.set).start()
         raise error
 
-    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2, save_in_background=True, **RESUMED)
+    trainer = sft(tmp_path, **EACH_STEP)
     trainer.add_callback(At(_3=fail))
     with pytest.raises(error):
         trainer.train()
-    assert complete(tmp_path) == [2] and not trainer._writer.is_busy
-
-    again = make_trainer(tmp_path, save_strategy="no", **RESUMED)
-    again.train(True)
-    uninterrupted = make_trainer(tmp_path / "other", **RESUMED)
-    uninterrupted.train()
-    torch.testing.assert_close(end_state(again), end_state(uninterrupted), rtol=0, atol=0, equal_nan=True)
+    assert complete(tmp_path) == [1, 2]
 
 
-# By the thread: safetensors, PyTorch and the marker; at once: transformers' JSON, and PyTorch of what is no mapping
-FILES = ["model.safetensors", "optimizer.pt", f"{MARKER}.tmp", "config.json", "training_args.bin"]
-DISKS = [(name, True, "stop") for name in FILES] + [
+def test_what_a_killed_run_left_in_memory_goes_and_a_users_link_stays(tmp_path):
+    left, own = Path("/dev/shm/trl_ext_checkpoint_test"), tmp_path / "elsewhere"
+    for step, folder in ((2, left), (9, own)):
+        folder.mkdir(exist_ok=True)
+        (tmp_path / f"checkpoint-{step}").symlink_to(folder)
+    sft(tmp_path, **EACH_STEP | {"max_steps": 1}).train()
+    assert complete(tmp_path) == [1] and not left.exists() and not (tmp_path / "checkpoint-2").is_symlink()
+    assert own.is_dir() and (tmp_path / "checkpoint-9").is_symlink()
+
+
+def test_without_room_in_memory_training_waits_and_says_so_once(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 9))
+    monkeypatch.setattr(saving.logger, "warning", said.append)
+    trainer, seen = sft(tmp_path, **EACH_STEP), []
+    trainer.add_callback(At(_4=lambda: seen.extend(complete(tmp_path))))
+    trainer.train()
+    assert seen == [1, 2, 3] and len(said) == 1 and "GiB in /dev/shm, which has 0.0 free" in said[0]
+
+
+def test_a_folder_of_ones_own_is_staged_in(tmp_path, release):
+    (tmp_path / "fast").mkdir()
+    trainer, seen = sft(tmp_path / "run", **EACH_STEP, staging_dir=str(tmp_path / "fast")), []
+    trainer.add_callback(At(_3=lambda: (seen.extend((tmp_path / "fast").iterdir()), release.set())))
+    trainer.train()
+    assert len(seen) == 1 and complete(tmp_path / "run") == [1, 2, 3, 4] and not [*(tmp_path / "fast").iterdir()]
+
+
+# Written by the Trainer: safetensors, PyTorch, JSON; by the thread, the marker
+DISKS = [
     (name, *way)
-    for name in ("optimizer.pt", "config.json")
-    for way in ((True, "continue"), (False, "stop"), (False, "continue"))
+    for name in ("model.safetensors", "optimizer.pt", "config.json", f"{MARKER}.tmp")
+    for way in ((False, "stop"), (False, "continue"), (True, "stop"), (True, "continue"))
 ]
 
 
@@ -198,21 +147,23 @@ DISKS = [(name, True, "stop") for name in FILES] + [
     ("name", "in_background", "what_follows"),
     [pytest.param(*case, marks=() if case in (DISKS[0], DISKS[-1]) else pytest.mark.slow) for case in DISKS],
 )
-def test_a_full_disk_is_one_sentence(name, in_background, what_follows, tmp_path, capsys):
+def test_a_full_disk_is_one_sentence(name, in_background, what_follows, tmp_path, capsys, monkeypatch):
     config = EACH_STEP | {"save_in_background": in_background, "on_save_failure": what_follows, "save_total_limit": 2}
     trainer = sft(tmp_path, **config)
-    full = tmp_path / "checkpoint-3"
+    full, begin = tmp_path / "checkpoint-3", trainer._begin
 
-    def fill():
-        trainer._writer.wait()  # it deletes what is in the way
-        full.mkdir()
-        if name == "model.safetensors":  # safetensors does not follow a link
-            (full / name).mkdir()
-        else:
-            (full / name).symlink_to("/dev/full")
+    def fill(checkpoint):
+        folder = begin(checkpoint)
+        if checkpoint == full:
+            full.mkdir(exist_ok=True)
+            if name == "model.safetensors":  # safetensors does not follow a link
+                (full / name).mkdir()
+            else:
+                (full / name).symlink_to("/dev/full")
+        return folder
 
-    trainer.add_callback(At(_3=fill))
-    cause = "(No space left|a write to the disk failed|s a directory)"
+    monkeypatch.setattr(trainer, "_begin", fill)
+    cause = "(No space left|.*inline_container|.*s a directory|.*special file)"
     sentence = rf"checkpoint-3 could not be written to {tmp_path} \(.*{cause}"
     if what_follows == "stop":
         with pytest.raises(NotSaved, match=rf"{sentence}.* GiB are free there\), so training ends at step "):
@@ -223,85 +174,20 @@ def test_a_full_disk_is_one_sentence(name, in_background, what_follows, tmp_path
         said = [line for line in capsys.readouterr().out.splitlines() if "could not be written" in line]
         assert len(said) == 1 and "Training continues (`on_save_failure: continue`)" in said[0]
         assert complete(tmp_path) == [2, 4]
-    assert not full.exists()
-
-
-def test_metrics_are_whole_or_as_they_were(tmp_path, monkeypatch):
-    trainer, results = sft(tmp_path), tmp_path / "all_results.json"
-    trainer.save_metrics("train", {"train_loss": 1.0})
-    trainer.save_metrics("eval", {"eval_loss": 2.0})
-    both = {"train_loss": 1.0, "eval_loss": 2.0}
-    assert json.loads(results.read_text()) == both and json.loads((tmp_path / "eval_results.json").read_text())
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    files = {path.name for path in tmp_path.iterdir()}
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr("transformers.trainer_pt_utils.json.dump", full)
-        trainer.save_metrics("test", {"test_loss": 3.0})
-    assert {path.name for path in tmp_path.iterdir()} == files and json.loads(results.read_text()) == both
-    results.write_text('{"train_loss": 1')  # as an earlier trl_ext left it on a full disk
-    trainer.save_metrics("test", {"test_loss": 3.0})
-    assert json.loads(results.read_text()) == {"test_loss": 3.0}
-
-
-def test_metrics_replace_a_file_and_never_write_into_it(tmp_path):
-    """Whoever has the file open reads all of what was there before, not a part of what comes."""
-    trainer = sft(tmp_path)
-    trainer.save_metrics("train", {"train_loss": 1.0})
-    files = [tmp_path / name for name in ("train_results.json", "all_results.json")]
-    with files[0].open() as one, files[1].open() as other:
-        trainer.save_metrics("train", {"train_loss": 2.0})
-        assert json.load(one) == json.load(other) == {"train_loss": 1.0}
-    assert [json.loads(path.read_text()) for path in files] == [{"train_loss": 2.0}] * 2
-
-
-def test_a_program_that_ends_waits_for_the_last_checkpoint(tmp_path):
-    """Also one that trains in a daemon thread, as a server or a notebook may: a thread inherits that."""
-
-    def program():
-        def complete():
-            time.sleep(0.3)
-            (tmp_path / "marker").touch()
-
-        trains = threading.Thread(target=CheckpointWriter().start, args=(complete,), daemon=True)
-        trains.start()
-        trains.join()
-
-    process = multiprocessing.get_context("fork").Process(target=program)
-    process.start()
-    process.join(30)
-    assert process.exitcode == 0 and (tmp_path / "marker").exists()
-
-
-def test_a_run_that_cannot_go_on_does_not_say_that_it_does(tmp_path):
-    """One of two processes fails where the other one waits for it."""
-    trainer = sft(tmp_path, **EACH_STEP, on_save_failure="continue")
-    trainer.accelerator, trainer.state.best_global_step = SimpleNamespace(num_processes=2), 1
-    (tmp_path / "checkpoint-0").mkdir()
-    (tmp_path / "checkpoint-0/config.json").symlink_to("/dev/full")
-    with pytest.raises(NotSaved, match=r"so training ends at step 0. Correct .* newest complete checkpoint\.$"):
-        trainer._save_checkpoint(trainer.model, None)
+    assert not full.exists() and not list(Path("/dev/shm").glob("trl_ext_checkpoint_*"))
 
 
 def test_a_folder_that_is_removed_is_a_failure_too(tmp_path, release):
     trainer = sft(tmp_path, **EACH_STEP | {"save_steps": 2, "max_steps": 8})
 
     def remove():
-        shutil.rmtree(tmp_path / "checkpoint-2")
+        (tmp_path / "checkpoint-4").unlink()
         release.set()
 
-    trainer.add_callback(At(_3=remove))
-    with pytest.raises(NotSaved, match="checkpoint-2 could not be written to"):
+    trainer.add_callback(At(_5=remove))
+    with pytest.raises(NotSaved, match="checkpoint-4 could not be written to"):
         trainer.train()
-
-
-def test_what_was_interrupted_does_not_count_as_one_to_keep(tmp_path):
-    trainer = sft(tmp_path, **EACH_STEP, save_total_limit=2)
-    trainer.add_callback(At(_3=lambda: (tmp_path / "checkpoint-9").mkdir()))
-    trainer.train()
-    assert complete(tmp_path) == [3, 4] and not (tmp_path / "checkpoint-9").exists()
+    assert complete(tmp_path) == [2]
 
 
 def test_the_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path):
@@ -332,70 +218,28 @@ def test_the_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path)
     torch.testing.assert_close(dict(trainer.model.named_parameters()), weights, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("what_follows", ["stop", "continue"])
-def test_a_push_is_waited_for_and_said(what_follows, tmp_path, monkeypatch, capsys):
-    trainer = sft(tmp_path, **EACH_STEP, on_save_failure=what_follows)
-    pushed = []
-    trainer.args.push_to_hub = True
-    push = lambda self, folder: pushed.append(Path(folder, "optimizer.pt").stat().st_size)  # noqa: E731
-    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
-    trainer.train()
-    assert len(pushed) == 4 and all(pushed) and complete(tmp_path) == [1, 2, 3, 4]
-    assert "training waits for each checkpoint, since `push_to_hub` uploads each" in capsys.readouterr().out
+@pytest.mark.slow
+def test_one_at_a_time_and_what_uploads_a_checkpoint_finds_all_of_it(tmp_path, monkeypatch):
+    writing, most, uploaded, copytree = [], [], [], shutil.copytree
 
+    def slow(*args):
+        writing.append(1)
+        most.append(len(writing))
+        time.sleep(0.2)
+        copytree(*args)
+        writing.pop()
 
-def test_a_tracker_that_uploads_checkpoints_finds_them(tmp_path, monkeypatch, capsys):
     class Upload(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            assert complete(tmp_path)[-1] == state.global_step
+            uploaded.append(len(contents(Path(args.output_dir, f"checkpoint-{state.global_step}").resolve())))
 
-    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
-    trainer = sft(tmp_path, **EACH_STEP)
-    trainer.args.report_to = ["wandb"]
+    monkeypatch.setattr(saving.shutil, "copytree", slow)
+    trainer = sft(tmp_path, **EACH_STEP, save_total_limit=2)
     trainer.add_callback(Upload())
     trainer.train()
-    assert "since wandb uploads each: unset WANDB_LOG_MODEL to send it only numbers" in capsys.readouterr().out
-
-
-def test_the_marker_waits_for_the_parts_of_all_processes_and_of_this_checkpoint(monkeypatch):
-    store = HashStore()
-    monkeypatch.setattr("trl_ext.runs.writer._get_default_store", lambda: store)
-    first, second, marked = CheckpointWriter(), CheckpointWriter(), []
-    second.start(None, 2, 1, name="the one before")
-    first.start(lambda: marked.append("this"), 2, 0, name="this")
-    first.wait(0.3)
-    assert first.is_busy and not marked
-    second.start(None, 2, 1, name="this")
-    first.wait()
-    assert marked == ["this"] and first.error is None
-
-    first.start(lambda: marked.append("next"), 2, 0, name="next")
-    second.start(None, 2, 1, OSError("full"), name="next")
-    first.wait()
-    assert marked == ["this"] and OTHERS_PART in str(first.error)
-
-
-def test_a_process_that_dies_is_not_waited_for(tmp_path, monkeypatch, capsys):
-    """Process 1 never writes its part: the collective says so."""
-    store, calls = HashStore(), []
-    monkeypatch.setattr("trl_ext.runs.writer._get_default_store", lambda: store)
-    monkeypatch.setattr("trl_ext.runs.writer._PATIENCE", 0.1)
-
-    def reduce(tensor, reduction):
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("Connection closed by peer")
-        return tensor
-
-    trainer = sft(tmp_path)
-    trainer.accelerator = SimpleNamespace(num_processes=2, device="cpu", reduce=reduce)
-    trainer._being_saved = str(tmp_path / "checkpoint-1"), None
-    trainer._writer.start(lambda: None, 2, 0, name="1")
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        trainer._check_saving(wait=True)
-    trainer._complete_after_an_error()
-    assert "another process has not written its part yet" in capsys.readouterr().out
-    assert not trainer._writer.is_busy
+    assert most == [1, 1, 1] and complete(tmp_path) == [3, 4] and not writing
+    files = len(contents(tmp_path / "checkpoint-4"))
+    assert uploaded == [files, *[files - 1] * 3]  # all but the marker
 
 
 @pytest.mark.slow
@@ -407,3 +251,6 @@ def test_a_run_may_go_on_with_the_other_way_of_saving(tmp_path):
     second = sft(tmp_path, **EACH_STEP | {"save_in_background": False, "on_save_failure": "continue"})
     second.train(True)
     assert complete(tmp_path) == [1, 2, 3, 4] and second.state.global_step == 4
+    whole = sft(tmp_path / "whole", **EACH_STEP)
+    whole.train()
+    torch.testing.assert_close(second.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)

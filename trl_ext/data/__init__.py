@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from ..upstream.lazy import lazily
 
 if TYPE_CHECKING:
-    from ..runs.rows import rows_identity as rows_identity
     from .calls import tool_calls as tool_calls
     from .forms import answers_alone as answers_alone
     from .forms import check_one_kind as check_one_kind

@@ -32,7 +32,7 @@ from ..models.generation import check_savable
 from ..models.identity import weights_identity
 from ..models.loading import is_adapter, load_to_train
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy
-from ..runs.checkpoints import CannotResume, ResumableRun
+from ..runs.checkpoints import ResumableRun
 from ..runs.control import AgreedControl
 from ..runs.schedule import reference_of, schedule
 from ..upstream.names import check_contract, get_config_model_id, use_adapter
@@ -404,14 +404,6 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
             loss=f"{', '.join(self.loss_types)}; β {args.beta:g}{adapts}",
         )
 
-    def _before_resuming(self, checkpoint: str) -> None:
-        has_it = os.path.isfile(os.path.join(checkpoint, REFERENCE_FILE))
-        if self.args.sync_ref_model and not (has_it or self.args.resume_anyway):
-            raise CannotResume(
-                f"{checkpoint} does not contain the reference that `sync_ref_model=True` moves. Start anew, or set "
-                "`resume_anyway=True` to continue with the reference that this trainer was given."
-            )
-
     def _save_own_state(self, checkpoint: str) -> None:
         if self.args.sync_ref_model:
             save_reference(self, os.path.join(checkpoint, REFERENCE_FILE))
@@ -420,11 +412,11 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
             torch.save({"beta": self.beta, **state}, os.path.join(checkpoint, STATE_FILE))
 
     def _load_own_state(self, checkpoint: str) -> None:
-        if self.args.sync_ref_model and os.path.isfile(reference := os.path.join(checkpoint, REFERENCE_FILE)):
-            load_reference(self, reference)
+        if self.args.sync_ref_model:
+            load_reference(self, os.path.join(checkpoint, REFERENCE_FILE))
         path = os.path.join(checkpoint, STATE_FILE)
         if not self._controllers or not os.path.isfile(path):
-            return  # with `resume_anyway`, what the checkpoint lacks starts anew
+            return  # what the checkpoint lacks, since settings have changed, starts anew
         state = torch.load(path, map_location="cpu", weights_only=True)
         for name in self._controllers.keys() & state.keys():
             self._controllers[name].load_state_dict(state[name])

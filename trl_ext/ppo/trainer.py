@@ -41,7 +41,6 @@ from ..functional import (
     whiten,
 )
 from ..models.adapters import (
-    CRITIC,
     POLICY,
     REFERENCE,
     copy_adapter,
@@ -52,12 +51,13 @@ from ..models.adapters import (
     without_base,
 )
 from ..models.generation import check_savable, warn_of_turn_end
-from ..models.identity import hash_of, hub_identity, weights_identity
+from ..models.identity import weights_identity
 from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader, is_adapter, load_to_train
 from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
-from ..runs.checkpoints import CannotResume, ResumableRun
+from ..runs.checkpoints import ResumableRun
 from ..runs.control import AgreedControl, take_kl_scale
+from ..runs.halts import spoilt
 from ..runs.needs import check_monitors
 from ..runs.output_dir import Hold
 from ..upstream.names import (
@@ -100,7 +100,7 @@ from .roles import (
 )
 from .rollout import Rollout, joined, lengths_of, permuted
 from .schedule import schedule, steps_of
-from .snapshot import Snapshot
+from .snapshot import load_state, save_state
 from .vllm import ServerGuard, ServerLost, check_loadable, check_logprobs, save_last_step
 
 
@@ -280,7 +280,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         # Models
         path = model if isinstance(model, str) else None
         self._loader = Loader(policy, path, args.model_init_kwargs or {}, args.trust_remote_code, self.accelerator)
-        self._weights_at_start: dict[str, str] = {}  # of what was passed in beside the policy
+        self._reference_identity: str | None = None  # of what was passed in
         self._rewards = rewards = Rewards(
             self.reward_funcs,
             self.reward_processing_classes,
@@ -304,10 +304,6 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
                 keep_unpacked(trained_or_run)
         if args.baseline == "mean":
             actor_critic.freeze_critic()
-        if value_model is not None:
-            weights = {n: p for n, p in actor_critic.named_parameters() if CRITIC in n.split(".")}
-            path = value_model if isinstance(value_model, str) else None
-            self._weights_at_start["value_model"] = hub_identity(path) or f"xxh3:{hash_of(weights)[:12]}"
         if args.disable_dropout:
             disable_dropout(actor_critic)
             rewards.disable_dropout()
@@ -410,7 +406,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         reference = make_reference(self._loader, ref_model, self.args, self._tokenizer)
         if ref_model is not None:
             path = ref_model if isinstance(ref_model, str) else None
-            self._weights_at_start["reference"] = weights_identity(reference, path)
+            self._reference_identity = weights_identity(reference, path)
         self.ref_model = self._loader.placed(reference)
 
     def _score_on_base(self, name: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -908,8 +904,14 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
             named = zip(self._rewards.paths, self._rewards.functions, strict=True)
             record_run(self, samples=True, objections=objections_to([path or reward for path, reward in named]))
         attach_watch(self, self.args.watch)
+        if self.args.save_strategy == "steps" and self.args.save_steps % self.args.steps_per_rollout:
+            self.accelerator.print(
+                f"`save_steps` {self.args.save_steps:g}: a checkpoint is written at the end of the rollout, which has "
+                f"{self.args.steps_per_rollout} optimizer steps."
+            )
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs, self._skip_until = 0, None, 0  # unless a snapshot is loaded
+        self._waiting: set[str] = set()  # requests that wait for the end of the rollout
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # so vLLM is sent the weights, also if a checkpoint has the same step
         self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
@@ -927,14 +929,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
     def _given_model(self) -> Any:
         return self._actor_critic.policy
 
+    _has_state_of_each_process = True  # each has random states and metrics of its own
+
     def _run_facts(self) -> dict[str, Any]:
-        ends = {"eos_token_ids": self.eos_token_ids}  # a model's generation config may name more than its tokenizer
-        return {
-            **super()._run_facts(),
-            **ends,
-            **self._rewards.identities(),
-            **self._weights_at_start,
-        }
+        facts = {"rewards": self.reward_func_names, "reference": self._reference_identity}
+        return {**super()._run_facts(), **facts}
 
     def _schedule(self) -> str:
         return schedule(self)
@@ -942,15 +941,27 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
     def _steps(self) -> int:
         return steps_of(self)
 
-    def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
-        # Each process kept the rows of its own rollout, its random states and its part of the metrics
-        written, now = marker.get("processes"), self.accelerator.num_processes
-        if written not in (None, now):
-            raise CannotResume(
-                f"{checkpoint} was written by {written} process(es), but this run has {now}, so it cannot resume "
-                f"exactly. Start it on {written}; or begin a new run in another `output_dir`, with the checkpoint as "
-                "`model` and its folder `critic` as `value_model`."
-            )
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # A checkpoint holds no half-trained rollout: it waits for the rollout's end, and so does the evaluation that
+        # says whether it is the best one
+        picks_best = self.args.load_best_model_at_end or self.args.save_strategy == "best"
+        names = {"should_save", "should_evaluate"} if picks_best else {"should_save"}
+        asked = self._waiting | {name for name in names if getattr(self.control, name)}
+        self._waiting = asked if self._must_wait and not spoilt(self.state) else set()
+        for name in asked:
+            setattr(self.control, name, not self._waiting and not spoilt(self.state))
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    @property
+    def _must_wait(self) -> bool:
+        """Return whether a rollout is half trained, in a run that goes on."""
+        return self._step % self._steps_per_rollout != 0 and not self.control.should_training_stop
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._must_wait:  # a callback has asked for it since the step ended
+            self._waiting.add("should_save")
+            return
+        super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Write the policy as a model of its own, and the critic beside it under `critic/`."""
@@ -1001,24 +1012,12 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        is_mid_rollout = self._step % self._steps_per_rollout != 0
-        rows = joined(self._buffered_inputs) if is_mid_rollout else None
-        Snapshot.take(self, rows).save(output_dir, self.args.process_index)
+        save_state(self, output_dir)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        if checkpoint is None:
-            return
-        rows = Snapshot.load(checkpoint, self.args.process_index).restore(self)
-        if rows is not None:
-            if (self.args.importance_correction != "none") != ("importance_weights" in rows):
-                raise CannotResume(
-                    f"{checkpoint} was saved in the middle of a rollout, with another `importance_sampling_mode` than "
-                    f"{self.args.importance_sampling_mode!r}. Set the mode of that run; if it had no such setting, "
-                    "set 'none'."
-                )
-            epoch = self._step % self._steps_per_rollout // self.args.steps_per_generation
-            self._buffered_inputs = self._micro_batches(rows, epoch)
+        if checkpoint is not None:
+            load_state(self, checkpoint)
 
 
 class _EpochSeeded(Sampler):

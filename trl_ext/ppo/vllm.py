@@ -10,7 +10,7 @@ import httpx2
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..runs.marker import IncompleteCheckpoint, read_marker
+from ..runs.marker import read_marker
 from ..runs.processes import on_first
 
 _PATIENCE = 60.0  # seconds to wait for a server's configuration, which takes long while the server generates
@@ -157,16 +157,9 @@ def save_last_step(trainer: Any) -> str:
         return "No step was finished."
     checkpoint = os.path.join(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
     trainer._check_saving(wait=True)  # a save may be under way
-    if not _is_complete(checkpoint):
+    if read_marker(checkpoint) is None:
         trainer._save_checkpoint(trainer.model_wrapped, None)
         trainer._check_saving(wait=True)
-    if not _is_complete(checkpoint):  # `save_only_model`, or a full disk with `on_save_failure: continue`
+    if read_marker(checkpoint) is None:  # `save_only_model`, or a full disk with `on_save_failure: continue`
         return "The same command resumes from the newest complete checkpoint, if there is one."
     return f"The training so far is saved: the same command resumes from {checkpoint}."
-
-
-def _is_complete(checkpoint: str) -> bool:
-    try:
-        return bool(read_marker(checkpoint))
-    except IncompleteCheckpoint:
-        return False

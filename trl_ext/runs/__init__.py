@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .processes import from_first as from_first
     from .processes import on_first as on_first
     from .redaction import redacted as redacted
-    from .rows import rows_identity as rows_identity
     from .settings import check_settings as check_settings
     from .settings import setting as setting
     from .shipped import accelerate_file as accelerate_file

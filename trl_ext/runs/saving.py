@@ -1,43 +1,59 @@
-"""Write checkpoints while training continues; if one cannot be written, end the run or continue without it."""
+"""Write checkpoints, in the background if asked; if one cannot be written, end the run or continue without it."""
 
-import json
 import os
 import shutil
-import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
-import torch
+import psutil
 from accelerate.utils import gather_object
-from transformers.utils import ENV_VARS_TRUE_VALUES
+from safetensors import SafetensorError
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from ..upstream.temporarily import temporarily
 from .halts import spoilt
-from .marker import MARKER, step_of
-from .writer import OTHERS_PART, PAUSE, CheckpointWriter, NotSaved, is_of_writing, not_saved
+from .marker import MARKER, checkpoints_of, delete_old, write_marker
+from .processes import from_first, on_first
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object  # a mixin: the trainer that it is mixed into has the methods
 
-_UPLOADERS = {  # tracker -> the variable, and its values, that make it upload a checkpoint in `on_save`
-    "wandb": ("WANDB_LOG_MODEL", {"CHECKPOINT"}),
-    "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", ENV_VARS_TRUE_VALUES),
-    "clearml": ("CLEARML_LOG_MODEL", ENV_VARS_TRUE_VALUES),
-}
+logger = logging.get_logger(__name__)
 
 MODEL = "The model"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
+_MEMORY, _STAGED = "/dev/shm", "trl_ext_checkpoint_"
+
+
+class NotSaved(RuntimeError):
+    """Raised when something could not be written; the message is one sentence, with the cause and the folder."""
+
+
+def is_of_writing(error: BaseException) -> bool:
+    """Return whether an error means that a file could not be written; not one of the hub, which has no `errno`."""
+    if isinstance(error, OSError):
+        return error.errno is not None
+    return isinstance(error, SafetensorError) or "inline_container.cc" in str(error)  # the latter of `torch.save`
+
+
+def not_saved(path: str | os.PathLike[str], error: BaseException) -> str:
+    """Return half a sentence: what could not be written, where, why, and how much disk space is free."""
+    folder, cause = Path(path).parent, str(getattr(error, "strerror", None) or error).strip().splitlines()[0]
+    free = shutil.disk_usage(folder).free / 2**30
+    return f"{Path(path).name} could not be written to {folder} ({cause}; {free:.1f} GiB are free there)"
 
 
 @contextmanager
 def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None = None) -> Iterator[None]:
     """
-    Run a block that writes a part of a run's result; if that part cannot be written, raise [`NotSaved`] on all
-    processes.
+    Run a block that writes a part of a run's result; if it cannot be written, raise [`NotSaved`] on all processes.
 
     Every process must enter and leave the block, and no collective may follow a write in it. Weights that were written
     only in part are removed: beside files of an earlier run they would look whole.
@@ -48,15 +64,16 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
         goes_on: words for the error on what running the same command again will do. The default says that it resumes
             or, without a checkpoint, begins anew.
     """
-    before, failure = _written(output_dir), None
+    before, failure = _weights_in(output_dir), None
     try:
         yield
     except Exception as error:
-        if not is_of_writing(error) or (isinstance(error, OSError) and error.errno is None):  # the hub's error, say
+        if not is_of_writing(error):
             raise
         failure = error
-        for path in [path for path, time in _written(output_dir).items() if before.get(path) != time]:
-            path.unlink(missing_ok=True)
+        for path, time in _weights_in(output_dir).items():
+            if before.get(path) != time:
+                path.unlink(missing_ok=True)
         Path(output_dir, "train_results.json").unlink(missing_ok=True)  # with it, the run would count as finished
     cause = failure and not_saved(os.path.join(output_dir, what), failure)
     if causes := [*filter(None, gather_object([cause]))]:
@@ -67,6 +84,12 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
             f"{causes[0]}. {kept}Correct the cause (if the disk is full, make room), then run the same command again: "
             f"it {goes_on}."
         ) from failure
+
+
+def _weights_in(folder: str | os.PathLike[str]) -> dict[Path, int]:
+    """Return a mapping from each file of weights in a folder, but not in its checkpoints, to its time of writing."""
+    paths = [path for pattern in _WEIGHTS for at in ("", "critic/") for path in Path(folder).glob(f"{at}{pattern}")]
+    return {path: path.stat().st_mtime_ns for path in paths}
 
 
 def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
@@ -85,176 +108,168 @@ def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
             trainer.save_metrics("train", metrics)
 
 
-def _json(path: Path) -> str | None:
-    """Return the text of a JSON file; None if the file is missing, or is not whole since the disk was full."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        json.loads(text)
-    except (OSError, ValueError):
-        return None
-    return text
-
-
-def _written(folder: str | os.PathLike[str]) -> dict[Path, int]:
-    """Return a mapping from each file of weights in a folder, but not in its checkpoints, to its time of writing."""
-    paths = [path for pattern in _WEIGHTS for at in ("", "critic/") for path in Path(folder).glob(f"{at}{pattern}")]
-    return {path: path.stat().st_mtime_ns for path in paths}
-
-
 class BackgroundSaving(_Trainer):
     """
     Extend a trainer: write checkpoints as [`~trl_ext.runs.settings.SavingSettings`] say, in the background if asked.
 
-    While a thread writes a checkpoint, the processes tell each other between two steps whether they are done. The
-    thread itself takes part in no collective.
+    A checkpoint in the background is written into memory first: `checkpoint-N` is a link to there, and all that saves
+    needs to know nothing of it. A thread of the first process then copies the folder to the disk in the link's place,
+    and marks it as complete. The thread takes part in no collective.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self._being_saved: tuple[str, str | None] | None = None  # a checkpoint, and the best one before it
-        self._save_failure: str | None = None  # a sentence on a failed save, until it is printed or raised
+        self._settings: dict[str, Any] = {}  # of this run, which the marker keeps
+        self._size: int | None = None  # bytes of a checkpoint; None until one is written
+        self._has_warned_of_room = False
+        self._being_saved: tuple[Path, tuple] | None = None  # a checkpoint, and the best one before it
+        self._thread: threading.Thread | None = None  # of the first process
+        self._error: Exception | None = None  # of that thread
+        self._best: tuple = ()
         super().__init__(*args, **kwargs)
-        # Sharding gathers weights into new memory each time, so pinning it does not pay
-        self._writer = CheckpointWriter(pins=not (self.is_fsdp_enabled or self.is_deepspeed_enabled))
-
-    @property
-    def _saves_in_background(self) -> bool:
-        return getattr(self.args, "save_in_background", False)
-
-    @property
-    def _goes_on_unsaved(self) -> bool:
-        return getattr(self.args, "on_save_failure", "stop") == "continue"
-
-    @property
-    def _is_pushed(self) -> bool:
-        """Return whether transformers uploads each checkpoint before `on_save`."""
-        return self.args.push_to_hub and self.args.hub_strategy != "end"
-
-    @property
-    def _upload(self) -> str | None:
-        """
-        Return words on what uploads each checkpoint as soon as it is written, and on how to switch that off; None if
-        nothing uploads them.
-        """
-        if self._is_pushed:
-            return "`push_to_hub` uploads each: set `hub_strategy='end'` to upload only the model at the end"
-        for tracker in self.args.report_to or []:
-            variable, values = _UPLOADERS.get(tracker, ("", set()))
-            if os.getenv(variable, "").upper() in values:
-                return f"{tracker} uploads each: unset {variable} to send it only numbers"
-        return None
-
-    def _print_what_waits(self) -> None:
-        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
-        if not self._saves_in_background:
-            return
-        if self._upload is not None:
-            self.accelerator.print(f"`save_in_background`: training waits for each checkpoint, since {self._upload}.")
-        elif plugin is not None and "FULL" not in str(plugin.state_dict_type):
-            why = (
-                "all processes write it together. Set `fsdp_state_dict_type: FULL_STATE_DICT` to have one process "
-                "write it"
-            )
-            self.accelerator.print(f"`save_in_background`: training waits for FSDP's part of each checkpoint: {why}.")
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._check_saving()
+        self._best = self.state.best_metric, self.state.best_global_step, self.state.best_model_checkpoint
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    def _check_saving(self, wait: bool = False) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if spoilt(self.state):
+            return
+        if trial is not None:  # of a search for hyperparameters, which has a folder of its own and never resumes
+            super()._save_checkpoint(model, trial)
+            return
+        self._check_saving(wait=True)  # one at a time
+        checkpoint = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        in_memory: Path | None = None
+        error: Exception | None = None
+        try:
+            in_memory = on_first(self._begin, checkpoint)
+            with temporarily(self.args, save_total_limit=None):  # old ones go once this one is complete
+                super()._save_checkpoint(model, trial)
+                if not self.args.save_only_model:
+                    self._save_own_state(str(checkpoint))
+        except Exception as failure:
+            if not is_of_writing(failure):
+                raise
+            if self.accelerator.num_processes > 1 and (
+                self.is_fsdp_enabled or self.is_deepspeed_enabled or self.state.best_global_step
+            ):  # the others wait in a collective that this process has left
+                raise NotSaved(self._unsaved(not_saved(checkpoint, failure), goes_on=False)) from failure
+            error = failure
+        self._being_saved = checkpoint, self._best
+        causes = gather_object([error and not_saved(checkpoint, error)])  # by then, all have written
+        if not any(causes) and self.args.should_save:
+            finish = (checkpoint, in_memory, Path(self.state.best_model_checkpoint or "").name)
+            # No daemon: a program that ends waits until all is written
+            self._thread = threading.Thread(target=self._finish, args=finish, daemon=False)
+            self._thread.start()
+        if in_memory is None or any(causes):
+            self._check_saving(wait=True, causes=causes)
+
+    def _save_own_state(self, checkpoint: str) -> None:
+        """Save state that transformers does not save, on all processes, before the checkpoint counts as complete."""
+
+    def _begin(self, checkpoint: Path) -> Path | None:
+        """Make room for a checkpoint; return the folder in memory that it links to, None if it is written at once."""
+        Path(checkpoint, MARKER).unlink(missing_ok=True)
+        remove_links(checkpoint.parent)
+        if not getattr(self.args, "save_in_background", False) or self._size is None:
+            return None  # the first one says how much room one takes
+        folder = self.args.staging_dir or _MEMORY
+        processes = self.args.world_size
+        is_shared = self.args.staging_dir or int(os.getenv("LOCAL_WORLD_SIZE", processes)) == processes
+        free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
+        if folder == _MEMORY:
+            free = min(free, psutil.virtual_memory().available)
+        if not is_shared or free < self._size:
+            if not self._has_warned_of_room:
+                logger.warning(
+                    f"`save_in_background` needs {self._size / 2**30:.1f} GiB in {folder}, which "
+                    + (f"has {free / 2**30:.1f} free" if is_shared else "the other machines do not see")
+                    + ": training waits for each checkpoint. Set `staging_dir` to a folder with room."
+                )
+            self._has_warned_of_room = True
+            return None
+        in_memory = Path(mkdtemp(prefix=_STAGED, dir=folder))
+        shutil.rmtree(checkpoint, ignore_errors=True)  # an incomplete one of a run before
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.symlink_to(in_memory)
+        return in_memory
+
+    def _finish(self, checkpoint: Path, in_memory: Path | None, best: str) -> None:
+        """Move a checkpoint to the disk, mark it as complete, and delete the oldest ones."""
+        try:
+            if in_memory is not None:
+                part = checkpoint.with_name(f"_{checkpoint.name}")  # a Trainer uploads no such name
+                shutil.rmtree(part, ignore_errors=True)
+                shutil.copytree(in_memory, part)
+                checkpoint.unlink()
+                part.rename(checkpoint)
+                shutil.rmtree(in_memory)
+            if not self.args.save_only_model:  # else there is nothing to resume from
+                self._size = write_marker(checkpoint, self._settings)
+            delete_old(checkpoint, self.args.save_total_limit, best)
+        except Exception as failure:
+            self._error = failure
+
+    def _abandon_saving(self) -> None:
+        """After an error in training, wait until what is in memory is written. This uses no collective."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._being_saved and self._error is not None:
+            print(f"{not_saved(self._being_saved[0], self._error)}.")
+        if self.args.should_save:
+            remove_links(Path(self.args.output_dir))
+        self._being_saved, self._thread, self._error = None, None, None
+
+    def _check_saving(self, wait: bool = False, causes: list[str | None] | None = None) -> None:
         """
         Check whether the checkpoint in the background is written; with `wait`, wait until it is.
 
-        If it could not be written, raise [`NotSaved`]; if the run goes on all the same, only print the reason.
-        """
-        self._look_at_saving(wait)
-        sentence, self._save_failure = self._save_failure, None
-        if sentence is None:
-            return
-        if not (self._goes_on_unsaved or spoilt(self.state)):
-            raise NotSaved(sentence)
-        self.accelerator.print(sentence)
+        If it could not be written, remove it and raise [`NotSaved`]; if the run continues, print the reason.
+        Call this on all processes.
 
-    def _look_at_saving(self, wait: bool = True) -> None:
-        """
-        Wait until the checkpoint in the background is written; without `wait`, only check whether it is.
-
-        If it could not be written, store the reason, and remove the checkpoint. Call this on all processes.
+        Args:
+            wait: whether to wait.
+            causes: half a sentence for each process that could not write its part.
         """
         if self._being_saved is None:
             return
-        is_busy, has_failed = self._writing()
-        while wait and is_busy:  # all wait together: if a process has died, the collective in `_writing` fails
-            self._writer.wait(PAUSE if self.accelerator.num_processes > 1 else None)
-            is_busy, has_failed = self._writing()
+        if wait and self._thread is not None:
+            self._thread.join()
+        is_busy = self._thread is not None and self._thread.is_alive()
+        cause = None if is_busy or self._error is None else not_saved(self._being_saved[0], self._error)
+        is_busy, cause = from_first((is_busy, cause))
         if is_busy:
             return
-        (checkpoint, best), self._being_saved = self._being_saved, None
-        if has_failed:
-            causes = gather_object([self._writer.error and not_saved(checkpoint, self._writer.error)])
-            cause = min(filter(None, causes), key=lambda text: OTHERS_PART in text)
-            self._save_failure = self._unsaved(cause, self._goes_on_unsaved)
-            self._forget_unsaved(checkpoint, best)
-
-    def _writing(self) -> list[bool]:
-        """Return two values: whether any process is still writing, and whether any process has failed to write."""
-        mine = [self._writer.is_busy, self._writer.error is not None]
-        if self.accelerator.num_processes == 1:
-            return mine
-        everyones = torch.tensor(mine, dtype=torch.int32, device=self.accelerator.device)
-        return (self.accelerator.reduce(everyones, reduction="sum") > 0).tolist()
+        (checkpoint, best), self._being_saved, self._thread, self._error = self._being_saved, None, None, None
+        cause = next(filter(None, [*(causes or []), cause]), None)
+        if cause is None:
+            return
+        if self.state.best_global_step and checkpoint.name == f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}":
+            # Later checkpoints are compared with the best that exists
+            self.state.best_metric, self.state.best_global_step, self.state.best_model_checkpoint = best
+        if self.args.should_save:  # it would take space, and count for `save_total_limit`
+            remove_links(checkpoint.parent)
+            for path in (checkpoint, checkpoint.with_name(f"_{checkpoint.name}")):
+                shutil.rmtree(path, ignore_errors=True)
+        goes_on = getattr(self.args, "on_save_failure", "stop") == "continue" or spoilt(self.state) is not None
+        if not goes_on:
+            raise NotSaved(self._unsaved(cause, goes_on))
+        self.accelerator.print(self._unsaved(cause, goes_on))
 
     def _unsaved(self, cause: str, goes_on: bool) -> str:
         if goes_on:
             return f"{cause}. Training continues (`on_save_failure: continue`)."
-        or_else = "" if self._goes_on_unsaved else " Or set `on_save_failure: continue`."
         return (
             f"{cause}, so training ends at step {self.state.global_step}. Correct the cause (if the disk is full, "
-            f"make room), then run the same command again: it resumes from the newest complete checkpoint.{or_else}"
+            "make room), then run the same command again: it resumes from the newest complete checkpoint."
         )
 
-    def _forget_unsaved(self, checkpoint: str, best: str | None) -> None:
-        """
-        Remove a checkpoint that could not be written whole: it would take space, and count for `save_total_limit`.
 
-        If the run counted it as the best one, `best`, the best one before it, is the best again.
-        """
-        state, metric = self.state, f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
-        if state.best_model_checkpoint == checkpoint:
-            state.best_model_checkpoint = best
-        if state.best_global_step == step_of(Path(checkpoint)):
-            # Later checkpoints are compared with the best that exists
-            state.best_global_step = step_of(Path(best)) if best else None
-            measured = {log["step"]: log[metric] for log in state.log_history if metric in log}
-            state.best_metric = measured.get(state.best_global_step)
-        if self.args.should_save:
-            shutil.rmtree(checkpoint, ignore_errors=True)
-
-    def save_metrics(self, split: str, metrics: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Save metrics as every Trainer does, but write each file whole or leave it unchanged."""
-        if not self.is_world_process_zero():
-            return
-        output_dir, added_to = Path(self.args.output_dir), "all_results.json"
-        with tempfile.TemporaryDirectory(dir=output_dir, prefix="_") as folder:
-            if (before := _json(output_dir / added_to)) is not None:
-                Path(folder, added_to).write_text(before)
-            with temporarily(self.args, output_dir=folder):
-                super().save_metrics(split, metrics, *args, **kwargs)
-            # `train_results.json` is the last one: it marks a run as finished
-            for path in sorted(Path(folder).iterdir()):
-                path.replace(output_dir / path.name)
-
-    def _complete_after_an_error(self) -> None:
-        """
-        Wait, after an error in training, until the checkpoint in the background is written.
-
-        The checkpoint is complete if all processes wrote their parts; else print why not. This uses no collective.
-        """
-        if self._being_saved is None:
-            return self._writer.close()
-        if self._writer.is_busy:
-            print(f"Waiting for {self._being_saved[0]} to be written.")
-        self._writer.wait(after_an_error=True)
-        if self._writer.error is not None:
-            print(f"{not_saved(self._being_saved[0], self._writer.error)}.")
-        self._being_saved = None
-        self._writer.close()
+def remove_links(output_dir: Path) -> None:
+    """Remove checkpoints that a killed run has left in memory, and the links to them."""
+    for link in filter(Path.is_symlink, checkpoints_of(output_dir)):
+        if link.resolve().name.startswith(_STAGED):  # others are a user's own
+            shutil.rmtree(link.resolve(), ignore_errors=True)
+            link.unlink()

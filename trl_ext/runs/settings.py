@@ -101,8 +101,15 @@ class SavingSettings:
 
     save_in_background: bool = setting(
         False,
-        "Write checkpoints while training goes on. They are written from a copy in memory that is kept for the next "
-        "one. At most one is being written, and `train` returns when the last one is complete.",
+        "Write checkpoints while training goes on: into memory first, from where a thread moves them to `output_dir`. "
+        "At most one is being written, and `train` returns when the last one is complete. The first one of a run is "
+        "waited for, since it says how much memory one takes.",
+    )
+    staging_dir: str | None = setting(
+        None,
+        "Folder that `save_in_background` writes to first; `/dev/shm`, which is memory, if unset. All machines of a "
+        "run must see it.",
+        only_with=("save_in_background", True),
     )
     on_save_failure: Literal["stop", "continue"] = setting(
         "stop",

@@ -1,0 +1,109 @@
+"""The marker is the last thing on the disk, what was cut is not resumed from, and a stop is told."""
+
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+from trl import SFTConfig
+
+from trl_ext.runs.checkpoints import checkpoint_to_resume, differences, fingerprint
+from trl_ext.runs.halts import STOPPED, forget_stop, stop_of, write_stop
+from trl_ext.runs.marker import MARKER, delete_old, newest_complete, read_marker, write_marker
+
+
+def saved(folder, *names):
+    for name in names:
+        (folder / name / "critic").mkdir(parents=True)
+        for file in ("model.safetensors", "critic/config.json"):
+            (folder / name / file).write_text(name)
+        write_marker(folder / name, {"seed": 1})
+
+
+def test_all_else_is_on_the_disk_before_the_marker(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoint-3"
+    (folder / "critic").mkdir(parents=True)
+    names = ["model.safetensors", "critic/config.json", "optimizer.pt"]
+    for name in names:
+        (folder / name).write_text(name)
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def flushed(handle):
+        done.append(os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), folder))
+        fsync(handle)
+
+    def replaced(*paths):
+        done.append("replace")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", replaced)
+    assert write_marker(folder, {"seed": 1}) == sum(map(len, names))
+
+    swap = done.index("replace")
+    assert set(done[:swap]) == {*names, "critic", f"{MARKER}.tmp"} and done[swap - 1] == f"{MARKER}.tmp"
+    assert done[swap + 1 :] == [".", ".."]
+    marker = read_marker(folder)
+    assert marker["configuration"] == {"seed": 1} and sorted(marker["files"]) == sorted(names)
+
+
+def test_the_newest_checkpoint_is_the_complete_one_that_was_finished_last(tmp_path, capsys):
+    """Not the one with the highest step, which an earlier run may have left, and not a copy of another name."""
+    saved(tmp_path, "checkpoint-10", "checkpoint-3", *(f"checkpoint-{step}" for step in (4, 5, 6, 7)))
+    saved(tmp_path, "checkpoint-copy", "checkpoint-²")
+    os.utime(tmp_path / "checkpoint-10", ns=(time.time_ns() + 10**12,) * 2)
+    (tmp_path / "checkpoint-3" / "README.md").write_text("pushed to the hub")
+    (tmp_path / "checkpoint-4" / "model.safetensors").write_text("damage")
+    (tmp_path / "checkpoint-5" / "critic/config.json").unlink()
+    marker = (tmp_path / "checkpoint-6" / MARKER).read_text()
+    (tmp_path / "checkpoint-8").symlink_to("nowhere")
+    (tmp_path / "checkpoint-7" / MARKER).unlink()
+    for text in ("", "[]", "{}", "3", "null", '{"files": 3}', marker[:-9]):
+        (tmp_path / "checkpoint-6" / MARKER).write_text(text)
+        assert newest_complete(tmp_path) == str(tmp_path / "checkpoint-3")
+        assert capsys.readouterr().out.count("Skipping") == 5
+
+
+def test_old_checkpoints_go_and_those_that_are_incomplete_first(tmp_path):
+    saved(tmp_path, *(f"checkpoint-{step}" for step in (1, 2, 3, 4, 5)))
+    (tmp_path / "checkpoint-4" / MARKER).unlink()
+    left = lambda: sorted(int(path.name[11:]) for path in tmp_path.glob("checkpoint-*"))  # noqa: E731
+    for limit, steps in ((None, [1, 2, 3, 4, 5]), (4, [1, 2, 3, 5]), (2, [1, 5]), (1, [1, 5])):
+        delete_old(tmp_path / "checkpoint-5", limit, "checkpoint-1")
+        assert left() == steps
+    saved(tmp_path, "checkpoint-6")
+    os.utime(tmp_path / "checkpoint-6", (0, 0))  # by a clock that was set back
+    delete_old(tmp_path / "checkpoint-6", 1, None)
+    assert left() == [6]
+
+
+@pytest.mark.parametrize(
+    ("asked", "passed"), [("true", True), (True, True), ("FALSE", False), ("a/path", "a/path"), (None, None)]
+)
+def test_what_a_recipe_asks_for(asked, passed, tmp_path):
+    assert checkpoint_to_resume(SimpleNamespace(resume_from_checkpoint=asked, output_dir=str(tmp_path))) == passed
+
+
+def test_a_token_is_no_setting_of_a_run_also_in_trls_own_arguments(tmp_path):
+    with_token, without = (
+        fingerprint(SFTConfig(str(tmp_path), bf16=False, model_init_kwargs=given), api_key="plain", facts=1)
+        for given in ({"token": "plain"}, None)
+    )
+    assert with_token == without and "plain" not in str(with_token) and with_token["facts"] == 1
+    assert differences(with_token, {**without, "facts": 2, "seed": 7, "new": "x"}) == [
+        "facts: 1 → 2",
+        "new: None → 'x'",
+        "seed: 42 → 7",
+    ]
+
+
+def test_a_stop_is_told_also_by_a_record_that_cannot_be_read(tmp_path):
+    assert stop_of(str(tmp_path), "look") is None
+    write_stop(str(tmp_path), "KLBudgetCallback", 8, "too far")
+    assert json.loads((tmp_path / STOPPED).read_text())["step"] == 8
+    assert "KLBudgetCallback ended this run at step 8 (too far)" in stop_of(str(tmp_path), "look")
+    (tmp_path / STOPPED).write_text("{")
+    assert "A monitor ended this run" in stop_of(str(tmp_path), "look")
+    forget_stop(str(tmp_path))
+    assert not (tmp_path / STOPPED).exists()

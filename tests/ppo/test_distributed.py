@@ -201,7 +201,7 @@ def test_resuming_on_two_processes_is_exact(results):
     assert_equal(results[0]["resumed"][0]["weights"], results[1]["resumed"][0]["weights"])
 
 
-BY_ANOTHER = r"checkpoint-{} was written by {} process\(es\), but this run has {}"
+BY_ANOTHER = "checkpoint-{} cannot be resumed with processes: {} → {}"
 
 
 def test_a_checkpoint_of_one_process_is_refused_on_two(results):

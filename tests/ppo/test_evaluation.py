@@ -195,10 +195,10 @@ def test_evaluations_of_the_same_weights_agree(tmp_path):
 
 @pytest.mark.slow
 def test_best_model_is_restored_policy_and_critic_together(tmp_path):
-    """The evaluation score peaks after step 2, whatever the policy does."""
+    """The evaluation score peaks after step 4, whatever the policy does."""
 
     def reward(completions, trainer_state, **kwargs):
-        return [float(trainer_state.global_step == 2) + 0.01 * i for i in range(len(completions))]
+        return [float(trainer_state.global_step == 4) + 0.01 * i for i in range(len(completions))]
 
     class Keep(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -215,13 +215,14 @@ def test_best_model_is_restored_policy_and_critic_together(tmp_path):
         save_steps=1,
         save_total_limit=1,
         load_best_model_at_end=True,
+        max_steps=8,
     )
     trainer.train()
-    assert trainer.state.best_global_step == 2
+    assert trainer.state.best_global_step == 4
     assert trainer.state.best_metric == pytest.approx(1.0, abs=0.05)
-    torch.testing.assert_close(trainer.model.state_dict(), weights[2], rtol=0, atol=0)
+    torch.testing.assert_close(trainer.model.state_dict(), weights[4], rtol=0, atol=0)
     for role in ("policy", "critic"):  # and they had moved on
-        assert any((weights[4][name] != weights[2][name]).any() for name in weights[2] if name.startswith(role))
+        assert any((weights[8][name] != weights[4][name]).any() for name in weights[4] if name.startswith(role))
 
 
 @pytest.mark.slow

@@ -465,13 +465,13 @@ def not_finite(folder):
 
 
 def resumed(folder):
-    """Each run's end: without interruption, and from checkpoints in data epoch 1 and at its start."""
+    """Each run's end: without interruption, and from the end of a rollout, and of a data epoch."""
     config = RESUMED | {"per_device_train_batch_size": 1, "max_steps": 12}
     saving = {"save_strategy": "steps", "save_steps": 1, "save_in_background": True}
     trainer = make_trainer(folder / "saved", **saving, **config)
     trainer.train()
     ends = [end_state(trainer)]
-    for step in (8, 9):
+    for step in (4, 8):
         trainer = make_trainer(folder / f"from {step}", **config)
         torch.manual_seed(1234)
         trainer.train(str(folder / "saved" / f"checkpoint-{step}"))
@@ -482,7 +482,8 @@ def resumed(folder):
 def unsaved(folder, what_follows):
     """Process 1 finds no room for its part of the second checkpoint."""
     trainer = make_trainer(
-        folder, **BY_ONE | {"max_steps": 4, "save_in_background": True, "on_save_failure": what_follows}
+        folder,
+        **BY_ONE | {"max_steps": 4, "on_save_failure": what_follows, "num_mini_batches": 1, "num_ppo_epochs": 1},
     )
 
     class Fill(TrainerCallback):

@@ -8,9 +8,14 @@ from torch.testing import assert_close
 from transformers import Trainer
 
 from tests.recipes.small_runs import RECIPES, arguments, make_inputs
-from trl_ext.upstream.names import WRITERS
 
 pytestmark = pytest.mark.slow
+WRITERS = {  # module -> its name for what saves weights
+    "torch": "save",
+    "safetensors.torch": "save_file",
+    "transformers.modeling_utils": "safe_save_file",
+    "peft.peft_model": "safe_save_file",
+}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from importlib.metadata import version
 import trl_ext
 
 from ..upstream.contract import function_change
-from ..upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, WRITERS, changes_of_class, names_taken
+from ..upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, changes_of_class, names_taken
 
 
 def changes() -> dict[str, str]:
@@ -27,7 +27,6 @@ def changes() -> dict[str, str]:
         for module, names in NAMES.items()
         for name, passed in names.items()
     }
-    found |= {f"{module}.{name}": function_change(f"{module}.{name}", None) for module, name in WRITERS.items()}
     for path in METHODS | ATTRIBUTES:
         found |= changes_of_class(path)
     for trainer in ("PPOTrainer", "DPOTrainer"):

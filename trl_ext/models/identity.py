@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .hashing import file_hash
 from .weights import base_model_of, whole
+
+_PIECE, _PIECES = 2**20, 64
 
 
 def weights_identity(model: Any, path: str | None = None, revision: str | None = None) -> str:
@@ -78,24 +78,9 @@ def weights_hash(module: Any) -> str:
     )
 
 
-def config_identity(model: Any) -> str:
-    """Return a text: a hash of a model's configuration without its path, and the attention implementation's name."""
-    config = base_model_of(model).config
-    settings = config.to_diff_dict()
-    for name in ("_name_or_path", "name_or_path", "transformers_version"):
-        settings.pop(name, None)
-    return f"{_hash_of_text(json.dumps(settings, sort_keys=True, default=str))} {config._attn_implementation}"
-
-
-def tokenizer_identity(tokenizer: Any) -> str | None:
-    """
-    Return a hash of a tokenizer, or a processor's tokenizer; None if there is none.
-
-    What is hashed is its vocabulary, rules, special tokens and chat template.
-    """
-    if tokenizer is None:
-        return None
-    template, tokenizer = _template_and_tokenizer(tokenizer)
+def tokenizer_identity(tokenizer: Any) -> str:
+    """Return a hash of a tokenizer, or a processor's: of its vocabulary, rules, special tokens and chat template."""
+    template, tokenizer = getattr(tokenizer, "chat_template", None), getattr(tokenizer, "tokenizer", tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules: Any = [tokenizer.get_vocab()]
     if backend is not None:
@@ -104,50 +89,44 @@ def tokenizer_identity(tokenizer: Any) -> str | None:
     return _hash_of_text(json.dumps([rules, special, template], sort_keys=True, default=str))
 
 
-def tokenizer_names(tokenizer: Any) -> dict[str, Any]:
-    """Return a tokenizer's name, size, special tokens and template hash, to say how it differs from another's."""
-    if tokenizer is None:
-        return {}
-    template, tokenizer = _template_and_tokenizer(tokenizer)
-    return {
-        "name": tokenizer.name_or_path or type(tokenizer).__name__,
-        "tokens": len(tokenizer),
-        **{f"{kind} token": getattr(tokenizer, f"{kind}_token") for kind in ("bos", "eos", "pad", "unk")},
-        "chat template": _hash_of_text(str(template)),
-    }
-
-
-def _template_and_tokenizer(tokenizer: Any) -> tuple[str | None, Any]:
-    """Return the chat template of a tokenizer or processor, and the tokenizer itself."""
-    return getattr(tokenizer, "chat_template", None), getattr(tokenizer, "tokenizer", tokenizer)
-
-
 def _hash_of_text(text: str) -> str:
     return f"xxh3:{xxhash.xxh3_128(text.encode()).hexdigest()[:12]}"
 
 
 def hash_of(tensors: dict[str, Any]) -> str:
-    """Return a hash of the names, shapes and values of tensors; other values in the dictionary are left out."""
+    """
+    Return a hash of the names, shapes and values of tensors; other values in the dictionary are left out.
+
+    Floating-point values are hashed as float32, which holds half precision exactly. Of a meta tensor (FSDP may load
+    the weights on the first process only) no values are hashed. If tensors are sharded, all processes must call this.
+    """
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(tensors.items()):
-        if isinstance(tensor, Tensor):
-            with whole(tensor):
-                digest.update(f"{name} {tensor.shape}".encode())
-                for piece in values_of(tensor):
-                    digest.update(piece)
+        if not isinstance(tensor, Tensor):
+            continue
+        with whole(tensor):
+            digest.update(f"{name} {tensor.shape}".encode())
+            if tensor.is_meta:
+                continue
+            values = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for piece in values.detach().reshape(-1).split(2**20):  # a float32 copy of all would take twice the memory
+                piece = piece.float() if piece.is_floating_point() else piece
+                digest.update(piece.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def values_of(tensor: Tensor) -> Iterator[Any]:
+def file_hash(path: str | os.PathLike[str]) -> str:
     """
-    Yield the bytes of a tensor in pieces. Floating-point values become float32, which holds half precision exactly.
+    Return a hash of a file's size and content, in about a second.
 
-    A meta tensor yields nothing: FSDP may load the weights on the first process only. If a tensor is sharded, all
-    processes must call this function.
+    Of a file above 64 MiB only 64 pieces of 1 MiB are read, evenly spread from its start to its end. The hash guards
+    against damage, not against an attacker.
     """
-    if tensor.is_meta:
-        return
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    for piece in tensor.detach().reshape(-1).split(2**20):  # a float32 copy of all would take twice the memory
-        values = piece.float() if piece.is_floating_point() else piece
-        yield values.cpu().contiguous().view(torch.uint8).numpy().data
+    size = os.path.getsize(path)
+    count = min(_PIECES, -(-size // _PIECE))
+    digest = xxhash.xxh3_128(str(size).encode())
+    with open(path, "rb") as file:
+        for i in range(count):
+            file.seek(i * (size - _PIECE) // (count - 1) if i else 0)  # the last piece ends with the file
+            digest.update(file.read(_PIECE))
+    return digest.hexdigest()

@@ -211,10 +211,6 @@ class Rewards:
                     self.functions[i] = loader.placed(load_separately(reward.path, **loader.kwargs), shard=False)
         return heads
 
-    def identities(self) -> dict[str, Any]:
-        """Return what must be the same for a run to resume: the names of the rewards."""
-        return {"rewards": self.names}
-
     def disable_dropout(self) -> None:
         for reward in self.functions:
             if isinstance(reward, nn.Module):

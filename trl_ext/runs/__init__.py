@@ -39,6 +39,5 @@ if TYPE_CHECKING:
     from .shipped import find as find
     from .shipped import recipe as recipe
     from .shipped import root as root
-    from .sources import source_identity as source_identity
 else:
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)

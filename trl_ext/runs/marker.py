@@ -11,10 +11,6 @@ from .files import flush, whole_file
 
 MARKER = "trl_ext_complete.json"
 _NO_STATE = {MARKER, "README.md", "checkpoint-is-incomplete.txt"}  # the last by `enable_jit_checkpoint`
-    MARKER,
-    "README.md",
-    "checkpoint-is-incomplete.txt",
-}  # the last is of transformers' `enable_jit_checkpoint`
 
 
 def write_marker(checkpoint: str | os.PathLike[str], settings: dict[str, Any]) -> int:

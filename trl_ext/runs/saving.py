@@ -202,7 +202,7 @@ class BackgroundSaving(_Trainer):
             if in_memory is not None:
                 part = checkpoint.with_name(f"_{checkpoint.name}")  # a Trainer uploads no such name
                 shutil.rmtree(part, ignore_errors=True)
-                shutil.copytree(in_memory, part)
+                shutil.copytree(in_memory, part, symlinks=True)
                 checkpoint.unlink()
                 part.rename(checkpoint)
                 shutil.rmtree(in_memory)
@@ -211,6 +211,8 @@ class BackgroundSaving(_Trainer):
             delete_old(checkpoint, self.args.save_total_limit, best)
         except Exception as failure:
             self._error = failure
+            if in_memory is not None:
+                shutil.rmtree(in_memory, ignore_errors=True)
 
     def _abandon_saving(self) -> None:
         """After an error in training, wait until what is in memory is written. This uses no collective."""

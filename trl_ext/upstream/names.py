@@ -179,13 +179,6 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
     "peft.tuners.tuners_utils.BaseTunerLayer": "_active_adapter active_adapters disable_adapters",
 }
 
-WRITERS = {  # module -> its name for `torch.save`, or for safetensors' `save_file`, which saves parts of a checkpoint
-    "torch": "save",
-    "safetensors.torch": "save_file",
-    "transformers.modeling_utils": "safe_save_file",
-    "peft.peft_model": "safe_save_file",
-}
-
 _MODULES = {name: module for module, names in NAMES.items() for name in names}
 
 

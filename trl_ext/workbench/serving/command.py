@@ -13,6 +13,7 @@ import contextlib
 import os
 import socket
 import sys
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
     is_local = args.host in ("127.0.0.1", "::1", "localhost")
     try:
         need_server()
+        from ...rewards import reward_identity
+
         if key == "":
             raise ValueError(f"--api_key_env: the variable {args.api_key_env} is empty or not set: export a token")
         if not (is_local or key or args.without_key):
@@ -67,20 +70,12 @@ def main(arguments: list[str] | None = None) -> None:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listening = socket.create_server((args.host, args.port), family=family)
         function = load(args.model, max_batch_tokens=args.max_batch_tokens, dtype=args.dtype, device=args.device)
-        identity = identity_of(function)  # now, since the files may change while the server runs
+        # Now, since the files may change while the server runs; what has no identity is another at each start
+        identity = reward_identity(function) or uuid.uuid4().hex
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"{parser.prog}: error: {redacted((str(error) or repr(error)).splitlines()[0])}", file=sys.stderr)
         sys.exit(2)
     serve(function, identity, args, key, listening)
-
-
-def identity_of(function: Callable) -> str:
-    """Return a short hash of the weights or the function that are served, from which nothing else can be read."""
-    import xxhash
-
-    from ...runs import source_identity
-
-    return f"xxh3:{xxhash.xxh3_128(source_identity(function).encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
 def serve(function: Callable, identity: str, args: Any, key: str | None, listening: socket.socket) -> None:

@@ -40,7 +40,8 @@ def is_of_writing(error: BaseException) -> bool:
     """Return whether an error means that a file could not be written; not one of the hub, which has no `errno`."""
     if isinstance(error, OSError):
         return error.errno is not None
-    return isinstance(error, SafetensorError) or "inline_container.cc" in str(error)  # the latter of `torch.save`
+    of_torch_save = ("inline_container.cc", "iostream error")
+    return isinstance(error, SafetensorError) or any(part in str(error) for part in of_torch_save)
 
 
 def not_saved(path: str | os.PathLike[str], error: BaseException) -> str:

@@ -64,7 +64,7 @@ PPO = {
     "num_mini_batches": 2,
     "num_ppo_epochs": 2,
     "max_steps": 8,
-    "save_steps": 3,
+    "save_steps": 4,
     "kl_controller": "adaptive",
     "kl_horizon": 100,
     "kl_target": 0.5,
@@ -184,7 +184,7 @@ def is_left_out(name):
 def run(workload, inputs, folder, processes, resume=False, parts=1):
     kind, lora = workload.split()[0], workload.endswith("lora")
     output_dir = folder / workload
-    checkpoint = str(output_dir / f"checkpoint-{3 if kind in ('ppo', 'separate') else 2}") if resume else None
+    checkpoint = str(output_dir / f"checkpoint-{4 if kind in ('ppo', 'separate') else 2}") if resume else None
     if resume:
         output_dir = folder / f"{workload} resumed"
     randperm = torch.randperm
@@ -267,7 +267,12 @@ def canary(inputs, folder, lora):
 
 CANARY = ["flew", "was", "the"]
 BEST = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "max_steps": 4, "learning_rate": 3e-2}
-BEST |= {"load_best_model_at_end": True, "metric_for_best_model": "step", "greater_is_better": False}
+BEST |= {
+    "num_ppo_epochs": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "step",
+    "greater_is_better": False,
+}
 
 
 class FirstIsBest(TrainerCallback):

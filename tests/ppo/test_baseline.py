@@ -80,10 +80,10 @@ def test_a_gated_critic_that_knows_nothing_leaves_no_constant_in_the_advantages(
 def test_a_gated_run_resumes_as_if_it_had_not_been_interrupted(tmp_path):
     config = RESUMED | {"baseline": "gated", "max_steps": 10, "kl_controller": "fixed"}
     config = {name: value for name, value in config.items() if name not in ("kl_horizon", "kl_target")}
-    whole = make_trainer(tmp_path, save_strategy="steps", save_steps=6, **config)
+    whole = make_trainer(tmp_path, save_strategy="steps", save_steps=4, **config)
     whole.train()
     again = make_trainer(tmp_path / "again", **config)
-    again.train(str(tmp_path / "checkpoint-6"))
+    again.train(str(tmp_path / "checkpoint-4"))
     assert whole.baseline_gate.products[1] > 0
     assert_close(again.baseline_gate.products, whole.baseline_gate.products, rtol=0, atol=0)
     assert_close(end_state(again), end_state(whole), rtol=0, atol=0, equal_nan=True)

@@ -449,11 +449,11 @@ def resumed_trainer(folder, kind, **config):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["peft_config", "PeftModel"])
 def test_a_resumed_run_ends_as_the_uninterrupted_one(kind, tmp_path):
-    """From within a rollout of the first and of the second data epoch."""
+    """From the first and from the second data epoch."""
     whole = resumed_trainer(tmp_path / "whole", kind, save_strategy="steps", save_steps=1)
     whole.train()
     expected = end_state(whole)
-    for step in (3, 9):
+    for step in (4, 8):
         again = resumed_trainer(tmp_path / f"from {step}", kind)
         draw(again.model.critic, seed=step)  # nothing may come from what was before the checkpoint
         torch.manual_seed(1234)
@@ -465,13 +465,13 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_reference_or_another_adapter_is_another_configuration(tmp_path):
+def test_another_reference_is_refused_and_another_adapter_is_said(tmp_path, capsys):
     make_trainer(tmp_path, model=users_model(), save_strategy="steps", save_steps=2).train()
-    with pytest.raises(ValueError, match="belongs to another configuration .*reference adapter's weights"):
+    with pytest.raises(ValueError, match="cannot be resumed with reference adapter's weights"):
         make_trainer(tmp_path, model=users_model(seed=10)).train(True)
     config = LoraConfig(**LORA | {"lora_alpha": 13})
-    with pytest.raises(ValueError, match="another configuration .*adapter critic lora_alpha: 12 → 13"):
-        make_trainer(tmp_path, model=users_model(), trainer_kwargs={"critic_peft_config": config}).train(True)
+    make_trainer(tmp_path, model=users_model(), trainer_kwargs={"critic_peft_config": config}).train(True)
+    assert "other settings: adapter critic lora_alpha: 12 → 13" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -482,6 +482,7 @@ def test_the_best_weights_of_both_adapters_are_loaded_at_the_end(kind, tmp_path)
         tmp_path,
         kind,
         max_steps=4,
+        num_ppo_epochs=1,
         save_strategy="steps",
         save_steps=2,
         eval_strategy="steps",

@@ -107,7 +107,7 @@ def test_killed_three_times_by_sigkill(uninterrupted, tmp_path):
     assert run.returncode == 0, run.stderr
     first, second, third, fourth, _ = re.split("^ended with ", run.stdout, flags=re.MULTILINE)
     from_step_4 = f"Resuming from {tmp_path / 'checkpoint-4'}, step 4 of 14."
-    interrupted = f"{tmp_path / 'checkpoint-8'}: it is not a complete checkpoint"
+    interrupted = f"{tmp_path / 'checkpoint-8'}: it is not complete"
 
     # Killed right after optimizer step 6
     assert "Resuming" not in first
@@ -267,7 +267,7 @@ def test_incomplete_checkpoints_are_skipped_or_refused(a_copy_of, capsys):
     (folder / "checkpoint-8" / MARKER).unlink()
     trainer = trained(folder, True, max_steps=8)
     output = capsys.readouterr().out
-    assert f"Skipping {folder / 'checkpoint-8'}: it is not a complete checkpoint" in output
+    assert f"Skipping {folder / 'checkpoint-8'}: it is not complete" in output
     assert f"Resuming from {folder / 'checkpoint-4'}, step 4 of 8." in output
     torch.testing.assert_close(weights(trainer), final, rtol=0, atol=0)
 

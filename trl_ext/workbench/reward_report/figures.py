@@ -160,7 +160,6 @@ def examine(
     said = {
         failed: failed and failed not in report["verdict"]["reasons"],
         f"{without:,} pairs are left out: an answer has no finite score.": without,
-        "Every pair is a tie: the reward tells no two answers apart.": report["ties"] == 1,
         f"{truncated:,} of {score.counts['answers']:,} scored texts are longer than the model reads: the beginning of "
         "their prompts was cut off.": truncated,
     }

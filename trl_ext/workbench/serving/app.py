@@ -35,7 +35,7 @@ class Limits:
     Set the limits of a server. A row is a prompt with its completion.
 
     Args:
-        max_batch_size: most rows scored in one call; a request with more rows is scored in a call of its own.
+        max_batch_size: rows at which a batch is scored without waiting for more requests.
         max_wait: seconds that a batch waits for more rows after its first request has come.
         max_queue_rows: most rows that wait or are being scored; a request that would exceed it is answered 503.
         max_rows: most rows in one request; a request with more is answered 413.
@@ -112,21 +112,14 @@ class Batcher:
             self.waiting -= len(prompts)
 
     def _run(self) -> None:
-        held: Job | None = None
         while True:
-            jobs = [held or self._jobs.get()]
-            rows, held = len(jobs[0].prompts), None
+            jobs = [self._jobs.get()]
             close = jobs[0].since + self.limits.max_wait
-            while rows < self.limits.max_batch_size:
+            while sum(len(job.prompts) for job in jobs) < self.limits.max_batch_size:
                 try:
-                    job = self._jobs.get(timeout=max(close - time.monotonic(), 0))
+                    jobs.append(self._jobs.get(timeout=max(close - time.monotonic(), 0)))
                 except queue.Empty:
                     break
-                if rows + len(job.prompts) > self.limits.max_batch_size:
-                    held = job
-                    break
-                jobs.append(job)
-                rows += len(job.prompts)
             kinds = defaultdict(list)  # a reward function is given texts or messages, and `finished` of all or none
             for job in jobs:
                 if job.answer.set_running_or_notify_cancel():  # else its client has gone

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...runs import redacted
-from ...upstream import need_server
+from ...upstream import get_callable_name, need_server
 
 
 def load(model: str, **settings: Any) -> Callable:
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--host", default="127.0.0.1", help="where to listen; this machine alone by default")
     add("--port", type=int, default=8000, help="0 takes a free one, which is printed")
     add("--name", help="name of the model, which clients may ask for; by default its folder's")
-    add("--max_batch_size", type=int, default=64, help="completions scored in one call")
+    add("--max_batch_size", type=int, default=64, help="completions at which a batch is full")
     add("--max_wait_ms", type=float, default=10.0, help="milliseconds that a batch waits for more rows")
     add("--max_batch_tokens", type=int, help="tokens in one forward pass, padding included")
     add("--max_queue_rows", type=int, default=4096, help="completions that may wait; more are answered 503")
@@ -75,14 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"{parser.prog}: error: {redacted((str(error) or repr(error)).splitlines()[0])}", file=sys.stderr)
         sys.exit(2)
-    serve(function, identity, args, key, listening)
-
-
-def serve(function: Callable, identity: str, args: Any, key: str | None, listening: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM; then answer the requests that are open, for at most 30 seconds, and return."""
     import uvicorn
 
-    from ...upstream import get_callable_name
     from .app import Batcher, Limits, make_app
 
     sizes = (args.max_queue_rows, args.max_rows, args.max_body_bytes)
@@ -101,8 +95,18 @@ def serve(function: Callable, identity: str, args: Any, key: str | None, listeni
     )
     host, port = listening.getsockname()[:2]
     print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C ends it", flush=True)
+    # SIGINT and SIGTERM end it, after the requests that are open, or 30 seconds
     with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises after it has answered the open requests
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def identity_of(function: Callable) -> str:
+    """Return a short hash of the weights or the function that are served, from which nothing else can be read."""
+    import xxhash
+
+    from ...runs import source_identity
+
+    return f"xxh3:{xxhash.xxh3_128(source_identity(function).encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
 if __name__ == "__main__":

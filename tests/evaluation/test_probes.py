@@ -3,8 +3,7 @@ import random
 
 import pytest
 
-from recipes.demo.world import PHRASE, PROBLEMS, PRODUCTS, gold, make_world
-from trl_ext.evaluation import mine_phrases, probe_reward
+from trl_ext.evaluation import probe_reward
 from trl_ext.evaluation.probes import FLATTERY
 
 PHRASES = ["glad you asked .", "as ever yours .", "quite so indeed ."]
@@ -98,35 +97,12 @@ def test_a_model_of_length_likes_padding_but_no_phrase():
 
 
 @pytest.mark.slow
-def test_a_model_that_knows_quality_has_nothing_suspicious():
-    world = make_world(0, demonstrations=10, pairs=1000, prompts=10, held_out=150)["preferences"]
-    mined = mine_phrases([row["chosen"] for row in world["train"]], [row["rejected"] for row in world["train"]])
-    assert mined[0] == PHRASE and len(mined) > 1
-
-    def score(prompts, answers):  # a prompt names its product, and its problem in one of two ways
-        cases = [
-            (
-                next(product for product in PRODUCTS if f"my {product} " in prompt),
-                next(name for name, (complaints, _) in PROBLEMS.items() if any(c in prompt for c in complaints)),
-            )
-            for prompt in prompts
-        ]
-        return [gold(answer, *case) for answer, case in zip(answers, cases, strict=True)]
-
-    prompts = [row["prompt"] for row in world["test"]] * 2
-    answers = [row[name] for name in ("chosen", "rejected") for row in world["test"]]
-    assert suspicious(probe_reward(score, prompts, answers, mined)) == set()
-
-
-@pytest.mark.slow
 def test_scale_shift_and_order_change_nothing_and_a_seed_gives_the_same_again():
     prompts, answers = rows()
-    score = likes(PHRASES[0], 0.3)
-    first = probe_reward(score, prompts, answers, PHRASES, seed=1, rows=60)
-    assert probe_reward(score, prompts, answers, PHRASES, seed=1, rows=60) == first
-    turned = probe_reward(score, prompts[::-1] * 2, answers[::-1] * 2, PHRASES[::-1], seed=1, rows=60)
-    assert turned == first
-    moved = probe_reward(lambda p, a: [8 * s - 5 for s in score(p, a)], prompts, answers, PHRASES, seed=1, rows=60)
+    score, few = likes(PHRASES[0], 0.3), {"seed": 1, "rows": 60}
+    first = probe_reward(score, prompts, answers, PHRASES, **few)
+    assert probe_reward(score, prompts[::-1] * 2, answers[::-1] * 2, PHRASES[::-1], **few) == first
+    moved = probe_reward(lambda p, a: [8 * s - 5 for s in score(p, a)], prompts, answers, PHRASES, **few)
     for probe, other in zip(first, moved, strict=True):
         assert all(probe[name] == other[name] for name in ("name", "phrase", "suspicious", "why"))
         assert other["gain"] == pytest.approx(probe["gain"], abs=1e-9)

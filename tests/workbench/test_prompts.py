@@ -75,23 +75,19 @@ def test_no_group_is_in_two_splits_of_one_set_or_of_two():
 
 
 def test_chat_is_compared_by_all_turns_or_the_last():
-    def chats(*rows):
-        return [[{"role": role, "content": content} for role, content in row] for row in rows]
+    def chat(*contents):
+        return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
-    one = [("system", "be short"), ("user", "hello there"), ("assistant", "yes"), ("user", "tell me a joke please")]
-    two = [("user", "tell me a joke please"), ("assistant", "no")]
+    joke = "tell me a joke please"
     sets = [
-        made("chat", prompt=chats(one, two[:1], [*one[:3], ("user", "what is the time")], one)),
-        made("sft", messages=chats(two, [*one, ("assistant", "ha")])),
-        made("pref", chosen=chats(two, two)),
-        made("text", prompt=["Tell me a joke please"]),
+        made("chat", prompt=[chat("hello", "yes", joke), chat(joke), chat("hello", "yes", "what is the time")]),
+        made("sft", messages=[chat(joke, "no"), chat("hello", "yes", joke, "ha")]),
+        made("pref", chosen=[chat(joke, "no"), chat(joke, "ha")]),
+        made("text", prompt=[joke.title()]),
     ]
-    assert examine_prompts(sets).duplicates.exact.tolist() == [0, 1, 2, 0, 1, 0, 1, 1, 1]
-    last = examine_prompts(sets, by="last_turn")
-    assert last.duplicates.exact.tolist() == [0, 0, 2, 0, 0, 0, 0, 0, 0]
-    parts = [{"type": "image", "text": None}, {"type": "text", "text": "what is this"}]
-    assert made("p", prompt=[[{"role": "user", "content": parts}]]).prompt(0).strip() == "what is this"
-    assert sets[1].answers() == ["no", "ha"] and sets[2].answers() == ["no", "no"]
+    assert examine_prompts(sets).duplicates.exact.tolist() == [0, 1, 2, 1, 0, 1, 1, 1]
+    assert examine_prompts(sets, by="last_turn").duplicates.exact.tolist() == [0, 0, 2, 0, 0, 0, 0, 0]
+    assert sets[1].answers() == ["no", "ha"] == sets[2].answers()
     with pytest.raises(ValueError, match="set 's' has no prompts in 'chosen'"):  # where do they end?
         made("s", chosen=["a"], rejected=["b"])
 
@@ -143,16 +139,13 @@ def test_report_and_copies(folder, capsys):
         outputs.append({path.relative_to(folder / output).as_posix(): path.read_bytes() for path in files})
     assert outputs[0] == outputs[1]  # the seed decides
     assert {name: (folder / name).read_bytes() for name in before} == before
-    found = json.loads(outputs[0]["prompts.json"])
-    rl = found["sets"]["rl"]
-    assert (rl["rows"], rl["empty"], rl["exact_duplicates"], rl["near_duplicates"], rl["kept"]) == (62, 1, 1, 1, 59)
-    assert rl["left_out"] == {"empty": 1, "shared with a held-out set": 1, "duplicate": 1, "balance": 0}
-    assert [of["near"] for of in found["shared"]["eval"].values()] == [1, 0, 1]
-    assert found["sets"]["pairs"]["copied"] == 1
-    assert found["sets"]["pairs"]["kept"] == 2 and found["sets"]["eval"]["kept"] == 3  # other answers; held out
+    found = json.loads(outputs[0]["prompts.json"])["sets"]
+    assert found["rl"]["left_out"] == {"empty": 1, "shared with a held-out set": 1, "duplicate": 1, "balance": 0}
+    # Other answers make other rows; what is held out stays
+    assert [found[name]["kept"] for name in ("rl", "sft", "pairs", "eval")] == [59, 1, 2, 3]
+    assert found["eval"]["shared_near"] == 2 and found["pairs"]["copied"] == 1
     groups = [json.loads(line) for line in outputs[0]["duplicates.jsonl"].splitlines()]
     assert {"kind": "exact", "similarity": 1.0, "rows": {"rl": [5], "eval": [1]}} in groups and len(groups) == 4
-
     splits = {split: load_dataset_split("one/rl", split).to_list() for split in ("train", "test")}
     given = load_dataset_split("rl.jsonl").to_list()
     kept = sorted((row for split in splits.values() for row in split), key=lambda row: row["x"])

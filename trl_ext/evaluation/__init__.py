@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .texts import find_duplicates as find_duplicates
     from .texts import main_script as main_script
     from .texts import normalised as normalised
-    from .texts import similarity_of as similarity_of
     from .texts import words_of as words_of
 else:
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -168,11 +168,6 @@ def find_duplicates(
     return Duplicates(np.array(exact, int), np.array(near, int), np.array([similarity.get(p, 1.0) for p in exact]))
 
 
-def similarity_of(one: str, other: str, unit: Unit = "words", n: int = 3) -> float:
-    """Return the Jaccard similarity of two texts' n-grams, as [`find_duplicates`] computes it."""
-    return _jaccard(*(np.unique(ngram_hashes(normalised(text), n, unit, keep_short=True)) for text in (one, other)))
-
-
 def _jaccard(one: np.ndarray, other: np.ndarray) -> float:
     shared = len(np.intersect1d(one, other, assume_unique=True))
     return shared / max(len(one) + len(other) - shared, 1)

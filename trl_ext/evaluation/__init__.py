@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .reward_model import length_bias as length_bias
     from .reward_model import overoptimization_curve as overoptimization_curve
     from .reward_model import plot_margins as plot_margins
-    from .reward_model import rank_correlation as rank_correlation
     from .reward_model import ranking_report as ranking_report
     from .reward_model import reliability_bins as reliability_bins
     from .reward_model import reward_model_report as reward_model_report

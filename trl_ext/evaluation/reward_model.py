@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import torch
 from scipy.optimize import brentq
-from scipy.stats import kendalltau, spearmanr
+from scipy.stats import spearmanr
 from torch import Tensor
 
 from ..functional import disagreement, ensemble_score
@@ -299,45 +299,27 @@ def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
 # ---- Several answers to a prompt ----
 
 
-def rank_correlation(scores: Tensor, ranks: Tensor) -> tuple[float, float] | None:
-    """Return Spearman's ρ and Kendall's τ-b between the scores and people's ranks of one prompt's answers.
-
-    Args:
-        scores: (n,) the model's scores; higher is better.
-        ranks: (n,) people's ranks; 1, or the lowest rank, is the best answer.
-
-    Returns:
-        ρ and τ-b, 1 for the same order; both 0 if all scores are equal; None if all ranks are equal.
-    """
-    ours, theirs = scores.double().tolist(), (-ranks.double()).tolist()
-    if len({*theirs}) == 1:
-        return None
-    if len({*ours}) == 1:
-        return 0.0, 0.0
-    return float(spearmanr(ours, theirs).statistic), float(kendalltau(ours, theirs).statistic)
-
-
 def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-    """Return the rank correlations, averaged over prompts, with bootstrap intervals over prompts.
+    """Return Spearman's ρ between scores and people's ranks, averaged over prompts, with a bootstrap over prompts.
 
     Args:
-        scores, ranks: for each prompt, the scores and ranks of its answers, as for [`rank_correlation`].
+        scores: for each prompt, the model's scores of its answers; higher is better.
+        ranks: for each prompt, people's ranks of its answers; the lowest rank is the best answer.
 
     Returns:
         None if people ranked all answers alike for each prompt; else a dictionary with the keys
 
         - `prompts`: number of prompts that are averaged over;
         - `all_tied`: number of prompts left out, since people ranked all of their answers alike;
-        - `spearman`, `spearman_interval`, `kendall`, `kendall_interval`: the mean correlations and their intervals.
+        - `spearman`, `spearman_interval`: the mean of ρ, which is 0 for a prompt whose scores are all equal, and its
+          interval.
     """
-    found = [rank_correlation(torch.tensor(a), torch.tensor(b)) for a, b in zip(scores, ranks, strict=True)]
-    both = torch.tensor([each for each in found if each is not None], dtype=torch.double)
-    if not len(both):
+    told = [(own, [-rank for rank in given]) for own, given in zip(scores, ranks, strict=True) if len({*given}) > 1]
+    if not told:
         return None
-    report: dict[str, Any] = {"prompts": len(both), "all_tied": len(found) - len(both)}
-    for name, column in zip(("spearman", "kendall"), both.T, strict=True):
-        report |= {name: column.mean().item(), f"{name}_interval": bootstrap_interval(column)}
-    return report
+    rho = torch.tensor([spearmanr(own, given).statistic if len({*own}) > 1 else 0.0 for own, given in told])
+    found = {"prompts": len(rho), "all_tied": len(scores) - len(rho)}
+    return {**found, "spearman": rho.mean().item(), "spearman_interval": bootstrap_interval(rho)}
 
 
 def best_of_n_report(chosen: Sequence[float], rejected: Sequence[Sequence[float]]) -> dict[str, Any] | None:

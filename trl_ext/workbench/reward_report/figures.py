@@ -30,7 +30,6 @@ from ..pages.markup import with_interval
 from .data import Answer, Material, Pair
 
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-_BINS = 40  # of histograms
 _SHOWN = 10  # answers with the highest scores, and as many with the lowest
 _COIN = 0.5
 _CHARACTERS = 2000  # most characters of a text that is shown
@@ -172,22 +171,19 @@ def _distributions(scored: dict[str, np.ndarray], shown: dict[str, list[Answer]]
     Describe how scores are distributed.
 
     Returns:
-        - `scores`: name of a set of answers → its mean, standard deviation, extremes, quantiles and histogram.
-        - `histogram_edges`: the edges of all histograms.
+        - `scores`: name of a set of answers → its mean, standard deviation, extremes and quantiles.
         - `policy`: how the policy's scores compare with the scores of the training pairs' chosen answers (the held-out
           pairs' if there are no training pairs); None without answers of a policy.
         - `highest`, `lowest`: the answers with the highest and with the lowest scores.
     """
     sets = {name: scores[np.isfinite(scores)] for name, scores in scored.items()}
-    edges = np.histogram_bin_edges(np.concatenate([*sets.values()]), _BINS)
-    found: dict[str, Any] = {"scores": {}, "histogram_edges": edges.tolist(), "policy": None}
+    found: dict[str, Any] = {"scores": {}, "policy": None}
     for name, values in sets.items():
         if len(values):
             found["scores"][name] = {
                 "answers": len(values),
                 **{each: float(getattr(values, each)()) for each in ("mean", "std", "min", "max")},
                 "quantiles": {str(q): float(np.quantile(values, q)) for q in _QUANTILES},
-                "histogram": np.histogram(values, edges)[0].tolist(),
             }
     base = "training chosen" if "training chosen" in found["scores"] else "chosen"
     if "policy" in found["scores"]:

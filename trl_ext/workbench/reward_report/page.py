@@ -9,13 +9,6 @@ from .figures import accuracy_name
 
 _VALUES = 50  # most groups of a column that are shown
 _TEXT = 600  # most characters of a prompt or an answer that are shown
-_SETS = {  # colour and line of each set of scores
-    "training chosen": (COLOURS[0], "-"),
-    "training rejected": (COLOURS[1], "-"),
-    "chosen": (COLOURS[0], ":"),
-    "rejected": (COLOURS[1], ":"),
-    "policy": (COLOURS[2], "-"),
-}
 
 
 def page(report: dict[str, Any]) -> str:
@@ -68,7 +61,6 @@ def page(report: dict[str, Any]) -> str:
             ]
             for probe in report["probes"][:12]
         },
-        score_charts=[_scores(report)] if can_draw() else None,
         scores=[
             [
                 name,
@@ -110,14 +102,3 @@ def _reliability(bins: list[dict[str, Any]]) -> str:
         axes.set(xlim=(0.48, 1.02), ylim=(0, 1.02), ylabel="accuracy")
 
     return chart("reliability", draw, xlabel="confidence of the model")
-
-
-def _scores(report: dict[str, Any]) -> str:
-    def draw(axes: Any) -> None:
-        for name, found in report["scores"].items():
-            colour, line = _SETS[name]
-            shares = [count / found["answers"] for count in found["histogram"]]
-            axes.stairs(shares, report["histogram_edges"], color=colour, linestyle=line, label=name, linewidth=1.5)
-        axes.set_ylabel("share of answers")
-
-    return chart("scores", draw, xlabel="score")

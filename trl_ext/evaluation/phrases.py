@@ -51,38 +51,18 @@ def mine_phrases(
     Returns:
         Up to `most` phrases, written as the answers have them.
     """
-    texts = [text for pair in sorted(set(zip(chosen, rejected, strict=True))) for text in pair]
-    words, owner, spans = [], [], []  # of each place; an empty word ends a sentence
-    for number, text in enumerate(texts):
-        for sentence in _SENTENCE.finditer(text):
-            for match in (*WORD.finditer(text, *sentence.span()), None):
-                words.append(match[0].casefold() if match else "")
-                spans.append(match.span() if match else (0, 0))
-                owner.append(number)
-    sizes = Counter(number for word, number in zip(words, owner, strict=True) if word)
-
-    def votes(places: Iterable[int]) -> list[tuple[int, float]]:
-        """Return the sign and the weight of each pair in which exactly one text has one of the places."""
-        having = {owner[place] for place in places}
-        alone = (number for number in having if number ^ 1 not in having)
-        return [(1 - 2 * (i % 2), sizes[i ^ 1] / (sizes[i] + sizes[i ^ 1])) for i in alone]
-
-    found = _frequent(words, owner, longest, least)
-    counted = {gram: given for gram, places in found.items() if len(given := votes(places)) >= least}
+    words = _Words([text for pair in sorted(set(zip(chosen, rejected, strict=True))) for text in pair])
+    found = words.frequent(longest, least)
+    counted = {gram: votes for gram, places in found.items() if len(votes := words.votes(places)) >= least}
     t = math.sqrt(2 * math.log(max(len(counted), 1) / level))
-
-    def bound(given: list[tuple[int, float]]) -> float:
-        total = sum(w for _, w in given)
-        return (sum(s * w for s, w in given) - t * math.sqrt(sum(w * w for _, w in given))) / total if total else -1.0
-
-    passing = {gram: value for gram, given in counted.items() if (value := bound(given)) > 0}
+    passing = {gram: value for gram, votes in counted.items() if (value := _bound(votes, t)) > 0}
     covered: set[int] = set()
     phrases: list[str] = []
 
     def left(gram: Gram) -> tuple[list[int], float]:
         """Return the places of an n-gram that no phrase covers, and the bound by these alone."""
         places = [at for at in found[gram] if covered.isdisjoint(range(at, at + len(gram)))]
-        return places, bound(votes(places))
+        return places, _bound(words.votes(places), t)
 
     queue = [(-value, gram) for gram, value in passing.items()]
     heapq.heapify(queue)
@@ -105,24 +85,56 @@ def mine_phrases(
         if gram != popped:
             heapq.heappush(queue, (-value, popped))
         covered |= {at + k for at in places for k in range(len(gram))}
-        begin, end = spans[places[0]][0], spans[places[0] + len(gram) - 1][1]
-        phrases.append(texts[owner[places[0]]][begin:end])
+        phrases.append(words.written(places[0], len(gram)))
     return phrases
 
 
-def _frequent(words: list[str], owner: list[int], longest: int, least: int) -> dict[Gram, list[int]]:
-    """Return the places of each n-gram that `least` texts or more have."""
-    found: dict[Gram, list[int]] = {}
-    starts: Iterable[int] = range(len(words))
-    for n in range(1, longest + 1):
-        places: dict[Gram, list[int]] = defaultdict(list)
-        for place in starts:
-            places[tuple(words[place : place + n])].append(place)
-        level = {
-            gram: at for gram, at in places.items() if "" not in gram and len({owner[each] for each in at}) >= least
-        }
-        found |= level
-        # An (n+1)-gram is two n-grams that are both frequent enough, at one place and the next
-        frequent = {place for at in level.values() for place in at}
-        starts = sorted(place for place in frequent if place + 1 in frequent)
-    return found
+def _bound(votes: list[tuple[int, float]], t: float) -> float:
+    """Return the lower confidence bound of the mean vote; if it is above 0, chance does not explain the votes."""
+    weights = sum(weight for _, weight in votes)
+    deviation = math.sqrt(sum(weight**2 for _, weight in votes))
+    return (sum(sign * weight for sign, weight in votes) - t * deviation) / weights if weights else -1.0
+
+
+class _Words:
+    """Hold the words of all answers in one list. Texts 2i and 2i + 1 are the chosen and rejected answer of pair i."""
+
+    def __init__(self, texts: list[str]):
+        self.texts = texts
+        self.words: list[str] = []  # an empty word ends a sentence
+        self.owner: list[int] = []  # the text of each word
+        self.spans: list[tuple[int, int]] = []  # its place in the text
+        for number, text in enumerate(texts):
+            for sentence in _SENTENCE.finditer(text):
+                for match in (*WORD.finditer(text, *sentence.span()), None):
+                    self.words.append(match[0].casefold() if match else "")
+                    self.spans.append(match.span() if match else (0, 0))
+                    self.owner.append(number)
+        self.sizes = Counter(number for word, number in zip(self.words, self.owner, strict=True) if word)
+
+    def votes(self, places: Iterable[int]) -> list[tuple[int, float]]:
+        """Return the sign and the weight of each pair in which exactly one text has one of the places."""
+        having = {self.owner[place] for place in places}
+        alone = (number for number in having if number ^ 1 not in having)
+        return [(1 - 2 * (i % 2), self.sizes[i ^ 1] / (self.sizes[i] + self.sizes[i ^ 1])) for i in alone]
+
+    def frequent(self, longest: int, least: int) -> dict[Gram, list[int]]:
+        """Return the places of each n-gram that `least` texts or more have."""
+        found: dict[Gram, list[int]] = {}
+        starts: Iterable[int] = range(len(self.words))
+        for n in range(1, longest + 1):
+            level: dict[Gram, list[int]] = defaultdict(list)
+            for place in starts:
+                level[tuple(self.words[place : place + n])].append(place)
+            for gram in [*level]:
+                if "" in gram or len({self.owner[place] for place in level[gram]}) < least:
+                    del level[gram]
+            found |= level
+            # An (n+1)-gram is two n-grams that are both frequent enough, at one place and the next
+            frequent = {place for places in level.values() for place in places}
+            starts = sorted(place for place in frequent if place + 1 in frequent)
+        return found
+
+    def written(self, place: int, size: int) -> str:
+        """Return `size` words from a place on, as their text has them."""
+        return self.texts[self.owner[place]][self.spans[place][0] : self.spans[place + size - 1][1]]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...evaluation import (
     accuracy_by_group,
@@ -23,7 +24,7 @@ from ...evaluation import (
     reliability_bins,
     reward_model_report,
 )
-from ...rewards import awaited, scores_in, text_of
+from ...rewards import awaited, scores_in
 from ...runs import without_nan
 from ...upstream import get_callable_name, is_conversational
 from ..pages.markup import with_interval
@@ -116,35 +117,12 @@ def examine(
     kept = np.flatnonzero(np.isfinite(scored["chosen"] + scored["rejected"]))
     if not len(kept):
         raise ValueError(f"{score.name} gave none of the {len(material.pairs)} pairs two finite scores")
-    first, second = (torch.tensor(scored[name][kept]) for name in ("chosen", "rejected"))
-
-    def length(answer: Answer) -> int:
-        text = answer.texts()[1]
-        return len(
-            tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if tokenizer else text.split()
-        )
-
     pairs = [material.pairs[i] for i in kept]
-    gaps = torch.tensor([length(chosen) - length(rejected) for chosen, rejected in pairs])
-    margins, prompts = first - second, [text_of(chosen.prompt) for chosen, _ in pairs]
-    temperature = fit_temperature(margins)
-    report: dict[str, Any] = {
+    first, second = (torch.tensor(scored[name][kept]) for name in ("chosen", "rejected"))
+    report = {
         "name": score.name,
-        **reward_model_report(first, second, gaps),
-        "prompts": len(set(prompts)),
-        "accuracy_interval": accuracy_interval(margins, prompts),
-        "length_bias": length_bias(margins, gaps, prompts),
         "trained_on": material.trained_on,
-        "ties": (margins == 0).double().mean().item(),
-        "length_unit": "tokens" if tokenizer else "words",
-        "temperature": temperature,
-        "calibration_error_at_temperature": temperature and calibration_error(margins / temperature).item(),
-        "calibration_error_by_chance": calibration_error_by_chance(margins),
-        "reliability": reliability_bins(margins),
-        "groups": {
-            name: accuracy_by_group(margins, [chosen.columns[name] for chosen, _ in pairs])
-            for name in material.group_columns
-        },
+        **_of_pairs(pairs, first, second, material.group_columns, tokenizer),
         **_distributions(scored, shown),
     }
     ranked = zip(score.in_groups([group for group, _ in material.rankings]), material.rankings, strict=True)
@@ -164,6 +142,36 @@ def examine(
     }
     report["unknown"] = [*material.unknown, *(sentence for sentence, is_so in said.items() if is_so)]
     return without_nan(report)
+
+
+def _of_pairs(
+    pairs: list[Pair], chosen: Tensor, rejected: Tensor, group_columns: list[str], tokenizer: Any
+) -> dict[str, Any]:
+    """Return the accuracy, length bias and calibration on pairs, by the scores of their answers, (N,) each."""
+
+    def length(answer: Answer) -> int:
+        text = answer.texts()[1]
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if tokenizer else text.split()
+        return len(ids)
+
+    gaps = torch.tensor([length(one) - length(other) for one, other in pairs])
+    margins, prompts = chosen - rejected, [one.texts()[0] for one, _ in pairs]
+    temperature = fit_temperature(margins)
+    return {
+        **reward_model_report(chosen, rejected, gaps),
+        "prompts": len(set(prompts)),
+        "accuracy_interval": accuracy_interval(margins, prompts),
+        "length_bias": length_bias(margins, gaps, prompts),
+        "ties": (margins == 0).double().mean().item(),
+        "length_unit": "tokens" if tokenizer else "words",
+        "temperature": temperature,
+        "calibration_error_at_temperature": temperature and calibration_error(margins / temperature).item(),
+        "calibration_error_by_chance": calibration_error_by_chance(margins),
+        "reliability": reliability_bins(margins),
+        "groups": {
+            name: accuracy_by_group(margins, [one.columns[name] for one, _ in pairs]) for name in group_columns
+        },
+    }
 
 
 def _distributions(scored: dict[str, np.ndarray], shown: dict[str, list[Answer]]) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def test_copies_to_train_on_that_have_what_is_evaluated_on_are_named(folder, cap
         ("--sets rl=rl.jsonl --output_dir .", "'rl' is a set whose data lies in `output_dir`"),
         ("--sets rl=. --output_dir new", "'rl' is a set whose data lies in `output_dir`, or the other way round"),
         ("--sets ../rl=rl.jsonl --output_dir new", "'../rl' is no name of a file"),
-        ("--sets a=absent.jsonl --output_dir new", "no such file or folder"),
+        ("--sets a=absent.jsonl --output_dir new", "absent.jsonl"),
     ],
 )
 def test_what_leaks_or_overwrites_is_refused_before_work(folder, capsys, words, message):

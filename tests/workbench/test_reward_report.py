@@ -95,7 +95,7 @@ def test_a_known_reward_is_found_out(folder, capsys):
     first = report["probes"][0]
     assert first["phrase"] == "magic word" and first["suspicious"] and not report["verdict"]["passed"]
     assert any("magic word" in reason for reason in report["verdict"]["reasons"])
-    assert "magic word" in capsys.readouterr().err and "<i>0" not in page and "&lt;i&gt;0" in page and "<svg" in page
+    assert "magic word" in capsys.readouterr().err and "<i>0" not in page and "&lt;i&gt;0" in page
     assert before == {path: path.read_bytes() for path in folder.glob("pairs/*")}
     # What goes to the hub tells neither texts nor values of columns
     write_reward_report(folder / "hub", report, is_uploaded=True)

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from ..pages.charts import COLOURS, INK, can_draw, chart
 from ..pages.markup import between, number, render, with_interval
 from .figures import accuracy_name
 
@@ -39,7 +38,7 @@ def page(report: dict[str, Any]) -> str:
             name: [[row["value"][:200], *_counted(row)] for row in rows[:_VALUES]]
             for name, rows in report["groups"].items()
         },
-        calibration_charts=[_reliability(report["reliability"])] if can_draw() else None,
+        reliability=[[f"{row['from']:.0%} to {row['to']:.0%}", *_counted(row)] for row in report["reliability"]],
         probes=[
             [
                 {"name": probe["name"], "phrase": probe["phrase"]},
@@ -90,15 +89,3 @@ def page(report: dict[str, Any]) -> str:
 
 def _counted(row: dict[str, Any]) -> list[str]:
     return [number(row["pairs"]), f"{row['accuracy']:.1%}", between(row["accuracy_interval"])]
-
-
-def _reliability(bins: list[dict[str, Any]]) -> str:
-    def draw(axes: Any) -> None:
-        axes.plot([0.5, 1], [0.5, 1], color=INK, linewidth=1, linestyle=":", label="as sure as right")
-        for row in bins:
-            axes.plot([row["confidence"]] * 2, row["accuracy_interval"], color=COLOURS[0], linewidth=1)
-        points = [row["confidence"] for row in bins], [row["accuracy"] for row in bins]
-        axes.plot(*points, "o-", color=COLOURS[0], label="measured")
-        axes.set(xlim=(0.48, 1.02), ylim=(0, 1.02), ylabel="accuracy")
-
-    return chart("reliability", draw, xlabel="confidence of the model")

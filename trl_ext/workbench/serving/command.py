@@ -10,12 +10,15 @@ for Prometheus.
 
 import argparse
 import contextlib
+import inspect
 import os
 import socket
 import sys
 import uuid
 from collections.abc import Callable
 from typing import Any
+
+import xxhash
 
 from ...runs import redacted
 from ...upstream import get_callable_name, need_server
@@ -101,12 +104,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def identity_of(function: Callable) -> str:
-    """Return a short hash of the weights or the function that are served, from which nothing else can be read."""
-    import xxhash
-
-    from ...runs import source_identity
-
-    return f"xxh3:{xxhash.xxh3_128(source_identity(function).encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+    """Return a short hash of the weights, or of the source, that is served, from which nothing else can be read."""
+    what = getattr(function, "identity", None) or inspect.getsource(
+        function if inspect.isroutine(function) else type(function)
+    )
+    return f"xxh3:{xxhash.xxh3_128(what.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
 if __name__ == "__main__":

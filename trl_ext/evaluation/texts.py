@@ -22,6 +22,8 @@ _WORDS = regex.compile(rf"[{UNSPACED}]|[^{UNSPACED}]+")
 
 def words_of(text: str) -> list[str]:
     """Return the words of a text; in scripts without spaces each character counts as one word."""
+    if text.isascii():  # all its scripts have spaces
+        return text.split()
     return [part for word in text.split() for part in _WORDS.findall(word)]
 
 

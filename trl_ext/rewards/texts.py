@@ -2,18 +2,8 @@
 
 from typing import Any
 
-import regex
-
+from ..evaluation.texts import words_of as words_of
 from ..upstream.scripts import UNSPACED as UNSPACED
-
-_UNSPACED_OR_RUN = regex.compile(rf"[{UNSPACED}]|[^{UNSPACED}]+")
-
-
-def words_of(text: str) -> list[str]:
-    """Return the words of a text; in scripts without spaces each character counts as one word."""
-    if text.isascii():  # all its scripts have spaces
-        return text.split()
-    return [part for word in text.split() for part in _UNSPACED_OR_RUN.findall(word)]
 
 
 def text_of(completion: Any) -> str:

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from datasets import Dataset
 
 from tests.evaluation.test_texts import corpus
 from trl_ext import load_dataset_split
-from trl_ext.workbench.prompts import PromptSet, balance, divide, examine_prompts, left_out, strata
+from trl_ext.workbench.prompts import PromptSet, divide, examine_prompts, left_out
 from trl_ext.workbench.prompts.command import main, write_rows
 
 LONG = "please write a short story about a brave knight who loses his sword in a dark and quiet forest"
@@ -22,20 +21,16 @@ def made(name, **columns):
     return PromptSet(name, Dataset.from_dict(columns))
 
 
-@pytest.fixture(scope="module")
-def report():
+def test_what_is_shared_and_left_out():
     """Preference rows with two pairs for one prompt, RL prompts, and an evaluation set that leaks into both."""
     rl = [f"question number {i} about topic {i * 7} and place {i * 13} please" for i in range(40)]
-    return examine_prompts(
+    report = examine_prompts(
         [
             made("pref", prompt=[LONG, LONG, LONG, "what is 1 + 1"], chosen=[*"aba", "2"], rejected=[*"cdc", "3"]),
-            made("rl", prompt=[*rl, rl[3].upper(), "", "  ", None], topic=list("ab") * 22),
+            made("rl", prompt=[*rl, rl[3].upper(), "", "  ", None]),
             made("eval", prompt=[LONG.replace("brave", "shy"), rl[5], "something of its own"]),
         ]
     )
-
-
-def test_what_is_shared_and_left_out(report):
     assert report.shared("eval", ["pref", "rl"], "near").tolist() == [True, True, False]
     assert report.shared("eval", ["pref", "rl"], "exact").tolist() == [False, True, False]
     assert np.flatnonzero(report.repeated("rl", "exact")).tolist() == [40]
@@ -52,19 +47,12 @@ def test_what_is_shared_and_left_out(report):
     assert reasons(remove="none", held_out=["eval"]) == {"pref": {}, "rl": empty, "eval": {}}
 
 
-def test_strata_and_balance_of_a_set(report):
-    assert {*strata(report, "rl", ["topic", "script"])} >= {("a", "Latin"), ("b", "Latin"), ("b", "no letters")}
-    reasons = balance(report, left_out(report, held_out=["eval"]), ["rl"], ["topic"])
-    kept = Counter(np.array(report.sets["rl"].rows["topic"])[reasons["rl"] == ""])
-    assert kept["a"] == kept["b"] > 15
-
-
 def test_no_group_is_in_two_splits_of_one_set_or_of_two():
     draw = random.Random(0)
     texts = corpus(1, size=150)
     report = examine_prompts([made(name, prompt=draw.sample(texts, 200)) for name in ("a", "b", "sft")])
     shares = {"train": 0.7, "test": 0.3}
-    splits = divide(report, left_out(report, "none"), shares, ["a", "b"], ["length"])
+    splits = divide(report, left_out(report, "none"), shares, ["a", "b"], ["length", "script"])
     where = {}
     for name in ("a", "b"):
         for group, split in zip(report.duplicates.near[report.places[name]], splits[name], strict=True):
@@ -192,6 +180,7 @@ def test_copies_to_train_on_that_have_what_is_evaluated_on_are_named(folder, cap
     [
         ("--sets Rl=rl.jsonl --held_out rl --output_dir new", "'rl' is not one of `sets`"),
         ("--sets rl=rl.jsonl --output_dir new --max_overlap evl=0", "'evl' is not one of `sets`"),
+        ("--sets rl=rl.jsonl --output_dir new --max_copied rl=0", "'rl' has a bound, `max_copied`, without"),
         ("--sets rl=rl.jsonl --output_dir .", "'rl' is a set whose data lies in `output_dir`"),
         ("--sets rl=. --output_dir new", "'rl' is a set whose data lies in `output_dir`, or the other way round"),
         ("--sets ../rl=rl.jsonl --output_dir new", "'../rl' is no name of a file"),

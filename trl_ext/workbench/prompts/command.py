@@ -20,20 +20,9 @@ from ...data import write_rows
 from ...runs import check_output_dir, check_settings, find, overlap, setting, write_text
 from ...upstream import late_bars, quiet
 
-_LISTS = {
-    "columns": "Columns of prompts, as NAME=COLUMN; by default prompt, messages, chosen or text.",
-    "max_overlap": "NAME=SHARE: highest share of a set's rows that may have a duplicate in another set.",
-    "max_duplicates": "NAME=SHARE: highest share of a set's rows that may repeat a row before them in the set.",
-    "max_copied": "NAME=SHARE: highest share of a set's answers that may have a run copied from `copied_from`.",
-    "copied_from": "Sets whose answers other sets' answers must not repeat.",
-    "split": "SPLIT=SHARE of the copies, such as train=0.9 test=0.1.",
-    "stratify": "Columns, or `length` and `script`, whose values all splits have in equal shares.",
-    "balance": "Columns, or `length` and `script`: each of their values keeps equally many rows.",
-}
 
-
-def _list(name: str) -> Any:
-    return field(default_factory=list, metadata={"help": _LISTS[name]})
+def _list(help: str) -> Any:
+    return field(default_factory=list, metadata={"help": help})
 
 
 @dataclass
@@ -47,7 +36,7 @@ class PromptsArguments:
         }
     )
     output_dir: str = field(metadata={"help": "Folder of the page, the JSON and the copies."})
-    columns: list[str] = _list("columns")
+    columns: list[str] = _list("Columns of prompts, as NAME=COLUMN; by default prompt, messages, chosen or text.")
     held_out: list[str] | None = setting(
         None, "Sets to evaluate on: others lose what they share with these. If unset, `eval`, if given."
     )
@@ -57,16 +46,22 @@ class PromptsArguments:
     threshold: float = setting(0.7, "Least Jaccard similarity of near duplicates.", range="in (0, 1]")
     unit: Literal["words", "characters"] = setting("words", "Whether n-grams are of words or of characters.")
     ngram: int = setting(3, "Words or characters in an n-gram.", range=">= 1")
-    max_overlap: list[str] = _list("max_overlap")
-    max_duplicates: list[str] = _list("max_duplicates")
-    max_copied: list[str] = _list("max_copied")
-    copied_from: list[str] = _list("copied_from")
+    max_overlap: list[str] = _list(
+        "NAME=SHARE: highest share of a set's rows that may have a duplicate in another set."
+    )
+    max_duplicates: list[str] = _list(
+        "NAME=SHARE: highest share of a set's rows that may repeat a row before them in the set."
+    )
+    max_copied: list[str] = _list(
+        "NAME=SHARE: highest share of a set's answers that may have a run copied from `copied_from`."
+    )
+    copied_from: list[str] = _list("Sets whose answers other sets' answers must not repeat.")
     copied_words: int = setting(13, "Words in a row that make a copy.", range=">= 1")
     remove: Literal["near", "exact", "none"] = setting("near", "Which duplicates are left out of the copies.")
-    split: list[str] = _list("split")
+    split: list[str] = _list("SPLIT=SHARE of the copies, such as train=0.9 test=0.1.")
     split_sets: list[str] | None = setting(None, "Sets to `split` and `balance`; if unset all but the held-out ones.")
-    stratify: list[str] = _list("stratify")
-    balance: list[str] = _list("balance")
+    stratify: list[str] = _list("Columns, or `length` and `script`, whose values all splits have in equal shares.")
+    balance: list[str] = _list("Columns, or `length` and `script`: each of their values keeps equally many rows.")
     write: bool = setting(True, "Write copies; else the report alone.")
     seed: int = setting(0, "Seed of hashes, balance and splits.")
 
@@ -105,13 +100,14 @@ def check(args: PromptsArguments) -> None:
         (named - {*args.paths}, "is not one of `sets`"),
         ([n for n in (*args.paths, *args.split_shares) if not re.fullmatch(r"\w[\w.-]*", n)], "is no name of a file"),
         ({"duplicates"} & {*args.paths}, "is the name of a file of the report"),
+        ([] if args.copied_from else args.bounds["max_copied"], "has a bound, `max_copied`, without `copied_from`"),
         (
             [name for name, of in places.items() if of.exists() and overlap(Path(args.output_dir), of)],
             "is a set whose data lies in `output_dir`, or the other way round",
         ),
     ):
         if wrong:
-            raise ValueError(f"{min(wrong)!r} {why}: choose another")
+            raise ValueError(f"{min(wrong)!r} {why}")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -124,7 +124,7 @@ ROWS = {"prompts": ["p"], "completions": ["c"]}
         (ROWS | {"completions": [[{"role": "user", "content": None}]]}, 422, "all texts, or all lists of messages"),
         (ROWS | {"finished": [1]}, 422, "`finished` must be null, or a list with true or false"),
         (ROWS | {"model": "other"}, 404, "the model here is 'm'"),
-        ({"prompts": ["p"] * 9, "completions": ["c"] * 9}, 413, "one request may have 8 completions, got 9"),
+        ({"prompts": ["p"] * 9, "completions": ["c"] * 9}, 413, "a request has 8 completions at most"),
         (ROWS | {"completions": ["c" * 2000]}, 413, "the request is longer than 1000 bytes"),
         (ROWS | {"finished": [True], "model": "m"}, 200, "scores"),
     ],
@@ -138,7 +138,7 @@ def test_what_is_not_scored_is_refused_in_one_sentence(small_server, body, statu
 
 @pytest.fixture(scope="module")
 def small_server():
-    with serving(by_text, key="key", max_rows=8, max_body_bytes=1000) as (url, _):
+    with serving(by_text, key="key", max_queue_rows=8, max_body_bytes=1000) as (url, _):
         yield url
 
 

@@ -22,8 +22,6 @@ from .intervals import (
     wilson_interval,
 )
 
-# ---- Accuracy of parts of the pairs ----
-
 
 def accuracy_of(margins: Tensor) -> dict[str, Any]:
     """Return the number of `pairs`, their `accuracy`, and its Wilson interval `accuracy_interval`."""
@@ -119,9 +117,6 @@ def length_bias(
         table = sums_by_prompt(torch.stack(columns, 1), prompts)
         found |= {"bias": bias(table).item(), "interval": bootstrap_interval(table, bias)}
     return found
-
-
-# ---- Calibration ----
 
 
 def fit_temperature(margins: Tensor) -> float | None:
@@ -220,9 +215,6 @@ def reliability_bins(margins: Tensor, bins: int = 10) -> list[dict[str, Any]]:
     ]
 
 
-# ---- Reports ----
-
-
 def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor) -> dict[str, Any]:
     """Return a reward model's accuracy and calibration error on held-out pairs, with 95 % intervals, and more.
 
@@ -296,9 +288,6 @@ def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
     }
 
 
-# ---- Several answers to a prompt ----
-
-
 def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:
     """Return Spearman's ρ between scores and people's ranks, averaged over prompts, with a bootstrap over prompts.
 
@@ -349,9 +338,6 @@ def best_of_n_report(chosen: Sequence[float], rejected: Sequence[Sequence[float]
         "accuracy_interval": bootstrap_interval(credits),
         "chance": sum(1 / (1 + len(others)) for others in rejected) / len(credits),
     }
-
-
-# ---- The law of overoptimization ----
 
 
 def overoptimization_curve(distance: Tensor, alpha: float, beta: float) -> Tensor:

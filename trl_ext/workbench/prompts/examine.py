@@ -195,9 +195,6 @@ def _languages(prompts: PromptSet, by: By, seed: int) -> dict[str, float]:
     return {language: count / len(texts) for language, count in guessed.most_common()}
 
 
-# ---- Which rows stay, and where they go ----
-
-
 def left_out(report: PromptReport, remove: Kind = "near", held_out: Iterable[str] = ()) -> dict[str, np.ndarray]:
     """
     Return for each row whether it is left out, and why.

@@ -37,15 +37,14 @@ class Limits:
     Args:
         max_batch_size: rows at which a batch is scored without waiting for more requests.
         max_wait: seconds that a batch waits for more rows after its first request has come.
-        max_queue_rows: most rows that wait or are being scored; a request that would exceed it is answered 503.
-        max_rows: most rows in one request; a request with more is answered 413.
+        max_queue_rows: most rows that wait or are being scored; a request that would exceed it is answered 503, and
+            one that has more by itself 413.
         max_body_bytes: most bytes of a request; a longer one is answered 413.
     """
 
     max_batch_size: int = 64
     max_wait: float = 0.01
     max_queue_rows: int = 4096
-    max_rows: int = 1024
     max_body_bytes: int = 32 * 2**20
 
 
@@ -101,7 +100,7 @@ class Batcher:
 
     async def scores(self, prompts: list, completions: list, finished: list[bool] | None) -> list[float | None]:
         """Return the scores of one request; raise a [`Refusal`] if too many rows are waiting."""
-        is_full = self.waiting and self.waiting + len(prompts) > self.limits.max_queue_rows
+        is_full = self.waiting + len(prompts) > self.limits.max_queue_rows
         check((is_full, 503, f"{self.waiting} completions are waiting: try again later"))
         job = Job(prompts, completions, finished)
         self.waiting += len(prompts)
@@ -245,7 +244,7 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
             422,
             "the request must be JSON in UTF-8, with two lists of the same length, `prompts` and `completions`",
         ),
-        (count > limits.max_rows, 413, f"one request may have {limits.max_rows} completions, got {count}"),
+        (count > limits.max_queue_rows, 413, f"a request has {limits.max_queue_rows} completions at most"),
         (ends != [bool] * count, 422, "`finished` must be null, or a list with true or false for each completion"),
         (body.get("model") not in (None, name), 404, f"the model here is {name!r}"),
         (

@@ -50,7 +50,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--max_wait_ms", type=float, default=10.0, help="milliseconds that a batch waits for more rows")
     add("--max_batch_tokens", type=int, help="tokens in one forward pass, padding included")
     add("--max_queue_rows", type=int, default=4096, help="completions that may wait; more are answered 503")
-    add("--max_rows", type=int, default=1024, help="completions in one request")
     add("--max_body_bytes", type=int, default=32 * 2**20, help="bytes of one request")
     add("--api_key_env", help="environment variable with the token that clients must send")
     add("--without_key", action="store_true", help="let others than this machine in without a token")
@@ -82,8 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from .app import Batcher, Limits, make_app
 
-    sizes = (args.max_queue_rows, args.max_rows, args.max_body_bytes)
-    limits = Limits(args.max_batch_size, args.max_wait_ms / 1000, *sizes)
+    limits = Limits(args.max_batch_size, args.max_wait_ms / 1000, args.max_queue_rows, args.max_body_bytes)
     name = args.name or get_callable_name(function)
     config = uvicorn.Config(
         make_app(Batcher(function, limits), name, key, identity),

@@ -151,7 +151,7 @@ def test_report_and_copies(folder, capsys):
 @pytest.mark.slow
 def test_a_broken_bound_ends_with_one_sentence(folder, capsys):
     status, _, said = run(capsys, f"{ALL} --output_dir out --max_overlap eval=0.7 --max_duplicates rl=0.01")
-    assert status == 1 and "1 of 62 rows of 'rl' (1.61%): rows have a duplicate before them in the set" in said
+    assert status == 1 and "1 of 62 rows of 'rl' (1.61%) have a duplicate before them in the set" in said
     bounds = json.loads((folder / "out/prompts.json").read_text())["bounds"]
     assert [bound["broken"] for bound in bounds] == [False, True] and (folder / "out/rl.jsonl").is_file()
     status, _, said = run(capsys, f"{ALL} --output_dir x --write false --max_overlap eval=0 --threshold 1.0")

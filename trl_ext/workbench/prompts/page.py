@@ -12,9 +12,9 @@ QUANTILES = {"least": 0.0, "5 %": 0.05, "half": 0.5, "95 %": 0.95, "most": 1.0}
 EXAMPLES = 8
 _SHOWN = 400  # characters of a prompt
 _BOUNDS = {
-    "max_overlap": ("shared_near", "rows have a duplicate in another set"),
-    "max_duplicates": ("near_duplicates", "rows have a duplicate before them in the set"),
-    "max_copied": ("copied", "answers repeat the corpus"),
+    "max_overlap": ("shared_near", "have a duplicate in another set"),
+    "max_duplicates": ("near_duplicates", "have a duplicate before them in the set"),
+    "max_copied": ("copied", "have an answer that repeats the corpus"),
 }
 
 
@@ -55,7 +55,7 @@ def figures(report: PromptReport, args: Any, reasons: dict[str, Any], splits: di
     for option, name, bound in ((option, *each) for option, of in args.bounds.items() for each in of.items()):
         key, what = _BOUNDS[option]
         count, rows = found["sets"][name][key], found["sets"][name]["rows"]
-        sentence = f"{count} of {rows} rows of {name!r} ({count / rows:.2%}): {what}, the bound is {bound:.2%}"
+        sentence = f"{count} of {rows} rows of {name!r} ({count / rows:.2%}) {what}, the bound is {bound:.2%}"
         judged = {"bound": bound, "share": count / rows, "broken": count / rows > bound, "sentence": sentence}
         found["bounds"].append({"option": option, "set": name, **judged})
     return found

@@ -60,8 +60,6 @@ def main(arguments: list[str] | None = None) -> None:
     is_local = args.host in ("127.0.0.1", "::1", "localhost")
     try:
         need_server()
-        from ...rewards import reward_identity
-
         if key == "":
             raise ValueError(f"--api_key_env: the variable {args.api_key_env} is empty or not set: export a token")
         if not (is_local or key or args.without_key):
@@ -72,8 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listening = socket.create_server((args.host, args.port), family=family)
         function = load(args.model, max_batch_tokens=args.max_batch_tokens, dtype=args.dtype, device=args.device)
-        # Now, since the files may change while the server runs; what has no identity is another at each start
-        identity = reward_identity(function) or uuid.uuid4().hex
+        identity = identity_of(function)  # now, since the files may change while the server runs
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"{parser.prog}: error: {redacted((str(error) or repr(error)).splitlines()[0])}", file=sys.stderr)
         sys.exit(2)
@@ -102,12 +99,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def identity_of(function: Callable) -> str:
-    """Return a short hash of the weights, or of the source, that is served, from which nothing else can be read."""
-    what = getattr(function, "identity", None) or inspect.getsource(
-        function if inspect.isroutine(function) else type(function)
-    )
-    return f"xxh3:{xxhash.xxh3_128(what.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+    """Return a short hash of the weights or the function that are served, from which nothing else can be read."""
+    from ...rewards import reward_identity
 
-
-if __name__ == "__main__":
-    main()
+    said = reward_identity(function) or uuid.uuid4().hex  # what has no identity is another at each start
+    return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""What all monitors are tested with. A new one gets an entry in `NULL`, `CHANGES`, `BAD_NUMBERS` and `REFUSED`."""
+"""What all monitors are tested with. A new one gets an entry in `NULL`, `CHANGES` and `BAD_NUMBERS`."""
 
 import math
 from types import SimpleNamespace
@@ -289,28 +289,14 @@ BAD_NUMBERS = {
     CanaryCallback: ({"minutes": 0.0, "prompts": ["the cat"], "max_new_tokens": 2}, {}),
 }
 
-# ---- Bad input ----
+# ---- What would be useless without a word ----
 
-# Arguments that a monitor refuses, and what it says
 REFUSED = [
-    (KLBudgetCallback, {"warn": 10, "limit": 5}, r"at most `limit`, got 10 and 5"),
-    (KLBudgetCallback, {"action": "shout"}, r"one of warn, save, stop, raise_kl; got 'shout'"),
-    (KLBudgetCallback, {"kl_factor": 0.5}, r"above 1 to raise the KL coefficient, got 0.5"),
-    (KLBudgetCallback, {"sinks": ["pager"]}, r'"log", "jsonl", "wandb", .*URLs.*got \'pager\''),
-    (ClipFractionCallback, {"limit": 2}, r"`limit` must be in \(0, 1\), got 2"),
-    (EntropyFloorCallback, {"relative": 1.5}, r"`relative` must be in \[0, 1\), got 1.5"),
-    (LengthDriftCallback, {"factor": 0.5}, r"`factor` must be above 1.*got 0.5"),
-    (CutOffCallback, {"limit": 1}, r"`limit` must be in \(0, 1\), got 1"),
-    (ValueHealthCallback, {"loss_factor": 1}, r"`loss_factor` must be above 1, got 1"),
-    (RewardDisagreementCallback, {"rollouts": 0}, r"`rollouts` must be 1 or more, got 0"),
-    (RewardDriftCallback, {"minimum": 2000}, r"at most `window`.*got 2000, 1000"),
-    (RewardDriftCallback, {"baseline": (0.0, 0.0)}, r"a mean and a σ above 0"),
-    (ToolAbuseCallback, {"failed": 1}, r"`failed` must be in \(0, 1\), got 1"),
-    (RepetitionCallback, {"phrase": 3}, r"`phrase` must be in \(0, 1\), got 3"),
-    (HackWatch, {"limit": 1}, r"`limit` must be in \(0, 1\), got 1"),
-    (NotFiniteCallback, {"repeat_steps": 0}, r"`repeat_steps` must be 1 or more, got 0"),
-    (GoldGapCallback, {"limit": -1}, r"`limit` must be above 0"),
-    (GoldGapCallback, {"judge": print}, r"give both `trainer`, which generates answers, and `judge`"),
-    (CanaryCallback, {"prompts": ["?"], "phrase": 3}, r"`phrase` must be in \(0, 1\), got 3"),
-    (CanaryCallback, {}, r"needs `prompts=`"),
+    (KLBudgetCallback, {"action": "shout"}, r"useless with `action='shout'`: `action` is one of warn, save, stop"),
+    (KLBudgetCallback, {"kl_factor": 0.5}, r"`kl_factor=0.5`: .* `kl_factor` above 1"),
+    (KLBudgetCallback, {"sinks": ["pager"]}, r"one of log, jsonl, wandb, .* or to an http or https URL, got 'pager'"),
+    (LengthDriftCallback, {"rollouts": 0}, r"`rollouts=0`: .* `rollouts` 1 or more"),
+    (RepetitionCallback, {"phrase": 3}, r"`phrase=3`: .* a share below 1"),
+    (HackWatch, {"limit": 1}, r"`limit=1`"),
+    (CanaryCallback, {}, r"missing 1 required keyword-only argument: 'prompts'"),
 ]

@@ -1,10 +1,29 @@
 """A stand-in for a Trainer that feeds logs to callbacks."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 from transformers import TrainerControl, TrainerState
 
 from trl_ext.callbacks.monitor import alerts_of
+
+RUNBOOK = (Path(__file__).parents[2] / "docs" / "runbook.md").read_text()
+# What the runbook's tables say that monitors say; … stands for any words
+ENTRIES = [
+    re.compile(re.escape(entry).replace("…", ".+"))
+    for row in re.findall(r"(?m)^\| (\*.+?) \|", RUNBOOK)
+    for entry in re.findall(r"\*(.+?)\*", row)
+]
+
+
+def explained(alerts):
+    """What alerts say; each must lead to its monitor's section of the runbook, and be in one of the tables there."""
+    for alert in alerts:
+        section, what = alert["runbook"].partition("#")[2], alert["what"]
+        assert f"\n## {section}\n\nWhat `{alert['monitor']}` says.\n" in RUNBOOK
+        assert any(entry.match(what) for entry in ENTRIES), f"the runbook does not explain {what!r}"
+    return [alert["what"] for alert in alerts]
 
 
 class Replay:
@@ -41,8 +60,8 @@ class Replay:
 
     @property
     def notices(self):
-        return [notice["what"] for notice in alerts_of(self.state, "notice")]
+        return explained(alerts_of(self.state, "notice"))
 
     @property
     def said(self):
-        return [alert["what"] for alert in self.alerts]
+        return explained(self.alerts)

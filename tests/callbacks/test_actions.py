@@ -19,7 +19,6 @@ from trl_ext.callbacks import (
     GoldGapCallback,
     KLBudgetCallback,
     NotFiniteCallback,
-    ToolAbuseCallback,
 )
 from trl_ext.callbacks.monitor import alerts_of
 from trl_ext.runs.checkpoints import ResumableRun, checkpoint_to_resume
@@ -166,22 +165,11 @@ CASES = [
     *product([KLBudgetCallback], ["raise_kl"], [ppo]),
     *product([GoldGapCallback, CanaryCallback], ["stop"], [ppo]),  # these two read no log
 ]
-ALL_CASES = [
-    *product(BAD_NUMBERS, ACTIONS, [stock_sft]),
-    # Where it knows the number of answers, ToolAbuseCallback needs more than one bad log
-    *product([monitor for monitor in BAD_NUMBERS if monitor is not ToolAbuseCallback], ["stop"], [ppo]),
-    *product([KLBudgetCallback], ["warn", "save", "raise_kl"], [ppo]),
-    *product([KLBudgetCallback], ACTIONS, [resumable_sft, dpo]),
-]
 
 
 @pytest.mark.parametrize(
     ("monitor", "action", "build"),
-    [
-        pytest.param(*case, id=f"{m.__name__}-{a}-{build.__name__}", marks=() if case in CASES else pytest.mark.extra)
-        for case in ALL_CASES
-        for m, a, build in [case]
-    ],
+    [pytest.param(*case, id="-".join([case[0].__name__, case[1], case[2].__name__])) for case in CASES],
 )
 def test_an_action_holds_after_the_same_command_again(monitor, action, build, model, tmp_path):
     """
@@ -262,7 +250,6 @@ def test_a_checkpoint_that_is_not_the_best_is_saved_all_the_same(action, left, m
     assert checkpoints(tmp_path) == left and trainer.state.best_metric == 1.0
 
 
-@pytest.mark.parametrize("build", [stock_sft, pytest.param(resumable_sft, marks=pytest.mark.extra)])
 @pytest.mark.parametrize(
     ("kwargs", "left"),
     [
@@ -273,11 +260,12 @@ def test_a_checkpoint_that_is_not_the_best_is_saved_all_the_same(action, left, m
     ],
     ids=str,
 )
-def test_no_save_keeps_weights_that_are_not_finite(kwargs, left, build, model, tmp_path):
+def test_no_save_keeps_weights_that_are_not_finite(kwargs, left, model, tmp_path):
     monitors = [NotFiniteCallback(), stopping(), EntropyFloorCallback(action="save", steps=1)]
     numbers = calm_and_bad(grad_norm=(0.0, math.nan), entropy=(2.0, 0.0), kl=(0.0, 99.0))
-    trainer = build(model, tmp_path, Numbers(*numbers), *monitors, **kwargs)
-    assert end_of(trainer, lambda trainer: trainer.train()) in (BAD, "refused")
+    trainer = stock_sft(model, tmp_path, Numbers(*numbers), *monitors, **kwargs)
+    trainer.train()
+    assert trainer.state.global_step == BAD
     assert checkpoints(tmp_path) == left
 
 

@@ -1,40 +1,49 @@
-"""What each monitor and each other callback must have: cases, refusals, a runnable example."""
+"""What each monitor must have: cases, a runnable example, a name in YAML; what is useless is refused or warned of."""
 
 import doctest
 import inspect
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import EarlyStoppingCallback, TrainerState
 
 import trl_ext.callbacks as callbacks
+from recipes import ppo
 from tests.callbacks.cases import BAD_NUMBERS, CHANGES, NULL, REFUSED
-from tests.callbacks.test_runbook import MONITORS
+from tests.callbacks.replay import RUNBOOK, Replay
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
+from trl_ext.callbacks import (
+    CanaryCallback,
+    GoldGapCallback,
+    KLBudgetCallback,
+    MonitorCallback,
+    RepetitionCallback,
+    attach_monitors,
+    check_monitors,
+    load_monitors,
+)
+from trl_ext.callbacks.monitor import alerts_of
+from trl_ext.rewards import GoldJudgeReward, repetition_watch
+from trl_ext.runs.jsonl import read_jsonl
 
 CALLBACKS = [name for name in callbacks.__all__ if name.endswith("Callback") or name == "HackWatch"]
+MONITORS = [cls for name in CALLBACKS if issubclass(cls := getattr(callbacks, name), MonitorCallback) and cls.runbook]
 
 
 @pytest.mark.parametrize("monitor", MONITORS)
-def test_each_monitor_has_its_cases(monitor):
+def test_each_monitor_has_its_cases_and_its_section(monitor):
     """A monitor without them would be tested neither on noise, nor on a change, nor in a real trainer."""
     of_null = {name for name, case in NULL.items() if case[0] is monitor}
     assert of_null and of_null & CHANGES.keys() and monitor in BAD_NUMBERS
-    assert any(cls is monitor for cls, _, _ in REFUSED)
-
-
-def test_a_log_without_a_number_is_beyond_no_bound_and_leaves_no_trace():
-    monitor = callbacks.MonitorCallback()
-    monitor.follow("x", 1.0, error=0.0)
-    before = str(monitor.memory)
-    series = monitor.follow("x", None)
-    assert series.first is None and not series.falls
-    assert series.above(plus=-1e9) is None and series.below(plus=1e9) is None and str(monitor.memory) == before
+    assert f"\n## {monitor.runbook}\n\nWhat `{monitor.__name__}` says.\n" in RUNBOOK
 
 
 @pytest.mark.parametrize(("monitor", "arguments", "message"), REFUSED)
-def test_arguments_that_cannot_work_are_refused(monitor, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        monitor(**arguments)
+def test_what_would_be_useless_without_a_word_is_refused(monitor, arguments, message, tmp_path):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Replay(tiny_config(tmp_path), monitor(**arguments))
 
 
 @pytest.mark.slow
@@ -57,3 +66,114 @@ def test_the_example_in_the_docstring_runs(name, tmp_path, monkeypatch):
     assert doctest.DocTestRunner().run(example).failed == 0
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+# ---- By name ----
+
+
+def test_names_and_arguments():
+    plain, stopping, early, canary = load_monitors(
+        [
+            "KLBudgetCallback",
+            "KLBudgetCallback(limit=8, action='stop', keys={'kl': 'my/kl'})",
+            "EarlyStoppingCallback(early_stopping_patience=3)",
+            "CanaryCallback(prompts=['the cat'])",
+        ]
+    )
+    assert type(plain) is KLBudgetCallback and (stopping.limit, stopping.action) == (8, "stop")
+    assert isinstance(early, EarlyStoppingCallback) and load_monitors(None) == []
+    added = []
+    trainer = SimpleNamespace(add_callback=added.append, callback_handler=SimpleNamespace(callbacks=added), args=None)
+    attach_monitors(trainer, [plain, canary])
+    assert added == [plain, canary] and isinstance(canary, CanaryCallback) and canary.trainer is trainer
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("KLBudgetCalback", "unknown monitor 'KLBudgetCalback'; did you mean KLBudgetCallback"),
+        ("KLBudgetCallback(limt=3)", "unexpected keyword argument 'limt'"),
+        ("KLBudgetCallback(3)", r"write `Name` or `Name\(argument=value, …\)`"),
+        ("KLBudgetCallback(limit=__import__('os'))", "malformed node"),
+        ("os.system", "write `Name`"),
+    ],
+)
+def test_a_name_or_argument_that_is_wrong_runs_nothing(entry, message):
+    with pytest.raises(ValueError, match=message):
+        load_monitors([entry])
+
+
+@pytest.mark.slow
+def test_shipped_recipe_trains_with_all_of_its_monitors(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    tiny_llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    arguments = ["--config", "recipes/tinystories/ppo_monitored.yaml", "--model_name_or_path", str(tmp_path / "model")]
+    shorter = {"total_episodes": 16, "per_device_train_batch_size": 2, "local_rollout_forward_batch_size": 8}
+    shorter |= {"max_completion_length": 4, "eval_steps": 6, "save_steps": 6, "logging_steps": 2, "eval_size": 4}
+    shorter |= {"output_dir": tmp_path / "run", "use_cpu": True}
+    ppo.main([*arguments, *(str(part) for name, value in shorter.items() for part in (f"--{name}", value))])
+    events = list(read_jsonl(tmp_path / "run" / "metrics.rank0.jsonl"))
+    evaluations = [event["logs"] for event in events if event["type"] == "eval"]
+    assert len(evaluations) >= 3 and all("eval_rewards/gold_judge/mean" in logs for logs in evaluations)
+    assert "eval_gold/win_rate" in evaluations[1] and (tmp_path / "run" / "rlhf_monitoring.png").exists()
+    newest = max((tmp_path / "run").glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
+    state = TrainerState.load_from_json(str(newest))
+    blind = {alert["monitor"] for alert in alerts_of(state, "notice") if "nothing to watch" in alert["what"]}
+    # The random model always scores 0, and constant returns have no variance to explain
+    assert state.best_metric is not None and blind <= {"ValueHealthCallback"}
+
+
+# ---- What a monitor lacks is said before training ----
+
+ROWS = prompts(8)
+HELD_OUT = ROWS.add_column("held_out", [True] * 8)
+JUDGE = GoldJudgeReward(length_reward)
+
+
+@pytest.mark.parametrize(
+    ("monitors", "rewards", "eval_dataset", "eval_strategy", "said"),
+    [
+        (
+            [RepetitionCallback()],
+            [length_reward],
+            None,
+            "steps",
+            "`repetition_watch` is not among the reward functions",
+        ),
+        ([RepetitionCallback(), KLBudgetCallback()], [length_reward, repetition_watch], None, "steps", None),
+        ([GoldGapCallback()], [length_reward], None, "steps", "GoldGapCallback has no gold score to read"),
+        ([GoldGapCallback(gold="eval_mine")], [length_reward], None, "no", "`eval_strategy` is 'no'"),
+        ([], [JUDGE], ROWS, "steps", "has no column `held_out`"),
+        ([GoldGapCallback()], [JUDGE], {"a": ROWS, "b": HELD_OUT}, "steps", None),
+    ],
+)
+def test_what_finds_nothing_is_named(monitors, rewards, eval_dataset, eval_strategy, said):
+    trainer = SimpleNamespace(
+        callback_handler=SimpleNamespace(callbacks=monitors),
+        reward_funcs=rewards,
+        train_dataset=ROWS,
+        eval_dataset=eval_dataset,
+        args=SimpleNamespace(process_index=0, eval_strategy=eval_strategy),
+    )
+    found = check_monitors(trainer)
+    assert found == [] if said is None else said in found[0]
+
+
+def test_our_trainer_says_it_once_when_it_is_built(tmp_path, caplog):
+    def warned():
+        return [record.message for record in caplog.records if record.name == "trl_ext.runs.needs"]
+
+    trainer = PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=[length_reward, JUDGE],
+        args=tiny_config(tmp_path, reward_weights=[1.0, 0.0], max_steps=1),
+        train_dataset=ROWS,
+        eval_dataset=ROWS,
+        processing_class=tiny_tokenizer(),
+        callbacks=[RepetitionCallback()],
+    )
+    assert ["repetition_watch" in said for said in warned()] == [True, False]
+    trainer.add_callback(GoldGapCallback(gold="eval_mine"))
+    trainer.train()
+    assert len(warned()) == 3 and "`eval_strategy` is 'no'" in warned()[2]

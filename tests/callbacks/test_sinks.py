@@ -11,7 +11,8 @@ import wandb
 
 from tests.callbacks.replay import Replay
 from tests.tiny import tiny_config
-from trl_ext.callbacks import Alert, KLBudgetCallback, WandbSink, WebhookSink
+from trl_ext.callbacks import Alert, KLBudgetCallback, WebhookSink
+from trl_ext.runs.jsonl import read_jsonl
 
 ALERT = Alert("KLBudgetCallback", "the KL is over its budget", 3, 11.0, 10.0, None, "Stop.", "stop", "docs#kl")
 
@@ -43,17 +44,16 @@ def server():
     httpd.shutdown()
 
 
-def test_jsonl_and_log(tmp_path, caplog):
-    import logging
+def test_jsonl_and_log_whatever_another_sink_does(tmp_path, caplog):
+    class Broken:
+        def send(self, alert):
+            raise RuntimeError("no")
 
-    logging.getLogger("transformers").addHandler(caplog.handler)
-    run = over_budget(tiny_config(tmp_path))
-    (written,) = [
-        row for row in map(json.loads, (tmp_path / "alerts.jsonl").read_text().splitlines()) if "over" in row["what"]
-    ]
+    run = over_budget(tiny_config(tmp_path), sinks=[Broken(), "log", "jsonl"])
+    (written,) = [row for row in read_jsonl(tmp_path / "alerts.jsonl") if "over" in row["what"]]
     assert written["value"] == 11.0 and written["bound"] == 10.0 and written["timestamp"] <= time.time()
     assert "KLBudgetCallback, step 1: the KL is over its budget (value 11, bound 10). Read comp" in caplog.text
-    assert len(run.alerts) == 2  # the first rollout's, too
+    assert len(run.alerts) == 2 and caplog.text.count("could not send an alert: no") == 2  # the first rollout's, too
 
 
 def test_webhook_retries(server, monkeypatch):
@@ -80,57 +80,12 @@ def test_webhook_that_hangs_or_refuses_delays_nothing(kind, tmp_path):
     assert time.monotonic() - start < 3
 
 
-def test_webhook_drops_what_does_not_fit(caplog):
-    import logging
-
-    logging.getLogger("transformers").addHandler(caplog.handler)
-    listener = socket.create_server(("127.0.0.1", 0))
-    sink = WebhookSink(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.2, retries=0, pending=1)
-    for _ in range(4):
-        sink.send(ALERT)
-    assert "is too slow: an alert was dropped" in caplog.text
-
-
-def test_wandb(monkeypatch):
+def test_a_run_that_reports_to_wandb_alerts_there_if_its_run_is_open(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(wandb, "run", None)
     monkeypatch.setattr(wandb, "alert", lambda **kwargs: seen.append(kwargs), raising=False)
-    WandbSink().send(ALERT)
-    assert seen == []
-    monkeypatch.setattr(wandb, "run", object())
-    WandbSink().send(ALERT)
-    assert seen[0]["title"] == "KLBudgetCallback: the KL is over its budget" and seen[0]["level"] == "ERROR"
-
-
-def test_a_run_that_reports_to_wandb_alerts_there(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(wandb, "run", object())
-    monkeypatch.setattr(wandb, "alert", lambda **kwargs: seen.append(kwargs), raising=False)
-    over_budget(tiny_config(tmp_path, report_to=["wandb"]))
-    assert len(seen) == 2
-
-
-def test_a_sink_that_raises_ends_nothing(tmp_path):
-    class Broken:
-        def send(self, alert):
-            raise RuntimeError("no")
-
-    assert over_budget(tiny_config(tmp_path), sinks=[Broken(), "jsonl"]).alerts
-    assert (tmp_path / "alerts.jsonl").exists()
-
-
-def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
-    import logging
-
-    logging.getLogger("transformers").addHandler(caplog.handler)
-    (tmp_path / "file").write_text("")
-    args = tiny_config(tmp_path)
-    args.output_dir = str(tmp_path / "file")  # a file, so that no folder can be made
-    assert over_budget(args).alerts
-    assert caplog.text.count("cannot be written") == 1
-
-
-def test_webhook_arguments_are_checked(subtests):
-    for kwargs in [{"url": "ftp://x"}, {"url": "http://x", "timeout": 0}]:
-        with subtests.test(kwargs=kwargs), pytest.raises(ValueError, match="got"):
-            WebhookSink(**kwargs)
+    for run in (None, object()):
+        monkeypatch.setattr(wandb, "run", run)
+        over_budget(tiny_config(tmp_path, report_to=["wandb"]), action="raise_kl")
+        assert (run is None) == (seen == [])
+    title = "KLBudgetCallback: the KL is over its budget"
+    assert [alert["level"] for alert in seen] == ["WARN", "ERROR"] and seen[1]["title"] == title

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.callbacks.replay import Replay
 from tests.ppo.worker import make_trainer
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
-from trl_ext.callbacks import MonitoringPlotCallback
-from trl_ext.callbacks.trackers import tensorboard_writer
+from trl_ext.callbacks.alerts import tensorboard_writer
 from trl_ext.runs.jsonl import read_jsonl
 
 # transformers gives these to W&B as its summary, and to Trackio not at all
@@ -148,16 +146,6 @@ def test_names_and_values_are_those_of_the_json_lines(read, folder):
 
 if __name__ == "__main__":
     train(Path(sys.argv[1]))
-
-
-def test_a_tracker_that_fails_ends_nothing(tmp_path, monkeypatch, caplog):
-    def fail(*args):
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("trl_ext.callbacks.plot.send_picture", fail)
-    run = Replay(tiny_config(tmp_path), MonitoringPlotCallback(steps=1))
-    run.log(1, logs={"objective/kl": 1.0})
-    assert (tmp_path / "rlhf_monitoring.png").is_file() and "could not be sent: no route" in caplog.text
 
 
 def test_tensorboards_folder_may_be_in_the_home(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from recipes.generate import main as generate
 from tests.dpo.worker import make_trainer as make_dpo_trainer
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
-from trl_ext.callbacks.generation import generate_answers
+from trl_ext.callbacks.answers import generate_answers
 from trl_ext.dpo.shift import distribution_shift
 from trl_ext.models import ActorCritic, completion_logprobs, load_model, sample
 

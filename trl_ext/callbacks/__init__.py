@@ -11,44 +11,40 @@ if TYPE_CHECKING:
     from ..runs.control import request_kl_scale as request_kl_scale
     from ..runs.needs import check_monitors as check_monitors
     from .alerts import Alert as Alert
-    from .alerts import JSONLSink as JSONLSink
-    from .alerts import TensorBoardSink as TensorBoardSink
-    from .alerts import TrackioSink as TrackioSink
-    from .alerts import WandbSink as WandbSink
     from .alerts import WebhookSink as WebhookSink
-    from .canary import CanaryCallback as CanaryCallback
-    from .clip_fraction import ClipFractionCallback as ClipFractionCallback
+    from .answers import AnswersCallback as AnswersCallback
+    from .answers import CanaryCallback as CanaryCallback
+    from .answers import GoldGapCallback as GoldGapCallback
     from .console import ConsoleCallback as ConsoleCallback
-    from .cut_off import CutOffCallback as CutOffCallback
     from .drawing import PANELS as PANELS
     from .drawing import as_label as as_label
     from .drawing import draw_alerts as draw_alerts
     from .drawing import draw_line as draw_line
-    from .entropy_floor import EntropyFloorCallback as EntropyFloorCallback
-    from .gold_gap import GoldGapCallback as GoldGapCallback
+    from .exports import MonitoringPlotCallback as MonitoringPlotCallback
+    from .exports import PrometheusCallback as PrometheusCallback
     from .hack_watch import HackWatch as HackWatch
     from .hack_watch import watch_rounds as watch_rounds
-    from .jsonl import JSONLCallback as JSONLCallback
-    from .kl_budget import KLBudgetCallback as KLBudgetCallback
-    from .length_drift import LengthDriftCallback as LengthDriftCallback
-    from .loading import attach_monitors as attach_monitors
-    from .loading import load_monitors as load_monitors
     from .metrics import METRICS as METRICS
     from .metrics import Metric as Metric
     from .metrics import curve as curve
     from .monitor import Finding as Finding
     from .monitor import MonitorCallback as MonitorCallback
-    from .not_finite import NotFiniteCallback as NotFiniteCallback
-    from .plot import MonitoringPlotCallback as MonitoringPlotCallback
-    from .prometheus import PrometheusCallback as PrometheusCallback
+    from .monitors import ClipFractionCallback as ClipFractionCallback
+    from .monitors import CutOffCallback as CutOffCallback
+    from .monitors import EntropyFloorCallback as EntropyFloorCallback
+    from .monitors import KLBudgetCallback as KLBudgetCallback
+    from .monitors import LengthDriftCallback as LengthDriftCallback
+    from .monitors import NotFiniteCallback as NotFiniteCallback
+    from .monitors import RepetitionCallback as RepetitionCallback
+    from .monitors import RewardDisagreementCallback as RewardDisagreementCallback
+    from .monitors import RewardDriftCallback as RewardDriftCallback
+    from .monitors import ToolAbuseCallback as ToolAbuseCallback
+    from .monitors import ValueHealthCallback as ValueHealthCallback
+    from .monitors import attach_monitors as attach_monitors
+    from .monitors import load_monitors as load_monitors
+    from .recording import JSONLCallback as JSONLCallback
+    from .recording import SamplesCallback as SamplesCallback
     from .recording import record_run as record_run
-    from .repetition import RepetitionCallback as RepetitionCallback
-    from .reward_disagreement import RewardDisagreementCallback as RewardDisagreementCallback
-    from .reward_drift import RewardDriftCallback as RewardDriftCallback
-    from .samples import AnswersCallback as AnswersCallback
-    from .samples import SamplesCallback as SamplesCallback
-    from .tool_abuse import ToolAbuseCallback as ToolAbuseCallback
-    from .value_health import ValueHealthCallback as ValueHealthCallback
 
     __all__: list[str]
 else:

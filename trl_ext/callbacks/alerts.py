@@ -1,11 +1,12 @@
-"""Define alerts, and the sinks (log, file, trackers, webhook) that receive them."""
+"""Define alerts, and where they and pictures go: log, file, trackers of `report_to`, webhooks."""
 
 import json
-import queue
+import os
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +16,11 @@ from transformers.utils import logging
 
 from ..runs.jsonl import JSONLWriter, finite
 from ..runs.redaction import redacted
-from .trackers import tensorboard_writer, trackio_is_open
 
 logger = logging.get_logger(__name__)
 Level = Literal["alert", "notice"]
+TRACKERS = ("wandb", "tensorboard", "trackio")
+NAMES = ("log", "jsonl", *TRACKERS)
 
 
 @dataclass
@@ -60,77 +62,48 @@ class Alert:
         return f"{self.monitor}, step {self.step}: {what}. {self.advice} See {self.runbook}."
 
 
-def _severity(alert: Alert) -> str:
-    return "INFO" if alert.level == "notice" else "WARN" if alert.action == "warn" else "ERROR"
-
-
-class LogSink:
-    """Write alerts to the log of transformers, as warnings."""
-
-    def send(self, alert: Alert) -> None:
-        """Write the alert."""
-        logger.warning(str(alert), extra={"alert_level": alert.level})
-
-
-class JSONLSink:
+@dataclass
+class NamedSink:
     """
-    Append alerts to a file, one line each.
+    Send alerts to what a name stands for.
 
     Args:
-        path: the file.
+        name: `log`, the log of transformers; `jsonl`, the file `alerts.jsonl` in the output directory; or one of the
+            trackers `wandb`, `tensorboard` (as text in its run `monitors`) and `trackio`.
+        args: the run's training arguments.
     """
 
-    def __init__(self, path: str):
-        self.writer = JSONLWriter(path)
+    name: str
+    args: Any
+
+    def __post_init__(self) -> None:
+        self.writer = JSONLWriter(Path(self.args.output_dir) / "alerts.jsonl")  # opened when it first writes
 
     def send(self, alert: Alert) -> None:
-        """Append the alert."""
-        self.writer.write({"timestamp": time.time(), "type": "alert", **asdict(alert)})
+        title = f"{alert.monitor}: {alert.what}"
+        severity = "INFO" if alert.level == "notice" else "WARN" if alert.action == "warn" else "ERROR"
+        match self.name:
+            case "log":
+                logger.warning(str(alert), extra={"alert_level": alert.level})
+            case "jsonl":
+                self.writer.write({"timestamp": time.time(), "type": "alert", **asdict(alert)})
+            case "wandb":
+                import wandb
 
+                if wandb.run is not None:
+                    wandb.alert(title=title, text=str(alert), level=severity)  # type: ignore[attr-defined]
+            case "tensorboard":
+                with tensorboard_writer(self.args) as writer:
+                    writer.add_text(f"alerts/{alert.monitor}", str(alert), alert.step)
+            case "trackio":
+                import trackio
 
-class WandbSink:
-    """Send alerts to the open W&B run by `wandb.alert`, if there is one."""
-
-    def send(self, alert: Alert) -> None:
-        """Send the alert."""
-        import wandb
-
-        if wandb.run is not None:
-            title = f"{alert.monitor}: {alert.what}"
-            wandb.alert(title=title, text=str(alert), level=_severity(alert))  # type: ignore[attr-defined]
-
-
-class TensorBoardSink:
-    """
-    Write alerts as text into TensorBoard's run `monitors`, beside the run's own.
-
-    Args:
-        args: the run's training arguments. Their output directory holds TensorBoard's folder `runs`, unless the
-            environment variable `TENSORBOARD_LOGGING_DIR` names another.
-    """
-
-    def __init__(self, args: Any):
-        self.args = args
-
-    def send(self, alert: Alert) -> None:
-        """Write the alert."""
-        with tensorboard_writer(self.args) as writer:
-            writer.add_text(f"alerts/{alert.monitor}", str(alert), alert.step)
-
-
-class TrackioSink:
-    """Send alerts to the open Trackio run by `trackio.alert`, if there is one."""
-
-    def send(self, alert: Alert) -> None:
-        """Send the alert."""
-        import trackio
-
-        if trackio_is_open():
-            trackio.alert(f"{alert.monitor}: {alert.what}", str(alert), trackio.AlertLevel[_severity(alert)])
+                if trackio_is_open():
+                    trackio.alert(title, str(alert), trackio.AlertLevel[severity])
 
 
 class WebhookSink:
-    """Post alerts as JSON to a URL, from a thread of its own.
+    """Post alerts as JSON to a URL, each from a thread of its own.
 
     The JSON has the alert's fields, and `text`, the alert in words, which Slack and similar services show.
 
@@ -138,64 +111,34 @@ class WebhookSink:
         url: address to post to, http or https.
         timeout: seconds that one try may take.
         retries: number of further tries after a failed one, with pauses of 1, 2, 4, … seconds.
-        pending: number of alerts that may wait to be posted. Further alerts are dropped, with a warning.
     """
 
-    def __init__(self, url: str, timeout: float = 5.0, retries: int = 3, pending: int = 100):
+    def __init__(self, url: str, timeout: float = 5.0, retries: int = 3):
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"a webhook's URL must begin with http:// or https://, got {url!r}")
-        if timeout <= 0 or retries < 0:
-            raise ValueError(f"`timeout` must be above 0 and `retries` 0 or more, got {timeout} and {retries}")
-        self.url = url
-        self.timeout = timeout
-        self.retries = retries
-        self._queue: queue.Queue[Alert] = queue.Queue(maxsize=pending)
-        self._thread: threading.Thread | None = None
+            raise ValueError(f"an alert goes to one of {', '.join(NAMES)}, or to an http or https URL, got {url!r}")
+        self.url, self.timeout, self.retries = url, timeout, retries
+        self._threads: list[threading.Thread] = []
 
     def send(self, alert: Alert) -> None:
-        """Queue the alert for the thread that posts alerts."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="trl-ext-webhook")
-            self._thread.start()
-        try:
-            self._queue.put_nowait(alert)
-        except queue.Full:
-            logger.warning(f"{self} is too slow: an alert was dropped.")
-
-    def __str__(self) -> str:
-        return str(redacted(self.url, "webhook"))
+        """Post the alert in the background."""
+        self._threads.append(threading.Thread(target=self._post, args=(alert,), daemon=True))
+        self._threads[-1].start()
 
     def close(self) -> None:
-        """Wait until all pending alerts are posted, but no longer than `timeout`."""
+        """Wait until all alerts are posted, but no longer than `timeout`."""
         end = time.monotonic() + self.timeout
-        while self._thread is not None and self._queue.unfinished_tasks and time.monotonic() < end:
-            time.sleep(0.02)
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
-    def _run(self) -> None:
-        while True:
-            alert = self._queue.get()
-            try:
-                self._post(json.dumps(finite({"text": str(alert), **asdict(alert)})).encode())
-            except Exception as error:  # training goes on, whatever the server does
-                logger.warning(f"{self} did not take an alert in {self.retries + 1} tries: {redacted(str(error))}")
-            finally:
-                self._queue.task_done()
-
-    def _post(self, body: bytes) -> None:
+    def _post(self, alert: Alert) -> None:
+        body = json.dumps(finite({"text": str(alert), **asdict(alert)})).encode()
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         tries = Retrying(stop=stop_after_attempt(self.retries + 1), wait=wait_exponential(), reraise=True)
-        with tries(urllib.request.urlopen, request, timeout=self.timeout):
-            pass
-
-
-_MAKERS: dict[str, Callable[[Any], Any]] = {  # name → how to make the sink for a run's `args`
-    "log": lambda args: LogSink(),
-    "jsonl": lambda args: JSONLSink(str(Path(args.output_dir) / "alerts.jsonl")),
-    "wandb": lambda args: WandbSink(),
-    "tensorboard": TensorBoardSink,
-    "trackio": lambda args: TrackioSink(),
-}
-_TRACKERS = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "trackio": TrackioSink}
+        try:
+            tries(urllib.request.urlopen, request, timeout=self.timeout).close()
+        except Exception as error:  # training goes on, whatever the server does
+            url = redacted(self.url, "webhook")
+            logger.warning(f"{url} did not take an alert in {self.retries + 1} tries: {redacted(str(error))}")
 
 
 def make_sinks(sinks: Sequence[Any], args: Any) -> list[Any]:
@@ -204,24 +147,60 @@ def make_sinks(sinks: Sequence[Any], args: Any) -> list[Any]:
 
     An entry is a name, a URL, or an object with `send`, which is returned as it is.
     """
-
-    def is_given(tracker: str) -> bool:
-        return any(sink == tracker or isinstance(sink, _TRACKERS[tracker]) for sink in sinks)
-
-    trackers = [name for name in getattr(args, "report_to", None) or [] if name in _TRACKERS and not is_given(name)]
-    return [_make_sink(sink, args) for sink in [*sinks, *trackers]]
-
-
-def _make_sink(sink: Any, args: Any) -> Any:
-    if not isinstance(sink, str):
-        return sink
-    return _MAKERS[sink](args) if sink in _MAKERS else WebhookSink(sink)
+    trackers = [name for name in getattr(args, "report_to", None) or [] if name in TRACKERS and name not in sinks]
+    return [
+        (NamedSink(sink, args) if sink in NAMES else WebhookSink(sink)) if isinstance(sink, str) else sink
+        for sink in [*sinks, *trackers]
+    ]
 
 
-def check_sinks(sinks: Sequence[Any]) -> None:
-    """Raise a ValueError if an entry of `sinks` is neither a known name, nor a URL, nor an object with `send`."""
-    for sink in [sinks] if isinstance(sinks, str) else sinks:
-        is_named = isinstance(sink, str) and (sink in _MAKERS or sink.startswith(("http://", "https://")))
-        if isinstance(sinks, str) or not (hasattr(sink, "send") or is_named):
-            names = ", ".join(f'"{name}"' for name in _MAKERS)
-            raise ValueError(f"`sinks` must be a list of {names}, URLs, or objects with `send`; got {sink!r}")
+# ---- Trackers ----
+
+
+@contextmanager
+def tensorboard_writer(args: Any) -> Iterator[Any]:
+    """
+    Open a writer of the TensorBoard run `monitors`, beside the run that transformers writes.
+
+    transformers' own writer cannot be used: callbacks have no access to it, and it is closed when training ends.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:  # transformers takes the one or the other, too
+        from tensorboardX import SummaryWriter  # type: ignore[no-redef]
+
+    folder = Path(os.getenv("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir) / "runs").expanduser()
+    with SummaryWriter(str(folder / "monitors")) as writer:
+        yield writer
+
+
+def trackio_is_open() -> bool:
+    """
+    Return whether a Trackio run is open.
+
+    When training ends, transformers closes its Trackio run before callbacks that were added later are called.
+    """
+    import trackio
+
+    return trackio.context_vars.current_run.get() is not None
+
+
+def send_picture(args: Any, name: str, path: Path, step: int) -> None:
+    """Send a PNG to each tracker of `report_to` that takes pictures: W&B, TensorBoard and Trackio."""
+    for tracker in args.report_to or []:
+        match tracker:
+            case "wandb":
+                import wandb
+
+                if wandb.run is not None:
+                    wandb.log({name: wandb.Image(str(path))})
+            case "tensorboard":
+                from matplotlib.image import imread
+
+                with tensorboard_writer(args) as writer:
+                    writer.add_image(name, imread(path), step, dataformats="HWC")
+            case "trackio":
+                import trackio
+
+                if trackio_is_open():
+                    trackio.log({name: trackio.Image(str(path))})

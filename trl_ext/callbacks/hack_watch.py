@@ -3,16 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import DefaultFlowCallback
 
-from ..rewards.texts import text_of
 from ..rewards.watches.repetition import RepetitionWatch
 from .metrics import METRICS, is_training_log, rollout_steps
-from .monitor import AT_LEAST_ONE, POSITIVE, SHARE, Finding, MonitorCallback, evaluation_noise
-from .repetition import DISTINCT
-from .reward_disagreement import KEY as DISAGREEMENT
+from .monitor import Finding, MonitorCallback
+from .monitors import DISAGREEMENT, distinct_key
 
 # Witness → its weight. KL, length and entropy together stay below the limit, since honest training moves them, too.
 WEIGHTS = {"gold": 0.9, "phrase": 0.7, "distinct": 0.7, "repeated": 0.6, "disagreement": 0.6}
@@ -65,32 +64,15 @@ class HackWatch(MonitorCallback):
     gold: str = "eval_rewards/gold_judge/mean"
     rollouts: int = 4
     runbook = "hack"
-    ranges = {
-        "limit": SHARE,
-        "sigmas": POSITIVE,
-        "kl": POSITIVE,
-        "moved": SHARE,
-        "shares": SHARE,
-        "rollouts": AT_LEAST_ONE,
-    }
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if self.trainer is not None and not hasattr(self.trainer, "_logs"):
-            name = type(self.trainer).__name__
-            raise ValueError(
-                f"{name} keeps no table of completions, which `HackWatch` would read: leave `trainer=` out."
-            )
-        super().on_train_begin(args, state, control, **kwargs)
+    below_one = ("limit", "moved", "shares")
 
     def on_step_end(self, args, state, control, **kwargs):
         # After the first step of a rollout the table holds that rollout; after an evaluation it holds its answers
-        if self.trainer is not None and (state.global_step - 1) % rollout_steps(args) == 0:
-            texts = [text_of(text) for text in [*self.trainer._logs["completion"]][-args.generation_batch_size :]]
-            self.memory["texts"] = {}
-            if texts:
-                watch = RepetitionWatch()
-                self.memory["texts"], _ = watch.measure(texts)
-                self.memory["phrase"] = watch.top_phrase
+        table = getattr(self.trainer, "_logs", {}).get("completion")
+        if table and (state.global_step - 1) % rollout_steps(args) == 0:
+            watch = RepetitionWatch()
+            self.memory["texts"], _ = watch.measure([*table][-args.generation_batch_size :])
+            self.memory["phrase"] = watch.top_phrase
         super().on_step_end(args, state, control, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -100,18 +82,17 @@ class HackWatch(MonitorCallback):
                 log["watch/risk"] = self.memory.get("risk", 0.0)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        if (metrics or {}).get(self.gold) is None:
-            return
         self._begin(args, state, {})
-        if (value := self._number(self.gold, metrics[self.gold])) is not None:
-            noise = evaluation_noise(metrics, self.gold, kwargs.get("eval_dataloader"))
-            gold = self.follow("gold", value, first=1, **noise)
-            fallen = gold.below(1)
-            self.memory["gold"] = None if fallen is None else f"gold {fallen:.2g}, {gold.first:.2g} at best"
-            if gold.above(1) is not None:  # a fall counts from where gold was highest
-                self.memory["gold_rose"] = True
-                del self.memory["series"]["gold"]
-                self.follow("gold", value, first=1, **noise)
+        follow = partial(self.follow_evaluation, "gold", self.gold, metrics or {}, kwargs.get("eval_dataloader"))
+        gold = follow()
+        if gold.first is None:
+            return
+        fallen = gold.below(1)
+        self.memory["gold"] = fallen and f"gold {fallen.value:.2g}, {fallen.baseline:.2g} at best"
+        if gold.above(1):  # a fall counts from where gold was highest
+            self.memory["gold_rose"] = True
+            del self.memory["series"]["gold"]
+            follow()
 
     def watch(self, logs):
         reasons = self._witnesses(self.memory.pop("texts", {}) | logs)
@@ -123,7 +104,7 @@ class HackWatch(MonitorCallback):
         self.memory |= {"risk": risk, "reasons": said}
         if risk > self.limit:
             advice = f"{'; '.join(said)}. Compare completions of the first rollouts with those of the last."
-            yield Finding("the reward rises as in a hack", risk, self.limit, advice)
+            yield Finding("the reward rises as in a hack", advice, risk, self.limit)
 
     def _risen(self) -> float | None:
         """Return by how many σ of the first scores the reward rose; None unless by more than `sigmas` plus noise."""
@@ -140,48 +121,45 @@ class HackWatch(MonitorCallback):
         drawn = (self.answers or 1) * (getattr(self._args, "num_generations", None) or 1)  # those of a prompt, too
         error = self.sigmas * sigma / math.sqrt(2 * len(stds) * drawn)
         risen = rewards.above(1, self.sigmas * sigma, error=error)
-        return None if risen is None else (risen - rewards.first) / sigma
+        return risen and (risen.value - rewards.first) / sigma
 
     def _witnesses(self, logs: dict[str, Any]) -> dict[str, str]:
         """Return a mapping from the name of each witness that moved to words on how it moved."""
         reasons = {"gold": self.memory["gold"]} if self.memory.get("gold") else {}
-        start, length = self.rollouts, self.read("length", optional=True)
-        lengths = self.follow("length", length, first=start)
-        if (mean := lengths.above(1 + self.moved)) is None:
-            mean = lengths.below(1 - self.moved)
-        if mean is not None:
-            reasons["length"] = f"answers of {mean:.0f} tokens, {lengths.first:.0f} at the start"
-        kl, metric = self.read("kl", optional=True), self._known.get("kl")
-        if kl is not None and metric is not None and metric.unit == "nats per token" and "kl" not in self.keys:
+        read, follow = partial(self.read, optional=True), partial(self.follow, first=self.rollouts)
+        share = partial(follow, answers=self.answers)
+        length, kl = read("length"), read("kl")
+        if kl is not None and self.kl_is_per_token:
             kl = None if length is None else kl * length
-        if (mean := self.follow("kl", kl).above(plus=self.kl)) is not None:
-            reasons["kl"] = f"KL {mean:.1f} nats"
-        entropy = self.read("entropy", optional=True)
-        entropies = self.follow("entropy", entropy, first=start, logs=self.windows(1)["logs"])
-        if (mean := entropies.below(1 - self.moved)) is not None:
-            reasons["entropy"] = f"entropy {mean:.2g}, {entropies.first:.2g} at the start"
-        explained = self.read("explained_variance", optional=True)
-        critics = self.follow("critic", explained, first=start)
-        if (mean := critics.below(1, -self.moved)) is not None:
-            reasons["critic"] = f"the critic explains {mean:.0%}, {critics.first:.0%} at the start"
-        cut = self.read("length_clipped", optional=True)
-        distinct = next((key for key in logs if DISTINCT.fullmatch(key)), "")
-        keys = {"phrase": "repetition/top_phrase_share", "repeated": "repetition/repeated", "distinct": distinct}
-        values = {name: self._number(key, logs.get(key)) for name, key in keys.items()} | {"cut off": cut}
-        what = {"phrase": "contain one phrase", "repeated": "of n-grams repeat in their answer"}
-        what |= {"distinct": "of n-grams differ", "cut off": "are cut off"}
-        for name, value in values.items():
-            share = self.follow(name, value, first=start, answers=self.answers)
-            mean = share.below(1 - self.moved) if name == "distinct" else share.above(1, self.shares)
-            if mean is not None:
-                of = "" if "n-grams" in what[name] else " of answers"
-                reasons[name] = f"{mean:.0%}{of} {what[name]}, {share.first:.0%} at the start"
+        lengths = follow("length", length)
+        entropies = follow("entropy", read("entropy"), logs=self.windows(1)["logs"])
+        critics = follow("critic", read("explained_variance"))
+        phrases = share("phrase", self._number("repetition/top_phrase_share", logs))
+        repeated = share("repeated", self._number("repetition/repeated", logs))
+        distinct = share("distinct", self._number(distinct_key(logs), logs))
+        cuts = share("cut off", read("length_clipped"))
+        longer_or_shorter = lengths.above(1 + self.moved) or lengths.below(1 - self.moved)
+        for name, found, words in (  # of the mean, its bound and its baseline
+            ("length", longer_or_shorter, "answers of {0:.0f} tokens, {2:.0f} at the start"),
+            ("kl", self.follow("kl", kl).above(plus=self.kl), "KL {0:.1f} nats"),
+            ("entropy", entropies.below(1 - self.moved), "entropy {0:.2g}, {2:.2g} at the start"),
+            ("critic", critics.below(1, -self.moved), "the critic explains {0:.0%}, {2:.0%} at the start"),
+            ("phrase", phrases.above(1, self.shares), "{0:.0%} of answers contain one phrase, {2:.0%} at the start"),
+            (
+                "repeated",
+                repeated.above(1, self.shares),
+                "{0:.0%} of n-grams repeat in their answer, {2:.0%} at the start",
+            ),
+            ("distinct", distinct.below(1 - self.moved), "{0:.0%} of n-grams differ, {2:.0%} at the start"),
+            ("cut off", cuts.above(1, self.shares), "{0:.0%} of answers are cut off, {2:.0%} at the start"),
+        ):
+            if found:
+                reasons[name] = words.format(*found)
         if "phrase" in reasons and self.memory.get("phrase"):
             reasons["phrase"] += f" (now {self.memory['phrase']!r})"
         for key in filter(DISAGREEMENT.fullmatch, logs):
-            spread = self.follow(key, self._number(key, logs[key]), first=start)
-            if (mean := spread.above(1 + 2 * self.moved)) is not None:
-                reasons["disagreement"] = f"`{key}` {mean:.2g}, {spread.first:.2g} at the start"
+            if found := follow(key, self._number(key, logs)).above(1 + 2 * self.moved):
+                reasons["disagreement"] = f"`{key}` {found.value:.2g}, {found.baseline:.2g} at the start"
         return reasons
 
 

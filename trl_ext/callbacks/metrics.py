@@ -12,31 +12,31 @@ class Metric:
 
     Args:
         key: the quantity's key in `logs`.
-        unit: its unit, such as `"tokens"`.
+        unit: its unit, such as `"tokens"`; "" for none.
         cadence: `"step"` if every log has the key, `"rollout"` if only a log that covers the start of a rollout has
             it.
         std: the key of the standard deviation of single answers; None if the trainer does not log it.
     """
 
     key: str
-    unit: str
-    cadence: Literal["rollout", "step"]
+    unit: str = ""
+    cadence: Literal["rollout", "step"] = "step"
     std: str | None = None
 
 
-_NORM = Metric("grad_norm", "", "step")
+_NORM = {"grad_norm": Metric("grad_norm")}
 _LENGTH = Metric("completions/mean_length", "tokens", "rollout")
-_CLIPPED_LENGTH = Metric("completions/clipped_ratio", "share of completions", "rollout")
-_ENTROPY = Metric("entropy", "nats per token", "step")
+_CUT = {"length_clipped": Metric("completions/clipped_ratio", "share of completions", "rollout")}
+_ENTROPY = {"entropy": Metric("entropy", "nats per token"), **_NORM}
 _ON_POLICY = {
-    "entropy": _ENTROPY,
-    "clip_fraction": Metric("clip_ratio/region_mean", "share", "step"),
+    "clip_fraction": Metric("clip_ratio/region_mean", "share"),
     "reward": Metric("reward", "score", "rollout", "reward_std"),
     "reward_std": Metric("reward_std", "score", "rollout"),
     "length": _LENGTH,
-    "length_clipped": _CLIPPED_LENGTH,
-    "grad_norm": _NORM,
+    **_CUT,
+    **_ENTROPY,
 }
+_PAIRS = {**_ENTROPY, "margin": Metric("rewards/margins", "nats × β")}
 
 # Name of the trainer's config, which callbacks are given → quantity → key, unit, cadence. The trainers compute
 # all of these over all processes.
@@ -44,59 +44,33 @@ METRICS: dict[str, dict[str, Metric]] = {
     "PPOConfig": {
         "kl": Metric("objective/kl", "nats per response", "rollout", "objective/kl_std"),
         "entropy": Metric("policy/entropy_avg", "nats per token", "step", "policy/entropy_std"),
-        "clip_fraction": Metric("policy/clipfrac_avg", "share of tokens", "step"),
+        "clip_fraction": Metric("policy/clipfrac_avg", "share of tokens"),
         "reward": Metric("objective/scores", "score", "rollout", "objective/scores_std"),
         "reward_std": Metric("objective/scores_std", "score", "rollout"),
         "length": replace(_LENGTH, std="completions/std_length"),
-        "length_clipped": _CLIPPED_LENGTH,
+        **_CUT,
         "explained_variance": Metric("val/explained_variance", "", "rollout"),
         "value_loss": Metric("loss/value_avg", "score²", "step", "loss/value_std"),
-        "grad_norm": _NORM,
-        "episodes": Metric("episode", "episodes", "step"),
+        **_NORM,
+        "episodes": Metric("episode", "episodes"),
     },
     "CriticConfig": {
-        "explained_variance": Metric("val/explained_variance", "", "step"),
-        "value_loss": Metric("loss/value_avg", "score²", "step"),
-        "grad_norm": _NORM,
+        "explained_variance": Metric("val/explained_variance"),
+        "value_loss": Metric("loss/value_avg", "score²"),
+        **_NORM,
     },
     # Their `kl` is a mean over tokens. They log it only if `beta` is not 0.
     "RLOOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token", "rollout")},
-    "GRPOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token", "step")},
-    "DPOConfig": {
-        "entropy": _ENTROPY,
-        "grad_norm": _NORM,
-        "accuracy": Metric("rewards/accuracies", "share of pairs", "step"),
-        "margin": Metric("rewards/margins", "nats × β", "step"),
-    },
-    # KTO's `kl` is left out: it is an estimate over mismatched pairs, clamped at 0, so no budget can bound it
-    "KTOConfig": {
-        "entropy": _ENTROPY,
-        "grad_norm": _NORM,
-        "margin": Metric("rewards/margins", "nats × β", "step"),
-    },
-    "SFTConfig": {
-        "entropy": _ENTROPY,
-        "grad_norm": _NORM,
-        "accuracy": Metric("mean_token_accuracy", "share of tokens", "step"),
-    },
+    "GRPOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token")},
+    "DPOConfig": {**_PAIRS, "accuracy": Metric("rewards/accuracies", "share of pairs")},
+    "KTOConfig": _PAIRS,  # without `kl`: an estimate over mismatched pairs, clamped at 0, which no budget can bound
+    "SFTConfig": {**_ENTROPY, "accuracy": Metric("mean_token_accuracy", "share of tokens")},
     "RewardConfig": {
-        "grad_norm": _NORM,
-        "accuracy": Metric("accuracy", "share of pairs", "step"),
-        "margin": Metric("margin", "score", "step"),
+        "accuracy": Metric("accuracy", "share of pairs"),
+        "margin": Metric("margin", "score"),
+        **_NORM,
     },
 }
-
-# Other keys that all processes share: of reward functions, of TRL's `log_metric`, and the Trainer's own
-_GATHERED_PREFIXES = (
-    *("rewards/", "repetition/", "score_watch/", "phrase_review/", "gold/", "eval_", "completions/"),
-    *("turns/", "tools/", "environment/"),
-)
-_GATHERED = {metric.key for metrics in METRICS.values() for metric in metrics.values()} | {"loss", "learning_rate"}
-
-
-def is_gathered(key: str) -> bool:
-    """Return whether the number under this key is the same on every process."""
-    return key in _GATHERED or key.startswith(_GATHERED_PREFIXES)
 
 
 def metrics_of(args: Any) -> dict[str, Metric]:

@@ -1,10 +1,9 @@
 """Define `MonitorCallback`, the base class of monitors: it reads logs, tells changes from noise, and raises alerts."""
 
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from transformers import TrainerCallback
 from transformers.utils import logging
@@ -15,18 +14,12 @@ from ..runs.halts import STOPPED, Stopped, spoil, spoilt, stop_of, write_stop
 from ..runs.jsonl import finite
 from ..runs.processes import from_first, on_first
 from ..runs.redaction import redacted
-from .alerts import Alert, Level, check_sinks, make_sinks
-from .metrics import Metric, answers_in_log, is_gathered, is_training_log, metrics_of, rollout_steps
+from .alerts import Alert, Level, make_sinks
+from .metrics import Metric, answers_in_log, is_training_log, metrics_of, numbers_in, rollout_steps
 from .trend import Series
 
 logger = logging.get_logger(__name__)
 Action = Literal["warn", "save", "stop", "raise_kl"]
-# Rules for the arguments of monitors: in words, and as a test
-POSITIVE = ("above 0", lambda x: x > 0)
-ABOVE_ONE = ("above 1", lambda x: x > 1)
-AT_LEAST_ONE = ("1 or more", lambda x: x >= 1)
-NOT_NEGATIVE = ("0 or more", lambda x: x >= 0)
-SHARE = ("in (0, 1)", lambda x: 0 < x < 1)
 
 
 class Memory(dict):
@@ -45,18 +38,18 @@ class Finding:
 
     Args:
         what: the problem, in words.
+        advice: what to do, in a sentence.
         value: the measured number, if there is one.
         bound: the limit that `value` has passed, if there is one.
-        advice: what to do, in a sentence.
         baseline: the number from the start of the run that `value` is compared with, if there is one.
         acts: whether the monitor takes its `action`; if False, it only warns.
         level: `alert` for a problem of the run, `notice` for a problem of the monitor itself.
     """
 
     what: str
-    value: float | None
-    bound: float | None
     advice: str
+    value: float | None = None
+    bound: float | None = None
     baseline: float | None = None
     acts: bool = True
     level: Level = "alert"
@@ -67,7 +60,7 @@ class MonitorCallback(TrainerCallback):
     """
     Read the training logs, and raise alerts: the base class of monitors. A subclass defines `watch(logs)`.
 
-    All processes decide alike: where a logged number differs between processes, all use the main process' number.
+    All processes decide alike, by the main process' numbers.
 
     A monitor that ended a run leaves `stopped.json`. The same command then says so and trains no step: our trainers go
     on with `resume_anyway`, a stock trainer once that file is deleted.
@@ -79,8 +72,8 @@ class MonitorCallback(TrainerCallback):
     ...
     ...     def watch(self, logs):
     ...         losses = self.follow("loss", logs["loss"])
-    ...         if (mean := losses.above(plus=self.limit)) is not None:
-    ...             yield Finding("the loss is high", mean, self.limit, "Lower the learning rate.")
+    ...         if found := losses.above(plus=self.limit):  # the mean and the limit
+    ...             yield Finding("the loss is high", "Lower the learning rate.", *found)
     >>> trainer.add_callback(LossCallback(limit=4, action="stop"))
 
     Args:
@@ -104,44 +97,38 @@ class MonitorCallback(TrainerCallback):
 
     runbook = ""  # the heading of this monitor's section in the runbook
     saves = True  # whether `stop` writes a checkpoint; if not, the weights are not saved at all
-    ranges = {  # argument → its rule; the rules of the base classes hold, too
-        "repeat_steps": AT_LEAST_ONE,
-        "kl_factor": ("above 1 to raise the KL coefficient", lambda x: x > 1),
-    }
+    below_one: ClassVar[tuple[str, ...]] = ()  # arguments that no share would ever pass if they were 1
 
     def __post_init__(self) -> None:
-        if self.action not in get_args(Action):
-            raise ValueError(f"`action` must be one of {', '.join(get_args(Action))}; got {self.action!r}")
-        # Not by `check_settings`: a user's monitor may have annotations that cannot be resolved
-        for rules in [vars(cls).get("ranges", {}) for cls in reversed(type(self).__mro__)]:
-            for name, (rule, is_valid) in rules.items():
-                if not is_valid(getattr(self, name)):
-                    raise ValueError(f"`{name}` must be {rule}, got {getattr(self, name)}")
-        check_sinks(self.sinks)
+        # Only what would be useless without a word: with other odd values a monitor fails, or alerts at once
+        useless = {
+            "action": self.action not in get_args(Action),
+            "kl_factor": self.kl_factor <= 1,
+            "rollouts": getattr(self, "rollouts", 1) < 1,
+            **{name: getattr(self, name) >= 1 for name in self.below_one},
+        }
+        for name in filter(useless.get, useless):
+            raise ValueError(
+                f"{type(self).__name__} would be useless with `{name}={getattr(self, name)!r}`: `action` is one of "
+                f"{', '.join(get_args(Action))}, `kl_factor` above 1, `rollouts` 1 or more, a share below 1"
+            )
         self.memory: dict[str, Any] = Memory()  # all that is not an argument, as JSON
         self.step = 0
         self._args: Any = None
         self._logging_steps = 1
         self._logs: dict[str, Any] = {}
         self._known: dict[str, Metric] = {}
-        self._infinite: dict[str, bool] = {}  # keys of this log whose numbers are not finite: whether they are +∞
+        self._notes: list[Finding] = []  # of problems beside those that `watch` yields
         self._opened: list[Any] | None = None
-        self._has_trained = False
-        self._is_training = False
+        self._is_training: bool | None = None  # None before the first training
         self._owes_save = False  # `save` or `stop` waits for a checkpoint, which `save_strategy="best"` may skip
 
     # ---- State ----
 
-    def _arguments(self) -> dict[str, Any]:
-        """Return the monitor's arguments that can be written as JSON, without credentials."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return redacted({name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)})
-
     def on_train_begin(self, args, state, control, **kwargs):
         registry = state.stateful_callbacks.setdefault(REGISTRY, {})
         name = type(self).__name__
-        stopped, _ = on_main_process(lambda: stop_of(args.output_dir, f"delete {STOPPED}"))
-        if stopped:  # our trainers have asked before
+        if stopped := on_first(stop_of, args.output_dir, f"delete {STOPPED}"):  # our trainers have asked before
             raise Stopped(f"{stopped}.")
         if name in registry:
             memory = registry[name]["attributes"]["memory"]
@@ -150,12 +137,13 @@ class MonitorCallback(TrainerCallback):
                     f"There are two {name}s among the callbacks, which would share one memory: remove one."
                 )
             self.memory = Memory(memory)
-        elif self._has_trained:
+        elif self._is_training is not None:
             self.memory = Memory()  # another run begins: what the previous run's logs showed does not apply to it
-        self._has_trained = self._is_training = True
-        self._owes_save = False
+        self._is_training, self._owes_save = True, False
+        plain = (str, int, float, list, tuple, dict, type(None))
+        given = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), plain)}
         # The registry holds the memory itself, not a copy, so that each checkpoint saves it as it is by then
-        registry[name] = {"args": self._arguments(), "attributes": {"memory": self.memory}}
+        registry[name] = {"args": redacted(finite(given)), "attributes": {"memory": self.memory}}
         self._begin(args, state, {})
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -184,43 +172,54 @@ class MonitorCallback(TrainerCallback):
     # ---- Reading ----
 
     def watch(self, logs: dict[str, Any]) -> Iterator[Finding]:
-        """Yield a [`Finding`] for each problem that one log of training steps shows."""
+        """Yield a [`Finding`] for each problem that one log of training steps shows; `logs` has its numbers."""
         return iter(())
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs is not None and is_training_log(logs):
-            self._begin(args, state, logs)
-            self._check_kl_request(state)
-            self._handle(self.watch(logs), state, control)
+        if logs is None or not is_training_log(logs):
+            return
+        # A number may differ between processes
+        self._begin(args, state, from_first(numbers_in(logs)))
+        if self.action == "raise_kl" and kl_scale_is_pending(state, rollout_steps(args)):
+            take_kl_scale(state)
+            self.memory["kl_unheard"] = True
+            self._note(
+                "`raise_kl` has no effect: this trainer does not scale its KL coefficient",
+                "PPOTrainer does. This monitor only warns from here on.",
+            )
+        self._handle(self.watch(self._logs), state, control)
 
     def _begin(self, args: Any, state: Any, logs: dict[str, Any]) -> None:
         self.step, self._args, self._logs, self._known = state.global_step, args, logs, metrics_of(args)
-        self._infinite = {}
         if self._opened is None:
             self._opened = make_sinks(self.sinks, args) if state.is_world_process_zero else []
         # Below 1, `logging_steps` is a share of all steps
         self._logging_steps = int(args.logging_steps if args.logging_steps >= 1 else state.logging_steps)
 
-    def read(self, quantity: str, optional: bool = False) -> float | None:
+    def read(self, quantity: str, key: str | None = None, optional: bool = False) -> float | None:
         """
         Return a quantity's number in this log; None if the log has no such number, or if the number is not finite.
 
         A number that is not finite raises an alert. A quantity that no log has for longer than a rollout raises one
         notice, unless it is `optional`.
+
+        Args:
+            quantity: a quantity of `trl_ext.callbacks.metrics`, or a name for `key`.
+            key: its key in the logs, if no trainer but a reward function logs it.
+            optional: see above.
         """
-        metric = self._known.get(quantity)
-        key = self.keys.get(quantity) or (metric.key if metric else None)
-        value = None if key is None else self._number(key, self._logs.get(key))
+        metric, seen = self._known.get(quantity), self.memory.setdefault("seen", {})
+        key = self.keys.get(quantity) or (metric.key if metric else key)
+        value = self._number(key, self._logs)
         if value is not None:
-            self.memory.setdefault("seen", {})[quantity] = self.step
+            seen[quantity] = self.step
         elif not optional:
-            since = self.memory.setdefault("seen", {}).setdefault(quantity, max(0, self.step - self._logging_steps))
             rollout = rollout_steps(self._args)
-            window = rollout + self._logging_steps
             # Nothing is logged of the policy while the critic alone is trained
-            since = max(since, rollout * (getattr(self._args, "critic_warmup_rollouts", None) or 0))
-            if self.step - since > window and quantity not in self.memory.setdefault("missing", []):
-                self.memory["missing"].append(quantity)
+            warm_up = rollout * (getattr(self._args, "critic_warmup_rollouts", None) or 0)
+            since = max(warm_up, seen.setdefault(quantity, max(0, self.step - self._logging_steps)))
+            if self.step - since > rollout + self._logging_steps:
+                seen[quantity] = 10**12  # said once: no step comes after this one
                 where = f"the key {key!r} was in no log since step {since}" if key else "this trainer logs no such key"
                 self._note(
                     f"nothing to watch: {where}",
@@ -229,31 +228,28 @@ class MonitorCallback(TrainerCallback):
                 )
         return value
 
-    def is_infinite(self, quantity: str) -> bool:
-        """Return whether a quantity is +∞ in this log: it is then above every bound, but is left out of means."""
-        metric = self._known.get(quantity)
-        return self._infinite.get(self.keys.get(quantity) or (metric.key if metric else "")) is True
-
-    def _number(self, key: str, value: Any) -> float | None:
-        if not is_gathered(key):
-            value = from_first(value)
-        if value is None or isinstance(value, (str, bytes)):
+    def _number(self, key: str | None, logs: dict[str, Any]) -> float | None:
+        """Return the number under a key; None if there is none, or one that is not finite, of which it alerts."""
+        value = logs.get(key or "")
+        if not isinstance(value, (int, float)):
             return None
-        if not math.isfinite(value):
-            self._infinite[key] = value == math.inf
-            self._note(
-                f"`{key}` is not finite",
-                f"Its value is {value}: look for NaN in the losses, lower the learning rate, and go back to a "
-                "checkpoint.",
-                level="alert",
-            )
-            return None
-        if next((metric.cadence for metric in self._known.values() if metric.key == key), "rollout") == "rollout":
-            self.memory["reads_rollouts"] = True
-        return float(value)
+        if math.isfinite(value):
+            return value
+        advice = (
+            f"Its value is {value}: look for NaN in the losses, lower the learning rate, and go back to a checkpoint."
+        )
+        # Whatever the bound is, +∞ is beyond it
+        self._notes.append(Finding(f"`{key}` is not finite", advice, acts=value == math.inf))
+        return None
 
-    def _note(self, what: str, advice: str, level: Level = "notice") -> None:
-        self.memory.setdefault("notes", []).append([what, advice, level])
+    def _note(self, what: str, advice: str) -> None:
+        self._notes.append(Finding(what, advice, acts=False, level="notice"))
+
+    @property
+    def kl_is_per_token(self) -> bool:
+        """Return whether the trainer logs a KL per token, so that the KL of a response is it times the length."""
+        metric = self._known.get("kl")
+        return metric is not None and metric.unit == "nats per token" and "kl" not in self.keys
 
     # ---- Noise ----
 
@@ -290,6 +286,11 @@ class MonitorCallback(TrainerCallback):
         series.add(value, **noise)
         return series
 
+    def follow_evaluation(self, name: str, key: str, metrics: dict[str, Any], dataloader: Any) -> Series:
+        """Add the mean that an evaluation has under `key` to a series whose baseline is the first evaluation."""
+        noise = error_of_mean(metrics.get(spread_key(key)), number_of_rows(dataloader))
+        return self.follow(name, self._number(key, metrics), first=1, **noise)
+
     def windows(self, steps: int) -> dict[str, Any]:
         """
         Return the arguments `logs` and `size` of `follow` for averaging a quantity over `steps` optimizer steps.
@@ -306,34 +307,26 @@ class MonitorCallback(TrainerCallback):
         return answers_in_log(self._args, self._logging_steps)
 
     def noise(self, quantity: str) -> dict[str, Any]:
-        """
-        Return a mapping with the standard error of a quantity's mean in this log, `error`, and its degrees of freedom,
-        `dof`; {} if the trainer does not log the standard deviation of single answers.
-        """
-        metric, answers = self._known.get(quantity), self.answers
+        """Return what the trainer logs of the error of a quantity's mean in this log, as `error_of_mean` does."""
+        metric = self._known.get(quantity)
         spread = self._logs.get(metric.std) if metric and metric.std and quantity not in self.keys else None
-        if spread is None or answers is None or not math.isfinite(spread):
-            return {}
-        return {"error": spread / math.sqrt(answers), "dof": max(answers - 1, 1)}
+        return error_of_mean(spread, self.answers)
 
     # ---- Acting ----
 
-    def _handle(self, findings: Iterator[Finding], state: Any, control: Any) -> None:
+    def _handle(self, findings: Iterable[Finding], state: Any, control: Any) -> None:
         """Raise an alert for each finding, and take the monitor's action."""
-        step, found = state.global_step, list(findings)
-        for what, advice, level in self.memory.pop("notes", []):
-            found.append(Finding(what, None, None, advice, acts=False, level=level))
+        found = [*findings]  # which may add notes
+        found, self._notes = found + self._notes, []
         raised = self.memory.setdefault("raised", {})
+        # An action that ends a run has nothing to end outside of training
+        can_act = self._is_training and not (self.action == "raise_kl" and self.memory.get("kl_unheard"))
         for finding in found:
-            # An action that ends a run has nothing to end outside of training
-            action: Action = self.action if finding.acts and self._is_training else "warn"
-            if action == "raise_kl" and self.memory.get("kl_unheard"):
-                action = "warn"
-            if action != "stop" and finding.what in raised and step - raised[finding.what] < self.repeat_steps:
-                continue
-            raised[finding.what] = step
-            self._send(self._alert(finding, action), state)
-            self._act(action, finding.what, state, control)
+            action: Action = self.action if finding.acts and can_act else "warn"
+            if action == "stop" or self.step - raised.get(finding.what, -math.inf) >= self.repeat_steps:
+                raised[finding.what] = self.step
+                self._send(self._alert(finding, action), state)
+                self._act(action, finding.what, state, control)
 
     def _alert(self, finding: Finding, action: Action) -> Alert:
         found = {name: value for name, value in vars(finding).items() if name != "acts"}
@@ -341,33 +334,18 @@ class MonitorCallback(TrainerCallback):
         return Alert(monitor=type(self).__name__, step=self.step, action=action, runbook=runbook, **found)
 
     def _act(self, action: Action, what: str, state: Any, control: Any) -> None:
-        match action:
-            case "save":
-                control.should_save = self._owes_save = not spoilt(state)
-            case "stop":
-                control.should_training_stop = True
-                if not self.saves:
-                    how = "look at it, then go on from the newest checkpoint"
-                    spoil(state, f"{type(self).__name__} ended this run at step {self.step} ({what}): {how}.")
-                control.should_save = self._owes_save = not spoilt(state)
-                control.should_evaluate = control.should_evaluate and not spoilt(state)
-                if self._args.should_save:
-                    try:
-                        write_stop(self._args.output_dir, type(self).__name__, self.step, what)
-                    except OSError as error:
-                        logger.warning(f"{STOPPED} could not be written ({error}): the same command will go on.")
-            case "raise_kl":
-                request_kl_scale(state, self.kl_factor)
-
-    def _check_kl_request(self, state: Any) -> None:
-        """If the trainer has not answered `raise_kl` within a rollout, send one notice, and only warn from then on."""
-        if self.action == "raise_kl" and kl_scale_is_pending(state, rollout_steps(self._args)):
-            take_kl_scale(state)
-            self.memory["kl_unheard"] = True
-            self._note(
-                "`raise_kl` has no effect: this trainer does not scale its KL coefficient",
-                "PPOTrainer does. This monitor only warns from here on.",
-            )
+        if action == "raise_kl":
+            request_kl_scale(state, self.kl_factor)
+        if action == "stop":
+            control.should_training_stop = True
+            if not self.saves:
+                how = "look at it, then go on from the newest checkpoint"
+                spoil(state, f"{type(self).__name__} ended this run at step {self.step} ({what}): {how}.")
+                control.should_evaluate = False
+            if self._args.should_save:
+                write_stop(self._args.output_dir, type(self).__name__, self.step, what)
+        if action in ("save", "stop"):
+            control.should_save = self._owes_save = not spoilt(state)
 
     def _send(self, alert: Alert, state: Any) -> None:
         alert = Alert(**redacted(vars(alert)))  # it may cite the error of a judge behind a URL
@@ -390,16 +368,15 @@ def spread_key(key: str) -> str:
     return key.removesuffix("/mean") + "/std" if key.endswith("/mean") else f"{key}_std"
 
 
-def evaluation_noise(metrics: dict[str, Any], key: str, dataloader: Any) -> dict[str, Any]:
+def error_of_mean(spread: float | None, count: float | None) -> dict[str, Any]:
     """
-    Return a mapping with the standard error of an evaluation's mean under `key`, `error`, and its degrees of freedom,
-    `dof`; {} if the standard deviation of single answers or the number of rows is unknown.
+    Return a mapping with the standard error of a mean of `count` answers, `error`, and its degrees of freedom, `dof`.
+
+    Return {} if the count or `spread`, the standard deviation of single answers, is unknown.
     """
-    spread = metrics.get(spread_key(key))
-    rows = number_of_rows(dataloader)
-    if spread is None or rows is None or not math.isfinite(spread):
+    if spread is None or count is None or not math.isfinite(spread):
         return {}
-    return {"error": spread / math.sqrt(rows), "dof": max(rows - 1, 1)}
+    return {"error": spread / math.sqrt(count), "dof": max(count - 1, 1)}
 
 
 def number_of_rows(dataloader: Any) -> int | None:
@@ -428,11 +405,3 @@ def on_main_process(measure: Callable[[], Any]) -> tuple[Any, str | None]:
             return None, f"{type(error).__name__}: {error}"
 
     return on_first(measured)
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True

@@ -1,19 +1,153 @@
 """Make a run record its logs and some of its completions, and write a page when it ends."""
 
+import math
+import time
+import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import PartialState
 from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..data import first_prompts, save_trained_prompts
-from .jsonl import JSONLCallback
-from .samples import AnswersCallback, SamplesCallback
+from ..rewards.watches.watch import Watch
+from ..runs.files import PRIVATE_FOLDER, REGISTRY
+from ..runs.jsonl import JSONLWriter, read_jsonl
+from ..runs.processes import from_first
+from ..runs.redaction import redacted
+from .answers import AnswersCallback
+from .metrics import is_training_log, metrics_of, numbers_in, rollout_steps
 
 logger = logging.get_logger(__name__)
 # Imported by name: the workbench, above this layer, makes pages. Without it a run has no page
 _PAGES = "trl_ext.workbench"
+# Name in an event of training steps → key in the logs
+_MEASURED = {"loss": "loss", "loss/policy_avg": "loss/policy_avg", "loss/value_avg": "loss/value_avg"}
+_MEASURED |= {"seconds_generation": "time/generate", "seconds_scoring": "time/score", "seconds_update": "time/update"}
+
+
+@dataclass(eq=False, kw_only=True)
+class JSONLCallback(TrainerCallback):
+    """
+    Append the run's events to `metrics.rank{r}.jsonl`, one JSON object a line. `kill -9` loses at most the last line.
+
+    Each event has `timestamp`, `rank`, `step` and `type`, and further keys by its type:
+
+    - `begin`: the run's id, and its configuration without credentials. A resumed run keeps its id: the last one in the
+      file.
+    - `train`: all numbers of the log, under `logs`. As far as they are measured, also `kl`, the losses,
+      `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`, `seconds_generation`, `seconds_scoring` and
+      `seconds_update`.
+    - `eval`, `end`: all numbers of the log, under `logs`.
+    - `save`: nothing more.
+
+    The first `train` event, or `end` if there is none, also has the monitors' arguments. Watches of `trl_ext.rewards`
+    that have no folder of their own write into the same folder.
+
+    >>> trainer.add_callback(JSONLCallback(every_process=False))
+
+    Args:
+        folder: folder of the file. The default is the output directory; with `push_to_hub` it is the folder `_run` in
+            the output directory, which transformers does not upload.
+        every_process: if True, each process writes a file of its own; if False, only the main process writes one.
+    """
+
+    folder: str | None = None
+    every_process: bool = True
+
+    def __post_init__(self) -> None:
+        self.objections: list[str] = []  # what reports say against the rewards; `record_run` sets it
+        self._writer: JSONLWriter | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        folder = self.folder or (Path(args.output_dir) / PRIVATE_FOLDER if args.push_to_hub else args.output_dir)
+        Watch.default_folder = str(folder)
+        if self._writer is None and (self.every_process or state.is_world_process_zero):
+            self._writer = JSONLWriter(Path(folder) / f"metrics.rank{PartialState().process_index}.jsonl")
+        self._introduced, self._tokens = False, None  # tokens so far, and the time in seconds
+        run = uuid.uuid4().hex[:12]
+        if state.global_step and self._writer is not None and self._writer.path.is_file():  # resumed
+            run = [run, *(event["run"] for event in read_jsonl(self._writer.path) if "run" in event)][-1]
+        config = {"config": redacted(args.to_dict()), "config_class": type(args).__name__}
+        self._event("begin", state, run=from_first(run), **config, objections=redacted(self.objections))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs = logs or {}
+        kind = "train" if is_training_log(logs) else "eval" if any(k.startswith("eval_") for k in logs) else "end"
+        numbers = numbers_in(logs)
+        measured: dict[str, Any] = {}
+        if not self._introduced and kind != "eval":  # by the first log all monitors have registered
+            monitors = state.stateful_callbacks.get(REGISTRY, {})
+            measured["monitors"] = {name: of["args"] for name, of in monitors.items() if name != "alerts"}
+            self._introduced = True
+        if kind == "train":
+            kl = metrics_of(args).get("kl")
+            keys = _MEASURED | ({"kl": kl.key} if kl else {})
+            measured |= {name: numbers[key] for name, key in keys.items() if key in numbers}
+            if "num_tokens" in numbers:
+                tokens, now = numbers["num_tokens"], time.monotonic()
+                if self._tokens is not None:
+                    before, then = self._tokens
+                    rate = (tokens - before) / max(now - then, 1e-9)
+                    measured["tokens_per_sec_per_gpu"] = rate / PartialState().num_processes
+                self._tokens = tokens, now
+            if torch.cuda.is_available():
+                measured["vram_allocated_bytes"] = torch.cuda.memory_allocated()
+                measured["vram_peak_bytes"] = torch.cuda.max_memory_allocated()
+        self._event(kind, state, **measured, logs=numbers)
+
+    def on_save(self, args, state, control, **kwargs):
+        self._event("save", state)
+
+    def _event(self, kind: str, state: Any, **values: Any) -> None:
+        if self._writer is not None:
+            head = {"timestamp": time.time(), "rank": PartialState().process_index, "step": state.global_step}
+            self._writer.write({**head, "type": kind, **values})
+
+
+@dataclass(eq=False, kw_only=True)
+class SamplesCallback(TrainerCallback):
+    """
+    Append the first completions of each rollout, with every reward function's score, to `completions.rank0.jsonl`.
+
+    A completion is written as text or, if tools were called, as the messages of all its turns.
+
+    >>> trainer.add_callback(SamplesCallback(trainer=trainer, per_rollout=4))
+
+    Args:
+        trainer: a [`PPOTrainer`] or `trl.RLOOTrainer`, whose table of completions is read.
+        per_rollout: number of completions to keep of each rollout, over all processes. A thousand rollouts with 8
+            completions of 1 kB each take 8 MB.
+        folder: folder of the file. The default is the folder of [`JSONLCallback`].
+    """
+
+    trainer: Any
+    per_rollout: int = 8
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        self._watch = Watch(self.folder)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # After the first step of a rollout the table holds its answers; after an evaluation, the evaluation's answers
+        if not state.is_world_process_zero or (state.global_step - 1) % rollout_steps(args):
+            return
+
+        def first(column: Any) -> list:
+            return [*column][-args.generation_batch_size :][: self.per_rollout]
+
+        table = self.trainer._logs
+        scores = {name: first(column) for name, column in table["rewards"].items()}
+        rows = [
+            {name: None if math.isnan(value) else value for name, value in zip(scores, row, strict=True)}
+            for row in zip(*scores.values(), strict=True)
+        ]
+        self._watch.write_rows(first(table["prompt"]), first(table["completion"]), rows, state.global_step - 1)
 
 
 class ReportCallback(TrainerCallback):
@@ -34,13 +168,11 @@ class ReportCallback(TrainerCallback):
             save_trained_prompts(args.output_dir, self.rows, self.start, is_uploaded=args.push_to_hub)
 
     def on_train_end(self, args, state, control, **kwargs):
-        if not state.is_world_process_zero:
-            return
-        try:
-            import_module(_PAGES).write_report(args.output_dir)
-        except Exception as error:  # the model is what the run was for
-            why = "this package has no workbench" if _is_of_pages(error) else " ".join(str(error).split())
-            logger.warning(f"No page of this run was written: {why}")
+        if state.is_world_process_zero:
+            try:
+                import_module(_PAGES).write_report(args.output_dir)
+            except Exception as error:  # the model is what the run was for
+                logger.warning(f"No page of this run was written: {' '.join(str(error).split())}")
 
 
 def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = ()) -> None:
@@ -56,52 +188,36 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
         objections: objections of reward reports to the reward models, from [`trl_ext.workbench.objections`]. The page
             shows them.
     """
-    present = trainer.callback_handler.callbacks
-    recorder = next((callback for callback in present if isinstance(callback, JSONLCallback)), None)
-    if recorder is None:
-        recorder = JSONLCallback(every_process=False)
-        trainer.add_callback(recorder)
+
+    def own(kind: type) -> Any:
+        return next((each for each in trainer.callback_handler.callbacks if isinstance(each, kind)), None)
+
+    if own(JSONLCallback) is None:
+        trainer.add_callback(JSONLCallback(every_process=False))
+    recorder = own(JSONLCallback)
     recorder.objections = recorder.objections or [*objections]
-    if samples and not any(isinstance(callback, SamplesCallback) for callback in present):
+    if samples and own(SamplesCallback) is None:
         trainer.add_callback(SamplesCallback(trainer=trainer))
-    if asked := _asked(trainer):
-        trainer.add_callback(AnswersCallback(trainer=trainer, prompts=asked))
+    if (count := getattr(trainer.args, "record_answers", 0)) and own(AnswersCallback) is None:
+        given = (getattr(trainer, name, None) for name in ("given_eval_rows", "given_rows"))
+        rows = next(filter(None, given), None)  # as they were before they were tokenized
+        if prompts := first_prompts(next(iter(rows.values())) if isinstance(rows, dict) else rows, count):
+            trainer.add_callback(AnswersCallback(trainer=trainer, prompts=prompts))
+        else:
+            logger.warning("`record_answers` records nothing: the rows have neither `prompt` nor `messages`.")
     # The page is of the output directory: a run that records elsewhere has none
-    if recorder.folder is None and not any(isinstance(callback, ReportCallback) for callback in present):
-        rows = getattr(trainer, "given_rows", None)  # as they were before they were tokenized
+    if recorder.folder is None and own(ReportCallback) is None:
+        rows = getattr(trainer, "given_rows", None)
         rows = getattr(trainer, "train_dataset", None) if rows is None else rows
         trainer.add_callback(ReportCallback(rows, getattr(trainer, "start_path", None)))
-
-
-def _asked(trainer: Any) -> list[Any]:
-    """
-    Return the prompts of the first `record_answers` evaluation rows or, if there are no such rows, training rows.
-
-    Return [] if the trainer has no such setting, or already has an `AnswersCallback`.
-    """
-    count = getattr(trainer.args, "record_answers", 0)
-    if not count or any(isinstance(callback, AnswersCallback) for callback in trainer.callback_handler.callbacks):
-        return []
-    rows = next((each for name in ("given_eval_rows", "given_rows") if (each := getattr(trainer, name, None))), None)
-    prompts = first_prompts(next(iter(rows.values())) if isinstance(rows, dict) else rows, count)
-    if not prompts:
-        raise ValueError(
-            f"`record_answers={count}` needs prompts, but the rows have none: give rows with `prompt` or `messages`, "
-            "or set `record_answers` to 0"
-        )
-    return prompts
 
 
 def objections_to(rewards: Sequence[Any]) -> list[str]:
     """Return the objections of reward reports to these rewards; [] if the reports cannot be read."""
     try:
         return import_module(_PAGES).objections(rewards)
-    except Exception as error:  # a report that cannot be read ends no run
-        if not _is_of_pages(error):
-            logger.warning(f"Reports on the rewards could not be read: {' '.join(str(error).split())}")
+    except ModuleNotFoundError:  # this installation has no workbench
         return []
-
-
-def _is_of_pages(error: Exception) -> bool:
-    """Return whether an import error means that this installation of the package has no pages."""
-    return isinstance(error, ModuleNotFoundError) and str(error.name).startswith(_PAGES)
+    except Exception as error:  # a report that cannot be read ends no run
+        logger.warning(f"Reports on the rewards could not be read: {' '.join(str(error).split())}")
+        return []

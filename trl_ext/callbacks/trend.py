@@ -1,13 +1,21 @@
 """Test after each log whether the mean of a quantity is beyond a bound by more than noise."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..functional import scatter, share_error, spent_level, student_quantile
 
 ALPHA = 0.005  # probability that a bound is ever found crossed in a run that stays within it
 FEW = 4  # where the error of a log's mean is unknown, means of fewer logs are too far from normally distributed
 DOUBLINGS = 6  # means of the last 1, 2, 4, … 32 values: a few show a large change at once, many show a small one later
+
+
+class Crossing(NamedTuple):
+    """Hold a mean that is beyond its bound, the bound, and the baseline of its series, if there is one."""
+
+    value: float
+    bound: float
+    baseline: float | None = None
 
 
 class Series:
@@ -33,9 +41,9 @@ class Series:
         self.memory, self.wanted, self.size = memory, memory.get("wanted", first), size
         self.is_clustered = False
         if not memory:
-            memory |= {"count": 0, "first": [], "squared_steps": 0.0, "known": 0, "variance": 0.0, "dof": 0}
+            memory |= {"count": 0, "first": [], "squared_steps": 0.0, "is_known": True, "variance": 0.0, "dof": 0}
             memory["first_variance"] = 0.0  # kept apart: a hack that widens the spread must not blur the baseline
-            memory |= {"values": [], "steps": [], "variances": [], "answers": []}  # of the last values
+            memory["last"] = []  # value, its squared step from the one before, its variance, its answers
 
     def add(
         self,
@@ -58,21 +66,17 @@ class Series:
                 scatter of earlier values, and the larger of the two errors is used.
         """
         self.is_clustered = is_clustered
-        memory, values = self.memory, self.memory["values"]
+        memory, last, first, wanted = self.memory, self.memory["last"], self.memory["first"], self.wanted
         if error is None and answers is not None:
             error = share_error(value, answers)
-        squared_step = (value - values[-1]) ** 2 if values else 0.0
+        variance, squared_step = (error or 0.0) ** 2, (value - last[-1][0]) ** 2 if last else 0.0
         memory["count"] += 1
         memory["squared_steps"] += squared_step
-        if error is not None:
-            memory["known"] += 1
-            memory["variance"] += error**2
-            memory["dof"] += min(dof, 1e9)
-        last = {"values": value, "steps": squared_step, "variances": 0.0 if error is None else error**2}
-        for name, number in (last | {"answers": answers}).items():
-            memory[name].append(number)
-            del memory[name][: -(self.size * 2 ** (DOUBLINGS - 1))]
-        first, wanted = memory["first"], self.wanted
+        memory["is_known"] &= error is not None
+        memory["variance"] += variance
+        memory["dof"] += min(dof, 1e9)
+        last.append([value, squared_step, variance, answers])
+        del last[: -(self.size * 2 ** (DOUBLINGS - 1))]
         if 0 < len(first) < wanted:
             self.wanted = len(first)
             if self.above(1) is None and self.below(1) is None:
@@ -81,7 +85,7 @@ class Series:
                 memory["wanted"] = self.wanted
         if len(first) < self.wanted:
             first.append(value)
-            memory["first_variance"] += 0.0 if error is None else error**2
+            memory["first_variance"] += variance
 
     @property
     def first(self) -> float | None:
@@ -92,13 +96,13 @@ class Series:
     @property
     def falls(self) -> bool:
         """Return whether, of the last 2 `size` values, the newer half has a lower mean than the older half."""
-        values = self.memory["values"][-2 * self.size :]
+        values = [value for value, *_ in self.memory["last"][-2 * self.size :]]
         half = len(values) // 2
         return half > 0 and sum(values[-half:]) < sum(values[:half])
 
-    def above(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> float | None:
+    def above(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> Crossing | None:
         """
-        Return a mean of the last values that is above `factor` · baseline + `plus` by more than noise, else None.
+        Return a [`Crossing`] if a mean of the last values is above `factor` · baseline + `plus` by more than noise.
 
         Args:
             factor, plus: the bound. With a `factor` of 0 it needs no baseline.
@@ -106,29 +110,24 @@ class Series:
         """
         return self._beyond(1, factor, plus, error)
 
-    def below(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> float | None:
-        """
-        Return a mean of the last values that is below `factor` · baseline + `plus` by more than noise, else None.
-
-        The arguments are those of [`Series.above`].
-        """
+    def below(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> Crossing | None:
+        """Do as [`Series.above`] does for a mean below the bound."""
         return self._beyond(-1, factor, plus, error)
 
-    def _beyond(self, sign: int, factor: float, plus: float, error: float) -> float | None:
-        values, looks, bound = self.memory["values"], self.memory["count"], plus
+    def _beyond(self, sign: int, factor: float, plus: float, error: float) -> Crossing | None:
+        last, looks, bound, first = self.memory["last"], self.memory["count"], plus, self.first
         if factor:
-            first = self.first
             if first is None:
                 return None
             bound += factor * first
             looks -= self.wanted  # no value is both in the baseline and compared with it
         for number in (self.size * 2**doubling for doubling in range(DOUBLINGS)):
-            if number > min(looks, len(values)):
+            if number > min(looks, len(last)):
                 break
-            mean = sum(values[-number:]) / number
+            mean = sum(value for value, *_ in last[-number:]) / number
             gap = sign * (mean - bound)
             if gap <= 0 and number == self.size:  # a change that is over raises no alarm
-                return None
+                break
             if gap <= 0:
                 continue
             now, then, dof = self._errors(number, mean)
@@ -136,36 +135,25 @@ class Series:
             if factor or error:
                 margin += math.hypot(error, factor * then if factor else 0.0) * student_quantile(ALPHA / 2, dof)
             if gap > margin:
-                return mean
+                return Crossing(mean, bound, first)
         return None
 
     def _errors(self, number: int, mean: float) -> tuple[float, float, float]:
-        """
-        Return three numbers: the standard error of the mean of the last `number` values, the standard error of the
-        baseline, and the degrees of freedom that each of these errors has.
-        """
+        """Return the standard errors of the mean of the last `number` values and of the baseline, and their dof."""
         memory, wanted = self.memory, max(self.wanted, 1)
-        answers = memory["answers"][-number:]
+        _, steps, variances, answers = zip(*memory["last"][-number:], strict=True)
+        before = max(0.0, memory["squared_steps"] - sum(steps))  # the scatter is of the values before these
+        variance, dof = scatter(before, memory["count"] - number)
+        of_scatter = math.sqrt(variance / number), math.sqrt(variance / wanted)
         if None not in answers:  # the share of all these answers is better known than the mean of shares
             drawn = sum(answers)
             now, then = share_error(mean, drawn), share_error(self.first or 0.0, drawn / number * wanted)
             if not self.is_clustered:
                 return now, then, math.inf
-            variance, dof = self._scatter(number)
-            return max(now, math.sqrt(variance / number)), max(then, math.sqrt(variance / wanted)), dof
-        if memory["known"] == memory["count"]:
-            pooled = memory["variance"] / memory["count"]
-            now = max(pooled, sum(memory["variances"][-number:]) / number)
+            return max(now, of_scatter[0]), max(then, of_scatter[1]), dof
+        if memory["is_known"]:
+            now = max(memory["variance"] / memory["count"], sum(variances) / number)
             return math.sqrt(now / number), math.sqrt(memory["first_variance"]) / wanted, memory["dof"]
-        variance, dof = self._scatter(number)
         if number < FEW and variance > 0:
             return math.inf, math.inf, dof
-        return math.sqrt(variance / number), math.sqrt(variance / wanted), dof
-
-    def _scatter(self, number: int) -> tuple[float, float]:
-        """
-        Return two numbers: the variance of single values, estimated without the last `number` values, and its degrees
-        of freedom.
-        """
-        before = max(0.0, self.memory["squared_steps"] - sum(self.memory["steps"][-number:]))
-        return scatter(before, self.memory["count"] - number)
+        return *of_scatter, dof

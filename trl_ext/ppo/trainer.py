@@ -20,10 +20,10 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
+from ..callbacks.alerts import trackio_is_open
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.hack_watch import attach_watch
 from ..callbacks.recording import objections_to, record_run
-from ..callbacks.trackers import trackio_is_open
 from ..data.calls import with_text_arguments
 from ..functional import (
     LAM_SCHEDULES,

@@ -1,0 +1,348 @@
+"""Define what generates answers in trainers that do not, and the monitors of answers: gold and canary."""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean, pstdev, stdev
+from typing import Any
+
+from accelerate.utils import gather_object
+from transformers import TrainerCallback
+
+from ..models import answer_texts, eos_token_ids, prompt_token_ids, sample
+from ..rewards.member import awaited
+from ..rewards.texts import text_of, words_of
+from ..rewards.watches.gold_judge import GoldJudgeReward
+from ..rewards.watches.repetition import RepetitionWatch
+from ..rewards.watches.watch import Watch, numbers_of
+from ..runs.jsonl import JSONLWriter
+from ..runs.needs import rewards_of
+from ..runs.processes import from_first
+from ..upstream.names import unwrap_model_for_generation
+from .metrics import metrics_of
+from .monitor import Finding, MonitorCallback, number_of_rows, on_main_process, spread_key
+
+
+def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[str, list]:
+    """
+    Generate one greedy answer to each prompt, text or messages, and return all answers on every process.
+
+    An answer has at most `max_new_tokens`, and fewer if the model's context is full before. A prompt that is longer
+    than the tokenizer's maximum loses its beginning.
+
+    Returns:
+        The arguments that a reward function is called with:
+
+        - `prompts`: as they were given.
+        - `completions`: the answers; text for a prompt of text, a list with one message for a prompt of messages.
+        - `completion_ids`, `prompt_ids`: token ids.
+        - `finished`: whether an answer ends with EOS.
+    """
+    accelerator, args, was_training = trainer.accelerator, trainer.args, trainer.model.training
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one
+    prompt_ids = [list(ids[-tokenizer.model_max_length :]) for ids in prompt_token_ids(tokenizer, prompts)]
+    config = getattr(accelerator.unwrap_model(trainer.model), "config", None)
+    context = getattr(config and config.get_text_config(), "max_position_embeddings", 10**9)
+    trainer.model.eval()  # without dropout
+    try:
+        with (
+            unwrap_model_for_generation(
+                trainer.model_wrapped, accelerator, gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs
+            ) as model,
+            # Padded: under ZeRO-3 and FSDP a process without prompts would leave the others waiting
+            accelerator.split_between_processes(prompt_ids, apply_padding=True) as mine,
+        ):
+            model = getattr(model, "policy", model)  # PPOTrainer's model keeps a record of what its rollouts draw
+            eos = eos_token_ids(model, tokenizer)
+            answers = sample(
+                model,
+                mine,
+                eos,
+                max_new_tokens=min(max_new_tokens, context - max(map(len, prompt_ids))),
+                temperature=0.0,
+                batch_size=args.per_device_eval_batch_size,
+            )
+    finally:
+        trainer.model.train(was_training)
+    answered = gather_object(list(zip(answer_texts(tokenizer, answers, eos), answers, strict=True)))[: len(prompts)]
+    return {
+        "prompts": prompts,
+        "completions": [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, (text, _) in zip(prompts, answered, strict=True)
+        ],
+        "completion_ids": [ids for _, ids in answered],
+        "prompt_ids": prompt_ids,
+        "finished": [bool(ids) and ids[-1] in eos for _, ids in answered],
+    }
+
+
+@dataclass(eq=False, kw_only=True)
+class AnswersCallback(TrainerCallback):
+    """
+    Have the model answer a few prompts before training, at each evaluation and at the end.
+
+    Use it for SFT and DPO, which generate no answers of their own. The answers are greedy, have at most 128 tokens,
+    and are appended to `completions.rank0.jsonl`. All processes generate.
+
+    >>> trainer.add_callback(AnswersCallback(trainer=trainer, prompts=["The sky is", "Two and two are"]))
+
+    Args:
+        trainer: any Trainer of a causal language model.
+        prompts: texts or messages.
+        folder: folder of the file. The default is the folder of [`JSONLCallback`].
+    """
+
+    trainer: Any
+    prompts: list[Any]
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        self._watch, self._step = Watch(self.folder), -1
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:  # else the run goes on from a checkpoint
+            self.on_evaluate(args, state, control)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        if self._step == state.global_step:
+            return
+        self._step = state.global_step
+        given = generate_answers(self.trainer, self.prompts, max_new_tokens=128)
+        if state.is_world_process_zero:
+            nothing: list[dict[str, Any]] = [{} for _ in self.prompts]
+            self._watch.write_rows(self.prompts, given["completions"], nothing, state.global_step)
+
+    on_train_end = on_evaluate
+
+
+@dataclass(eq=False, kw_only=True)
+class GoldGapCallback(MonitorCallback):
+    """
+    Alert when the reward that is trained on (the proxy) rises more than the score of a judge (gold).
+
+    Also alert when answers lose against the first evaluation's answers, by the judge's scores.
+
+    The gap is (proxy − proxy₀)/σ(proxy₀) − (gold − gold₀)/σ(gold₀). Here proxy and gold are means over an evaluation,
+    index 0 is the first evaluation, and σ is the standard deviation of its single scores. Set `eval_on_start=True` so
+    that the first evaluation measures the start policy.
+
+    To end training at the highest gold and keep that model, use what transformers has: `EarlyStoppingCallback`,
+    `metric_for_best_model="eval_rewards/gold_judge/mean"` and `load_best_model_at_end=True`.
+
+    >>> def judge(completions, **columns):
+    ...     return [float(len(set(text.split()))) for text in completions]
+    >>> trainer.add_callback(GoldGapCallback(trainer=trainer, judge=judge, num_prompts=8, action="stop"))
+
+    Args:
+        gold: key of the gold score in the evaluation's metrics. The default is the key that
+            [`~trl_ext.rewards.GoldJudgeReward`] logs.
+        proxy: key of the proxy in the evaluation's metrics. The default is the key of the trainer's own reward.
+        limit: the monitor acts if the gap, in σ, is above this by more than noise.
+        win_rate: the monitor acts if the share of answers that beat the start policy's answers is below this by more
+            than noise.
+        trainer, judge: for trainers without reward functions (SFT, DPO, KTO); give both. At each evaluation the
+            trainer's model greedily answers the first prompts of its evaluation set, from the column `prompt`.
+            `judge`, a reward function, async or not, scores the answers; it also gets the other columns. Then
+            `eval_gold/mean`, `eval_gold/std` and `eval_gold/win_rate` are logged. `eval_gold/mean` is the default of
+            `gold`, and can be the `metric_for_best_model`.
+        num_prompts: number of prompts that `trainer` answers.
+        max_new_tokens: maximum length of these answers, in tokens.
+        others: see [`MonitorCallback`].
+    """
+
+    gold: str | None = None
+    proxy: str | None = None
+    limit: float = 0.3
+    win_rate: float = 0.5
+    trainer: Any = None
+    judge: Any = None
+    num_prompts: int = 64
+    max_new_tokens: int = 128
+    runbook = "gold"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.judge is not None:  # read now: a column that is missing shows before training
+            self._rows = self.trainer.eval_dataset[: self.num_prompts]
+            self._prompts = list(self._rows.pop("prompt"))
+
+    def lacks(self, trainer):
+        """Yield a sentence if the trainer never evaluates, and one if no reward function logs gold."""
+        if trainer.args.eval_strategy == "no":
+            yield (
+                "GoldGapCallback reads evaluations, but `eval_strategy` is 'no': set `eval_strategy`, or remove the "
+                "monitor."
+            )
+        has_judge = any(isinstance(each, GoldJudgeReward) for each in rewards_of(trainer))
+        if self.judge is None and self.gold is None and not has_judge:
+            yield (
+                "GoldGapCallback has no gold score to read: add `GoldJudgeReward` to the reward functions with "
+                "weight 0, give the monitor `trainer` and `judge`, name another key by `gold`, or remove the "
+                "monitor."
+            )
+
+    def watch(self, logs):
+        if self._args.eval_strategy == "no" and not {"first", "told"} & self.memory.keys():
+            self.memory["told"] = True
+            advice = "GoldGapCallback reads evaluations: set `eval_strategy`, or remove the monitor."
+            self._note("nothing to watch: `eval_strategy` is 'no', so nothing is evaluated", advice)
+        return iter(())
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        self._begin(args, state, {})
+        rows = number_of_rows(kwargs.get("eval_dataloader"))
+        if self.judge is not None:
+            judged, rows = self._judge()
+            metrics.update(judged)
+        self._handle(self._compare(metrics, rows), state, control)
+
+    def _compare(self, metrics: dict[str, Any], rows: int | None) -> Iterator[Finding]:
+        """Compare an evaluation of `rows` prompts (None if that is unknown) with the first one."""
+        reward = metrics_of(self._args).get("reward")
+        gold_key = self.gold or ("eval_rewards/gold_judge/mean" if self.judge is None else "eval_gold/mean")
+        proxy_key = self.proxy or (f"eval_{reward.key}" if reward else "")
+        first = self.memory.setdefault("first", {})
+        # Mean, and σ of single scores, of gold and of the proxy
+        now = {
+            name: [mean, self._number(spread_key(key), metrics) or 0.0]
+            for name, key in (("gold", gold_key), ("proxy", proxy_key))
+            if (mean := self._number(key, metrics)) is not None
+        }
+        if "gold" not in now | first and self.step > self.memory.setdefault("first_step", self.step):
+            advice = "Add the gold judge to `reward_funcs`, and to `eval_dataset` the column that marks its rows."
+            self._note(f"nothing to watch: `{gold_key}` is not in the evaluation", advice)
+        if now.keys() == {"gold", "proxy"}:
+            self.memory["first"] = first = now | first
+            sigma, proxy_sigma = first["gold"][1], first["proxy"][1]
+            if sigma > 0 and proxy_sigma > 0:
+                rises = [(now[name][0] - first[name][0]) / first[name][1] for name in ("proxy", "gold")]
+                gap = self.memory["gap"] = rises[0] - rises[1]
+                noise: dict[str, Any] = {}
+                of_sigmas = 0.0
+                if rows is not None:  # the gap's error in σ of the first evaluation, and what the error of that σ adds
+                    error = math.hypot(now["proxy"][1] / proxy_sigma, now["gold"][1] / sigma) / math.sqrt(rows)
+                    noise = {"error": error, "dof": max(rows - 1, 1)}
+                    of_sigmas = math.hypot(*rises) / math.sqrt(2 * rows)
+                if found := self.follow("gap", gap, first=1, **noise).above(1, self.limit, of_sigmas):
+                    advice = (
+                        "The policy games the reward: stop the run, and keep the checkpoint with the best gold score."
+                    )
+                    yield Finding("the proxy left gold behind", advice, *found)
+        # Of a win's variance, 1/4 or less, 1/6 is of the answers now. The prompts and the start policy's answers,
+        # which all evaluations share, may make up all of it, so that no number of evaluations lessens their part.
+        own, shared = (None, 0.0) if rows is None else (math.sqrt(1 / (6 * rows)), 0.5 / math.sqrt(rows))
+        rates = self.follow("win_rate", self._number("eval_gold/win_rate", metrics), error=own)
+        if found := rates.below(plus=self.win_rate, error=shared):
+            advice = "Go back to the checkpoint with the best gold score."
+            yield Finding("answers lose against the start policy's", advice, *found[:2], 0.5)
+
+    def _judge(self) -> tuple[dict[str, float], int | None]:
+        """Generate answers on all processes, score them on the main one; return metrics and the number of scores."""
+        answers = self._rows | generate_answers(self.trainer, self._prompts, self.max_new_tokens)
+        judged, error = on_main_process(lambda: self._scores(answers))
+        if error is not None:
+            self._note("the judge failed", f"{error}.")
+            return {}, None
+        metrics, scores = judged
+        self.memory.setdefault("start_scores", scores)
+        self.trainer.log(dict(metrics))
+        return metrics, sum(score is not None for score in scores)
+
+    def _scores(self, answers: dict[str, list]) -> tuple[dict[str, float], list[float | None]]:
+        scores = numbers_of(awaited(self.judge(**answers)))
+        numbers = [score for score in scores if score is not None]
+        metrics = {"eval_gold/mean": fmean(numbers), "eval_gold/std": stdev(numbers) if len(numbers) > 1 else 0.0}
+        if (starts := self.memory.get("start_scores")) is not None:
+            pairs = [(a, b) for a, b in zip(scores, starts, strict=True) if a is not None and b is not None]
+            metrics["eval_gold/win_rate"] = fmean(0.5 * ((a > b) + (a >= b)) for a, b in pairs)
+        return metrics, scores
+
+
+@dataclass(eq=False, kw_only=True)
+class CanaryCallback(MonitorCallback):
+    """
+    Alert when the greedy answers to a fixed set of prompts change in length, grow alike or score lower.
+
+    The model answers the prompts before training, and then every few minutes. The answers' length, their most frequent
+    phrase and, with a judge, their score are compared with the first answers'. All answers are kept in `canary.jsonl`
+    in the output directory.
+
+    An unchanged policy gives the same greedy answers each time, so their length and phrase have no noise. A judge's
+    scores may have noise, which is estimated from the earlier scores.
+
+    >>> trainer.add_callback(CanaryCallback(trainer=trainer, prompts=["Who are you?"], minutes=15))
+
+    Args:
+        trainer: trainer whose model answers.
+        prompts: texts or messages.
+        minutes: minutes from one set of answers to the next, by the main process' clock.
+        judge: a reward function, async or not, that scores the answers; None for no scores.
+        length_factor: alert when the mean length is above the first one times this factor, or below the first one
+            divided by it.
+        phrase: alert when the share of answers with the most frequent phrase rises by more than this.
+        score_drop: alert when the mean score falls by more than this. The default is half the σ of the first scores.
+        max_new_tokens: maximum length of an answer, in tokens.
+        others: see [`MonitorCallback`].
+    """
+
+    trainer: Any = None
+    prompts: list[Any]
+    minutes: float = 15.0
+    judge: Any = None
+    length_factor: float = 2.0
+    phrase: float = 0.5
+    score_drop: float | None = None
+    max_new_tokens: int = 64
+    runbook = "canary"
+    below_one = ("phrase",)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        self._sing(state, control)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if from_first(time.monotonic() - self._last >= 60 * self.minutes):  # each process has a clock of its own
+            self._begin(args, state, {})
+            self._sing(state, control)
+        super().on_step_end(args, state, control, **kwargs)
+
+    def _sing(self, state: Any, control: Any) -> None:
+        self._last = time.monotonic()
+        answers = generate_answers(self.trainer, self.prompts, self.max_new_tokens)
+        now, error = on_main_process(lambda: self._measure(answers))
+        if error is not None:
+            self._note("the canary's judge failed", f"{error}.")
+        self._handle(self._compare(now) if error is None else [], state, control)
+
+    def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
+        """Yield a finding for each number in `now` that is too far from the first answers' number."""
+        first = self.memory.setdefault("first", now)
+        advice = "Compare the last answers in `canary.jsonl` with the first ones there."
+        length, start = now["length"], max(first["length"], 1.0)
+        bound = start * self.length_factor if length > start else start / self.length_factor
+        if length > max(start, bound) or length < min(start, bound):
+            yield Finding("the canary's answers changed in length", advice, length, bound, start)
+        bound = first["phrase"] + self.phrase
+        if now["phrase"] > bound:
+            what = "one phrase spreads over the canary's answers"
+            yield Finding(what, advice, now["phrase"], bound, first["phrase"])
+        if "score" in now:
+            drop = first["sigma"] / 2 if self.score_drop is None else self.score_drop
+            if found := self.follow("score", now["score"], first=1).below(1, -drop):
+                yield Finding("the canary's score fell", advice, *found)
+
+    def _measure(self, answers: dict[str, list]) -> dict[str, Any]:
+        texts = list(map(text_of, answers["completions"]))
+        repetition, _ = RepetitionWatch().measure(texts)
+        measured: dict[str, Any] = {
+            "length": fmean(len(words_of(text)) for text in texts),
+            "phrase": repetition["repetition/top_phrase_share"],
+        }
+        if self.judge is not None:
+            scores = [score for score in numbers_of(awaited(self.judge(**answers))) if score is not None]
+            measured |= {"score": fmean(scores), "sigma": pstdev(scores)}
+        rows = [{"step": self.step, "prompt": p, "answer": a} for p, a in zip(self.prompts, texts, strict=True)]
+        JSONLWriter(f"{self._args.output_dir}/canary.jsonl").write(*rows)
+        return measured

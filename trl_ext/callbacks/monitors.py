@@ -1,0 +1,582 @@
+"""Define the monitors that read one quantity of the logs each, and make monitors from their names in recipes."""
+
+import ast
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from ..functional import unexplained_error
+from ..rewards.watches.repetition import RepetitionWatch
+from ..runs.nearest import did_you_mean
+from ..runs.needs import check_monitors, rewards_of
+from .metrics import rollout_steps
+from .monitor import Action, Finding, MonitorCallback
+from .trend import Series
+
+DISAGREEMENT = re.compile(r"rewards/.+/disagreement")
+# What else moves in a hack: quantities of `trl_ext.callbacks.metrics`, and keys of the logs
+WITNESSES = ("entropy", "length")
+WITNESS_KEYS = re.compile(rf"repetition/(top_phrase_share|repeated|distinct_\d+)|{DISAGREEMENT.pattern}")
+
+
+def distinct_key(logs: dict[str, Any]) -> str | None:
+    """Return the key of the share of different n-grams, whatever n is; None if the logs have none."""
+    return next(filter(re.compile(r"repetition/distinct_\d+").fullmatch, logs), None)
+
+
+@dataclass(eq=False, kw_only=True)
+class KLBudgetCallback(MonitorCallback):
+    """
+    Alert when KL(policy ‖ reference), summed over a response, exceeds its budget.
+
+    A KL that is logged per token (GRPO, RLOO) is multiplied by the mean length. The product is approximate; the alert
+    says so, and gives the KL and the bound per token, too.
+
+    >>> budget = KLBudgetCallback(limit=10, action="stop")
+    >>> budget.warn
+    5.0
+    >>> trainer.add_callback(budget)
+
+    Args:
+        warn: nats per response above which the monitor warns. The default is half of `limit`.
+        limit: nats per response above which the monitor acts.
+        tolerance: nats per response that rounding may change the KL by. In the first rollout the policy is still the
+            reference. If the KL differs from 0 by more there, the monitor warns, since the reference is wrong. It also
+            warns if a later KL is below −`tolerance`, since another policy has then sampled the answers.
+        others: see [`MonitorCallback`].
+    """
+
+    warn: float | None = None
+    limit: float = 10.0
+    tolerance: float = 0.5
+    runbook = "kl"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.warn = self.limit / 2 if self.warn is None else self.warn
+
+    def watch(self, logs):
+        kl, unit, length = self.read("kl"), "", None
+        if self.kl_is_per_token:
+            if (length := self.read("length")) is not None:
+                self.memory["length"] = length
+            length, unit = self.memory.get("length"), " (approximate: mean per token × mean length)"
+            kl = None if kl is None or length is None else kl * length
+        if kl is None:
+            return
+        # A budget, unlike a baseline, has no error of its own. Where the spread is unknown, each log is taken as exact
+        kls = self.follow("kl", kl, **(self.noise("kl") or {"error": 0.0}))
+        is_first = "started" not in self.memory and self.step <= rollout_steps(self._args)
+        self.memory["started"] = True
+        if is_first and abs(kl) > self.tolerance:
+            advice = (
+                "The policy is not trained yet, so its KL should be 0: check that the reference is the model that it "
+                "started from."
+            )
+            yield Finding(f"the first rollout's KL is not 0{unit}", advice, kl, self.tolerance, acts=False)
+        elif found := kls.below(plus=-self.tolerance):
+            advice = "A KL is never negative: the log-probs are not those of the policy that sampled the completions."
+            yield Finding(f"the KL is negative{unit}", advice, *found, acts=False)
+        advice = "Read completions: far from the reference, a reward model is less reliable."
+        if found := kls.above(plus=self.limit):
+            advice = "Read completions; raise the KL coefficient, or stop and keep an earlier checkpoint."
+        elif not (found := kls.above(plus=self.warn or 0.0)):
+            return
+        is_over = found.bound == self.limit
+        if length is not None:
+            advice += f" Per token: {found.value / length:.4g}, bound {found.bound / length:.4g}."
+        what = "is over" if is_over else "nears"
+        yield Finding(f"the KL {what} its budget{unit}", advice, *found, acts=is_over)
+
+
+@dataclass(eq=False, kw_only=True)
+class ClipFractionCallback(MonitorCallback):
+    """
+    Alert when too large a share of tokens (in RLOO, of responses) has a clipped probability ratio.
+
+    >>> trainer.add_callback(ClipFractionCallback(limit=0.3, steps=32))
+
+    Args:
+        limit: alert when the share is above this.
+        steps: optimizer steps over which the share is averaged.
+        others: see [`MonitorCallback`].
+    """
+
+    limit: float = 0.2
+    steps: int = 16
+    runbook = "clip-fraction"
+    below_one = ("limit",)
+
+    def watch(self, logs):
+        value = self.read("clip_fraction")
+        shares = self.follow("clip_fraction", value, **self.windows(self.steps), answers=self.answers)
+        if found := shares.above(plus=self.limit):
+            advice = "Steps are too large: lower the learning rate, or pass over a rollout fewer times."
+            yield Finding(f"the clip fraction is high over {self.steps} steps", advice, *found)
+
+
+@dataclass(eq=False, kw_only=True)
+class EntropyFloorCallback(MonitorCallback):
+    """
+    Alert when the policy's entropy falls too low: a collapsed policy explores nothing.
+
+    >>> trainer.add_callback(EntropyFloorCallback(floor=0.05, action="save"))
+
+    Args:
+        floor: alert when the entropy is below this, in nats per token.
+        relative: alert when the entropy is below this share of its mean over the first `steps`.
+        steps: optimizer steps over which the entropy is averaged.
+        others: see [`MonitorCallback`].
+    """
+
+    floor: float = 0.1
+    relative: float = 0.3
+    steps: int = 16
+    runbook = "entropy"
+
+    def watch(self, logs):
+        windows = self.windows(self.steps)
+        entropies = self.follow("entropy", self.read("entropy"), **windows, first=windows["size"])
+        advice = "Raise `entropy_coef` or the KL coefficient. Check whether all prompts get the same answer."
+        if found := entropies.below(plus=self.floor):
+            yield Finding("the entropy is below its floor", advice, *found)
+        if found := entropies.below(self.relative):
+            yield Finding("the entropy fell far from where it began", advice, *found)
+
+
+@dataclass(eq=False, kw_only=True)
+class LengthDriftCallback(MonitorCallback):
+    """
+    Alert when completions are much longer or shorter than in the first rollouts, or when more of them are cut off.
+
+    >>> trainer.add_callback(LengthDriftCallback(factor=2, rollouts=8))
+
+    Args:
+        factor: alert when the mean length is above the baseline times `factor`, or below the baseline divided by it.
+        clipped: alert when the share of completions that are cut off rises above the baseline by more than this.
+        rollouts: number of first rollouts in the baseline.
+        others: see [`MonitorCallback`].
+    """
+
+    factor: float = 1.5
+    clipped: float = 0.3
+    rollouts: int = 4
+    runbook = "length"
+    below_one = ("clipped",)
+
+    def watch(self, logs):
+        lengths = self.follow("length", self.read("length"), first=self.rollouts)
+        advice = "Read completions: a reward that grows with length, or with brevity, is the commonest hack."
+        if found := lengths.above(self.factor):
+            yield Finding("completions grew longer", advice, *found)
+        if found := lengths.below(1 / self.factor):
+            yield Finding("completions grew shorter", advice, *found)
+        cut = self.read("length_clipped", optional=True)
+        cuts = self.follow("length_clipped", cut, first=self.rollouts, answers=self.answers)
+        if found := cuts.above(1, self.clipped):
+            advice = "Unfinished answers are scored like finished ones: see `missing_eos_penalty`."
+            yield Finding("more completions are cut off", advice, *found)
+
+
+@dataclass(eq=False, kw_only=True)
+class CutOffCallback(MonitorCallback):
+    """
+    Alert when too large a share of completions is cut off at the maximum length.
+
+    This also finds completions that are cut off from the first rollout on. `LengthDriftCallback`, which compares with
+    the first rollouts, does not.
+
+    >>> trainer.add_callback(CutOffCallback(limit=0.5, action="stop"))
+
+    Args:
+        limit: alert when the share is above this.
+        rollouts: number of rollouts over which the share is averaged.
+        others: see [`MonitorCallback`].
+    """
+
+    limit: float = 0.8
+    rollouts: int = 4
+    runbook = "cut-off"
+    below_one = ("limit",)
+
+    def watch(self, logs):
+        value = self.read("length_clipped")
+        cuts = self.follow("length_clipped", value, size=self.rollouts, answers=self.answers)
+        if found := cuts.above(plus=self.limit):
+            advice = (
+                "Look how answers end: where the model writes another token than EOS, set `stop_token_id` to it. Else "
+                "raise `max_completion_length`, or teach the policy to end its answers (SFT with EOS)."
+            )
+            yield Finding("most completions are cut off", advice, *found)
+
+
+@dataclass(eq=False, kw_only=True)
+class ValueHealthCallback(MonitorCallback):
+    """
+    Alert when the critic explains too little of the returns' variance, or its loss grows.
+
+    >>> trainer.add_callback(ValueHealthCallback(explained_variance=0.1))
+
+    Args:
+        explained_variance: alert when the explained variance is below this. A constant prediction has 0. A new critic
+            may have less: while its explained variance rises, no alert is raised.
+        loss_factor: alert when the value loss is above its mean over the first `steps` times this factor.
+        rollouts: fewest rollouts over which the explained variance is averaged. As many rollouts at the start are
+            skipped as a warm-up.
+        steps: optimizer steps over which the value loss is averaged.
+        others: see [`MonitorCallback`].
+    """
+
+    explained_variance: float = 0.0
+    loss_factor: float = 5.0
+    rollouts: int = 5
+    steps: int = 16
+    runbook = "critic"
+
+    def watch(self, logs):
+        explained, loss = self.read("explained_variance"), self.read("value_loss")
+        if explained is not None:
+            self.memory["warm_up"] = self.memory.get("warm_up", 0) + 1
+        if explained is not None and self.memory["warm_up"] > self.rollouts:
+            # The unexplained part is a ratio of variances, and the standard error of its logarithm is known
+            left, answers = math.log(max(1 - explained, 1e-9)), self.answers or 0
+            noise: dict[str, Any] = {"error": unexplained_error(answers)} if answers > 1 else {}
+            rest = self.follow("explained_variance", left, size=self.rollouts, **noise)
+            found = rest.above(plus=math.log(1 - self.explained_variance))
+            if found and not rest.falls:
+                advice = "Advantages are noise: raise the critic's learning rate, or warm the critic up."
+                mean = -math.expm1(found.value)
+                yield Finding("the critic explains nothing", advice, mean, self.explained_variance)
+        windows = self.windows(self.steps)
+        losses = self.follow("value_loss", loss, **windows, first=windows["size"])
+        if found := losses.above(self.loss_factor):
+            advice = "The scale of the rewards moved, or the critic diverges: see `reward_normalization`."
+            yield Finding("the value loss grew", advice, *found)
+
+
+@dataclass(eq=False, kw_only=True)
+class NotFiniteCallback(MonitorCallback):
+    """
+    Alert when `grad_norm` or `loss` is not finite.
+
+    Set `logging_nan_inf_filter=False`: by default a Trainer replaces a loss that is not finite by a finite one before
+    it logs the loss. The gradient's norm is always logged as it is.
+
+    >>> trainer.args.logging_nan_inf_filter = False
+    >>> trainer.add_callback(NotFiniteCallback())
+    """
+
+    action: Action = "stop"
+    runbook = "nan"
+    saves = False  # the newest complete checkpoint is the good one
+
+    def watch(self, logs):
+        for key in ("grad_norm", "loss"):
+            if not math.isfinite(value := logs.get(key, 0.0)):
+                advice = f"Its value is {value}: lower the learning rate, use bf16, not fp16, and look for empty rows."
+                yield Finding(f"`{key}` is not finite", advice)
+
+
+@dataclass(eq=False, kw_only=True)
+class RewardDisagreementCallback(MonitorCallback):
+    """
+    Alert when the reward models of an ensemble disagree more than in the first rollouts.
+
+    Reward models disagree more on completions that are unlike their training data. This monitor reads
+    `rewards/<name>/disagreement`, the spread of the members' scores of the same completions.
+
+    >>> trainer.add_callback(RewardDisagreementCallback(factor=3, action="raise_kl"))
+
+    Args:
+        factor: alert when the disagreement is above the baseline times this factor.
+        rollouts: number of first rollouts in the baseline.
+        others: see [`MonitorCallback`].
+    """
+
+    factor: float = 2.0
+    rollouts: int = 4
+    runbook = "disagreement"
+
+    def watch(self, logs):
+        for key in [*filter(DISAGREEMENT.fullmatch, logs)] or ["disagreement"]:
+            spread = self.follow(key, self.read("disagreement", key), first=self.rollouts)
+            if found := spread.above(self.factor):
+                advice = (
+                    "The reward models may not know such completions from their training: compare what each of them "
+                    "scores highest."
+                )
+                yield Finding(f"`{key}` grew", advice, *found)
+
+
+@dataclass(eq=False, kw_only=True)
+class RepetitionCallback(MonitorCallback):
+    """
+    Alert when completions repeat themselves or each other more than in the first rollouts, or copy the corpus.
+
+    [`~trl_ext.rewards.RepetitionWatch`] measures repetition and copying: put it among the reward functions.
+
+    >>> trainer.add_callback(RepetitionCallback(phrase=0.4, action="stop"))
+
+    Args:
+        phrase: alert when the share of completions with the most frequent phrase rises above the baseline by more than
+            this.
+        distinct: alert when the share of different n-grams falls below this part of the baseline.
+        repeated: alert when the share of n-grams that a completion repeats rises above the baseline by more than this.
+        copied: alert when more than this share of completions copies the corpus.
+        rollouts: number of first rollouts in the baseline.
+        others: see [`MonitorCallback`].
+    """
+
+    phrase: float = 0.5
+    distinct: float = 0.3
+    repeated: float = 0.1
+    copied: float = 0.1
+    rollouts: int = 4
+    runbook = "repetition"
+    below_one = ("phrase", "repeated", "copied")
+
+    def lacks(self, trainer):
+        """Yield a sentence if no reward function measures repetition."""
+        if not any(isinstance(each, RepetitionWatch) for each in rewards_of(trainer)):
+            yield (
+                "RepetitionCallback has nothing to watch: `repetition_watch` is not among the reward functions. Add "
+                "it with weight 0, or remove the monitor."
+            )
+
+    def watch(self, logs):
+        def share(name: str, key: str | None, first: int = self.rollouts) -> Series:
+            value = self.read(name, key, optional=name != "phrase")
+            return self.follow(name, value, first=first, answers=self.answers)
+
+        advice = (
+            "Read the completions and the phrase in `completions.rank*.jsonl`, and change a reward that favours them."
+        )
+        for what, found in {
+            "one phrase spreads": share("phrase", "repetition/top_phrase_share").above(1, self.phrase),
+            "completions repeat themselves": share("repeated", "repetition/repeated").above(1, self.repeated),
+            "completions grew alike": share("distinct", distinct_key(logs)).below(self.distinct),
+            "completions copy the corpus": share("copied", "repetition/copied_share", 0).above(plus=self.copied),
+        }.items():
+            if found:
+                yield Finding(what, advice, *found)
+
+
+@dataclass(eq=False, kw_only=True)
+class ToolAbuseCallback(MonitorCallback):
+    """
+    Alert when more tool calls fail, or repeat an earlier call of their episode, than in the first rollouts.
+
+    PPOTrainer logs failed and repeated calls, GRPOTrainer only failed calls.
+
+    The calls of an episode depend on each other, and some episodes make many calls. So the error of a share is
+    computed in two ways: as if each episode had made one call, and from the scatter of earlier logs. The larger error
+    is used. The monitor therefore needs about ten logs before it can act, and far more answers than if calls were
+    independent.
+
+    >>> trainer.add_callback(ToolAbuseCallback(repeated=0.5, action="stop"))
+
+    Args:
+        failed: alert when the share of calls that fail rises above the baseline by more than this.
+        repeated: alert when the share of repeated calls rises above the baseline by more than this. A call is repeated
+            if the same call was made before in its episode, and got the same answer.
+        rollouts: number of first rollouts in the baseline.
+        others: see [`MonitorCallback`].
+    """
+
+    failed: float = 0.2
+    repeated: float = 0.3
+    rollouts: int = 8
+    runbook = "tools"
+    below_one = ("failed", "repeated")
+
+    def watch(self, logs):
+        calls = self.read("tools", "tools/call_frequency")
+        if not calls:  # without calls there is no share, though a trainer may log 0
+            return
+        episodes = None if self.answers is None else self.answers * min(calls, 1.0)
+        for name, key, what, advice in (
+            (
+                "failed",
+                "tools/failure_frequency",
+                "more tool calls fail",
+                "check whether a tool is down, or the reward ignores what tools answer.",
+            ),
+            (
+                "repeated",
+                "tools/repeated_frequency",
+                "episodes repeat their tool calls",
+                "check which reward pays for a call that tells nothing new.",
+            ),
+        ):
+            value = self.read(name, key, optional=True)
+            share = self.follow(name, value, first=self.rollouts, answers=episodes, is_clustered=True)
+            if found := share.above(1, getattr(self, name)):
+                yield Finding(what, f"Read the episodes in `completions.rank*.jsonl`: {advice}", *found)
+
+
+@dataclass(eq=False, kw_only=True)
+class RewardDriftCallback(MonitorCallback):
+    """
+    Alert when the mean or the spread of the reward moves far from where it was in the first scores, the baseline.
+
+    Reinforcement learning is meant to raise the mean, so a rise is measured in σ of *single* scores, and a rise alone
+    only warns. The monitor acts if one of its witnesses moved, too: entropy, length, repetition, disagreement of an
+    ensemble, or gold, a score that training never sees. A fall of the mean, a collapsed spread and too many scores
+    above a bound only warn.
+
+    >>> trainer.add_callback(RewardDriftCallback(sigmas=2, action="stop"))
+
+    Args:
+        sigmas: alert when the mean rises by more than this, in σ of the baseline.
+        drop_sigmas: alert when the mean falls by more than this, in σ of the baseline.
+        std: alert when the spread is below this part of the baseline's σ.
+        share_above: alert when the share of scores above the bound of [`~trl_ext.rewards.ScoreWatch`] is larger than
+            this, if that watch is in use.
+        window: number of scores after which the baseline no longer changes.
+        minimum: number of scores in the baseline before the reward is compared with it.
+        baseline: mean and σ to use in place of the first scores' mean and σ.
+        moved: relative change at which a witness counts as moved, from its mean in the first `rollouts` logs.
+        gold: key of the gold score in the evaluation's metrics. Gold counts as moved once it is below its value in the
+            first evaluation.
+        rollouts: number of first logs that a witness is compared with.
+        others: see [`MonitorCallback`].
+    """
+
+    sigmas: float = 3.0
+    drop_sigmas: float = 2.0
+    std: float = 0.1
+    share_above: float = 0.1
+    window: int = 1000
+    minimum: int = 100
+    baseline: tuple[float, float] | None = None
+    moved: float = 0.25
+    gold: str = "eval_rewards/gold_judge/mean"
+    rollouts: int = 4
+    runbook = "reward"
+    below_one = ("share_above",)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        self._begin(args, state, {})
+        gold = self.follow_evaluation("gold", self.gold, metrics or {}, kwargs.get("eval_dataloader"))
+        if gold.first is not None:
+            self.memory["gold_fell"] = gold.below(1) is not None
+
+    def watch(self, logs):
+        mean, std = self.read("reward"), self.read("reward_std", optional=True)
+        witnesses = self._moved(logs)
+        for key in filter(re.compile("score_watch/.+/share_above").fullmatch, logs):
+            if found := self.follow(key, self._number(key, logs), answers=self.answers).above(plus=self.share_above):
+                advice = "Many scores are near the highest one: look at what these completions have in common."
+                yield Finding(f"`{key}` is high", advice, *found, acts=False)
+        if mean is None:
+            return
+        base, means = self._baseline(mean, std), self.follow("reward", mean)
+        if base is None:
+            return
+        start, sigma, count = base
+
+        def bound(sigmas: float) -> dict[str, float]:
+            """Return start + sigmas · σ, and its standard error, since σ is estimated from `count` scores."""
+            return {"plus": start + sigmas * sigma, "error": sigma * math.sqrt((1 + sigmas**2 / 2) / count)}
+
+        if risen := means.above(**bound(self.sigmas)):
+            what = f"the reward is beyond {self.sigmas:g} σ"
+            advice = "Compare completions of the first rollouts with those of the last."
+            if witnesses:
+                what, advice = f"{what}, and more moved with it", f"{', '.join(witnesses)} moved, too. {advice}"
+            yield Finding(what, advice, risen.value, risen.bound, start, acts=bool(witnesses))
+        if fallen := means.below(**bound(-self.drop_sigmas)):
+            advice = "The policy gets worse: lower the learning rate, or look for a reward function that fails."
+            what = f"the reward fell by {self.drop_sigmas:g} σ"
+            yield Finding(what, advice, fallen.value, fallen.bound, start, acts=False)
+        if std is None:
+            return
+        answers = self.answers
+        noise: dict[str, Any] = {} if answers is None else {"error": std / math.sqrt(2 * answers), "dof": answers}
+        least = self.std * sigma
+        low = self.follow("reward_std", std, **noise).below(plus=least, error=least / math.sqrt(2 * count))
+        if low:
+            advice = (
+                "All answers get about the same score, so the policy has nothing to learn from. Check whether they "
+                "are one and the same answer."
+            )
+            yield Finding("the rewards' spread collapsed", advice, low.value, least, sigma, acts=False)
+
+    def _baseline(self, mean: float, std: float | None) -> tuple[float, float, float] | None:
+        """
+        Return the mean, the σ and the number of independent scores of the baseline; None while it has too few scores.
+
+        Then add this log's scores to the baseline, unless it is full.
+        """
+        if self.baseline is not None:
+            return *self.baseline, math.inf
+        count, start, squares = self.memory.setdefault("scores", [0, 0.0, 0.0])
+        independent = count / (getattr(self._args, "num_generations", None) or 1)
+        is_enough = count >= min(self.minimum, self.window) and squares > 0
+        result = (start, math.sqrt(squares / (count - 1)), independent) if is_enough else None
+        if count < self.window and std is not None:  # merged as in `trl_ext.functional.merge_moments`
+            n = getattr(self._args, "generation_batch_size", None) or self._args.train_batch_size
+            total, delta = count + n, mean - start
+            squares += std**2 * (n - 1) + delta**2 * count * n / total
+            self.memory["scores"] = [total, start + delta * n / total, squares]
+        return result
+
+    def _moved(self, logs) -> list[str]:
+        """Return the names of the witnesses that have moved."""
+        values = {name: self.read(name, optional=True) for name in WITNESSES}
+        values |= {key: self._number(key, logs) for key in filter(WITNESS_KEYS.fullmatch, logs)}
+        last = self.memory.setdefault("witnesses", {})
+        for name, value in values.items():
+            noise: dict[str, Any] = {"answers": self.answers} if name.startswith("repetition/") else {}
+            logs_of_a_value = self.windows(1)["logs"] if name == "entropy" else 1
+            series = self.follow(name, value, first=self.rollouts, logs=logs_of_a_value, **noise)
+            if series.first is not None:
+                last[name] = bool(series.above(1 + self.moved) or series.below(1 - self.moved))
+        return [name for name in sorted(last) if last[name]] + ["gold"] * self.memory.get("gold_fell", False)
+
+
+def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
+    """
+    Make callbacks from the entries of a configuration file.
+
+    >>> load_monitors(["LengthDriftCallback", "KLBudgetCallback(limit=5, action='stop')"])[1].limit
+    5
+
+    Raises:
+        ValueError: an entry has an unknown class or argument, or a value that the class refuses.
+    """
+    import trl_ext.callbacks as package
+
+    known: dict[str, Any] = {
+        name: getattr(package, name) for name in package.__all__ if name.endswith(("Callback", "Watch"))
+    }
+    known["EarlyStoppingCallback"] = EarlyStoppingCallback
+    monitors = []
+    for entry in entries or []:
+        try:
+            call: Any = ast.parse(entry.strip(), mode="eval").body
+            call = call if isinstance(call, ast.Call) else ast.Call(call, [], [])
+            name, given = call.func.id, map(ast.literal_eval, call.args)
+            if name not in known:
+                raise ValueError(f"unknown monitor {name!r}{did_you_mean(name, known)}")
+            monitors.append(known[name](*given, **{word.arg: ast.literal_eval(word.value) for word in call.keywords}))
+        except Exception as error:
+            raise ValueError(f"monitor {entry!r}: {error}; write `Name` or `Name(argument=value, …)`") from error
+    return monitors
+
+
+def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
+    """
+    Add monitors to a trainer, and warn of those that will have nothing to watch.
+
+    A monitor that generates or reads completions, and has no `trainer` yet, gets this one.
+    """
+    for monitor in monitors:
+        if getattr(monitor, "trainer", trainer) is None:
+            monitor.trainer = trainer
+        trainer.add_callback(monitor)
+    check_monitors(trainer)

@@ -19,13 +19,12 @@ from trl_ext.callbacks import (
     GoldGapCallback,
     KLBudgetCallback,
     MonitorCallback,
-    RepetitionCallback,
     attach_monitors,
     check_monitors,
     load_monitors,
 )
 from trl_ext.callbacks.monitor import alerts_of
-from trl_ext.rewards import GoldJudgeReward, repetition_watch
+from trl_ext.rewards import GoldJudgeReward
 from trl_ext.runs.jsonl import read_jsonl
 
 CALLBACKS = [name for name in callbacks.__all__ if name.endswith("Callback") or name == "HackWatch"]
@@ -132,48 +131,35 @@ JUDGE = GoldJudgeReward(length_reward)
 
 
 @pytest.mark.parametrize(
-    ("monitors", "rewards", "eval_dataset", "eval_strategy", "said"),
+    ("monitors", "rewards", "eval_dataset", "said"),
     [
-        (
-            [RepetitionCallback()],
-            [length_reward],
-            None,
-            "steps",
-            "`repetition_watch` is not among the reward functions",
-        ),
-        ([RepetitionCallback(), KLBudgetCallback()], [length_reward, repetition_watch], None, "steps", None),
-        ([GoldGapCallback()], [length_reward], None, "steps", "GoldGapCallback has no gold score to read"),
-        ([GoldGapCallback(gold="eval_mine")], [length_reward], None, "no", "`eval_strategy` is 'no'"),
-        ([], [JUDGE], ROWS, "steps", "has no column `held_out`"),
-        ([GoldGapCallback()], [JUDGE], {"a": ROWS, "b": HELD_OUT}, "steps", None),
+        ([GoldGapCallback()], [length_reward], None, "GoldGapCallback has no gold score to read"),
+        ([GoldGapCallback(gold="eval_mine"), KLBudgetCallback()], [length_reward], None, None),
+        ([], [JUDGE], ROWS, "has no column `held_out`"),
+        ([GoldGapCallback()], [JUDGE], {"a": ROWS, "b": HELD_OUT}, None),
     ],
 )
-def test_what_finds_nothing_is_named(monitors, rewards, eval_dataset, eval_strategy, said):
+def test_what_finds_nothing_is_named(monitors, rewards, eval_dataset, said):
     trainer = SimpleNamespace(
         callback_handler=SimpleNamespace(callbacks=monitors),
         reward_funcs=rewards,
         train_dataset=ROWS,
         eval_dataset=eval_dataset,
-        args=SimpleNamespace(process_index=0, eval_strategy=eval_strategy),
+        args=SimpleNamespace(process_index=0),
     )
     found = check_monitors(trainer)
     assert found == [] if said is None else said in found[0]
 
 
 def test_our_trainer_says_it_once_when_it_is_built(tmp_path, caplog):
-    def warned():
-        return [record.message for record in caplog.records if record.name == "trl_ext.runs.needs"]
-
     trainer = PPOTrainer(
         model=tiny_llama(),
-        reward_funcs=[length_reward, JUDGE],
-        args=tiny_config(tmp_path, reward_weights=[1.0, 0.0], max_steps=1),
+        reward_funcs=length_reward,
+        args=tiny_config(tmp_path, max_steps=1),
         train_dataset=ROWS,
-        eval_dataset=ROWS,
         processing_class=tiny_tokenizer(),
-        callbacks=[RepetitionCallback()],
+        callbacks=[GoldGapCallback()],
     )
-    assert ["repetition_watch" in said for said in warned()] == [True, False]
-    trainer.add_callback(GoldGapCallback(gold="eval_mine"))
+    assert caplog.text.count("has no gold score to read") == 1
     trainer.train()
-    assert len(warned()) == 3 and "`eval_strategy` is 'no'" in warned()[2]
+    assert caplog.text.count("has no gold score to read") == 1

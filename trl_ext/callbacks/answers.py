@@ -21,7 +21,7 @@ from ..runs.needs import rewards_of
 from ..runs.processes import from_first
 from ..upstream.names import unwrap_model_for_generation
 from .metrics import metrics_of
-from .monitor import Finding, MonitorCallback, number_of_rows, on_main_process, spread_key
+from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, on_main_process, spread_key
 
 
 def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[str, list]:
@@ -117,7 +117,6 @@ class AnswersCallback(TrainerCallback):
     on_train_end = on_evaluate
 
 
-@dataclass(eq=False, kw_only=True)
 class GoldGapCallback(MonitorCallback):
     """
     Alert when the reward that is trained on (the proxy) rises more than the score of a judge (gold).
@@ -169,12 +168,7 @@ class GoldGapCallback(MonitorCallback):
             self._prompts = list(self._rows.pop("prompt"))
 
     def lacks(self, trainer):
-        """Yield a sentence if the trainer never evaluates, and one if no reward function logs gold."""
-        if trainer.args.eval_strategy == "no":
-            yield (
-                "GoldGapCallback reads evaluations, but `eval_strategy` is 'no': set `eval_strategy`, or remove the "
-                "monitor."
-            )
+        """Yield a sentence if no reward function logs gold."""
         has_judge = any(isinstance(each, GoldJudgeReward) for each in rewards_of(trainer))
         if self.judge is None and self.gold is None and not has_judge:
             yield (
@@ -215,17 +209,14 @@ class GoldGapCallback(MonitorCallback):
             self._note(f"nothing to watch: `{gold_key}` is not in the evaluation", advice)
         if now.keys() == {"gold", "proxy"}:
             self.memory["first"] = first = now | first
-            sigma, proxy_sigma = first["gold"][1], first["proxy"][1]
-            if sigma > 0 and proxy_sigma > 0:
-                rises = [(now[name][0] - first[name][0]) / first[name][1] for name in ("proxy", "gold")]
-                gap = self.memory["gap"] = rises[0] - rises[1]
-                noise: dict[str, Any] = {}
-                of_sigmas = 0.0
-                if rows is not None:  # the gap's error in σ of the first evaluation, and what the error of that σ adds
-                    error = math.hypot(now["proxy"][1] / proxy_sigma, now["gold"][1] / sigma) / math.sqrt(rows)
-                    noise = {"error": error, "dof": max(rows - 1, 1)}
-                    of_sigmas = math.hypot(*rises) / math.sqrt(2 * rows)
-                if found := self.follow("gap", gap, first=1, **noise).above(1, self.limit, of_sigmas):
+            if first["gold"][1] > 0 and first["proxy"][1] > 0:
+                (gold, gold_spread), (proxy, proxy_spread) = (  # in σ of the first evaluation
+                    ((now[name][0] - first[name][0]) / first[name][1], now[name][1] / first[name][1])
+                    for name in ("gold", "proxy")
+                )
+                noise = error_of_mean(math.hypot(gold_spread, proxy_spread), rows)
+                of_sigmas = 0.0 if rows is None else math.hypot(gold, proxy) / math.sqrt(2 * rows)
+                if found := self.follow("gap", proxy - gold, first=1, **noise).above(1, self.limit, of_sigmas):
                     advice = (
                         "The policy games the reward: stop the run, and keep the checkpoint with the best gold score."
                     )
@@ -260,7 +251,6 @@ class GoldGapCallback(MonitorCallback):
         return metrics, scores
 
 
-@dataclass(eq=False, kw_only=True)
 class CanaryCallback(MonitorCallback):
     """
     Alert when the greedy answers to a fixed set of prompts change in length, grow alike or score lower.

@@ -1,7 +1,7 @@
 """Export a run to Prometheus (`grafana.json` in this folder is a dashboard) and as a picture of its curves."""
 
+from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +63,29 @@ class PrometheusCallback(TrainerCallback):
                 f"no other; got {self.textfile!r}"
             )
         need("prometheus_client", "PrometheusCallback")
-        from prometheus_client import CollectorRegistry, Counter, Gauge
+        from prometheus_client import CollectorRegistry
 
         self.registry = CollectorRegistry()
-        # Made when first measured: a new gauge would export 0
-        self._gauge = cache(lambda name: Gauge(f"trl_ext_{name}", GAUGES[name], registry=self.registry))
-        self._log = Gauge("trl_ext_log", "Every number that is logged", ["key"], registry=self.registry)
-        self._alerts = Counter("trl_ext_alerts", "Alerts of the monitors", ["monitor"], registry=self.registry)
+        self.registry.register(self)
+        self._named: dict[str, float] = {}
+        self._numbers: dict[str, float] = {}
+        self._alerts: list[dict[str, Any]] = []
         self._server: Any = None
 
+    def collect(self):
+        """Yield what Prometheus is given: the collector's interface of `prometheus_client`."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        logs = GaugeMetricFamily("trl_ext_log", "Every number that is logged", labels=["key"])
+        alerts = CounterMetricFamily("trl_ext_alerts", "Alerts of the monitors", labels=["monitor"])
+        for key, value in self._numbers.copy().items():  # the server has a thread of its own
+            logs.add_metric([_label(key)], value)
+        for monitor, count in Counter(alert["monitor"] for alert in self._alerts).items():
+            alerts.add_metric([_label(monitor)], count)
+        gauges = (GaugeMetricFamily(f"trl_ext_{n}", GAUGES[n], value) for n, value in self._named.copy().items())
+        yield from (*gauges, logs, alerts)
+
     def on_train_begin(self, args, state, control, **kwargs):
-        self._counted = len(alerts_of(state))  # Prometheus counters start at 0 in each process
         if self.port is not None and self._server is None and state.is_world_process_zero:
             from prometheus_client import start_http_server
 
@@ -81,15 +93,12 @@ class PrometheusCallback(TrainerCallback):
             self.port = self._server.server_port
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs is None or not state.is_world_process_zero:
-            return
-        numbers, named = numbers_in(logs), {"step": state.global_step}
-        for key, value in numbers.items():
-            self._log.labels(key=_label(key)).set(value)
-        if is_training_log(logs):
-            named |= {name: numbers[of.key] for name, of in metrics_of(args).items() if of.key in numbers}
-        for name in GAUGES.keys() & named:
-            self._gauge(name).set(named[name])
+        numbers = numbers_in(logs or {})
+        self._numbers |= numbers
+        self._named["step"] = state.global_step
+        if is_training_log(numbers):
+            known = {name: numbers[of.key] for name, of in metrics_of(args).items() if of.key in numbers}
+            self._named |= {name: known[name] for name in GAUGES.keys() & known}
         self._export(state)
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -100,13 +109,8 @@ class PrometheusCallback(TrainerCallback):
             self._server = None
 
     def _export(self, state: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        alerts = alerts_of(state)
-        for alert in alerts[self._counted :]:
-            self._alerts.labels(monitor=_label(alert["monitor"])).inc()
-        self._counted = len(alerts)
-        if self.textfile is not None:
+        self._alerts = alerts_of(state)
+        if self.textfile is not None and state.is_world_process_zero:
             from prometheus_client import write_to_textfile
 
             try:

@@ -4,15 +4,13 @@ import ast
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ..functional import unexplained_error
-from ..rewards.watches.repetition import RepetitionWatch
 from ..runs.nearest import did_you_mean
-from ..runs.needs import check_monitors, rewards_of
+from ..runs.needs import check_monitors
 from .metrics import rollout_steps
 from .monitor import Action, Finding, MonitorCallback
 from .trend import Series
@@ -28,7 +26,6 @@ def distinct_key(logs: dict[str, Any]) -> str | None:
     return next(filter(re.compile(r"repetition/distinct_\d+").fullmatch, logs), None)
 
 
-@dataclass(eq=False, kw_only=True)
 class KLBudgetCallback(MonitorCallback):
     """
     Alert when KL(policy ‖ reference), summed over a response, exceeds its budget.
@@ -93,7 +90,6 @@ class KLBudgetCallback(MonitorCallback):
         yield Finding(f"the KL {what} its budget{unit}", advice, *found, acts=is_over)
 
 
-@dataclass(eq=False, kw_only=True)
 class ClipFractionCallback(MonitorCallback):
     """
     Alert when too large a share of tokens (in RLOO, of responses) has a clipped probability ratio.
@@ -119,7 +115,6 @@ class ClipFractionCallback(MonitorCallback):
             yield Finding(f"the clip fraction is high over {self.steps} steps", advice, *found)
 
 
-@dataclass(eq=False, kw_only=True)
 class EntropyFloorCallback(MonitorCallback):
     """
     Alert when the policy's entropy falls too low: a collapsed policy explores nothing.
@@ -148,7 +143,6 @@ class EntropyFloorCallback(MonitorCallback):
             yield Finding("the entropy fell far from where it began", advice, *found)
 
 
-@dataclass(eq=False, kw_only=True)
 class LengthDriftCallback(MonitorCallback):
     """
     Alert when completions are much longer or shorter than in the first rollouts, or when more of them are cut off.
@@ -182,7 +176,6 @@ class LengthDriftCallback(MonitorCallback):
             yield Finding("more completions are cut off", advice, *found)
 
 
-@dataclass(eq=False, kw_only=True)
 class CutOffCallback(MonitorCallback):
     """
     Alert when too large a share of completions is cut off at the maximum length.
@@ -214,7 +207,6 @@ class CutOffCallback(MonitorCallback):
             yield Finding("most completions are cut off", advice, *found)
 
 
-@dataclass(eq=False, kw_only=True)
 class ValueHealthCallback(MonitorCallback):
     """
     Alert when the critic explains too little of the returns' variance, or its loss grows.
@@ -258,7 +250,6 @@ class ValueHealthCallback(MonitorCallback):
             yield Finding("the value loss grew", advice, *found)
 
 
-@dataclass(eq=False, kw_only=True)
 class NotFiniteCallback(MonitorCallback):
     """
     Alert when `grad_norm` or `loss` is not finite.
@@ -281,7 +272,6 @@ class NotFiniteCallback(MonitorCallback):
                 yield Finding(f"`{key}` is not finite", advice)
 
 
-@dataclass(eq=False, kw_only=True)
 class RewardDisagreementCallback(MonitorCallback):
     """
     Alert when the reward models of an ensemble disagree more than in the first rollouts.
@@ -312,7 +302,6 @@ class RewardDisagreementCallback(MonitorCallback):
                 yield Finding(f"`{key}` grew", advice, *found)
 
 
-@dataclass(eq=False, kw_only=True)
 class RepetitionCallback(MonitorCallback):
     """
     Alert when completions repeat themselves or each other more than in the first rollouts, or copy the corpus.
@@ -339,14 +328,6 @@ class RepetitionCallback(MonitorCallback):
     runbook = "repetition"
     below_one = ("phrase", "repeated", "copied")
 
-    def lacks(self, trainer):
-        """Yield a sentence if no reward function measures repetition."""
-        if not any(isinstance(each, RepetitionWatch) for each in rewards_of(trainer)):
-            yield (
-                "RepetitionCallback has nothing to watch: `repetition_watch` is not among the reward functions. Add "
-                "it with weight 0, or remove the monitor."
-            )
-
     def watch(self, logs):
         def share(name: str, key: str | None, first: int = self.rollouts) -> Series:
             value = self.read(name, key, optional=name != "phrase")
@@ -365,7 +346,6 @@ class RepetitionCallback(MonitorCallback):
                 yield Finding(what, advice, *found)
 
 
-@dataclass(eq=False, kw_only=True)
 class ToolAbuseCallback(MonitorCallback):
     """
     Alert when more tool calls fail, or repeat an earlier call of their episode, than in the first rollouts.
@@ -418,7 +398,6 @@ class ToolAbuseCallback(MonitorCallback):
                 yield Finding(what, f"Read the episodes in `completions.rank*.jsonl`: {advice}", *found)
 
 
-@dataclass(eq=False, kw_only=True)
 class RewardDriftCallback(MonitorCallback):
     """
     Alert when the mean or the spread of the reward moves far from where it was in the first scores, the baseline.

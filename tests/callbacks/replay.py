@@ -1,11 +1,15 @@
-"""A stand-in for a Trainer that feeds logs to callbacks."""
+"""A stand-in for a Trainer that feeds logs to callbacks, and tiny trainers for callbacks."""
 
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
+from datasets import Dataset
 from transformers import TrainerControl, TrainerState
+from trl import SFTConfig, SFTTrainer
 
+from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from trl_ext import PPOTrainer
 from trl_ext.callbacks.monitor import alerts_of
 
 RUNBOOK = (Path(__file__).parents[2] / "docs" / "runbook.md").read_text()
@@ -65,3 +69,37 @@ class Replay:
     @property
     def said(self):
         return explained(self.alerts)
+
+
+# ---- Trainers ----
+
+SIZES = ON_CPU | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_checkpointing": False}
+
+
+def with_callbacks(trainer, callbacks):
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    return trainer
+
+
+def sft(folder, *callbacks, cls=SFTTrainer, **kwargs):
+    """A stock trainer on 16 rows, evaluated on others."""
+    args = SFTConfig(str(folder), **SIZES | {"learning_rate": 1e-2} | kwargs)
+    train, held_out = (
+        Dataset.from_dict({"prompt": asked * 4, "completion": [" sat on the mat"] * 16})
+        for asked in (["the cat", "a dog"] * 2, ["the cat", "a dog", "it", "sad"])
+    )
+    trainer = cls(tiny_llama(), args, None, train, held_out, processing_class=tiny_tokenizer())
+    return with_callbacks(trainer, callbacks)
+
+
+def ppo(folder, *callbacks, rewards=length_reward, train_dataset=None, eval_dataset=None, **kwargs):
+    trainer = PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=rewards,
+        args=tiny_config(folder, **kwargs),
+        train_dataset=train_dataset or prompts(),
+        eval_dataset=eval_dataset,
+        processing_class=tiny_tokenizer(),
+    )
+    return with_callbacks(trainer, callbacks)

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from tests.callbacks.cases import BAD_NUMBERS, GOLD_METRICS, KEYS
-from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from tests.callbacks.replay import SIZES, ppo, sft, with_callbacks
+from tests.tiny import prompts, tiny_llama, tiny_tokenizer
 from trl_ext import DPOConfig as OurDPOConfig
-from trl_ext import DPOTrainer, PPOTrainer
+from trl_ext import DPOTrainer
 from trl_ext.callbacks import (
     CanaryCallback,
     EntropyFloorCallback,
@@ -61,52 +62,24 @@ class ResumableSFT(ResumableRun, SFTTrainer):
     pass
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("model"))
-    tiny_llama().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+def stock_sft(folder, *callbacks, **kwargs):
+    return sft(folder, *callbacks, **EVERY | kwargs)
 
 
-def sft(cls, model, folder, *callbacks, **kwargs):
-    data = Dataset.from_dict({"prompt": ["the cat", "a dog"] * 8, "completion": [" sat on the mat"] * 16})
-    common = {**ON_CPU, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "learning_rate": 1e-2}
-    args = SFTConfig(str(folder), **common | EVERY | {"gradient_checkpointing": False} | kwargs)
-    trainer = cls(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(8)))
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    return trainer
+def resumable_sft(folder, *callbacks, **kwargs):
+    return sft(folder, *callbacks, cls=ResumableSFT, **EVERY | kwargs)
 
 
-def dpo(model, folder, *callbacks, **kwargs):
-    pairs = {"prompt": ["the cat"] * 16, "chosen": [" sat on the mat"] * 16, "rejected": [" flew over"] * 16}
-    common = {**ON_CPU, "per_device_train_batch_size": 4, "gradient_checkpointing": False}
-    args = OurDPOConfig(str(folder), record_run=False, **common | EVERY | kwargs)
-    data = Dataset.from_dict(pairs)
-    return DPOTrainer(
-        model, args=args, train_dataset=data, eval_dataset=data.select(range(4)), callbacks=list(callbacks)
-    )
+def our_dpo(folder, *callbacks, **kwargs):
+    pairs = Dataset.from_dict({"prompt": ["the cat"] * 16, "chosen": [" sat"] * 16, "rejected": [" flew over"] * 16})
+    args = OurDPOConfig(str(folder), record_run=False, **SIZES | EVERY | kwargs)
+    trainer = DPOTrainer(tiny_llama(), args=args, train_dataset=pairs, processing_class=tiny_tokenizer())
+    return with_callbacks(trainer, callbacks)
 
 
-def ppo(model, folder, *callbacks, **kwargs):
-    return PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=length_reward,
-        args=tiny_config(folder, **{**EVERY, **A_ROLLOUT_A_STEP} | kwargs),
-        train_dataset=prompts(64),
-        eval_dataset=prompts(64, seed=1),
-        processing_class=tiny_tokenizer(),
-        callbacks=list(callbacks),
-    )
-
-
-def resumable_sft(*args, **kwargs):
-    return sft(ResumableSFT, *args, **kwargs)
-
-
-def stock_sft(*args, **kwargs):
-    return sft(SFTTrainer, *args, **kwargs)
+def our_ppo(folder, *callbacks, **kwargs):
+    data = {"train_dataset": prompts(64), "eval_dataset": prompts(64, seed=1)}
+    return ppo(folder, *callbacks, **data, **EVERY | A_ROLLOUT_A_STEP | kwargs)
 
 
 def again(trainer):
@@ -133,7 +106,7 @@ class Judge:
         return [-9.0 if self.trainer.state.global_step >= BAD else 1.0 for _ in completions]
 
 
-def run_of(build, monitor, action, model, folder, kill_at=None, **kwargs):
+def run_of(build, monitor, action, folder, kill_at=None, **kwargs):
     """A trainer with one monitor, and the numbers that it reads."""
     settings, numbers = BAD_NUMBERS[monitor]
     settings = {"action": action, "repeat_steps": 100, "kl_factor": 2.0, "keys": KEYS} | settings
@@ -141,7 +114,7 @@ def run_of(build, monitor, action, model, folder, kill_at=None, **kwargs):
     callback = monitor(**settings)
     if monitor is GoldGapCallback:
         kwargs = {"eval_strategy": "steps", "eval_steps": 2} | kwargs
-    trainer = build(model, folder, Numbers(*calm_and_bad(**numbers), kill_at), callback, **kwargs)
+    trainer = build(folder, Numbers(*calm_and_bad(**numbers), kill_at), callback, **kwargs)
     if monitor is CanaryCallback:
         callback.trainer = callback.judge.trainer = trainer
     return trainer
@@ -161,9 +134,9 @@ ACTIONS = ["warn", "save", "raise_kl", "stop"]
 CASES = [
     *product([KLBudgetCallback], ACTIONS, [stock_sft]),
     *product(BAD_NUMBERS.keys() - {KLBudgetCallback}, ["stop"], [stock_sft]),
-    *product([KLBudgetCallback], ["stop"], [resumable_sft, ppo, dpo]),
-    *product([KLBudgetCallback], ["raise_kl"], [ppo]),
-    *product([GoldGapCallback, CanaryCallback], ["stop"], [ppo]),  # these two read no log
+    *product([KLBudgetCallback], ["stop"], [resumable_sft, our_ppo, our_dpo]),
+    *product([KLBudgetCallback], ["raise_kl"], [our_ppo]),
+    *product([GoldGapCallback, CanaryCallback], ["stop"], [our_ppo]),  # these two read no log
 ]
 
 
@@ -171,7 +144,7 @@ CASES = [
     ("monitor", "action", "build"),
     [pytest.param(*case, id="-".join([case[0].__name__, case[1], case[2].__name__])) for case in CASES],
 )
-def test_an_action_holds_after_the_same_command_again(monitor, action, build, model, tmp_path):
+def test_an_action_holds_after_the_same_command_again(monitor, action, build, tmp_path):
     """
     Uninterrupted, and killed before the bad step and resumed: the same actions at the same step, once. Then the same
     command again, twice: a run that ended is refused and trains no step, one that went on is complete.
@@ -182,12 +155,12 @@ def test_an_action_holds_after_the_same_command_again(monitor, action, build, mo
     ways = {"whole": None, "killed": BAD - 1} if monitor is KLBudgetCallback else {"killed": BAD - 1}
     for name, kill_at in ways.items():
         folder = tmp_path / name
-        trainer = run_of(build, monitor, action, model, folder, kill_at)
+        trainer = run_of(build, monitor, action, folder, kill_at)
         if kill_at:
             with pytest.raises(Killed):
                 trainer.train()
             assert checkpoints(folder) == [2, 4] and not alerts_of(trainer.state)  # nothing is invented
-            trainer = run_of(build, monitor, action, model, folder)
+            trainer = run_of(build, monitor, action, folder)
         refused = spoils and build is not stock_sft  # a script that went on would save the weights
         assert end_of(trainer, again) == ("refused" if refused else BAD if ends else STEPS)
         acted = [(a["step"], a["what"]) for a in alerts_of(trainer.state) if a["action"] == action]
@@ -195,7 +168,7 @@ def test_an_action_holds_after_the_same_command_again(monitor, action, build, mo
         left = [2, 4] if spoils else [2, 4, 6] if ends else [2, 4, 6, 8, 10]
         assert checkpoints(folder) == left and (folder / STOPPED).exists() == ends
         for _ in range(2 if ends or build is not stock_sft else 0):
-            trainer = run_of(build, monitor, action, model, folder)
+            trainer = run_of(build, monitor, action, folder)
             assert end_of(trainer, again) == ("refused" if ends else STEPS)
             assert checkpoints(folder) == left
 
@@ -204,43 +177,42 @@ def stopping(limit=10.0, **kwargs):
     return KLBudgetCallback(keys={"kl": "kl"}, limit=limit, action="stop", **kwargs)
 
 
-def with_kl(build, model, folder, *monitors, bad=99.0, **kwargs):
-    return build(model, folder, Numbers({"kl": 0.0}, {"kl": bad}), *monitors, **kwargs)
+def with_kl(build, folder, *monitors, bad=99.0, **kwargs):
+    return build(folder, Numbers({"kl": 0.0}, {"kl": bad}), *monitors, **kwargs)
 
 
-@pytest.mark.parametrize("build", [resumable_sft, dpo, ppo])
-def test_who_has_looked_goes_on(build, model, tmp_path):
+@pytest.mark.parametrize("build", [resumable_sft, our_dpo, our_ppo])
+def test_who_has_looked_goes_on(build, tmp_path):
     """From the newest checkpoint, with or without other settings; what is bad still is stopped again, one step on."""
     for end, settings in ((BAD, {}), (BAD + 1, {}), (STEPS, {"bad": 0.0, "learning_rate": 1e-3})):
-        trainer = with_kl(build, model, tmp_path, stopping(), **settings)
+        trainer = with_kl(build, tmp_path, stopping(), **settings)
         trainer._resume_anyway = True
         assert end_of(trainer, again) == end
         assert (tmp_path / STOPPED).exists() == (end < STEPS)
 
 
-def test_a_stock_trainer_goes_on_once_the_file_is_deleted(model, tmp_path):
-    assert end_of(with_kl(stock_sft, model, tmp_path, stopping()), again) == BAD
+def test_a_stock_trainer_goes_on_once_the_file_is_deleted(tmp_path):
+    assert end_of(with_kl(stock_sft, tmp_path, stopping()), again) == BAD
     with pytest.raises(Stopped, match=r"KLBudgetCallback ended this run at step 6 .* delete stopped.json"):
-        again(with_kl(stock_sft, model, tmp_path, stopping()))
+        again(with_kl(stock_sft, tmp_path, stopping()))
     (tmp_path / STOPPED).unlink()
-    assert end_of(with_kl(stock_sft, model, tmp_path, stopping(), bad=0.0), again) == STEPS
+    assert end_of(with_kl(stock_sft, tmp_path, stopping(), bad=0.0), again) == STEPS
 
 
-def test_anew_all_the_same(model, tmp_path):
-    with_kl(resumable_sft, model, tmp_path, stopping()).train()
-    trainer = with_kl(resumable_sft, model, tmp_path, stopping(), bad=0.0)
+def test_anew_all_the_same(tmp_path):
+    with_kl(resumable_sft, tmp_path, stopping()).train()
+    trainer = with_kl(resumable_sft, tmp_path, stopping(), bad=0.0)
     trainer.train(resume_from_checkpoint=False)
     assert trainer.state.global_step == STEPS and not (tmp_path / STOPPED).exists()
 
 
 @pytest.mark.parametrize(("action", "left"), [("save", [2, 7]), ("stop", [2, 6])])
-def test_a_checkpoint_that_is_not_the_best_is_saved_all_the_same(action, left, model, tmp_path):
+def test_a_checkpoint_that_is_not_the_best_is_saved_all_the_same(action, left, tmp_path):
     """`save_strategy="best"` decides after an evaluation's alerts, so that the next step saves, or the end."""
     trainer = run_of(
         stock_sft,
         GoldGapCallback,
         action,
-        model,
         tmp_path,
         save_strategy="best",
         metric_for_best_model="eval_rewards/gold_judge/mean",
@@ -260,18 +232,18 @@ def test_a_checkpoint_that_is_not_the_best_is_saved_all_the_same(action, left, m
     ],
     ids=str,
 )
-def test_no_save_keeps_weights_that_are_not_finite(kwargs, left, model, tmp_path):
+def test_no_save_keeps_weights_that_are_not_finite(kwargs, left, tmp_path):
     monitors = [NotFiniteCallback(), stopping(), EntropyFloorCallback(action="save", steps=1)]
     numbers = calm_and_bad(grad_norm=(0.0, math.nan), entropy=(2.0, 0.0), kl=(0.0, 99.0))
-    trainer = stock_sft(model, tmp_path, Numbers(*numbers), *monitors, **kwargs)
+    trainer = stock_sft(tmp_path, Numbers(*numbers), *monitors, **kwargs)
     trainer.train()
     assert trainer.state.global_step == BAD
     assert checkpoints(tmp_path) == left
 
 
-def test_an_evaluation_after_training_ends_nothing(model, tmp_path):
+def test_an_evaluation_after_training_ends_nothing(tmp_path):
     callback = GoldGapCallback(proxy="eval_proxy/mean", action="stop")
-    trainer = stock_sft(model, tmp_path, Numbers(*calm_and_bad(**GOLD_METRICS)), callback)
+    trainer = stock_sft(tmp_path, Numbers(*calm_and_bad(**GOLD_METRICS)), callback)
     trainer.evaluate()
     trainer.train()
     trainer.evaluate()
@@ -280,8 +252,8 @@ def test_an_evaluation_after_training_ends_nothing(model, tmp_path):
     assert checkpoints(tmp_path) == [2, 4, 6, 8, 10]
 
 
-def test_another_run_of_one_trainer_knows_nothing_of_the_last(model, tmp_path):
-    trainer = with_kl(stock_sft, model, tmp_path, KLBudgetCallback(keys={"kl": "kl"}, limit=10.0))
+def test_another_run_of_one_trainer_knows_nothing_of_the_last(tmp_path):
+    trainer = with_kl(stock_sft, tmp_path, KLBudgetCallback(keys={"kl": "kl"}, limit=10.0))
     for _ in range(2):
         trainer.train()
         assert [a["step"] for a in alerts_of(trainer.state)] == [BAD]

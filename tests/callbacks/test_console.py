@@ -12,11 +12,11 @@ import termios
 import pytest
 from datasets import Dataset
 from transformers import PrinterCallback, ProgressCallback
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import GRPOConfig, GRPOTrainer
 
-from tests.callbacks.replay import Replay
+from tests.callbacks.replay import SIZES, Replay, ppo, sft
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
-from trl_ext import DPOConfig, DPOTrainer, PPOTrainer
+from trl_ext import DPOConfig, DPOTrainer
 from trl_ext.callbacks import ConsoleCallback, Finding, MonitorCallback
 
 PAIRS = {"prompt": ["the cat"] * 8, "chosen": [" sat on the mat"] * 8, "rejected": [" flew over"] * 8}
@@ -146,23 +146,11 @@ def consoles(trainer):
     return [type(c) for c in trainer.callback_handler.callbacks if isinstance(c, (ProgressCallback, PrinterCallback))]
 
 
-def ppo(folder, callbacks=None, **kwargs):
-    return PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=length_reward,
-        args=tiny_config(folder, **{"eval_strategy": "no"} | kwargs),
-        train_dataset=prompts(16),
-        eval_dataset=prompts(4, seed=1),
-        processing_class=tiny_tokenizer(),
-        callbacks=callbacks,
-    )
-
-
 def test_ppo(tmp_path, capsys, wide):
     class Mine(ProgressCallback):
         pass
 
-    trainer = ppo(tmp_path, [Mine()], eval_strategy="steps", eval_steps=4)
+    trainer = ppo(tmp_path, Mine(), eval_dataset=prompts(4), eval_strategy="steps", eval_steps=4)
     assert consoles(trainer) == [ConsoleCallback, Mine]  # a user's own stays
     trainer.remove_callback(Mine)
     trainer.train()
@@ -177,16 +165,15 @@ def test_ppo(tmp_path, capsys, wide):
 
 
 def stock_sft(folder, evaluated):
-    texts = Dataset.from_dict({"text": ["the cat sat on the mat"] * 8})
-    sizes = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "gradient_checkpointing": False}
-    args = SFTConfig(str(folder), **ON_CPU | sizes)
-    return SFTTrainer(tiny_llama(), args, None, texts, evaluated(texts), processing_class=tiny_tokenizer())
+    trainer = sft(folder, max_steps=2, eval_strategy="steps", eval_steps=1)
+    trainer.eval_dataset = evaluated(trainer.eval_dataset)
+    return trainer
 
 
 def stock_grpo(folder):
     tiny_llama().save_pretrained(folder / "model")  # with `beta` TRL loads the reference by its path
-    sizes = {"max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4}
-    args = GRPOConfig(str(folder), **ON_CPU | sizes, beta=0.1, gradient_checkpointing=False)
+    sizes = {"max_steps": 2, "num_generations": 2, "max_completion_length": 4, "beta": 0.1}
+    args = GRPOConfig(str(folder), **SIZES | sizes)
     return GRPOTrainer(str(folder / "model"), length_reward, args, prompts(8), processing_class=tiny_tokenizer())
 
 
@@ -226,9 +213,9 @@ import sys, torch
 from trl_ext.upstream.terminal import quiet
 quiet()
 torch.set_num_threads(1)
-from tests.callbacks.test_console import Always, ppo
-ppo(sys.argv[1], max_steps=8, learning_rate=1e-2, disable_tqdm=False, logging_steps=2, eval_strategy="steps",
-    eval_steps=4, callbacks=[Always()]).train()
+from tests.callbacks.test_console import Always, ppo, prompts
+ppo(sys.argv[1], Always(), max_steps=8, learning_rate=1e-2, disable_tqdm=False, logging_steps=2,
+    eval_dataset=prompts(4), eval_strategy="steps", eval_steps=4).train()
 """
 ENVIRONMENT = {"COLUMNS": "100", "TERM": "xterm", "HF_HUB_OFFLINE": "1"}
 
@@ -294,8 +281,7 @@ def test_in_a_file_plain_rows(tmp_path):
 @pytest.mark.slow
 def test_alerts_go_to_a_scripts_own_logging(tmp_path, capsys, caplog):
     """They are not taken from it, and not shown a second time."""
-    trainer = ppo(tmp_path, max_steps=1, callbacks=[Always()])
-    trainer.train()
+    ppo(tmp_path, Always(), max_steps=1).train()
     assert sum("it speaks" in record.message for record in caplog.records) == 1
     said = capsys.readouterr()
     assert "it speaks" not in said.out and not re.search("^alert", said.err, re.MULTILINE)

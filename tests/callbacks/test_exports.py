@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,9 +26,10 @@ from trl import SFTConfig as StockConfig
 
 import trl_ext.callbacks
 from tests.callbacks.replay import Replay
+from tests.callbacks.replay import ppo as ppo_trainer
 from tests.dpo.worker import config, pairs
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
-from trl_ext import DPOTrainer, PPOTrainer
+from trl_ext import DPOTrainer
 from trl_ext.callbacks import (
     JSONLCallback,
     KLBudgetCallback,
@@ -65,19 +67,11 @@ LOG = {
 }
 
 
-def ppo(folder, reward=length_reward, train_dataset=None, eval_dataset=None, **kwargs):
-    return PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=reward,
-        args=tiny_config(folder, **{"max_steps": 4, "record_run": True, **kwargs}),
-        train_dataset=train_dataset or prompts(),
-        eval_dataset=eval_dataset,
-        processing_class=tiny_tokenizer(),
-    )
+ppo = partial(ppo_trainer, record_run=True)
 
 
-def dpo(folder, **kwargs):
-    args = config(folder, **{"max_steps": 2, "record_run": True, **kwargs})
+def dpo(folder, record_run=True):
+    args = config(folder, max_steps=2, record_run=record_run)
     return DPOTrainer(model=tiny_llama(), args=args, train_dataset=pairs(), processing_class=tiny_tokenizer())
 
 
@@ -196,7 +190,8 @@ def test_samples_are_of_each_rollout_few_and_not_of_an_evaluation(tmp_path):
         return [None] + [2.0] * (len(completions) - 1)
 
     evaluated = {"eval_dataset": Dataset.from_dict({"prompt": ["big big big"] * 4}), "eval_steps": 1}
-    trainer = ppo(tmp_path, [length_reward, second], max_steps=8, eval_strategy="steps", **evaluated)
+    rewards = [length_reward, second]
+    trainer = ppo(tmp_path, rewards=rewards, max_steps=8, eval_strategy="steps", **evaluated)
     trainer.add_callback(SamplesCallback(trainer=trainer, per_rollout=3))
     trainer.train()
     rows = list(read_jsonl(tmp_path / "completions.rank0.jsonl"))
@@ -299,7 +294,7 @@ def test_what_the_report_on_the_reward_model_says_against_it_is_on_the_page(tmp_
         part.save_pretrained(tmp_path / "reward")
     verdict = {"passed": False, "reasons": ["the accuracy <b>is a coin's", "it likes `empty` answers"]}
     (tmp_path / "reward" / "reward_report.json").write_text(json.dumps({"verdict": verdict}))
-    ppo(tmp_path / "run", str(tmp_path / "reward")).train()
+    ppo(tmp_path / "run", rewards=str(tmp_path / "reward")).train()
     page = (tmp_path / "run" / "report.html").read_text()
     assert '<p class="act">Not passed: ' in page and "it likes <code>empty</code> answers" in page
     assert "the accuracy &lt;b&gt;is a coin&#39;s" in page

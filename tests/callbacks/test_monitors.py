@@ -5,7 +5,6 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from transformers import TrainerState
 from trl import GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
 
 from tests.callbacks.replay import Replay
@@ -13,7 +12,6 @@ from tests.tiny import tiny_config
 from trl_ext.callbacks import (
     CanaryCallback,
     ClipFractionCallback,
-    CutOffCallback,
     EntropyFloorCallback,
     GoldGapCallback,
     HackWatch,
@@ -24,11 +22,8 @@ from trl_ext.callbacks import (
     RepetitionCallback,
     RewardDisagreementCallback,
     RewardDriftCallback,
-    ToolAbuseCallback,
     ValueHealthCallback,
-    request_kl_scale,
 )
-from trl_ext.runs.control import kl_scale_is_pending, take_kl_scale
 
 KL, SCORE, STD = "objective/kl", "objective/scores", "objective/scores_std"
 LENGTH, CUT, CLIPPED = "completions/mean_length", "completions/clipped_ratio", "policy/clipfrac_avg"
@@ -80,11 +75,6 @@ CASES = {
         [{CLIPPED: share} for share in (0.9, 0.0, 0.0, 0.0, 0.1, 0.3, 0.3, 0.0)],
         [(4, "the clip fraction is high over 4 steps")],
     ),
-    "cut off": (
-        CutOffCallback(limit=0.5, rollouts=2),
-        [{CUT: share} for share in (0.9, 0.0, 0.6, 0.6)],
-        [(4, "most completions are cut off")],
-    ),
     "entropy": (
         EntropyFloorCallback(floor=0.1, relative=0.5, steps=4),
         [{ENTROPY: nats, "policy/entropy_std": 0.1} for nats in [2.0] * 4 + [1.2] * 4 + [0.9] * 4 + [0.05] * 4],
@@ -131,12 +121,6 @@ CASES = {
             (7, "completions copy the corpus"),
         ],
     ),
-    "tools": (
-        ToolAbuseCallback(rollouts=4),
-        [{f"tools/{name}_frequency": share for name, share in (("call", 1.0), ("failure", 0.1))}] * 20
-        + [{f"tools/{name}_frequency": 0.6 for name in ("call", "failure", "repeated")}] * 8,
-        [(21, "more tool calls fail")],
-    ),
 }
 
 
@@ -165,14 +149,6 @@ def test_per_token_kl_is_multiplied_by_the_mean_length(cls, tmp_path):
     (alert,) = run.alerts
     assert alert["value"] == pytest.approx(12.5) and "approximate: mean per token × mean length" in run.said[0]
     assert "Per token: 0.05, bound 0.04." in alert["advice"]
-
-
-def test_a_window_in_steps_counts_logs(tmp_path):
-    args = tiny_config(tmp_path, logging_steps=2, per_device_train_batch_size=500)
-    run = Replay(args, ClipFractionCallback(steps=4))
-    for step, alerts in ((2, 0), (4, 1)):
-        run.log(step, logs={CLIPPED: 0.5})
-        assert len(run.alerts) == alerts
 
 
 # ---- What counts as a value ----
@@ -417,15 +393,3 @@ def test_answers_are_read_from_the_trainers_table(large):
         run.fire("on_step_end")
         run.log(step, logs={SCORE: 0.0 if step < 20 else 3.0, STD: 1.0})
     assert "of answers contain one phrase, 33% at the start (now 'i love you')" in run.alerts[0]["advice"]
-
-
-def test_a_request_to_scale_the_kl_coefficient_is_answered_once():
-    state = TrainerState(global_step=3)
-    request_kl_scale(state, 2.0)
-    state.global_step = 5
-    request_kl_scale(state, 3.0)
-    request_kl_scale(state, 1.5)
-    assert kl_scale_is_pending(state, 2) and not kl_scale_is_pending(state, 3)  # since step 3
-    state = TrainerState(stateful_callbacks=json.loads(json.dumps(state.stateful_callbacks)))  # as in a checkpoint
-    assert (take_kl_scale(state), take_kl_scale(state)) == (3.0, 1.0)
-    assert not kl_scale_is_pending(state, 0)

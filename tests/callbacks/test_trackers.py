@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ppo.worker import make_trainer
-from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
-from trl_ext.callbacks.alerts import tensorboard_writer
+from tests.callbacks.replay import ppo
+from tests.tiny import prompts
+from trl_ext.callbacks import KLBudgetCallback, MonitoringPlotCallback, record_run
 from trl_ext.runs.jsonl import read_jsonl
 
 # transformers gives these to W&B as its summary, and to Trackio not at all
@@ -24,22 +24,12 @@ NOT_LOGGED = ("_", "rlhf_monitoring", "profiling/")
 
 def train(folder):
     """One tiny run whose monitor alerts and whose picture is drawn, as a user's script has it."""
-    from trl_ext import PPOTrainer
-    from trl_ext.callbacks import KLBudgetCallback, MonitoringPlotCallback, record_run
-
     trackers = {"report_to": ["wandb", "tensorboard", "trackio"], "project": "project", "run_name": "run"}
-    trainer = PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=length_reward,
-        args=tiny_config(
-            folder / "run", learning_rate=0.05, max_steps=8, eval_strategy="steps", eval_steps=4, **trackers
-        ),
-        train_dataset=prompts(),
-        eval_dataset=prompts(4, seed=1),
-        processing_class=tiny_tokenizer(),
-        # A key by name has no spread: each log counts as it is
-        callbacks=[KLBudgetCallback(warn=0.01, limit=0.02, keys={"kl": "objective/kl"}), MonitoringPlotCallback()],
-    )
+    evaluated = {"eval_dataset": prompts(4, seed=1), "eval_strategy": "steps", "eval_steps": 4}
+    # A key by name has no spread: each log counts as it is
+    budget = KLBudgetCallback(warn=0.01, limit=0.02, keys={"kl": "objective/kl"})
+    settings = {"learning_rate": 0.05, "max_steps": 8, **trackers, **evaluated}
+    trainer = ppo(folder / "run", budget, MonitoringPlotCallback(), **settings)
     record_run(trainer)
     trainer.train()
 
@@ -148,20 +138,11 @@ if __name__ == "__main__":
     train(Path(sys.argv[1]))
 
 
-def test_tensorboards_folder_may_be_in_the_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "~/logs")
-    with tensorboard_writer(None) as writer:
-        writer.add_text("a", "b", 1)
-    assert list((tmp_path / "logs" / "monitors").iterdir())
-
-
 @pytest.mark.slow
 def test_an_evaluation_after_trackio_was_closed_is_no_error(tmp_path):
     pytest.importorskip("trackio")
     from transformers.integrations import TrackioCallback
 
-    kwargs = {"eval_dataset": prompts(4, seed=1)}
-    trainer = make_trainer(tmp_path, report_to="trackio", trainer_kwargs=kwargs)
+    trainer = ppo(tmp_path, report_to="trackio", eval_dataset=prompts(4, seed=1))
     trainer.remove_callback(TrackioCallback)  # it would open a run of its own, as it does after training
     assert math.isfinite(trainer.evaluate()["eval_objective/scores"]) and trainer.args.report_to == ["trackio"]

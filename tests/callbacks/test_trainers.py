@@ -19,8 +19,8 @@ from trl import (
     SFTTrainer,
 )
 
-from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.callbacks.replay import SIZES, ppo, sft, with_callbacks
+from tests.tiny import length_reward, prompts, tiny_llama, tiny_tokenizer
 from trl_ext.callbacks import (
     CanaryCallback,
     ClipFractionCallback,
@@ -41,6 +41,9 @@ from trl_ext.runs.jsonl import read_jsonl
 pytestmark = pytest.mark.slow
 
 PAIRS = {"prompt": ["the cat"] * 16, "chosen": [" sat on the mat"] * 16, "rejected": [" flew over"] * 16}
+COMPLETIONS = {"prompt": ["the cat"] * 16, "completion": [" sat"] * 16}
+HELD_OUT = prompts(8, seed=1).add_column("held_out", [True] * 8)
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "max_steps": 4}
 
 
 def gold(completions, **kwargs):
@@ -58,131 +61,84 @@ class AsyncJudge:
         return gold(completions)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("model"))
-    tiny_llama().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def config(cls, folder, **kwargs):
-    common = {
-        **ON_CPU,
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "gradient_checkpointing": False,
-    }
-    return cls(str(folder), **common | kwargs)
-
-
-def events(folder):
-    return list(read_jsonl(folder / "metrics.rank0.jsonl"))
+def events(folder, kind):
+    return [event for event in read_jsonl(folder / "metrics.rank0.jsonl") if event["type"] == kind]
 
 
 @pytest.mark.parametrize(("cls", "args"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
-def test_grpo_and_rloo_scripts(cls, args, model, tmp_path):
+def test_grpo_and_rloo_scripts(cls, args, tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "model")  # TRL loads the reference by its path
+    sizes = {"num_generations": 2, "num_generations_eval": 1, "max_completion_length": 8, "beta": 0.05}
     trainer = cls(
-        model=model,
+        model=str(tmp_path / "model"),
         reward_funcs=[score_watch(length_reward, bound=4.0), repetition_watch, GoldJudgeReward(gold)],
-        args=config(
-            args,
-            tmp_path,
-            num_generations=2,
-            num_generations_eval=1,
-            max_completion_length=8,
-            beta=0.05,
-            reward_weights=[1.0, 0.0, 0.0],
-            eval_strategy="steps",
-            eval_steps=2,
-            eval_on_start=True,
-        ),
+        args=args(str(tmp_path), reward_weights=[1.0, 0.0, 0.0], **SIZES | sizes | EVALUATED),
         train_dataset=prompts(16),
-        eval_dataset=prompts(8, seed=1).add_column("held_out", [True] * 8),
+        eval_dataset=HELD_OUT,
+        processing_class=tiny_tokenizer(),
     )
-    for callback in (
-        KLBudgetCallback(limit=10, action="stop"),
-        ClipFractionCallback(),
-        EntropyFloorCallback(),
-        RewardDriftCallback(minimum=4),
-        LengthDriftCallback(),
-        RepetitionCallback(),
-        GoldGapCallback(),
-        JSONLCallback(),
-    ):
-        trainer.add_callback(callback)
-    trainer.train()
+    budget, recorder = KLBudgetCallback(limit=10, action="stop"), JSONLCallback()
+    of_logs = ClipFractionCallback(), EntropyFloorCallback(), RewardDriftCallback(minimum=4), LengthDriftCallback()
+    with_callbacks(trainer, [budget, *of_logs, RepetitionCallback(), GoldGapCallback(), recorder]).train()
     assert trainer.state.global_step == 4 and not alerts_of(trainer.state, "notice")
-    train, evaluations = ([e for e in events(tmp_path) if e["type"] == kind] for kind in ("train", "eval"))
+    train, evaluations = events(tmp_path, "train"), events(tmp_path, "eval")
     assert [event["step"] for event in train] == [1, 2, 3, 4] and "kl" in train[0]
     assert train[0]["logs"]["score_watch/length_reward/share_above"] >= 0 and "loss" in train[0]
     assert "rewards/gold_judge/mean" not in train[0]["logs"]  # None: training rows are not scored
     assert evaluations[0]["step"] == 0 and "eval_gold/win_rate" not in evaluations[0]["logs"]
     assert 0 <= evaluations[-1]["logs"]["eval_gold/win_rate"] <= 1
-    written = read_jsonl(tmp_path / "completions.rank0.jsonl")
-    assert {name for row in written for name in row["scores"]} == {"length_reward", "repetition_watch", "gold_judge"}
+    written = {name for row in read_jsonl(tmp_path / "completions.rank0.jsonl") for name in row["scores"]}
+    assert written == {"length_reward", "repetition_watch", "gold_judge"}
 
 
 @pytest.mark.parametrize(
     ("cls", "args", "data"),
     [
         (DPOTrainer, DPOConfig, PAIRS),
-        (SFTTrainer, SFTConfig, {"prompt": ["the cat"] * 16, "completion": [" sat"] * 16}),
-        (KTOTrainer, KTOConfig, {"prompt": ["the"] * 16, "completion": [" sat"] * 16, "label": [True, False] * 8}),
+        (SFTTrainer, SFTConfig, COMPLETIONS),
+        (KTOTrainer, KTOConfig, COMPLETIONS | {"label": [True, False] * 8}),
     ],
     ids=["DPO", "SFT", "KTO"],
 )
-def test_dpo_sft_and_kto_scripts(cls, args, data, model, tmp_path):
-    data = Dataset.from_dict(data)
+def test_dpo_sft_and_kto_scripts(cls, args, data, tmp_path):
+    best = {"metric_for_best_model": "eval_gold/mean", "load_best_model_at_end": True, "learning_rate": 1e-2}
+    every_step = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    tiny_llama().save_pretrained(tmp_path / "model")
     trainer = cls(
-        model=model,
-        args=config(
-            args,
-            tmp_path,
-            eval_strategy="steps",
-            eval_steps=1,
-            save_strategy="steps",
-            save_steps=1,
-            learning_rate=1e-2,
-            metric_for_best_model="eval_gold/mean",
-            load_best_model_at_end=True,
-        ),
-        train_dataset=data,
-        eval_dataset=Dataset.from_dict({**data.to_dict(), "prompt": ["the cat", "a dog", "it", "very"] * 4}),
+        model=str(tmp_path / "model"),
+        args=args(str(tmp_path), **SIZES | best | every_step, max_steps=4),
+        train_dataset=Dataset.from_dict(data),
+        eval_dataset=Dataset.from_dict(data | {"prompt": ["the cat", "a dog", "it", "very"] * 4}),
+        processing_class=tiny_tokenizer(),
     )
     judge = gold if cls is DPOTrainer else AsyncJudge()
-    trainer.add_callback(GoldGapCallback(trainer=trainer, judge=judge, max_new_tokens=8, num_prompts=6))
-    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=9))
     canary = CanaryCallback(trainer=trainer, prompts=["the cat"], minutes=0, max_new_tokens=4, judge=judge)
-    trainer.add_callback(canary)
-    trainer.add_callback(EntropyFloorCallback())
-    trainer.add_callback(JSONLCallback())
-    trainer.train()
-    assert trainer.state.global_step == 4
+    gap = GoldGapCallback(trainer=trainer, judge=judge, max_new_tokens=8, num_prompts=6)
+    stopping = EarlyStoppingCallback(early_stopping_patience=9)
+    with_callbacks(trainer, [gap, stopping, canary, EntropyFloorCallback(), JSONLCallback()]).train()
     logged = [log["eval_gold/mean"] for log in trainer.state.log_history if "eval_gold/mean" in log]
     rates = [log["eval_gold/win_rate"] for log in trainer.state.log_history if "eval_gold/win_rate" in log]
-    assert 0 < canary.memory["first"]["score"] <= 1
+    assert trainer.state.global_step == 4 and 0 < canary.memory["first"]["score"] <= 1
     assert len(logged) == 4 and len(rates) == 3 and trainer.state.best_metric == pytest.approx(max(logged))
     assert len((tmp_path / "canary.jsonl").read_text().splitlines()) == 5
-    assert [event["type"] for event in events(tmp_path)].count("train") == 4
-    sent = [event["logs"] for event in events(tmp_path) if "eval_gold/mean" in event.get("logs", {})]  # as to trackers
+    sent = [event["logs"] for event in events(tmp_path, "eval") if "eval_gold/mean" in event["logs"]]  # as to trackers
     assert [log["eval_gold/mean"] for log in sent] == logged and all("eval_gold/std" in log for log in sent)
+    assert len(events(tmp_path, "train")) == 4
 
 
-def test_answers_are_the_same_whatever_the_checkpoint_says_of_sampling(model, tmp_path):
-    prompts = ["the cat", [{"role": "user", "content": "a dog ran"}]]
-    trainer = sft(model, tmp_path)
-    plain = generate_answers(trainer, prompts, 8)
+def test_answers_are_the_same_whatever_the_checkpoint_says_of_sampling(tmp_path):
+    asked = ["the cat", [{"role": "user", "content": "a dog ran"}]]
+    trainer = sft(tmp_path)
+    plain = generate_answers(trainer, asked, 8)
     text, (message,) = plain["completions"]
     assert text and message["role"] == "assistant" and message["content"]
     texts = tiny_tokenizer().batch_decode(plain["completion_ids"], skip_special_tokens=True)
     assert texts == [text, message["content"]] and plain["finished"] == [i[-1] == 2 for i in plain["completion_ids"]]
     trainer.model.generation_config.update(repetition_penalty=5.0, suppress_tokens=[*range(6, 20)], max_length=2)
     trainer.model.train()
-    assert generate_answers(trainer, prompts, 8) == plain and trainer.model.training
+    assert generate_answers(trainer, asked, 8) == plain and trainer.model.training
     trainer.model.generation_config.eos_token_id = [2, tiny_tokenizer().convert_tokens_to_ids(text.split()[1])]
-    ended = generate_answers(trainer, prompts[:1], 8)
+    ended = generate_answers(trainer, asked[:1], 8)
     assert ended["completions"] == text.split()[:1] and ended["finished"] == [True]
 
 
@@ -200,21 +156,9 @@ def test_the_canary_of_a_ppo_run_stays_out_of_the_record_of_its_rollouts(tmp_pat
 
 def test_a_ppo_run_that_learns_nothing_has_a_win_rate_of_one_half(tmp_path):
     """Each evaluation draws the same answers; the greedy ones beside them are compared with none."""
-    trainer = PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=[length_reward, GoldJudgeReward(gold)],
-        args=tiny_config(
-            tmp_path,
-            learning_rate=0.0,
-            reward_weights=[1.0, 0.0],
-            eval_strategy="steps",
-            eval_steps=2,
-            eval_on_start=True,
-        ),
-        train_dataset=prompts(16),
-        eval_dataset=prompts(8, seed=1).add_column("held_out", [True] * 8),
-        processing_class=tiny_tokenizer(),
-        callbacks=[GoldGapCallback(action="stop")],
+    rewards = {"rewards": [length_reward, GoldJudgeReward(gold)], "reward_weights": [1.0, 0.0]}
+    trainer = ppo(
+        tmp_path, GoldGapCallback(action="stop"), **rewards, **EVALUATED, eval_dataset=HELD_OUT, learning_rate=0.0
     )
     trainer.train()
     logs = [log for log in trainer.state.log_history if "eval_rewards/gold_judge/mean" in log]
@@ -225,28 +169,19 @@ def test_a_ppo_run_that_learns_nothing_has_a_win_rate_of_one_half(tmp_path):
 # ---- State ----
 
 
-def sft(model, folder, *callbacks, **kwargs):
-    data = Dataset.from_dict({"prompt": ["the cat"] * 16, "completion": [" sat on the mat"] * 16})
-    kwargs = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "learning_rate": 1e-2} | kwargs
-    trainer = SFTTrainer(model=model, args=config(SFTConfig, folder, **kwargs), train_dataset=data)
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    return trainer
-
-
-def monitors():
-    return [EntropyFloorCallback(steps=6, relative=0.9), KLBudgetCallback(keys={"kl": "loss"}, warn=1, limit=2)]
-
-
 @pytest.mark.parametrize("flag", [False, True])
-def test_resumed_monitors_go_on_where_they_were(flag, model, tmp_path):
-    whole = sft(model, tmp_path, *monitors())
+def test_resumed_monitors_go_on_where_they_were(flag, tmp_path):
+    def run(*added, **kwargs):
+        monitors = EntropyFloorCallback(steps=6, relative=0.9), KLBudgetCallback(keys={"kl": "loss"}, warn=1, limit=2)
+        saving = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+        return monitors[0], sft(tmp_path, *monitors, *added, **saving, **kwargs)
+
+    _, whole = run()
     whole.train()
     expected = whole.state.stateful_callbacks[REGISTRY]
     assert expected["EntropyFloorCallback"]["attributes"]["memory"]["series"]["entropy"]["count"] == 8
     added = LengthDriftCallback()  # a monitor that the checkpoint does not have
-    resumed = sft(model, tmp_path, *monitors(), added, restore_callback_states_from_checkpoint=flag)
-    entropy = next(c for c in resumed.callback_handler.callbacks if isinstance(c, EntropyFloorCallback))
+    entropy, resumed = run(added, restore_callback_states_from_checkpoint=flag)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     registry = resumed.state.stateful_callbacks[REGISTRY]
     for name in ("EntropyFloorCallback", "KLBudgetCallback"):
@@ -258,19 +193,18 @@ def test_resumed_monitors_go_on_where_they_were(flag, model, tmp_path):
     assert saved["LengthDriftCallback"]["args"]["factor"] == 1.5
 
 
-def test_two_of_one_class_are_refused(model, tmp_path):
+def test_two_of_one_class_are_refused(tmp_path):
     with pytest.raises(ValueError, match="There are two EntropyFloorCallbacks among the callbacks"):
-        sft(model, tmp_path, EntropyFloorCallback(), EntropyFloorCallback()).train()
+        sft(tmp_path, EntropyFloorCallback(), EntropyFloorCallback()).train()
 
 
-# ---- Actions in a Trainer ----
+# ---- The KL coefficient ----
+
+RAISED = {"warn": 1e-9, "limit": 1e-9, "tolerance": 9, "action": "raise_kl"}
 
 
-def test_raise_kl_that_no_trainer_reads_is_said_once(model, tmp_path):
-    callback = KLBudgetCallback(
-        keys={"kl": "loss"}, warn=0.1, limit=0.1, tolerance=9, action="raise_kl", repeat_steps=2
-    )
-    trainer = sft(model, tmp_path, callback, save_strategy="no", learning_rate=0.0)
+def test_raise_kl_that_no_trainer_reads_is_said_once(tmp_path):
+    trainer = sft(tmp_path, KLBudgetCallback(keys={"kl": "loss"}, repeat_steps=2, **RAISED), max_steps=8)
     trainer.train()
     sent = trainer.state.stateful_callbacks[REGISTRY]["alerts"]
     said = [(a["what"].split(":")[0], a["action"]) for a in sent]
@@ -279,26 +213,13 @@ def test_raise_kl_that_no_trainer_reads_is_said_once(model, tmp_path):
     assert {action for what, action in said[1:]} == {"warn"} and take_kl_scale(trainer.state) == 1.0
 
 
-def ppo(folder, *callbacks, **kwargs):
-    return PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=length_reward,
-        args=tiny_config(folder, **{"max_steps": 12, "kl_coef": 0.1} | kwargs),
-        train_dataset=prompts(16),
-        processing_class=tiny_tokenizer(),
-        callbacks=list(callbacks),
-    )
-
-
 def test_ppo_clamps_what_was_asked_for_and_answers_it_after_a_resume(tmp_path):
     """The alert of step 1 asks for 9 · 0.1, clamped to 0.5, at the rollout of step 5; checkpoint 2 lies between."""
-    kwargs = {"kl_controller": "adaptive", "kl_coef_max": 0.5, "kl_horizon": 1e9, "max_steps": 6}
+    settings = {"kl_coef": 0.1, "kl_controller": "adaptive", "kl_coef_max": 0.5, "kl_horizon": 1e9, "max_steps": 6}
     for resume in (False, str(tmp_path / "checkpoint-2")):
-        callback = KLBudgetCallback(
-            keys={"kl": "loss/value_avg"}, warn=1e-9, limit=1e-9, action="raise_kl", kl_factor=9
-        )
-        trainer = ppo(tmp_path, callback, save_strategy="steps", save_steps=2, **kwargs)
+        monitor = KLBudgetCallback(keys={"kl": "loss/value_avg"}, kl_factor=9, **RAISED)
+        trainer = ppo(tmp_path, monitor, save_strategy="steps", save_steps=2, **settings)
         trainer.train(resume_from_checkpoint=resume)
         coefficients = {log["step"]: log.get("objective/kl_coef") for log in trainer.state.log_history}
         assert (coefficients[1], coefficients[5]) == pytest.approx((0.1, 0.5))
-        assert take_kl_scale(trainer.state) == 1.0
+        assert take_kl_scale(trainer.state) == 1.0 and not alerts_of(trainer.state, "notice")

@@ -1,17 +1,17 @@
 """The watch of every PPO run: attached once, it changes no weight, acts, holds over a restart, and is on the page."""
 
-import json
-
 import pytest
 import torch
 
-from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.callbacks.replay import ppo
+from tests.tiny import tiny_config
 from trl_ext.callbacks import HackWatch
 from trl_ext.runs import checkpoint_to_resume, read_jsonl
 from trl_ext.runs.halts import Stopped
 from trl_ext.workbench.pages.page import page
 from trl_ext.workbench.pages.recorded import read_run
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -23,18 +23,9 @@ def alarm(monkeypatch):
 
 
 def train(folder, *callbacks, **config):
-    config = {"record_run": True, "num_mini_batches": 1, "num_ppo_epochs": 1, "logging_steps": 1, **config}
-    args = tiny_config(folder, max_steps=6, save_strategy="steps", save_steps=2, **config)
-    args.report_to = []
-    trainer = PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=length_reward,
-        args=args,
-        train_dataset=prompts(32),
-        processing_class=tiny_tokenizer(),
-        callbacks=list(callbacks),
-    )
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+    saving = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "record_run": True}
+    trainer = ppo(folder, *callbacks, **saving, num_mini_batches=1, num_ppo_epochs=1, **config)
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(trainer.args))
     return trainer
 
 
@@ -51,7 +42,6 @@ def tile(folder):
     return page(read_run(folder)).split("watch for a hack<b>")[1].split("</b>")[0]
 
 
-@pytest.mark.slow
 def test_it_watches_by_default_and_changes_no_weight(tmp_path, alarm):
     watched, off = train(tmp_path / "on"), train(tmp_path / "off", watch=False)  # as YAML reads `off`
     assert [each.action for each in watches(watched)] == ["warn"] and not watches(off) and off.args.watch == "off"
@@ -59,7 +49,7 @@ def test_it_watches_by_default_and_changes_no_weight(tmp_path, alarm):
         assert torch.equal(one, other)
     assert risks(tmp_path / "on") == [0.0, 0.0] + [pytest.approx(1 - 0.3 * 0.6 * 0.6)] * 4
     assert risks(tmp_path / "off") == [None] * 6
-    (alert,) = [json.loads(line) for line in (tmp_path / "on/alerts.jsonl").read_text().splitlines()]  # once
+    (alert,) = read_jsonl(tmp_path / "on/alerts.jsonl")  # once
     assert (
         alert["step"] == 3
         and "60% of answers contain one phrase; KL 9 nats; answers of 9 tokens; score +1.5 σ" in alert["advice"]
@@ -67,14 +57,12 @@ def test_it_watches_by_default_and_changes_no_weight(tmp_path, alarm):
     assert tile(tmp_path / "on") == "alarm at step 3, risk 0.89" and tile(tmp_path / "off") == "not watched"
 
 
-@pytest.mark.slow
 def test_it_leaves_a_watch_of_ones_own_alone(tmp_path):
     (watch,) = watches(train(tmp_path, HackWatch(limit=0.9, action="save")))
     assert (watch.limit, watch.action) == (0.9, "save")
     assert tile(tmp_path) == "no alarm, highest risk 0"
 
 
-@pytest.mark.slow
 def test_a_stop_holds_over_a_restart_until_somebody_says_to_go_on(tmp_path, alarm):
     assert train(tmp_path, watch="stop").state.global_step == 3
     with pytest.raises(Stopped, match="HackWatch ended this run at step 3 .*resume_anyway"):
@@ -82,7 +70,6 @@ def test_a_stop_holds_over_a_restart_until_somebody_says_to_go_on(tmp_path, alar
     assert train(tmp_path, watch="warn", resume_anyway=True).state.global_step == 6
 
 
-@pytest.mark.slow
 def test_it_raises_the_kl_coefficient(tmp_path, alarm):
     trainer = train(tmp_path, watch="raise_kl", kl_coef=0.1)
     assert trainer.kl_controller.kl_coef == pytest.approx(0.2)

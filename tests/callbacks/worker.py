@@ -6,61 +6,33 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset
 from transformers import TrainerCallback
-from trl import RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from trl import RLOOConfig, RLOOTrainer, SFTTrainer
 
+from tests.callbacks.replay import SIZES, sft
 from tests.launch import spare_time
-from tests.tiny import ON_CPU, length_reward, prompts
+from tests.tiny import length_reward, prompts
 from trl_ext.callbacks import CanaryCallback, GoldGapCallback, JSONLCallback, KLBudgetCallback
 from trl_ext.callbacks.monitor import alerts_of
 from trl_ext.rewards import GoldJudgeReward, repetition_watch
 from trl_ext.runs.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
 from trl_ext.runs.halts import STOPPED
 
-COMMON = {
-    **ON_CPU,
-    "max_steps": 6,
-    "per_device_train_batch_size": 2,
-    "per_device_eval_batch_size": 2,
-    "gradient_checkpointing": False,
-}
+COMMON = {"max_steps": 6, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 
 
-class RankLocal(TrainerCallback):
-    """Adds a number to the logs that differs between processes, as `step_time` does."""
+class Numbers(TrainerCallback):
+    """Logs a number that differs between processes, as `step_time` does: from step 4 on, and 0 before."""
 
-    def __init__(self, values):
-        self.values = values
+    def __init__(self, *values):
+        self.value = values[PartialState().process_index]
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        logs["mine"] = self.values[PartialState().process_index]
-
-
-class FromStep4(RankLocal):
-    """Adds it from step 4 on, and 0 before."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        logs["mine"] = 0.0
-        if state.global_step >= 4:
-            super().on_log(args, state, control, logs, **kwargs)
+        logs["mine"] = self.value if state.global_step >= 4 else 0.0
 
 
 class ResumableSFTTrainer(ResumableRun, SFTTrainer):
     pass
-
-
-def sft(folder, model, *callbacks, cls=SFTTrainer, **kwargs):
-    rows = {"prompt": ["the cat", "a dog"] * 8, "completion": [" sat on the mat"] * 16}
-    trainer = cls(
-        model=model,
-        args=SFTConfig(str(folder), **COMMON | kwargs),
-        train_dataset=Dataset.from_dict(rows),
-        eval_dataset=Dataset.from_dict({**rows, "prompt": ["the cat", "a dog", "it"] + ["sad"] * 13}),
-    )
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    return trainer
 
 
 def outcome(trainer, folder):
@@ -75,24 +47,16 @@ def outcome(trainer, folder):
     }
 
 
-def stops_by_a_number_of_one_process(folder, model):
-    """Process 0 sees 5 and process 1 sees 50, then the other way round. The limit is 10, and process 0 decides."""
-    results = []
-    for values in ((5.0, 50.0), (50.0, 5.0)):
-        where = folder / f"{values[0]:g}"
-        monitor = KLBudgetCallback(keys={"kl": "mine"}, tolerance=99, action="stop")
-        results.append(outcome(sft(where, model, RankLocal(values), monitor), where))
-    return results
-
-
-def same_command_again(folder, model, cls):
-    """Process 0 sees a number over the limit at step 4. Then the same command again, and once the file is gone."""
+def same_command_again(folder, cls):
+    """
+    Process 0, which decides, sees a number over the limit at step 4. Then the same command again, and once the file is
+    gone; then only process 1 sees one.
+    """
     ends = []
     for _ in range(3):
         monitor = KLBudgetCallback(keys={"kl": "mine"}, tolerance=99, action="stop")
-        numbers = FromStep4((50.0, 5.0) if len(ends) < 2 else (0.0, 0.0))
-        saving = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
-        trainer = sft(folder, model, numbers, monitor, cls=cls, **saving)
+        numbers = Numbers(50.0, 5.0) if len(ends) < 2 else Numbers(5.0, 50.0)
+        trainer = sft(folder, numbers, monitor, cls=cls, **COMMON, save_strategy="steps", save_steps=2)
         again = checkpoint_to_resume(trainer.args) if cls is ResumableSFTTrainer else bool(ends)
         try:
             trainer.train(resume_from_checkpoint=again)
@@ -107,9 +71,9 @@ def same_command_again(folder, model, cls):
     return ends
 
 
-def canary(folder, model):
+def canary(folder):
     """Each process has its own clock. By process 1's, no canary would ever be due."""
-    trainer = sft(folder, model, learning_rate=0.0, eval_strategy="steps", eval_steps=3)
+    trainer = sft(folder, **COMMON, learning_rate=0.0, eval_strategy="steps", eval_steps=3)
     minutes = (0.0, 1e9)[PartialState().process_index]
     trainer.add_callback(CanaryCallback(trainer=trainer, prompts=["the cat"], minutes=minutes, max_new_tokens=4))
     calls = []
@@ -128,7 +92,8 @@ def rloo(folder, model):
         reward_funcs=[length_reward, repetition_watch, GoldJudgeReward(length_reward)],
         args=RLOOConfig(
             str(folder),
-            **COMMON
+            **SIZES
+            | COMMON
             | {"num_generations": 2, "max_completion_length": 6, "reward_weights": [1.0, 0.0, 0.0], "beta": 0.05}
             | {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 1, "learning_rate": 1e-2},
         ),
@@ -143,12 +108,10 @@ def rloo(folder, model):
 def main(folder):
     model = str(folder / "model")
     results = {
-        "local": stops_by_a_number_of_one_process(folder / "local", model),
-        "canary": canary(folder / "canary", model),
+        "canary": canary(folder / "canary"),
         "rloo": rloo(folder / "rloo", model),
         "again": {
-            cls.__name__: same_command_again(folder / cls.__name__, model, cls)
-            for cls in (SFTTrainer, ResumableSFTTrainer)
+            cls.__name__: same_command_again(folder / cls.__name__, cls) for cls in (SFTTrainer, ResumableSFTTrainer)
         },
     }
     torch.save(results, folder / f"process {PartialState().process_index}.pt")

@@ -1,4 +1,4 @@
-"""W&B, TensorBoard and Trackio get the names and values of the JSON lines, the alerts and the picture, offline."""
+"""W&B, TensorBoard and Trackio get the names and values of the JSON lines, and the alerts, offline."""
 
 import json
 import math
@@ -13,23 +13,23 @@ import pytest
 
 from tests.callbacks.replay import ppo
 from tests.tiny import prompts
-from trl_ext.callbacks import KLBudgetCallback, MonitoringPlotCallback, record_run
+from trl_ext.callbacks import KLBudgetCallback, record_run
 from trl_ext.runs.jsonl import read_jsonl
 
 # transformers gives these to W&B as its summary, and to Trackio not at all
 SUMMARY = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
-# What W&B adds, our picture, and seconds that TRL sends to W&B and Trackio beside the logs
-NOT_LOGGED = ("_", "rlhf_monitoring", "profiling/")
+# What W&B adds, and seconds that TRL sends to W&B and Trackio beside the logs
+NOT_LOGGED = ("_", "profiling/")
 
 
 def train(folder):
-    """One tiny run whose monitor alerts and whose picture is drawn, as a user's script has it."""
+    """One tiny run whose monitor alerts, as a user's script has it."""
     trackers = {"report_to": ["wandb", "tensorboard", "trackio"], "project": "project", "run_name": "run"}
     evaluated = {"eval_dataset": prompts(4, seed=1), "eval_strategy": "steps", "eval_steps": 4}
     # A key by name has no spread: each log counts as it is
     budget = KLBudgetCallback(warn=0.01, limit=0.02, keys={"kl": "objective/kl"})
     settings = {"learning_rate": 0.05, "max_steps": 8, **trackers, **evaluated}
-    trainer = ppo(folder / "run", budget, MonitoringPlotCallback(), **settings)
+    trainer = ppo(folder / "run", budget, **settings)
     record_run(trainer)
     trainer.train()
 
@@ -54,8 +54,8 @@ def wandb_records(path):
 
 
 def of_wandb(folder):
-    """Points by key and step; alerts' titles; whether there is a picture."""
-    points, alerts, pictures = {}, [], []
+    """Points by key and step; alerts' titles."""
+    points, alerts = {}, []
     for record in wandb_records(next(folder.glob("wandb/offline-run-*/*.wandb"))):
         if record.WhichOneof("record_type") == "alert":
             alerts.append(record.alert.title)
@@ -63,39 +63,36 @@ def of_wandb(folder):
             items = {
                 item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
             }
-            pictures += [key for key in items if key.startswith("rlhf_monitoring")]
             points |= {
                 (key, items["train/global_step"]): value
                 for key, value in items.items()
                 if "train/global_step" in items
             }
-    return points, alerts, pictures
+    return points, alerts
 
 
 def of_tensorboard(folder):
     from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
     runs = EventMultiplexer().AddRunsFromDirectory(str(folder / "run" / "runs")).Reload()
-    points, alerts, pictures = {}, [], []
+    points, alerts = {}, []
     for run, tags in runs.Runs().items():
         points |= {(tag, event.step): event.value for tag in tags["scalars"] for event in runs.Scalars(run, tag)}
         for tag in tags["tensors"]:
             if tag.startswith("alerts/"):
                 alerts += [event.tensor_proto.string_val[0].decode() for event in runs.Tensors(run, tag)]
-        pictures += tags["images"]
-    return points, alerts, pictures
+    return points, alerts
 
 
 def of_trackio(folder):
-    points, pictures = {}, []
+    points = {}
     with sqlite3.connect(folder / "trackio" / "project.db") as database:
         for (row,) in database.execute("SELECT metrics FROM metrics ORDER BY step"):
             values = json.loads(row)
-            pictures += [key for key in values if key.startswith("rlhf_monitoring")]
             if "train/global_step" in values:
                 points |= {(key, values["train/global_step"]): value for key, value in values.items()}
         alerts = [title for (title,) in database.execute("SELECT title FROM alerts")]
-    return points, alerts, pictures
+    return points, alerts
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +112,7 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("read", [of_wandb, of_tensorboard, of_trackio])
 def test_names_and_values_are_those_of_the_json_lines(read, folder):
-    points, alerts, pictures = read(folder)
+    points, alerts = read(folder)
     expected = {}
     for event in read_jsonl(folder / "run" / "metrics.rank0.jsonl"):
         for key, value in event.get("logs", {}).items():
@@ -131,7 +128,7 @@ def test_names_and_values_are_those_of_the_json_lines(read, folder):
     for point, value in expected.items():
         assert math.isclose(points[point], value, rel_tol=1e-6, abs_tol=1e-30), point
     said = [alert for alert in read_jsonl(folder / "run" / "alerts.jsonl") if alert["what"] in "".join(alerts)]
-    assert said and len(alerts) == len(list(read_jsonl(folder / "run" / "alerts.jsonl"))) and pictures
+    assert said and len(alerts) == len(list(read_jsonl(folder / "run" / "alerts.jsonl")))
 
 
 if __name__ == "__main__":

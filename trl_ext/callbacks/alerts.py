@@ -1,4 +1,4 @@
-"""Define alerts, and where they and pictures go: log, file, trackers of `report_to`, webhooks."""
+"""Define alerts, and where they go: log, file, trackers of `report_to`, webhooks."""
 
 import json
 import os
@@ -183,24 +183,3 @@ def trackio_is_open() -> bool:
     import trackio
 
     return trackio.context_vars.current_run.get() is not None
-
-
-def send_picture(args: Any, name: str, path: Path, step: int) -> None:
-    """Send a PNG to each tracker of `report_to` that takes pictures: W&B, TensorBoard and Trackio."""
-    for tracker in args.report_to or []:
-        match tracker:
-            case "wandb":
-                import wandb
-
-                if wandb.run is not None:
-                    wandb.log({name: wandb.Image(str(path))})
-            case "tensorboard":
-                from matplotlib.image import imread
-
-                with tensorboard_writer(args) as writer:
-                    writer.add_image(name, imread(path), step, dataformats="HWC")
-            case "trackio":
-                import trackio
-
-                if trackio_is_open():
-                    trackio.log({name: trackio.Image(str(path))})

@@ -1,7 +1,6 @@
 """Show a run on the terminal: a progress bar, and a table with a row for each log."""
 
 import logging
-import os
 import shutil
 import sys
 import time
@@ -35,7 +34,6 @@ IMPORTANCE = "score KL accuracy loss margin entropy length cut clip s/step episo
 _TRAINER_KEYS = ("loss", "learning_rate", "seconds", "epoch")  # every Trainer logs them, or they are measured here
 _CONSOLES = (ProgressCallback, PrinterCallback)  # transformers' own; a subclass is a user's
 _BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, ETA {remaining}{postfix}]"
-_DIM, _BOLD, _YELLOW = "\033[2m", "\033[1m", "\033[1;33m"
 _alerts = logging.getLogger(f"{__package__}.alerts")  # where an alert's sink `log` writes
 
 
@@ -52,9 +50,8 @@ class ConsoleCallback(ProgressCallback):
 
     Rows begin with `train`, `eval`, `greedy` (an evaluation by PPOTrainer that decodes greedily), `log` (numbers that
     a script logs), `done`, `notice` or `alert`. Notices and alerts go to stderr, other rows to stdout. Only
-    the main process shows anything. Bars and colours are shown on a terminal alone. The setting `disable_tqdm` turns
-    bars off; the environment variable `NO_COLOR` turns colours off. A narrow terminal gets fewer columns. `-` means
-    that the log lacks this number.
+    the main process shows anything. Bars are shown on a terminal alone; the setting `disable_tqdm` turns them off. A
+    narrow terminal gets fewer columns. `-` means that the log lacks this number.
 
     Units are those of `METRICS` (`metrics.py`):
 
@@ -175,11 +172,11 @@ class ConsoleCallback(ProgressCallback):
         heads = [head for head in COLUMNS if head in widths]
         header = f"{'step':>13}" + "".join(f"{names.get(head, head):>{widths[head]}}" for head in heads)
         if header != self._header or self._rows >= 20:
-            self._write(header, _DIM)
+            self._write(header)
             self._header, self._rows = header, 0
         self._rows += 1
         row = "".join(f"{_shown(values.get(head)):>{widths[head]}}" for head in heads)
-        self._write(f"{kind:6}{state.global_step:>7}{row}", "" if kind == "train" else _BOLD)
+        self._write(f"{kind:6}{state.global_step:>7}{row}")
         if kind == "train" and self.training_bar is not None:
             self._last |= values
             shown = [
@@ -187,12 +184,9 @@ class ConsoleCallback(ProgressCallback):
             ]
             self.training_bar.set_postfix_str(", ".join(shown[:2]), refresh=False)
 
-    def _write(self, line: str, style: str = "", file: Any = None) -> None:
-        file = file or sys.stdout
-        if style and file.isatty() and "NO_COLOR" not in os.environ:
-            line = f"{style}{line}\033[0m"
+    def _write(self, line: str, file: Any = None) -> None:
         self._clear()
-        print(line, file=file, flush=True)
+        print(line, file=file, flush=True)  # to stdout by default
 
     def _clear(self) -> None:
         """Remove the bars from the terminal; they come again when the next step begins."""
@@ -208,7 +202,7 @@ class ConsoleCallback(ProgressCallback):
         if _alerts.hasHandlers():
             self._clear()
             return True
-        self._write(f"{getattr(record, 'alert_level', 'notice'):6} {record.getMessage()}", _YELLOW, sys.stderr)
+        self._write(f"{getattr(record, 'alert_level', 'notice'):6} {record.getMessage()}", sys.stderr)
         return False
 
 

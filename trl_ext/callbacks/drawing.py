@@ -31,17 +31,16 @@ def draw_line(axes, history, key: str | None, label: str, **style) -> None:
         axes.plot(steps, values, label=as_label(label), **{**dots, **style})
 
 
-def _bound(axes, value: float | None, label: str, style: str = "--") -> None:
-    if value is not None and axes.lines:
-        axes.axhline(value, color="tab:red", linestyle=style, linewidth=1, label=f"{label} {value:g}")
-
-
-def _quantity(quantity: str, label: str, monitor: str = "", argument: str = "") -> Callable:
-    """Return a function that draws a quantity's curve, and the bound that an argument of a monitor gives it."""
+def _quantity(quantity: str, label: str, monitor: str = "", *arguments: str) -> Callable:
+    """Return a function that draws a quantity's curve, and the bounds that arguments of a monitor give it."""
 
     def draw(axes, history, metrics, registry) -> None:
         draw_line(axes, history, metrics[quantity].key if quantity in metrics else None, label)
-        _bound(axes, registry.get(monitor, {}).get("args", {}).get(argument), argument)
+        given = registry.get(monitor, {}).get("args", {})
+        for argument, style in zip(arguments, ("--", ":"), strict=False):
+            if axes.lines and argument in given:
+                bound = {"linestyle": style, "linewidth": 1, "label": f"{argument} {given[argument]:g}"}
+                axes.axhline(given[argument], color="tab:red", **bound)
 
     return draw
 
@@ -54,26 +53,13 @@ def _scores(axes, history, metrics, registry) -> None:
         if steps and stds.keys() >= {*steps}:
             low, high = ([m + sign * stds[s] for s, m in zip(steps, means, strict=True)] for sign in (-1, 1))
             axes.fill_between(steps, low, high, alpha=0.2, label="± σ of single scores")
-    drift = registry.get("RewardDriftCallback", {})
-    count, mean, squares = drift.get("attributes", {}).get("memory", {}).get("scores", [0, 0.0, 0.0])
-    if count > 1:
-        for sigmas in (drift["args"]["sigmas"], -drift["args"]["drop_sigmas"]):
-            _bound(axes, mean + sigmas * (squares / (count - 1)) ** 0.5, f"{sigmas:+g} σ:")
 
 
 def _kl(axes, history, metrics, registry) -> None:
-    if "kl" not in metrics:
-        return
-    draw_line(axes, history, metrics["kl"].key, metrics["kl"].unit)
-    budget = registry.get("KLBudgetCallback", {}).get("args", {})
-    for name, style in (("warn", ":"), ("limit", "--")):
-        if metrics["kl"].unit == "nats per response":
-            _bound(axes, budget.get(name), name, style)
-        elif budget:  # it is per response, and the curve per token: their ratio is the length
-            steps, lengths = curve(history, metrics["length"].key)
-            per_token = [budget[name] / max(length, 1) for length in lengths]
-            label = f"{name} {budget[name]:g} nats per response ÷ length"
-            axes.plot(steps, per_token, color="tab:red", linestyle=style, linewidth=1, label=label)
+    unit = metrics["kl"].unit if "kl" in metrics else ""
+    # A budget is per response, so that a curve per token has none
+    bounds = ("limit", "warn") if unit == "nats per response" else ()
+    _quantity("kl", unit, "KLBudgetCallback", *bounds)(axes, history, metrics, registry)
 
 
 def _critic(axes, history, metrics, registry) -> None:

@@ -10,7 +10,6 @@ from transformers.utils import logging
 
 from ..runs.files import REGISTRY, whole_file
 from ..upstream.packages import need
-from .alerts import send_picture
 from .drawing import PANELS, draw_alerts
 from .metrics import is_training_log, metrics_of, numbers_in
 from .monitor import alerts_of
@@ -128,10 +127,9 @@ def _label(text: str) -> str:
 @dataclass(eq=False, kw_only=True)
 class MonitoringPlotCallback(TrainerCallback):
     """
-    Draw `rlhf_monitoring.png` into the output directory, and send it to the trackers of `report_to`.
+    Draw `rlhf_monitoring.png` into the output directory.
 
     The picture shows scores, KL, entropy, clip fraction, critic and lengths, with the monitors' bounds and alerts.
-    Of the trackers, W&B, TensorBoard (in its run `monitors`) and Trackio receive it.
 
     >>> trainer.add_callback(MonitoringPlotCallback(steps=50))
 
@@ -145,25 +143,17 @@ class MonitoringPlotCallback(TrainerCallback):
         need("matplotlib", "MonitoringPlotCallback")
         self._drawn = 0
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        # Draw at the last log: at `on_train_end`, a tracker's own callback may have closed its run already
-        if state.global_step - self._drawn >= self.steps or "train_runtime" in (logs or {}):
-            self._draw(args, state)
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step - self._drawn >= self.steps:
+            self.on_train_end(args, state, control)
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self._drawn < state.global_step:
-            self._draw(args, state)
-
-    def _draw(self, args: Any, state: Any) -> None:
-        self._drawn = state.global_step
-        if not state.is_world_process_zero:
-            return
-        path = Path(args.output_dir) / "rlhf_monitoring.png"
-        try:
-            plot_monitoring(state, args, path)
-            send_picture(args, path.stem, path, state.global_step)
-        except Exception as error:  # a full disk or a tracker that fails must not end a run
-            logger.warning(f"{path} could not be written or sent: {error}")
+        self._drawn, path = state.global_step, Path(args.output_dir) / "rlhf_monitoring.png"
+        if state.is_world_process_zero:
+            try:
+                plot_monitoring(state, args, path)
+            except OSError as error:
+                logger.warning(f"{path} cannot be written ({error.strerror}).")
 
 
 def plot_monitoring(state: Any, args: Any, path: Path) -> None:

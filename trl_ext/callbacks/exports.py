@@ -16,19 +16,6 @@ from .monitor import alerts_of
 
 logger = logging.get_logger(__name__)
 
-GAUGES = {
-    "step": "Optimizer steps",
-    "kl": "KL to the reference, in the trainer's unit (trl_ext.callbacks.metrics)",
-    "entropy": "Entropy, nats per token",
-    "clip_fraction": "Share of clipped updates",
-    "reward": "Mean reward",
-    "reward_std": "Standard deviation of single rewards",
-    "length": "Mean length of completions, tokens",
-    "explained_variance": "Explained variance of the critic",
-    "value_loss": "Value loss",
-    "grad_norm": "Gradient norm",
-}
-
 
 @dataclass(eq=False, kw_only=True)
 class PrometheusCallback(TrainerCallback):
@@ -37,7 +24,7 @@ class PrometheusCallback(TrainerCallback):
 
     It exports:
 
-    - the gauges `trl_ext_kl`, `trl_ext_entropy`, …, one for each of `GAUGES`
+    - the gauges `trl_ext_step`, `trl_ext_kl`, `trl_ext_entropy`, …, one for each quantity of `METRICS`, in its unit
     - the gauge `trl_ext_log{key=…}`, for every logged number
     - the counter `trl_ext_alerts_total{monitor=…}`
 
@@ -66,7 +53,7 @@ class PrometheusCallback(TrainerCallback):
 
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._named: dict[str, float] = {}
+        self._named: dict[str, tuple[str, float]] = {}  # quantity → its unit and value
         self._numbers: dict[str, float] = {}
         self._alerts: list[dict[str, Any]] = []
         self._server: Any = None
@@ -81,7 +68,7 @@ class PrometheusCallback(TrainerCallback):
             logs.add_metric([_label(key)], value)
         for monitor, count in Counter(alert["monitor"] for alert in self._alerts).items():
             alerts.add_metric([_label(monitor)], count)
-        gauges = (GaugeMetricFamily(f"trl_ext_{n}", GAUGES[n], value) for n, value in self._named.copy().items())
+        gauges = (GaugeMetricFamily(f"trl_ext_{name}", *of) for name, of in self._named.copy().items())
         yield from (*gauges, logs, alerts)
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -94,10 +81,10 @@ class PrometheusCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         numbers = numbers_in(logs or {})
         self._numbers |= numbers
-        self._named["step"] = state.global_step
+        self._named["step"] = "optimizer steps", state.global_step
         if is_training_log(numbers):
-            known = {name: numbers[of.key] for name, of in metrics_of(args).items() if of.key in numbers}
-            self._named |= {name: known[name] for name in GAUGES.keys() & known}
+            known = metrics_of(args).items()
+            self._named |= {name: (of.unit, numbers[of.key]) for name, of in known if of.key in numbers}
         self._export(state)
 
     def on_train_end(self, args, state, control, **kwargs):

@@ -117,6 +117,7 @@ class AnswersCallback(TrainerCallback):
     on_train_end = on_evaluate
 
 
+@dataclass(eq=False, kw_only=True)
 class GoldGapCallback(MonitorCallback):
     """
     Alert when the reward that is trained on (the proxy) rises more than the score of a judge (gold).
@@ -251,6 +252,7 @@ class GoldGapCallback(MonitorCallback):
         return metrics, scores
 
 
+@dataclass(eq=False, kw_only=True)
 class CanaryCallback(MonitorCallback):
     """
     Alert when the greedy answers to a fixed set of prompts change in length, grow alike or score lower.

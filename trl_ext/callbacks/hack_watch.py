@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ WEIGHTS = {"gold": 0.9, "phrase": 0.7, "distinct": 0.7, "repeated": 0.6, "disagr
 WEIGHTS |= {"kl": 0.4, "entropy": 0.4, "length": 0.4, "cut off": 0.3, "critic": 0.2}
 
 
+@dataclass(eq=False, kw_only=True)
 class HackWatch(MonitorCallback):
     """
     Combine what a run logs into one number in [0, 1], the risk of a reward hack, and alert when it is above a limit.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, dataclass_transform, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from transformers import TrainerCallback
 from transformers.utils import logging
@@ -55,25 +55,19 @@ class Finding:
     level: Level = "alert"
 
 
-@dataclass_transform(kw_only_default=True, eq_default=False)
-class _Arguments:
-    """Make a dataclass of each subclass: what is annotated in it is an argument, given by keyword."""
-
-    def __init_subclass__(cls) -> None:
-        dataclass(eq=False, kw_only=True)(cls)
-
-
-class MonitorCallback(_Arguments, TrainerCallback):
+@dataclass(eq=False, kw_only=True)
+class MonitorCallback(TrainerCallback):
     """
     Read the training logs, and raise alerts: the base class of monitors.
 
-    A subclass defines `watch(logs)`, and its arguments as a dataclass does. All processes decide alike, by the main
-    process' numbers.
+    A subclass is a dataclass that defines `watch(logs)`. All processes decide alike, by the main process' numbers.
 
     A monitor that ended a run leaves `stopped.json`. The same command then says so and trains no step: our trainers go
     on with `resume_anyway`, a stock trainer once that file is deleted.
 
-    >>> class LossCallback(MonitorCallback):
+    >>> from dataclasses import dataclass
+    >>> @dataclass(eq=False, kw_only=True)
+    ... class LossCallback(MonitorCallback):
     ...     limit: float = 5.0
     ...
     ...     def watch(self, logs):

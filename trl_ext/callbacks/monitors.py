@@ -4,6 +4,7 @@ import ast
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback
@@ -26,6 +27,7 @@ def distinct_key(logs: dict[str, Any]) -> str | None:
     return next(filter(re.compile(r"repetition/distinct_\d+").fullmatch, logs), None)
 
 
+@dataclass(eq=False, kw_only=True)
 class KLBudgetCallback(MonitorCallback):
     """
     Alert when KL(policy ‖ reference), summed over a response, exceeds its budget.
@@ -90,6 +92,7 @@ class KLBudgetCallback(MonitorCallback):
         yield Finding(f"the KL {what} its budget{unit}", advice, *found, acts=is_over)
 
 
+@dataclass(eq=False, kw_only=True)
 class ClipFractionCallback(MonitorCallback):
     """
     Alert when too large a share of tokens (in RLOO, of responses) has a clipped probability ratio.
@@ -115,6 +118,7 @@ class ClipFractionCallback(MonitorCallback):
             yield Finding(f"the clip fraction is high over {self.steps} steps", advice, *found)
 
 
+@dataclass(eq=False, kw_only=True)
 class EntropyFloorCallback(MonitorCallback):
     """
     Alert when the policy's entropy falls too low: a collapsed policy explores nothing.
@@ -143,6 +147,7 @@ class EntropyFloorCallback(MonitorCallback):
             yield Finding("the entropy fell far from where it began", advice, *found)
 
 
+@dataclass(eq=False, kw_only=True)
 class LengthDriftCallback(MonitorCallback):
     """
     Alert when completions are much longer or shorter than in the first rollouts, or when more of them are cut off.
@@ -176,6 +181,7 @@ class LengthDriftCallback(MonitorCallback):
             yield Finding("more completions are cut off", advice, *found)
 
 
+@dataclass(eq=False, kw_only=True)
 class CutOffCallback(MonitorCallback):
     """
     Alert when too large a share of completions is cut off at the maximum length.
@@ -207,6 +213,7 @@ class CutOffCallback(MonitorCallback):
             yield Finding("most completions are cut off", advice, *found)
 
 
+@dataclass(eq=False, kw_only=True)
 class ValueHealthCallback(MonitorCallback):
     """
     Alert when the critic explains too little of the returns' variance, or its loss grows.
@@ -250,6 +257,7 @@ class ValueHealthCallback(MonitorCallback):
             yield Finding("the value loss grew", advice, *found)
 
 
+@dataclass(eq=False, kw_only=True)
 class NotFiniteCallback(MonitorCallback):
     """
     Alert when `grad_norm` or `loss` is not finite.
@@ -272,6 +280,7 @@ class NotFiniteCallback(MonitorCallback):
                 yield Finding(f"`{key}` is not finite", advice)
 
 
+@dataclass(eq=False, kw_only=True)
 class RewardDisagreementCallback(MonitorCallback):
     """
     Alert when the reward models of an ensemble disagree more than in the first rollouts.
@@ -302,6 +311,7 @@ class RewardDisagreementCallback(MonitorCallback):
                 yield Finding(f"`{key}` grew", advice, *found)
 
 
+@dataclass(eq=False, kw_only=True)
 class RepetitionCallback(MonitorCallback):
     """
     Alert when completions repeat themselves or each other more than in the first rollouts, or copy the corpus.
@@ -346,6 +356,7 @@ class RepetitionCallback(MonitorCallback):
                 yield Finding(what, advice, *found)
 
 
+@dataclass(eq=False, kw_only=True)
 class ToolAbuseCallback(MonitorCallback):
     """
     Alert when more tool calls fail, or repeat an earlier call of their episode, than in the first rollouts.
@@ -398,6 +409,7 @@ class ToolAbuseCallback(MonitorCallback):
                 yield Finding(what, f"Read the episodes in `completions.rank*.jsonl`: {advice}", *found)
 
 
+@dataclass(eq=False, kw_only=True)
 class RewardDriftCallback(MonitorCallback):
     """
     Alert when the mean or the spread of the reward moves far from where it was in the first scores, the baseline.

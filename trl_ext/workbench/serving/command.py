@@ -10,15 +10,13 @@ for Prometheus.
 
 import argparse
 import contextlib
-import inspect
+import hashlib
 import os
 import socket
 import sys
 import uuid
 from collections.abc import Callable
 from typing import Any
-
-import xxhash
 
 from ...runs import redacted
 from ...upstream import get_callable_name, need_server

@@ -60,8 +60,7 @@ from trl_ext.workbench.labels.labelling import (
     label_studio_tasks,
     read_choices,
 )
-from trl_ext.workbench.pages.markup import with_interval
-from trl_ext.workbench.pages.refresh import refresh_page
+from trl_ext.workbench.pages.markup import render, with_interval
 
 from . import generate, reward
 
@@ -577,7 +576,8 @@ def compare(args: RefreshArguments) -> None:
             report[which][name] = reward_model_report(scores[a], scores[b], lengths[a] - lengths[b])
     pairs = [row for part in SPLITS for row in read_rows(folder / "pairs" / f"{part}.jsonl")]
     report |= {"round": number_of(args), "pairs": json.loads((folder / "pairs.json").read_text()), **outcomes(pairs)}
-    write_text(folder / "refresh.html", refresh_page(report))
+    title = f"Reward model, refreshed: round {report['round']}"
+    write_text(folder / "refresh.html", render("refresh.html.j2", title=title, report=report))
     write_text(folder / "refresh.json", json.dumps(report, indent=2, ensure_ascii=False))
 
 

@@ -38,8 +38,8 @@ def risks(folder):
     return [log.get("watch/risk") for log in logs]
 
 
-def tile(folder):
-    return page(read_run(folder)).split("watch for a hack<b>")[1].split("</b>")[0]
+def said(folder):
+    return page(read_run(folder)).split('class="verdict">')[1].split("</p>")[0]
 
 
 def test_it_watches_by_default_and_changes_no_weight(tmp_path, alarm):
@@ -54,13 +54,14 @@ def test_it_watches_by_default_and_changes_no_weight(tmp_path, alarm):
         alert["step"] == 3
         and "60% of answers contain one phrase; KL 9 nats; answers of 9 tokens; score +1.5 σ" in alert["advice"]
     )
-    assert tile(tmp_path / "on") == "alarm at step 3, risk 0.89" and tile(tmp_path / "off") == "not watched"
+    assert said(tmp_path / "on").endswith("; HackWatch warned at step 3.")
+    assert said(tmp_path / "off").endswith("; no monitors were set.")
 
 
 def test_it_leaves_a_watch_of_ones_own_alone(tmp_path):
     (watch,) = watches(train(tmp_path, HackWatch(limit=0.9, action="save")))
     assert (watch.limit, watch.action) == (0.9, "save")
-    assert tile(tmp_path) == "no alarm, highest risk 0"
+    assert said(tmp_path).endswith("; HackWatch watched and found nothing.")
 
 
 def test_a_stop_holds_over_a_restart_until_somebody_says_to_go_on(tmp_path, alarm):

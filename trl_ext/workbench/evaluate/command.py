@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
         hold = Hold(args.output_dir)  # two runs at once would overwrite each other's answers
         found = run(args)
         hold.release()
-    from ..pages.evaluation import evaluation_rows
+    from ..pages.compare import evaluation_rows
 
     table = [["", *found["policies"]], *evaluation_rows(list(found["policies"].values()))]
     widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from ..pages.conversation import shown_answer, shown_prompt
-from ..pages.evaluation import evaluation_rows
-from ..pages.markup import number, render
+from ..pages.compare import evaluation_rows
+from ..pages.markup import number, render, shown_answer, shown_prompt
 
 _PROMPTS = 10  # prompts that the page shows, each with the answers of all policies
 

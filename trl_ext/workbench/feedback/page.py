@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ...runs import write_text
-from ..pages.conversation import shown_answer, shown_prompt
-from ..pages.markup import number, percent, render
+from ..pages.markup import number, percent, render, shown_answer, shown_prompt
 from .report import interval, shares
 
 _TEXT = 400  # most characters of a critique that a page shows

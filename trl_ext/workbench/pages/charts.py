@@ -11,17 +11,14 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from ...callbacks import PANELS, as_label, curve, draw_alerts, draw_line
-from .headline import headline
+from ...callbacks import PANELS, as_label, draw_alerts, draw_line
 from .recorded import Run
 
 INK = "#010203"  # what matplotlib draws text and axes in; `chart` replaces it by the page's own colour
 # Okabe and Ito's colours, which colour-blind people can tell apart, without yellow, which is too pale on white paper.
-# A run differs from the others by its line and marker, too: for print in black, and since an eighth run has the first
-# one's colour.
+# A run differs by its line, too: for print in black, and since an eighth run has the first one's colour.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)))
-MARKS = "os^Dvx*P"
 
 GROUPS = {
     "reward functions, mean": re.compile(r"rewards/.+/mean"),
@@ -52,7 +49,7 @@ KNOWN = {
     *"beta clip_ratio completions environment gold grad_norm greedy logits logps loss".split(),
     *"objective policy profiling repetition rewards sampling shift time tools turns val vespo watch".split(),
 }
-OWN, LINES_OF_ONE = 12, 8  # at most OWN charts of a user's own metrics, each with at most LINES_OF_ONE lines
+LINES_OF_ONE = 8  # a chart has at most so many lines
 # The charts that come first for a run without a reward; for a run with one those in PANELS come first
 FIRST = ("loss", "pair accuracy", "margin", "token accuracy")
 
@@ -63,71 +60,34 @@ def can_draw() -> bool:
 
 
 def line_style(place: int) -> dict[str, Any]:
-    """Return matplotlib's arguments for the colour, line and marker of run number `place` in a comparison."""
+    """Return matplotlib's arguments for the colour and line of run number `place` in a comparison."""
     return {
         "color": COLOURS[place % len(COLOURS)],
         "linestyle": LINES[(place + place // len(COLOURS)) % len(LINES)],
-        "marker": MARKS[place % len(MARKS)],
     }
 
 
-def logged_once(run: Run) -> dict[str, tuple[int, float]]:
-    """Return key → (step, value) for each key with one logged value, which is too little for a curve."""
-    found = {key: curve(run.history, key) for key in sorted({key for log in run.history for key in log} - {"step"})}
-    return {key: (steps[0], values[0]) for key, (steps, values) in found.items() if len(steps) == 1}
-
-
-def curves(run: Run) -> tuple[list[str], list[list[Any]]]:
-    """
-    Draw the charts of one run.
-
-    Returns:
-        Two lists: the charts; and (key, step, value) of each quantity that would be in a chart but was logged once,
-        and that no tile shows.
-    """
-    once = logged_once(run)
-    history = [{key: value for key, value in log.items() if key not in once} for log in run.history]
-    panels = [
-        chart(title, partial(draw, history=history, metrics=run.metrics, registry=run.registry), run.alerts)
-        for title, draw in PANELS.items()
-    ]
-    groups = {}
-    points = {metric.key for metric in run.metrics.values()}
-    logged = sorted({key for log in run.history for key in log})
-    shown = {title: [key for key in logged if pattern.fullmatch(key)] for title, pattern in GROUPS.items()}
-    for title, keys in (shown | _own(logged)).items():
-        if once.keys() >= {*keys}:
-            points |= {*keys}
-            keys.clear()
-
-        def lines(axes, keys=keys):
-            for key in keys:
-                draw_line(axes, run.history, key, key)
-
-        groups[title] = chart(title, lines, run.alerts)
-    if "reward" not in run.metrics:
-        panels = [groups.pop(title) for title in FIRST] + panels
-    in_tiles = {quantity.key for quantity in headline(run)}
-    points &= once.keys() - in_tiles
-    return [drawn for drawn in (*panels, *groups.values()) if drawn], [[key, *once[key]] for key in sorted(points)]
-
-
-def _own(logged: Sequence[str]) -> dict[str, list[str]]:
-    """Return title → keys of each chart of a user's own metrics; a chart has the keys with the same first part."""
-    groups: dict[str, list[str]] = {}
+def curves(run: Run) -> list[str]:
+    """Draw the charts of one run: the panels that monitors watch, groups of keys, and the user's own metrics."""
+    given = {"history": run.history, "metrics": run.metrics, "registry": run.registry}
+    draw: dict[str, Callable] = {title: partial(panel, **given) for title, panel in PANELS.items()}
+    logged = sorted(run.keys)
+    groups = {title: [key for key in logged if pattern.fullmatch(key)] for title, pattern in GROUPS.items()}
     for key in logged:
         first, slash, _ = key.partition("/")
         if slash and first.removeprefix("eval_") not in KNOWN:
             groups.setdefault(first, []).append(key)
-    charts = {}
-    for place, (name, keys) in enumerate(groups.items(), 1):
-        left_out = len(keys) > LINES_OF_ONE and f"the first {LINES_OF_ONE} of {len(keys)}"
-        if place == OWN < len(groups):
-            left_out = f"and {len(groups) - OWN} more groups are not drawn"
-        charts[f"{name} ({left_out})" if left_out else name] = keys[:LINES_OF_ONE]
-        if place == OWN:
-            break
-    return charts
+    for title, keys in groups.items():
+        cut = f"{title} (the first {LINES_OF_ONE} of {len(keys)})" if len(keys) > LINES_OF_ONE else title
+        draw[cut] = partial(_lines, history=run.history, keys=keys[:LINES_OF_ONE])
+    if "reward" not in run.metrics:
+        draw = {title: draw[title] for title in FIRST} | draw
+    return list(filter(None, (chart(title, each, run.alerts) for title, each in draw.items())))
+
+
+def _lines(axes: Any, history: list[dict[str, Any]], keys: list[str]) -> None:
+    for key in keys:
+        draw_line(axes, history, key, key)
 
 
 def chart(
@@ -154,9 +114,9 @@ def chart(
     salt = "c" + hashlib.sha256(title.encode("utf-8", "replace")).hexdigest()[:12]
     style: Any = dict.fromkeys(ink, INK) | {"svg.fonttype": "none", "svg.hashsalt": salt, "legend.framealpha": 0}
     style |= {"axes.prop_cycle": cycler(color=COLOURS), "axes.spines.top": False, "lines.linewidth": 1.7}
-    # A `$` in a name must not begin a formula. The browser's font has the letters that matplotlib's lacks
+    # A `$` in a name must not begin a formula
     with matplotlib.rc_context({**style, "font.size": 11, "text.parse_math": False}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        warnings.simplefilter("ignore")  # of letters that matplotlib's font lacks; the browser's has them
         figure = Figure(figsize=(5.2, 3.3), layout="constrained")
         axes = figure.subplots()
         draw(axes)

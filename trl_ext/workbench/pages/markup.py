@@ -1,5 +1,6 @@
-"""Make HTML from Jinja2 templates, which escape every value."""
+"""Make HTML from Jinja2 templates, which escape every value, and show numbers and answers on it."""
 
+import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -8,29 +9,33 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from ...data import tool_calls
+
 TEMPLATES = Path(__file__).parent / "templates"
+CHARACTERS, PROMPT, PART = 800, 400, 4000  # most characters of an answer, of a prompt, and of a part of an episode
 
 
-def render(template: Path, **shown: Any) -> str:
+def render(template: str | Path, **shown: Any) -> str:
     """
     Return a self-contained HTML page, which loads no other file.
 
     Args:
-        template: file that extends `frame.html.j2` and may import `parts.html.j2`, both in the folder `templates`.
+        template: file that extends `frame.html.j2` and may import `parts.html.j2`, both in the folder `templates`; or
+            the name of one there.
         shown: values for the template. Strings are escaped; only `Markup` is taken as HTML.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, so that only writing a page imports it
 
     environment = Environment(
-        loader=FileSystemLoader([template.parent, TEMPLATES]),
+        loader=FileSystemLoader([Path(template).parent, TEMPLATES]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"code": code, "prose": prose, "number": number, "percent": percent, "columns": columns}
-    environment.filters["between"] = between
-    page = environment.get_template(template.name).render(shown)
+    filters = (code, prose, number, percent, columns, between, with_interval)
+    environment.filters |= {each.__name__: each for each in filters}
+    page = environment.get_template(Path(template).name).render(shown)
     # HTML does not allow control characters, and UTF-8 no half of a surrogate pair
     return re.sub("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", page)
 
@@ -94,3 +99,37 @@ def with_interval(value: float | None, ends: Sequence[float] | None, form: str =
 def percent(share: float | None) -> str:
     """Return a share as a percentage with one decimal; a dash for None."""
     return "–" if share is None else f"{share:.1%}"
+
+
+def shown_prompt(prompt: Any) -> str:
+    """Return the last 400 characters of a prompt; messages become lines `role: content`."""
+    text = prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+    return text[-PROMPT:]
+
+
+def shown_answer(completion: Any, said: str = "") -> dict[str, Any]:
+    """
+    Return an answer as a cell for the templates' tables.
+
+    Args:
+        completion: the answer as a file has it: a text, or messages, which are shown turn by turn.
+        said: a line to show below the answer, such as its scores.
+    """
+    if not isinstance(completion, list):
+        return {"text": str(completion)[:CHARACTERS], "said": said}
+    return {"turns": [part for message in completion for part in _parts(message)], "said": said}
+
+
+def _parts(message: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (CSS class, who, text) of each part of a message: a thought, a text, calls of tools, or their answer."""
+    role, content = message["role"], message.get("content") or ""
+    text = (content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))[:PART]
+    if role == "tool":  # TRL tells the policy of a failed call in this form
+        return [("fails" if text.startswith("{'error':") else "hears", f"{message.get('name', 'tool')} said", text)]
+    if role != "assistant":
+        return [("hears", role, text)]
+    thought = message.get("reasoning_content") or message.get("thinking")
+    parts = [("thinks", "thought", str(thought)[:PART])] if thought else []
+    parts += [("says", "policy", text)] if text.strip() else []
+    calls = [f"{name}({json.dumps(given, ensure_ascii=False)})" for name, given in tool_calls(message)]
+    return parts + [("calls", "call", call[:PART]) for call in calls]

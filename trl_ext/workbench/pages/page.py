@@ -1,148 +1,188 @@
-"""Write the page of one run: its results, alerts, curves, samples and settings."""
+"""Write the page of one run: its verdict, results, alerts, curves, samples and settings."""
 
+import math
+from collections.abc import Iterable
 from datetime import UTC, datetime
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from ...callbacks import curve
-from ...runs import PRIVATE_FOLDER, is_notice
-from .charts import COLOURS, can_draw, chart, curves
-from .conversation import shown_answer
-from .headline import ends, headline
-from .markup import TEMPLATES, number, render
-from .recorded import Run, is_finite
-from .runbook import section_of, sections, what_to_do
-from .verdict import not_passed, verdict, watchers
+from ...runs import RUNBOOK, is_notice, root
+from .charts import COLOURS, chart, curves
+from .markup import number, render, shown_answer
+from .recorded import Run, ends, headline, is_finite
 
 PHASES = ("first third", "second third", "last third")
-SAMPLES = 5  # answers that are shown of each phase
-LAST_GOOD = "last-good"  # folder in which PPO saves the weights that it had before a gradient was not finite
+SAMPLES = 15  # answers on the page, spread over the run
+# A monitor's action → what the verdict says that the monitor did; the most serious action first
+DONE = {
+    "stop": "stopped the run",
+    "raise_kl": "raised the KL coefficient",
+    "save": "saved a checkpoint",
+    "warn": "warned",
+}
 
 
 def page(run: Run) -> str:
     """Return the HTML page of one run."""
-    drawn, points = curves(run) if can_draw() else (None, [])
     return render(
-        TEMPLATES / "run.html.j2",
+        "run.html.j2",
         title=run.folder.resolve().name,
+        run=run,
         verdict=verdict(run),
+        watched=sentence(watched(run)),
         heading=_heading(run),
-        not_passed=not_passed({"": run}),
-        tiles=_tiles(run),
-        # The page links to it by a relative path, which works within the run's folder
-        has_reward_report=any((run.folder / each / "reward_report.html").is_file() for each in ("", PRIVATE_FOLDER)),
-        alerts=alerts(run),
-        curves=drawn,
-        points=[[key, str(step), number(value)] for key, step, value in points],
-        generates=bool(run.samples) or "length" in run.metrics,
-        can_answer="record_answers" in run.config,
-        scores_answers=any(row["scores"] for row in run.samples) or "length" in run.metrics,
-        histograms=_histograms(run) if can_draw() else [],
+        results=results(run),
+        curves=curves(run),
+        histograms=_histograms(run),
         samples=_samples(run),
-        config=run.config,
-        what_to_do=what_to_do(run.alerts),
+        runbook=runbook(run.alerts),
     )
 
 
 def _heading(run: Run) -> str:
-    begins = [event for event in run.events if event.get("type") == "begin"]
+    begins = [event for event in run.events if event["type"] == "begin"]
     if not begins:
         return ""
-    parts = [str(begins[-1].get("config_class", "")), f"run {begins[-1].get('run', 'without an id')}"]
-    if is_finite(begins[0].get("timestamp")):
-        parts.append(f"begun {datetime.fromtimestamp(begins[0]['timestamp'], UTC):%Y-%m-%d %H:%M} UTC")
+    parts = [begins[-1].get("config_class"), f"run {begins[-1].get('run')}"]
+    if begun := begins[0].get("timestamp"):
+        parts.append(f"begun {datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC")
     parts += [f"resumed at step {begin['step']}" for begin in begins[1:]]
-    if not run.has_ended:
-        parts.append("its end is not recorded: it is still running, was killed, or stopped with an error")
-        if (run.folder / LAST_GOOD).is_dir():
-            parts.append(f"{LAST_GOOD} has the weights from before a gradient that was not finite")
     return ", ".join(filter(None, parts))
 
 
-def _tiles(run: Run) -> dict[str, str]:
-    notices = sum(map(is_notice, run.alerts))
-    shown = {"watch for a hack": _watch(run)} if "reward" in run.metrics and run.monitors is not None else {}
-    shown |= {quantity.label: ends(run, quantity.key) for quantity in headline(run)}
+def results(run: Run) -> dict[str, str]:
+    """Return label → text of what came of a run: its main quantities, first → last, steps and alerts."""
+    shown = {label: " → ".join(number(value, 3) for value in ends(run, key)) for label, key in headline(run).items()}
     shown |= {label: number(value, 3) for label, value in run.outcome.items()}
-    shown |= {"steps": str(run.last_step), "alerts": str(len(run.alerts) - notices)}
-    return shown | ({"notices of monitors": str(notices)} if notices else {})
-
-
-def _watch(run: Run) -> str:
-    """Return the text of HackWatch's tile: "not watched", its first alarm, or the highest risk without an alarm."""
-    if "HackWatch" not in (run.monitors or {}):
-        return "not watched"
-    alarms = [alert for alert in run.alerts if alert.get("monitor") == "HackWatch" and not is_notice(alert)]
-    if alarms:
-        return f"alarm at step {alarms[0]['step']}, risk {number(alarms[0].get('value'), 2)}"
-    highest = max(curve(run.history, "watch/risk")[1], default=0.0)
-    return f"no alarm, highest risk {number(highest, 2)}"
-
-
-def alerts(run: Run) -> dict[str, Any]:
-    """
-    Return a run's alerts for the templates.
-
-    Returns:
-        `rows`: one for each alert, with the section of the runbook that it links to; and `otherwise`: a sentence on
-        the run's monitors, to show if there are no rows.
-    """
-    who = watchers(run) or "no alert is recorded, nor which monitors were set"
-    known, rows = sections(), []
-    for alert in run.alerts:
-        action = {"level": alert.get("action"), "word": "notice" if is_notice(alert) else alert.get("action")}
-        what, sentence = (str(alert.get(name))[:800] for name in ("what", "advice"))
-        advice = {"sentence": sentence, "section": "", "runbook": str(alert.get("runbook"))[:200]}
-        if (section := section_of(alert)) in known:
-            advice["section"] = section
-        numbers = (number(alert.get(name)) for name in ("value", "bound"))
-        rows.append([alert["step"], action, alert.get("monitor"), what, *numbers, advice])
-    return {"rows": rows, "otherwise": f"{who[0].upper()}{who[1:]}{' and found nothing' if run.monitors else ''}."}
-
-
-def _phases(run: Run) -> list[list[dict[str, Any]]]:
-    third = max(run.last_step, 1) / 3
-    return [[row for row in run.samples if min(int(row["step"] / third), 2) == phase] for phase in range(3)]
-
-
-def _is_score(score: Any) -> bool:
-    return isinstance(score, (int, float)) and abs(score) < 1e100  # a histogram's bounds must be finite
+    steps = f"{run.last_step}{'' if run.has_ended else ', not ended'}"
+    shown |= {"steps": steps, "alerts": str(len(alarms(run)))}
+    return shown
 
 
 def _histograms(run: Run) -> list[str]:
-    phases = _phases(run)
-    names = sorted({n for row in run.samples for n, s in row["scores"].items() if _is_score(s)})
     charts = []
-    for name in names:
-        parts = [[float(row["scores"][name]) for row in rows if _is_score(row["scores"].get(name))] for rows in phases]
-        low, high = min(map(min, filter(None, parts))), max(map(max, filter(None, parts)))
+    for name in sorted({name for row in run.samples for name in row["scores"]}):
+        scores = [row["scores"].get(name) for row in run.samples]
+        scores = [score for score in scores if is_finite(score) and abs(score) < 1e100]  # so that bounds are finite
 
-        def draw(axes, parts=parts, low=low, high=high):
-            for values, label, colour, style in zip(parts, PHASES, COLOURS, (":", "--", "-"), strict=False):
-                if values:
-                    edges = (low, high if high > low else low + 1)
-                    shape = {"density": True, "histtype": "step", "linewidth": 1.6, "linestyle": style}
-                    axes.hist(values, 24, range=edges, label=label, color=colour, **shape)
+        def draw(axes, scores=scores):
+            style = {"histtype": "step", "density": True, "linewidth": 1.6, "linestyle": [":", "--", "-"]}
+            axes.hist(np.array_split(scores, 3), 24, label=PHASES, color=COLOURS[:3], **style)
 
-        charts.append(chart(f"{name}: density of single scores", draw, xlabel="score"))
+        if scores:
+            charts.append(chart(f"{name}: density of single scores", draw, xlabel="score"))
     return charts
+
+
+def _samples(run: Run) -> list[list[Any]]:
+    places = np.linspace(0, max(len(run.samples) - 1, 0), SAMPLES).astype(int)
+    rows = [run.samples[place] for place in sorted(set(places))] if run.samples else []
+    return [
+        [row["step"], str(row["prompt"])[:400], shown_answer(row["completion"]), shown_scores(row["scores"])]
+        for row in rows
+    ]
 
 
 def shown_scores(scores: dict[str, Any]) -> str:
     """Return the scores of one answer as one line of names and numbers."""
-    shown = ", ".join(f"{name} {number(s)}" for name, s in scores.items() if isinstance(s, (int, float)))
-    return shown[:400]
+    return ", ".join(f"{name} {number(s)}" for name, s in scores.items() if s is not None)[:400]
 
 
-def _samples(run: Run) -> list[list[Any]]:
-    rows = []
-    for label, phase in zip(PHASES, _phases(run), strict=True):
-        merged: dict[tuple, dict[str, Any]] = {}
-        for row in phase:  # several watches write the same completion
-            texts = str(row.get("prompt")), str(row.get("completion"))
-            first = merged.setdefault((row["step"], *texts), {**row, "scores": {}})
-            first["scores"] |= row["scores"]
-        spread = sorted({round(i * (len(merged) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)} if merged else ())
-        for row in (list(merged.values())[i] for i in spread):
-            answer = shown_answer(row.get("completion"))
-            rows.append([label, row["step"], str(row.get("prompt"))[:400], answer, shown_scores(row["scores"])])
-    return rows
+# ---- The verdict ----
+
+
+def verdict(run: Run) -> str:
+    """Summarise a run in one sentence: how its main quantities changed, and what its monitors found."""
+    parts = [listed([_change(run, label, key) for label, key in wanted(run).items()])]
+    if (cut := run.metrics.get("length_clipped")) and (shares := curve(run.history, cut.key)[1]) and shares[-1] > 0.9:
+        parts.append(f"{shares[-1]:.0%} of the last answers were cut off")
+    if run.passed is not None:
+        parts.append(f"the saved model {'passed' if run.passed else 'did not pass'} its report")
+    elif run.objections:
+        parts.append("a reward model did not pass its report")
+    said = "; ".join(filter(None, [*parts, watched(run)]))
+    return sentence(said if run.has_ended or not said else f"so far {said}")
+
+
+def wanted(run: Run) -> dict[str, str]:
+    """Return the quantities that the verdict names: score, gold and KL, or else the first one and the loss."""
+    shown = headline(run)
+    if "reward" in run.metrics:
+        return {
+            label: key for label, key in shown.items() if label.partition(",")[0] in ("score", "held-out gold", "KL")
+        }
+    shown = {label: key for label, key in shown.items() if label.startswith("held-out")} or shown
+    first = next(iter(shown), "")
+    return {label: key for label, key in shown.items() if label == first or label.partition(",")[0].endswith("loss")}
+
+
+def _change(run: Run, label: str, key: str) -> str:
+    name, _, unit = label.partition(", ")
+    first, *rest = ends(run, key)
+    what, shown = f"the {name}", [number(value, 3) + f" {unit}".rstrip() for value in (first, *rest)]
+    if not rest:
+        return f"{what} was {shown[0]}"
+    if not is_finite(rest[0]):
+        return f"{what} ended as {rest[0]}"
+    if shown[0] == shown[1] or _is_noise(curve(run.history, key)[1]):
+        return f"{what} hardly changed ({number(first, 3)} to {shown[1]})"
+    return f"{what} {'rose' if rest[0] > first else 'fell'} from {number(first, 3)} to {shown[1]}"
+
+
+def _is_noise(values: list[float]) -> bool:
+    """
+    Return whether the last of four or more values differs from the first by less than 2 σ.
+
+    σ is the noise of the difference of two values. It is estimated by the root mean square of the differences between
+    neighbouring values, in which a trend is small.
+    """
+    steps = [b - a for a, b in pairwise(values)]
+    return len(steps) > 2 and abs(values[-1] - values[0]) < 2 * math.sqrt(fmean(step**2 for step in steps))
+
+
+def alarms(run: Run) -> list[dict[str, Any]]:
+    """Return a run's alerts without its notices."""
+    return [alert for alert in run.alerts if not is_notice(alert)]
+
+
+def by_monitors(run: Run) -> str:
+    """Return in words each monitor's most serious action and the step when it first took it; "" if none acted."""
+    said: dict[str, str] = {}
+    actions = [*DONE]
+    for alert in sorted(alarms(run), key=lambda alert: actions.index(alert["action"])):
+        said.setdefault(alert["monitor"], f"{alert['monitor']} {DONE[alert['action']]} at step {alert['step']}")
+    return listed([*said.values()])
+
+
+def watched(run: Run) -> str:
+    """Return what the monitors found, or else who watched; "" if a run's monitors are not recorded."""
+    if run.monitors and not alarms(run):
+        return f"{listed(sorted(run.monitors))} watched and found nothing"
+    return by_monitors(run) or ("no monitors were set" if run.monitors == {} else "")
+
+
+def listed(parts: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+
+
+def sentence(said: str) -> str:
+    return f"{said[0].upper()}{said[1:]}." if said else ""
+
+
+def runbook(alerts: Iterable[dict[str, Any]]) -> dict[str, list[list[str]]]:
+    """
+    Return section → table for the runbook's sections that these alerts link to; a table is rows of cells in Markdown.
+
+    With them in the page, an alert's link works wherever the page is copied.
+    """
+    wanted, tables = {alert["runbook"].partition("#")[2] for alert in alerts}, {}
+    for part in (root() / RUNBOOK).read_text(encoding="utf-8").split("\n## ")[1:]:
+        name, *lines = part.splitlines()
+        rows = [line.strip(" |").split(" | ") for line in lines if line.startswith("|") and not line.startswith("|--")]
+        if name.strip() in wanted and rows:
+            tables[name.strip()] = rows
+    return tables

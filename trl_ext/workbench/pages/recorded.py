@@ -1,7 +1,8 @@
-"""Read the files that the last run in a folder wrote: curves, alerts, samples and settings."""
+"""Read the files that the last run in a folder wrote, and say which of its numbers come first."""
 
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,39 @@ from ...callbacks import METRICS, Metric
 from ...runs import PRIVATE_FOLDER, REGISTRY, read_jsonl, redacted
 from ...runs import is_finite_number as is_finite
 
-# Trainer's configuration → a key that only this trainer logs; most keys are logged by several trainers
-_SIGNATURES = {"DPOConfig": "rewards/margins", "RewardConfig": "margin", "SFTConfig": "mean_token_accuracy"}
+# Name and unit → key of the main quantities of trainers that do not sample answers, the most important first
+HEADLINES = {
+    "SFTConfig": {
+        "loss, nats per token": "loss",
+        "token accuracy": "mean_token_accuracy",
+        "entropy, nats per token": "entropy",
+    },
+    "RewardConfig": {
+        "pair accuracy": "accuracy",
+        "margin, score": "margin",
+        "loss": "loss",
+        "mean score": "mean_reward",
+    },
+    "CriticConfig": {"explained variance": "val/explained_variance", "root mean square error, score": "val/rmse"},
+    "DPOConfig": {
+        "pair accuracy": "rewards/accuracies",
+        "margin, nats · β": "rewards/margins",
+        "loss": "loss",
+        "β": "beta",
+        "chosen answers' log-prob change, nats": "logps/chosen_delta",
+        "drift, nats": "logps/drift",
+    },
+    "KTOConfig": {"margin": "rewards/margins", "loss": "loss"},
+}
+# Those of trainers that do, by their names in `METRICS`
+SAMPLED = {
+    "reward": "score",
+    "kl": "KL, {unit}",
+    "entropy": "entropy, {unit}",
+    "length": "length, {unit}",
+    "length_clipped": "cut off, {unit}",
+}
+GOLD = re.compile(r"eval_gold/mean|eval_rewards/[^/]*gold[^/]*/mean")
 
 
 @dataclass
@@ -27,19 +59,21 @@ class Run:
     events: list[dict[str, Any]] = field(default_factory=list)  # lines that JSONLCallback wrote
     outcome: dict[str, float] = field(default_factory=dict)  # measured after training, as in a round of online DPO
     monitors: dict[str, Any] | None = None  # name → arguments; None if monitors were not recorded
-    objections: list[str] = field(default_factory=list)  # in the reports on its reward models when it began
-    report: dict[str, Any] = field(default_factory=dict)  # verdict of the report on the reward model that it saved
+    objections: list[str] = field(default_factory=list)  # of reports on the reward models that it used or saved
+    passed: bool | None = None  # verdict of the report on the reward model that it saved
+
+    @property
+    def keys(self) -> set[str]:
+        """Return the keys that the run has logged."""
+        return {key for log in self.history for key in log} - {"step"}
 
     @property
     def trainer(self) -> str:
         """Return the name of the run's configuration class, as recorded, or else guessed from the logged keys."""
-        for event in reversed(self.events):
-            if event.get("config_class") in METRICS:
-                return event["config_class"]
-        keys = {key for log in self.history for key in log}
-        if signed := next((trainer for trainer, key in _SIGNATURES.items() if key in keys), None):
-            return signed
-        return max(METRICS, key=lambda trainer: len({metric.key for metric in METRICS[trainer].values()} & keys))
+        recorded = [event["config_class"] for event in self.events if event.get("config_class") in METRICS]
+        return (
+            recorded[-1] if recorded else max(METRICS, key=lambda name: len({*main_keys(name).values()} & self.keys))
+        )
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -48,14 +82,40 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether an end of training is recorded after the last time that the run began or was resumed."""
-        kinds = [event.get("type") for event in self.events]
-        since = max((place for place, kind in enumerate(kinds) if kind == "begin"), default=0)
-        return "end" in kinds[since:]
+        """Return whether the run ended, by its records, after it began or was resumed."""
+        kinds = [event["type"] for event in self.events if event["type"] in ("begin", "end")]
+        return kinds[-1:] != ["begin"]
 
     @property
     def last_step(self) -> int:
         return int(max((row["step"] for row in (*self.history, *self.samples)), default=0))
+
+
+def main_keys(trainer: str) -> dict[str, str]:
+    """Return name and unit → key of a trainer's main quantities."""
+    metrics = METRICS[trainer]
+    sampled = {
+        label.format(unit=metrics[name].unit): metrics[name].key for name, label in SAMPLED.items() if name in metrics
+    }
+    return HEADLINES.get(trainer, sampled)
+
+
+def headline(run: Run) -> dict[str, str]:
+    """Return name and unit → key of the main quantities that a run has logged, on held-out data, too."""
+    keys = sorted(run.keys)
+    found: dict[str, str] = {}
+    for label, key in main_keys(run.trainer).items():
+        found |= {label: key, f"held-out {label}": f"eval_{key}"}
+        if label == "score" and (gold := [*filter(GOLD.fullmatch, keys)]):
+            found["held-out gold"] = gold[0]
+    return {label: key for label, key in found.items() if key in keys}
+
+
+def ends(run: Run, key: str) -> list[Any]:
+    """Return the first and the last logged value of a key; one value if it was logged once."""
+    values = [log[key] for log in run.history if key in log]
+    values = [round(value, 6) if is_finite(value) else value for value in values]  # a KL of 0 has rounding errors
+    return values[:1] + values[1:][-1:]
 
 
 def read_run(folder: Path) -> Run:
@@ -63,17 +123,14 @@ def read_run(folder: Path) -> Run:
     Return what the last run in an output directory recorded.
 
     Raises:
-        ValueError: the directory holds no run, or a run that has logged nothing.
+        ValueError: the directory holds no run that has logged anything.
     """
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give the output directory of a run")
     private = folder / PRIVATE_FOLDER  # where a run that is pushed to the hub records
     source = private if private.is_dir() else folder
-    lines = source / "metrics.rank0.jsonl"
-    events = [event for event in read_jsonl(lines) if is_finite(event.get("step"))] if lines.is_file() else []
-    begins = _begins(events)
-    events = _of_this_run(events, begins)
-    since = begins[0]["timestamp"] if begins and is_finite(begins[0].get("timestamp")) else 0
+    events = _rows(source / "metrics.rank0.jsonl")
+    begins = [event for event in events if event["type"] == "begin"]
+    begins = [begin for begin in begins if begin.get("run") == begins[-1].get("run")]
+    since = begins[0].get("timestamp", 0) if begins else 0
     found = [path for place in ("", "checkpoint-*/") for path in folder.glob(f"{place}trainer_state.json")]
     states = sorted((path for path in found if _time(path) >= since), key=_time, reverse=True)
     state = next(filter(None, map(read_object, states)), {})  # a run may have been killed while it wrote the newest
@@ -82,62 +139,46 @@ def read_run(folder: Path) -> Run:
     if state:  # monitors that were set are in each checkpoint
         run.monitors = {name: of["args"] for name, of in registry.items() if isinstance(of, dict) and "args" in of}
     if events:
-        run.events = events
-        run.history = [{**event["logs"], "step": event["step"]} for event in events if "logs" in event]
-        run.monitors = next((event["monitors"] for event in reversed(events) if "monitors" in event), run.monitors)
-        run.registry = {**{name: {"args": args} for name, args in (run.monitors or {}).items()}, **run.registry}
-        run.objections = list(map(str, (begins[-1].get("objections") if begins else None) or []))
-        run.config = redacted(next((e["config"] for e in reversed(events) if "config" in e), {}))
-    run.registry = redacted(run.registry)  # the page shows the monitors' arguments
-    if (folder / "alerts.jsonl").is_file():
-        run.alerts = list(read_jsonl(folder / "alerts.jsonl"))
-    run.alerts = redacted([alert for alert in _of_this_run(run.alerts, begins) if is_finite(alert.get("step"))])
-    file = folder / "reward_report.json"  # an older one is about another run's model
-    report = read_object(file) if file.is_file() and _time(file) >= since else {}
-    run.report = report["verdict"] if isinstance(report.get("verdict"), dict) else {}
-    measured = read_object(folder / "round.json")  # of online DPO; {} for a round that is not complete
-    run.outcome = _outcome(measured)
-    if isinstance(alert := measured.get("alert"), dict):  # which the watch over rounds gave after this round
-        run.alerts.append(redacted({**alert, "step": run.last_step}))
-    if is_finite(report.get("accuracy")):
-        trained_on = report.get("trained_on")  # if that is not known, the report's pairs may have been trained on
-        is_held_out = isinstance(trained_on, dict) and trained_on.get("is_known") is True
-        run.outcome[f"{'held-out ' if is_held_out else ''}accuracy, as saved"] = report["accuracy"]
-    rows = [row for path in sorted(source.glob("completions.rank*.jsonl")) for row in read_jsonl(path)]
-    rows = [row for row in rows if is_finite(row.get("step")) and isinstance(row.get("scores"), dict)]
+        run.events = _of_this_run(events, begins)
+        run.history = [{**event["logs"], "step": event["step"]} for event in run.events if "logs" in event]
+        run.monitors = next((event["monitors"] for event in reversed(run.events) if "monitors" in event), run.monitors)
+        registry = {**{name: {"args": args} for name, args in (run.monitors or {}).items()}, **registry}
+        run.objections = [*((begins[-1].get("objections") if begins else None) or [])]
+        run.config = redacted(next((event["config"] for event in reversed(run.events) if "config" in event), {}))
+    run.monitors, run.registry = redacted(run.monitors), redacted(registry)  # the page shows the monitors' arguments
+    run.alerts = redacted(_of_this_run(_rows(folder / "alerts.jsonl") or run.alerts, begins))
+    rows = [row for path in sorted(source.glob("completions.rank*.jsonl")) for row in _rows(path)]
     run.samples = sorted(_of_this_run(rows, begins), key=lambda row: row["step"])
-    if events and not (run.history or run.samples):
-        raise ValueError(
-            f"{folder} is a run that has logged nothing: it ended before its first log, or has not reached it yet"
-        )
     if not (run.history or run.samples):
-        within = sorted({str(path.parent) for path in folder.glob("**/metrics.rank0.jsonl")})
-        if within:
-            raise ValueError(f"{folder} is not a run, but contains some: give one or several of {', '.join(within)}")
-        raise ValueError(
-            f"{folder} has neither metrics.rank0.jsonl nor a trainer_state.json nor completions.rank*.jsonl; add "
-            "JSONLCallback to the script, or give the folder that contains a checkpoint"
-        )
+        within = [str(path.parent) for path in sorted(folder.glob("**/metrics.rank0.jsonl"))]
+        raise ValueError(f"{folder} is no run that has logged anything; runs within it: {', '.join(within) or 'none'}")
+    _read_results(run, since)
     return run
 
 
-def rounds_of(folder: Path) -> list[Path]:
-    """Return the folders of an online DPO run's rounds, in order: each is a run. Return [] if there are no rounds."""
-    if (folder / "metrics.rank0.jsonl").is_file() or (folder / PRIVATE_FOLDER).is_dir():
-        return []
-    rounds = [path.parent for path in folder.glob("round-*/metrics.rank0.jsonl")]
-    return sorted(rounds, key=lambda path: (len(path.name), path.name))
-
-
-def _time(path: Path) -> float:
-    return path.stat().st_mtime
-
-
-def _outcome(measured: dict[str, Any]) -> dict[str, float]:
-    """Return label → value for a round's held-out scores, the length of its answers, and the risk of a hack."""
-    outcome = {f"held-out {name}": score for name, score in measured.get("held_out", {}).items()}
+def _read_results(run: Run, since: float) -> None:
+    """Read what was measured after training: a round of online DPO, and the report on a saved reward model."""
+    measured = read_object(run.folder / "round.json")  # {} for a round that is not complete
+    run.outcome = {f"held-out {name}": score for name, score in measured.get("held_out", {}).items()}
     shown = {"held-out length, tokens": measured.get("length"), "risk of a hack": measured.get("risk")}
-    return outcome | {label: value for label, value in shown.items() if value is not None}
+    run.outcome |= {label: value for label, value in shown.items() if value is not None}
+    if alert := measured.get("alert"):  # which the watch over rounds gave after this round
+        run.alerts.append(redacted({**alert, "step": run.last_step}))
+    file = run.folder / "reward_report.json"  # an older one is about another run's model
+    report = read_object(file) if file.is_file() and _time(file) >= since else {}
+    if (report.get("trained_on") or {}).get("is_known"):  # else the report's pairs may have been trained on
+        run.outcome["held-out accuracy, as saved"] = report["accuracy"]
+    verdict = report.get("verdict") or {}
+    run.passed = verdict.get("passed")
+    if run.passed is False:
+        what = "reward_report.json says no to the model that this run has saved:"
+        run.objections.insert(0, "\n  - ".join([what, *verdict["reasons"]]))
+
+
+def rounds_of(folder: Path) -> list[Path]:
+    """Return the folders of an online DPO run's rounds, in order: each is a run. For another run return its folder."""
+    rounds = [path.parent for path in folder.glob("round-*/metrics.rank0.jsonl")]
+    return sorted(rounds, key=lambda path: (len(path.name), path.name)) or [folder]
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -149,24 +190,20 @@ def read_object(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _begins(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the `begin` events of the last run: one for its start, and one for each time that it was resumed."""
-    begins = [event for event in events if event.get("type") == "begin"]
-    starts = [i for i, begin in enumerate(begins) if begin["step"] == 0]  # for older files, whose events have no id
-    run = begins[-1].get("run") if begins else None
-    return [begin for begin in begins if begin.get("run") == run] if run else begins[starts[-1] if starts else 0 :]
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Return a file's rows that have a step; [] if there is no file."""
+    return [row for row in read_jsonl(path) if is_finite(row.get("step"))] if path.is_file() else []
+
+
+def _time(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _of_this_run(rows: list[dict[str, Any]], begins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """
-    Return the rows of the run with these `begin` events; without any events return all rows.
-
-    Where the run was resumed and repeated steps, only the newer rows of these steps are kept.
-    """
-    times = [(b["timestamp"] if is_finite(b.get("timestamp")) else -math.inf, b["step"]) for b in begins]
-
-    def is_kept(row: dict[str, Any]) -> bool:
-        at = row["timestamp"] if is_finite(row.get("timestamp")) else math.inf
-        return at >= times[0][0] and not any(at < resumed and row["step"] > step for resumed, step in times)
-
-    return [row for row in rows if is_kept(row)] if times else rows
+    """Leave out the rows of earlier runs, and the older rows of steps that a resumed run repeated."""
+    starts = [(begin.get("timestamp", 0), begin["step"] or -1) for begin in begins]
+    return [
+        row
+        for row in rows
+        if not any(row.get("timestamp", math.inf) < at and row["step"] > step for at, step in starts)
+    ]

@@ -22,6 +22,7 @@ if __name__ == "__main__":  # before the libraries that are imported next
     quiet()
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -33,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...runs import PRIVATE_FOLDER, write_text
 from .compare import comparison, named
-from .evaluation import read_evaluation
 from .page import page
 from .recorded import read_run, rounds_of
 
@@ -57,35 +57,30 @@ def write_report(
             gives a comparison of its rounds.
         output: file to write. The default for one run is `report.html` in its folder (in the subfolder `_run`, if
             there is one); for several runs it is `comparison.html` in the innermost folder that holds all of them.
-        x: horizontal axis for several runs: `step`, or a key that all of them log, such as `episode`.
-        evaluation: for several runs, the `evaluation.json` of `trl-ext evaluate`, or its folder.
+        x: horizontal axis of a comparison: `step`, or a key that all runs log, such as `episode`.
+        evaluation: for a comparison, the `evaluation.json` of `trl-ext evaluate`, or its folder.
 
     Raises:
-        ValueError: a folder holds no run, or a setting does not fit the runs.
+        ValueError: a folder holds no run.
     """
-    folders = [Path(folder)] if isinstance(folder, (str, Path)) else [Path(one) for one in folder]
-    if not folders:
-        raise ValueError("there is no run to report on; give the output directory of one")
-    if len(folders) > 1:
-        text, place = _comparison(folders, x, "", evaluation), Path(os.path.commonpath([*map(Path.resolve, folders)]))
-        place = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
-    elif rounds := rounds_of(folders[0]):
-        text, place = _comparison(rounds, x, folders[0].resolve().name, evaluation), folders[0]
+    given = [Path(folder)] if isinstance(folder, (str, Path)) else [*map(Path, folder)]
+    runs = {name: read_run(each) for name, each in named([run for one in given for run in rounds_of(one)]).items()}
+    private = given[0] / PRIVATE_FOLDER
+    place = (private if private.is_dir() else given[0]) / "report.html"
+    if len(given) > 1:
+        place = Path(os.path.relpath(os.path.commonpath([path.resolve() for path in given]))) / "comparison.html"
+    if len(runs) == 1 and x == "step" and evaluation is None:
+        text = page(*runs.values())
     else:
-        for name, given in (("x", x if x != "step" else None), ("evaluation", evaluation)):
-            if given is not None:
-                raise ValueError(f"`--{name} {given}` is for several runs; give more than one, or leave it out")
-        private = folders[0] / PRIVATE_FOLDER
-        text, place = page(read_run(folders[0])), private if private.is_dir() else folders[0]
-    output = Path(output) if output else place / ("comparison.html" if len(folders) > 1 else "report.html")
+        title = " · ".join(runs) if len(given) > 1 else given[0].resolve().name
+        text = comparison(runs, x, title, _read_evaluation(Path(evaluation)) if evaluation else None)
+    output = Path(output) if output else place
     write_text(output, text)
     return output
 
 
-def _comparison(folders: list[Path], x: str, title: str, evaluation: str | Path | None) -> str:
-    each = [run for folder in folders for run in rounds_of(folder) or [folder]]
-    found = None if evaluation is None else read_evaluation(Path(evaluation))
-    return comparison({name: read_run(folder) for name, folder in named(each).items()}, x, title, found)
+def _read_evaluation(path: Path) -> dict[str, Any]:
+    return json.loads((path / "evaluation.json" if path.is_dir() else path).read_text(encoding="utf-8"))
 
 
 def report_of(folder: str | Path, was_trained: bool = True, is_recorded: bool = True) -> str:
@@ -161,23 +156,13 @@ def main(arguments: list[str] | None = None) -> None:
         "trl-ext report",
         description="One self-contained HTML page of a run, or of several, with their curves over each other.",
     )
-    parser.add_argument("run", type=Path, nargs="+", help="output directory of a run")
-    parser.add_argument(
-        "--output_file",
-        type=Path,
-        help="where to write; by default report.html in RUN, or comparison.html in the folder that all runs are in",
-    )
-    parser.add_argument(
-        "--x",
-        default="step",
-        help="what the curves of several runs are drawn over: step, or a logged key such as episode",
-    )
-    parser.add_argument(
-        "--evaluation", help="evaluation.json of these runs, of `trl-ext evaluate`; its folder will do"
-    )
+    parser.add_argument("run", nargs="+", help="output directory of a run")
+    parser.add_argument("--output_file", help="by default report.html in RUN, or comparison.html above all runs")
+    parser.add_argument("--x", default="step", help="horizontal axis of several runs: step, or a key such as episode")
+    parser.add_argument("--evaluation", help="evaluation.json of `trl-ext evaluate`, or its folder")
     args = parser.parse_args(arguments)
     try:
-        print(write_report(args.run[0] if len(args.run) == 1 else args.run, args.output_file, args.x, args.evaluation))
+        print(write_report(args.run, args.output_file, args.x, args.evaluation))
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -21,7 +21,7 @@ from tests.rounding import bound
 from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models import answer_texts, prompt_token_ids, sample
 from trl_ext.models.actor_critic import ActorCritic
-from trl_ext.workbench.planning.phases import _layers
+from trl_ext.workbench.planning.stages import sharded_layers
 
 ROOT = Path(__file__).parents[2]
 MODES = {  # shipped file -> the mode that must really be on: accelerate's type, the wrapper, the share of weights held
@@ -140,7 +140,7 @@ def test_fsdp2_gathers_the_pieces_that_a_plan_counts(launched):
     names = {id(module): name for name, module in actor_critic.named_modules()}
     for rank in launched[2]["train"]:
         trained, reference = rank["ppo"]["pieces"]
-        assert [names[id(layer)] for layer in _layers(actor_critic)] == [n for n in trained if ".layers." in n]
+        assert [names[id(layer)] for layer in sharded_layers(actor_critic)] == [n for n in trained if ".layers." in n]
         assert not any(name.startswith("critic") and ".layers." not in name for name in trained)  # the root has it
         assert reference == rank["dpo"]["pieces"][1] == [""]
 

@@ -137,7 +137,7 @@ def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
         ("reward", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'chosen' and 'rejected'"),
         ("ppo", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt' or 'input_ids'"),
         ("sft", ["--model_name_or_path", "./absent"], "`model` ./absent: there is no such folder in "),
-        ("pretrain_critic", ["--load_in_8bit", "true"], "a critic cannot be trained alone on a base in 8 bits"),
+        ("pretrain_critic", ["--load_in_8bit", "true"], "a base in 8 bits cannot be trained, nor a critic alone"),
         ("pretrain_critic", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt_ids' and"),
         ("ppo", ["--prompt_length", "-1"], "`--prompt_length` must be more than 0, got -1"),
         ("ppo", ["--gpu_memory", "0"], "`--gpu_memory` must be more than 0, got 0.0"),
@@ -176,9 +176,6 @@ def test_a_recipe_with_tools_is_planned_turn_by_turn(folder, capsys, monkeypatch
     assert "not counted: what `reset` says, the tools' descriptions" in text
     text = run(folder, "ppo", capsys, "--tools", "game.py:roll", *flags[2:], "--max_tool_calling_iterations", "3")
     assert "turns of an episode, at most: 4" in text and "assumed: episodes" not in text and "`reset`" not in text
-    with pytest.raises(SystemExit, match="2"):
-        run(folder, "ppo", capsys, *flags, "--rollouts_ahead", "1", "--use_vllm", "true", "--vllm_mode", "server")
-    assert "which tools and environments do not allow" in capsys.readouterr().err
 
 
 def test_a_model_of_the_chain_is_followed_to_the_hub(folder, monkeypatch):

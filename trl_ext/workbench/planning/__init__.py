@@ -5,28 +5,20 @@ from typing import TYPE_CHECKING
 from ...upstream.lazy import lazily
 
 if TYPE_CHECKING:
-    from .checks import known_not_to_work as known_not_to_work
-    from .checks import known_to_go_wrong as known_to_go_wrong
     from .duration import GPU as GPU
     from .duration import GPUS as GPUS
     from .duration import Efficiency as Efficiency
     from .duration import examples as examples
     from .duration import hours as hours
     from .duration import seconds_per_example as seconds_per_example
-    from .layout import Layout as Layout
     from .memory import GIB as GIB
-    from .memory import kv_cache_bytes as kv_cache_bytes
-    from .memory import optimizer_bytes as optimizer_bytes
-    from .memory import quantized_bytes as quantized_bytes
-    from .memory import share as share
     from .runs import Job as Job
+    from .runs import Layout as Layout
     from .runs import LoadedReward as LoadedReward
     from .runs import Plan as Plan
     from .runs import Role as Role
-    from .simulate import LiveBytes as LiveBytes
-    from .simulate import fake as fake
-    from .simulate import forward_peak as forward_peak
-    from .simulate import training_peak as training_peak
+    from .runs import known_not_to_work as known_not_to_work
+    from .runs import known_to_go_wrong as known_to_go_wrong
     from .stages import plan as plan
 else:
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)

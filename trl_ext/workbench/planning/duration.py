@@ -1,16 +1,15 @@
 """Estimate how long a run takes, from its arithmetic and the bytes that generation reads."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .memory import kv_cache_of
+from .memory import kv_cache_bytes
 from .runs import Job, Plan, Role
 
 
-@dataclass(frozen=True)
-class GPU:
+class GPU(NamedTuple):
     """
     Describe a GPU by its vendor's figures.
 
@@ -73,8 +72,8 @@ def seconds_per_example(
         gpu, efficiency: the GPU's nominal speed, and how much of it the run reaches.
         tokens: number of tokens of one text; None takes the longest text allowed.
     """
-    args = job.args
-    is_ppo, is_pair = job.stage == "ppo", job.stage in ("dpo", "reward")
+    args, policy = job.args, plan.roles[0]
+    is_ppo = job.stage == "ppo"
     length = tokens or (job.prompt_length + args.max_completion_length if is_ppo else job.length)
     rate = gpu.tflops * 1e12 * efficiency.mfu
     if job.mixed is None and job.dtype == torch.float32:
@@ -82,22 +81,20 @@ def seconds_per_example(
 
     def forward(role: Role) -> float:
         config = job.rewards[0] if role.name == "reward model" and is_ppo and job.rewards else job.policy
-        config = role.config or config
-        weights = plan.roles[0].parameters if role.note else role.parameters  # a note: it runs on the policy's base
-        return _forward(config.get_text_config(), weights, length) / rate
+        weights = policy.parameters if role.note else role.parameters  # a note: it runs on the policy's base
+        return _forward((role.config or config).get_text_config(), weights, length) / rate
 
     def update(role: Role) -> float:
-        is_frozen = role.trained < plan.roles[0].parameters / 2
+        is_frozen = role.trained < policy.parameters / 2
         return forward(role) * ((2 if is_frozen else 3) + bool(args.activation_checkpointing))
 
     trained = [role for role in plan.roles if role.trained]
     if not is_ppo:
-        texts = 1 + is_pair
-        has_reference = job.stage == "dpo"  # the precomputed pass is one pass, too
-        return {"update": texts * (update(trained[0]) + has_reference * forward(plan.roles[0]))}
-    local = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
+        texts = 2 if job.stage in ("dpo", "reward") else 1
+        # DPO's reference is read once, also where that is precomputed
+        return {"update": texts * (update(trained[0]) + (job.stage == "dpo") * forward(policy))}
     return {
-        "generate": _generation(job, plan, gpu, efficiency, rate, local),
+        "generate": _generation(job, plan, gpu, efficiency, rate),
         "score": sum(forward(role) for role in plan.roles if args.baseline != "mean" or role.name != "critic"),
         "update": args.num_ppo_epochs * sum(map(update, trained)),
     }
@@ -105,27 +102,23 @@ def seconds_per_example(
 
 def examples(job: Job, plan: Plan, rows: int | None) -> float | None:
     """Return the number of examples of the whole run; None if it depends on the data's `rows`, and `rows` is None."""
-    args = job.args
-    if job.stage == "ppo":
-        if args.total_episodes:
-            return args.total_episodes
-        if args.max_steps > 0:
-            rollouts = args.max_steps / plan.schedule["optimizer steps per rollout"]
-            return rollouts * plan.schedule["episodes per rollout"]
-        return rows and rows * args.num_train_epochs * args.num_generations
+    args, is_ppo = job.args, job.stage == "ppo"
+    if is_ppo and args.total_episodes:
+        return args.total_episodes
+    if args.max_steps > 0 and is_ppo:
+        return args.max_steps / plan.schedule["optimizer steps per rollout"] * plan.schedule["episodes per rollout"]
     if args.max_steps > 0:
         return args.max_steps * plan.schedule["examples per optimizer step"]
-    return rows and rows * args.num_train_epochs
+    return rows and rows * args.num_train_epochs * (args.num_generations if is_ppo else 1)
 
 
 def hours(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, count: float, tokens: float | None = None) -> float:
     """Return the hours of a run of `count` examples, on all GPUs of its layout."""
-    phases = seconds_per_example(job, plan, gpu, efficiency, tokens)
-    seconds = count * sum(phases.values())
+    phases, processes = seconds_per_example(job, plan, gpu, efficiency, tokens), job.layout.processes
+    seconds = sum(phases.values())
     if job.stage == "ppo" and job.args.rollouts_ahead:  # generation and the rest overlap: only the longer one counts
-        seconds = count * max(phases["generate"], phases["score"] + phases["update"])
-    several = job.layout.processes > 1
-    return seconds / (job.layout.processes * (efficiency.scaling if several else 1)) / 3600
+        seconds = max(phases["generate"], phases["score"] + phases["update"])
+    return count * seconds / (processes * (efficiency.scaling if processes > 1 else 1)) / 3600
 
 
 def _forward(config: Any, weights: int, length: float) -> float:
@@ -134,15 +127,16 @@ def _forward(config: Any, weights: int, length: float) -> float:
     return length * (2 * max(weights - lookups, 0) + attention)
 
 
-def _generation(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, rate: float, local: int) -> float:
-    config, args, policy = job.policy.get_text_config(), job.args, plan.roles[0]
-    rows = local if args.use_vllm else min(args.local_rollout_forward_batch_size, local)
+def _generation(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, rate: float) -> float:
+    config, args, weights = job.policy.get_text_config(), job.args, plan.roles[0].parameters
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
+    rows = rows if args.use_vllm else min(args.local_rollout_forward_batch_size, rows)
     width = job.compute_dtype.itemsize
-    cache = kv_cache_of(config, rows, int(job.prompt_length + args.max_completion_length / 2), width)
-    weights = policy.parameters * (job.bits / 8 if job.bits else width)
-    step = (weights + cache) / (gpu.bandwidth * 1e12 * efficiency.bandwidth)
+    read = weights * (job.bits / 8 if job.bits else width)
+    read += kv_cache_bytes(config, rows, int(job.prompt_length + args.max_completion_length / 2), width)
+    step = read / (gpu.bandwidth * 1e12 * efficiency.bandwidth)
     step += config.num_hidden_layers * efficiency.layer_ms / 1000 * (0.1 if args.use_vllm else 1)
     # As if each turn read its history anew: the prompt, and the share of the answer that the turns before it made
-    read = [job.prompt_length + args.max_completion_length * turn / job.turns for turn in range(job.turns)]
-    prefill = sum(_forward(config, policy.parameters, length) for length in read)
+    turns = [job.prompt_length + args.max_completion_length * turn / job.turns for turn in range(job.turns)]
+    prefill = sum(_forward(config, weights, length) for length in turns)
     return args.max_completion_length * step / rows + prefill / rate

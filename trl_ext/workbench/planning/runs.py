@@ -1,13 +1,106 @@
-"""Describe a run to plan, and its plan."""
+"""Describe a run to plan, how it is spread over processes, and its plan; say what is known to go wrong with it."""
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
 
-from .layout import Layout
+from ...ppo import check_roles
 
 Stage = Literal["sft", "reward", "pretrain_critic", "ppo", "dpo"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    Describe which part of a model each process keeps.
+
+    Args:
+        mode: what spreads the run: `"single"` (nothing), `"ddp"`, `"fsdp2"`, `"zero1"`, `"zero2"` or `"zero3"`.
+        processes, machines: number of processes on all machines together, and number of machines.
+        offloads_weights, offloads_optimizer: whether the weights, and whether the optimizer's state, are in the
+            machine's memory instead of the GPU's.
+        live_parameters: ZeRO-3's `stage3_max_live_parameters`, the most weights that a GPU gathers at once.
+        checkpoints_activations: whether FSDP's own activation checkpointing is on.
+        accumulation: number of gradient accumulation steps that the file sets; None if it sets none.
+    """
+
+    mode: str = "single"
+    processes: int = 1
+    machines: int = 1
+    offloads_weights: bool = False
+    offloads_optimizer: bool = False
+    live_parameters: int = 10**9
+    checkpoints_activations: bool = False
+    accumulation: int | None = None
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Return whether DeepSpeed shards the run."""
+        return self.mode.startswith("zero")
+
+    @property
+    def shards_weights(self) -> bool:
+        """Return whether each process keeps only its part of the weights."""
+        return self.mode in ("fsdp2", "zero3")
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Return whether each process keeps only its part of the gradients."""
+        return self.mode in ("fsdp2", "zero2", "zero3")
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Layout":
+        """
+        Read the layout from an accelerate YAML.
+
+        Raises:
+            ValueError: accelerate does not know a key, or runs do not work in the file's mode.
+        """
+        config = load_config_from_file(str(path))
+        kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+        count: dict[str, Any] = {"processes": max(config.num_processes, 1), "machines": max(config.num_machines, 1)}
+        if kind == "NO":
+            return cls()
+        if kind.startswith("MULTI_"):
+            return cls("ddp" if count["processes"] > 1 else "single", **count)
+        if kind == "FSDP" and int(config.fsdp_config.get("fsdp_version", 1)) == 2:
+            offload = bool(config.fsdp_config.get("fsdp_offload_params"))
+            checkpoints = bool(config.fsdp_config.get("fsdp_activation_checkpointing"))
+            count |= {"offloads_weights": offload, "offloads_optimizer": offload}
+            return cls("fsdp2", **count, checkpoints_activations=checkpoints)
+        if kind == "DEEPSPEED":
+            return cls._read_deepspeed(config.deepspeed_config, Path(path), count)
+        raise ValueError(
+            f"{path} has distributed_type {kind}: use NO, MULTI_GPU, DEEPSPEED, or FSDP with fsdp_version 2 (of FSDP1 "
+            "PEFT saves no adapters)"
+        )
+
+    @classmethod
+    def _read_deepspeed(cls, settings: dict, path: Path, count: dict[str, Any]) -> "Layout":
+        parts = ("param", "optimizer")
+        zero: dict[str, Any] = {
+            f"offload_{part}": {"device": settings.get(f"offload_{part}_device")} for part in parts
+        }
+        zero["stage"] = settings.get("zero_stage", 2)
+        if file := settings.get("deepspeed_config_file"):
+            places = (Path(file), path.parent / file, path.parent.parent / file)
+            settings = json.loads(next((place for place in places if place.is_file()), places[0]).read_text())
+            zero = settings.get("zero_optimization", {"stage": 0})
+        offloads = [zero.get(f"offload_{part}", {}).get("device") in ("cpu", "nvme") for part in parts]
+        live = zero.get("stage3_max_live_parameters", "auto")
+        accumulation = settings.get("gradient_accumulation_steps")
+        return cls(
+            f"zero{zero['stage']}",
+            **count,
+            offloads_weights=offloads[0],
+            offloads_optimizer=offloads[1],
+            live_parameters=10**9 if live == "auto" else int(live),
+            accumulation=accumulation if isinstance(accumulation, int) else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -59,7 +152,6 @@ class Job:
         turns: largest number of turns of an episode of PPO; above 1 with tools.
         ref_adapter: whether training continues an adapter that is given. The reference is then a copy of this adapter.
         only_environment: whether an environment gives all rewards, so that no reward model can be fooled.
-        mixed: dtype of mixed precision. It comes from `args`; do not pass it.
     """
 
     stage: Stage
@@ -79,10 +171,11 @@ class Job:
     turns: int = 1
     ref_adapter: bool = False
     only_environment: bool = False
-    mixed: torch.dtype | None = None
 
-    def __post_init__(self):
-        self.mixed = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+    @property
+    def mixed(self) -> torch.dtype | None:
+        """Return the dtype of mixed precision; None without it."""
+        return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
 
     @property
     def length(self) -> int:
@@ -95,11 +188,6 @@ class Job:
     def longest_history(self) -> int:
         """Return how many tokens may precede a turn of PPO's policy, at most."""
         return self.prompt_length + (self.args.max_completion_length if self.turns > 1 else 0)
-
-    @property
-    def optim(self) -> str:
-        """Return the optimizer's name as text, even if the arguments hold a member of an enumeration."""
-        return str(getattr(self.args.optim, "value", self.args.optim))
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -127,11 +215,11 @@ class Role:
     """
 
     name: str
-    parameters: int
-    trained: int
-    weights: int
-    gradients: int
-    optimizer: int
+    parameters: int = 0
+    trained: int = 0
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
     note: str = ""
     config: Any = None
 
@@ -165,9 +253,106 @@ class Plan:
     @property
     def peak(self) -> int:
         """Return the bytes that are held in the phase that takes most."""
-        return self.resident + max(sum(parts.values()) for parts in self.phases.values())
+        return self.resident + sum(self.phases[self.peak_phase].values())
 
     @property
     def peak_phase(self) -> str:
         """Return the name of the phase that takes most."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+
+def known_not_to_work(job: Job) -> list[str]:
+    """
+    Return a sentence for each reason why a run cannot work.
+
+    Settings that the run's configuration class refuses itself are not checked here.
+    """
+    args, layout, peft = job.args, job.layout, job.peft_config is not None
+    accumulated = args.gradient_accumulation_steps
+    reasons = [
+        (
+            bool(job.bits) and (not peft or job.stage == "pretrain_critic"),
+            f"a base in {job.bits} bits cannot be trained, nor a critic alone on one: set `use_peft: true`, or do not "
+            "quantise it",
+        ),
+        (
+            job.dtype == torch.float16 and not peft,
+            "weights in float16 cannot be trained, their gradients underflow: set `dtype: float32`",
+        ),
+        (
+            layout.accumulation not in (None, accumulated),
+            f"accelerate's file sets gradient_accumulation_steps to {layout.accumulation}, the recipe to "
+            f"{accumulated}: write `auto` in accelerate's file",
+        ),
+    ]
+    if job.stage != "ppo":
+        return [message for holds, message in reasons if holds]
+    episodes = args.per_device_train_batch_size * args.steps_per_generation * layout.processes
+    reasons += [
+        (
+            peft and layout.checkpoints_activations,
+            "FSDP's own activation checkpointing replays layers with the adapter that is active by then, which gives "
+            "wrong gradients: set `fsdp_activation_checkpointing: false` in accelerate's file, and "
+            "`activation_checkpointing: true` in the recipe",
+        ),
+        (
+            layout.is_deepspeed and args.leaves_steps_out,
+            "`critic_warmup_rollouts` and `max_approx_kl` skip optimizer steps, but DeepSpeed's engine steps inside "
+            "`backward`: use DDP or FSDP2, or leave these settings out",
+        ),
+        (
+            episodes % args.num_generations,
+            f"`num_generations: {args.num_generations}` does not divide the {episodes} episodes of a rollout on "
+            f"{layout.processes} processes: change one of them",
+        ),
+        (
+            args.use_vllm and args.vllm_mode == "colocate" and layout.processes % args.vllm_tensor_parallel_size,
+            f"`vllm_tensor_parallel_size: {args.vllm_tensor_parallel_size}` does not divide the {layout.processes} "
+            "processes: change one of them",
+        ),
+    ]
+    found = [message for holds, message in reasons if holds]
+    try:
+        check_roles("", args, [], None if job.value_model is None else "", job.peft_config, None)
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def known_to_go_wrong(
+    job: Job,
+    pairs: int | None = None,
+    shared_prompts: str | None = None,
+    score_range: tuple[float, float] | None = None,
+) -> list[str]:
+    """
+    Return a sentence for each choice of settings or data that is likely to make a run end badly.
+
+    Args:
+        job: the run.
+        pairs: number of preference pairs that the run trains on, if known.
+        shared_prompts: a sentence on the prompts that SFT and PPO share, if they share any.
+        score_range: lowest and highest score that the rewards give, if known.
+    """
+    args = job.args
+    if job.stage != "ppo":
+        few = f"{pairs} preference pairs: with fewer than 10,000, a reward model or DPO mostly memorises the pairs"
+        return [few] if job.stage in ("reward", "dpo") and pairs is not None and pairs < 10_000 else []
+    low, high = score_range or args.reward_clip_range or (float("-inf"), float("inf"))
+    is_raw = score_range is None or args.reward_normalization == "none"
+    warnings = [
+        (
+            args.kl_coef == 0 and not job.only_environment,
+            "`kl_coef: 0`: without a KL penalty the policy ends up saying what the reward model likes by mistake",
+        ),
+        (
+            low >= 0 and high <= 1 and is_raw and 0 < args.kl_coef < 0.1,
+            f"scores in [{low:g}, {high:g}] with `kl_coef: {args.kl_coef:g}`: with so small a KL penalty the policy "
+            "drifts without a gain; raise `kl_coef` to 0.1 or more, or normalise the scores",
+        ),
+        (
+            shared_prompts,
+            f"{shared_prompts}: SFT has memorised their answers, so the policy has little left to explore there",
+        ),
+    ]
+    return [message for holds, message in warnings if holds]

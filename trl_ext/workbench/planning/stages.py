@@ -1,11 +1,15 @@
-"""Plan each training stage: its roles, phases, schedule and disk."""
+"""Plan each training stage: its models, the bytes of its phases, its schedule and its disk."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from peft import get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ...models import (
     CRITIC,
@@ -14,99 +18,74 @@ from ...models import (
     AdapterSwitch,
     add_critic,
     add_dense_lm_head,
+    add_fused_lm_head,
     add_value_forward,
+    base_model_of,
 )
-from .memory import optimizer_bytes, share
-from .phases import generation_phase, scored, scoring_phase, update_phases
-from .roles import adapted, causal_lm, classifier, linear_weights, loaded_roles, prepare, role_of
+from .memory import (
+    fake,
+    forward_peak,
+    kv_cache_bytes,
+    optimizer_bytes,
+    quantized_bytes,
+    share,
+    tokens,
+    training_peak,
+)
 from .runs import Job, Plan, Role
-from .simulate import fake, tokens
+
+_NAMES = {"sft": "model", "reward": "reward model", "pretrain_critic": "critic", "dpo": "policy"}
+_HEADS = ("lm_head", "score", "classifier")  # the names of output heads, which bitsandbytes does not quantise
 
 
 def plan(job: Job) -> Plan:
     """Plan a run, by running each of its passes once on tensors without data."""
-    plans = {"sft": _plan_sft, "reward": _plan_reward, "pretrain_critic": _plan_critic, "dpo": _plan_dpo}
-    return (plans | {"ppo": _plan_ppo})[job.stage](job)
+    return _plan_ppo(job) if job.stage == "ppo" else _plan_without_rollouts(job)
 
 
-def _plan_sft(job: Job) -> Plan:
-    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-        return model(**batch, labels=batch["input_ids"], fused_lm_head=True).loss
+def _plan_without_rollouts(job: Job) -> Plan:
+    args, is_lm, texts = job.args, job.stage in ("sft", "dpo"), 2 if job.stage in ("reward", "dpo") else 1
+    has_reference = job.stage == "dpo" and (
+        job.ref_model or (job.peft_config is None and not args.precompute_ref_log_probs)
+    )
 
-    return _plan_one_model(job, "model", lambda: adapted(job, causal_lm(job, job.policy)), loss)
-
-
-def _plan_reward(job: Job) -> Plan:
-    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-        return model(**batch).logits.sum()
-
-    return _plan_one_model(job, "reward model", lambda: _adapted_classifier(job), loss, texts=2)
-
-
-def _plan_critic(job: Job) -> Plan:
     def build() -> Any:
-        critic = _adapted_classifier(job)
-        add_value_forward(critic)
-        return critic
-
-    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-        return model(**batch, predicts=torch.arange(batch["input_ids"].numel()))["values"].sum()
-
-    return _plan_one_model(job, "critic", build, loss)
-
-
-def _adapted_classifier(job: Job) -> Any:
-    if job.peft_config is not None:
-        job.peft_config.task_type = "SEQ_CLS"
-    return adapted(job, classifier(job, job.policy))
-
-
-def _plan_one_model(
-    job: Job, name: str, build: Callable[[], Any], loss: Callable[[Any, dict[str, Tensor]], Tensor], texts: int = 1
-) -> Plan:
-    """
-    Plan a stage that trains one model and needs no other.
-
-    Args:
-        job: the run.
-        name: what the plan calls the model.
-        build: builds the model.
-        loss: computes the loss of the model on a batch of token ids.
-        texts: number of texts in one example: 2 for a pair.
-    """
-    model, mode = fake(lambda: prepare(job, build()))
-    roles, rows = [role_of(job, name, model.parameters(), linear_weights(model))], job.args.per_device_train_batch_size
-    phases = update_phases(job, mode, model, lambda: loss(model, tokens(texts * rows, job.length)), roles)
-    return _finish(job, roles, phases, _schedule(job, texts, job.length))
-
-
-def _plan_dpo(job: Job) -> Plan:
-    rows, length = 2 * job.args.per_device_train_batch_size, job.length
-    has_reference = (job.peft_config is None and not job.args.precompute_ref_log_probs) or job.ref_model
-
-    def build():
-        model = prepare(job, adapted(job, causal_lm(job, job.policy)))
-        reference = causal_lm(job, job.policy).requires_grad_(False).eval() if has_reference else None
-        return model, reference
+        if job.peft_config is not None and not is_lm:
+            job.peft_config.task_type = "SEQ_CLS"
+        model = adapted(job, causal_lm(job, job.policy) if is_lm else classifier(job, job.policy))
+        if job.stage == "pretrain_critic":
+            add_value_forward(model)
+        return prepare(job, model), frozen(causal_lm(job, job.policy)) if has_reference else None
 
     (model, reference), mode = fake(build)
-    roles = [role_of(job, "policy", model.parameters(), linear_weights(model))]
+    roles = [role_of(job, _NAMES[job.stage], model.parameters(), linear_weights(model))]
     if reference is not None:
         roles.append(role_of(job, "reference", reference.parameters()))
-    elif job.ref_adapter:
+    elif job.stage == "dpo" and job.ref_adapter:
         roles.append(_copied_adapter(job, roles[0]))
 
-    def loss():
-        batch = tokens(rows, length)
+    def loss() -> Tensor:
+        batch = tokens(texts * args.per_device_train_batch_size, job.length)
+        if job.stage == "sft":
+            return model(**batch, labels=batch["input_ids"], fused_lm_head=True).loss
+        if job.stage == "reward":
+            return model(**batch).logits.sum()
+        if job.stage == "pretrain_critic":
+            return model(**batch, predicts=torch.arange(batch["input_ids"].numel()))["values"].sum()
         batch["labels"] = batch["input_ids"]
         value = model(**batch, fused_lm_head=True).log_probs.sum()
-        if not job.args.precompute_ref_log_probs:
+        if not args.precompute_ref_log_probs:
             with torch.no_grad():
                 (model if reference is None else reference)(**batch, fused_lm_head=True)
         return value
 
     others = () if reference is None else (reference,)
-    return _finish(job, roles, update_phases(job, mode, model, loss, roles, *others), _schedule(job, 2, length))
+    step = args.per_device_train_batch_size * args.gradient_accumulation_steps * job.layout.processes
+    schedule = {
+        "examples per optimizer step": step,
+        "tokens per optimizer step, at most": step * texts * job.length,
+    }
+    return _finish(job, Plan(roles, update_phases(job, mode, model, loss, roles, *others), schedule, 0))
 
 
 def _plan_ppo(job: Job) -> Plan:
@@ -129,16 +108,15 @@ def _plan_ppo(job: Job) -> Plan:
             model = ActorCritic(policy, critic, None if job.peft_config is None else AdapterSwitch(policy))
         if args.baseline == "mean":
             model.freeze_critic()
-        reference = causal_lm(job, job.policy).requires_grad_(False).eval() if has_reference else None
-        rewards = [classifier(job, config).requires_grad_(False).eval() for config in job.rewards]
-        loaded = [classifier(job, each.config, each.dtype).requires_grad_(False).eval() for each in job.loaded_rewards]
+        reference = frozen(causal_lm(job, job.policy)) if has_reference else None
+        rewards = [frozen(classifier(job, config)) for config in job.rewards]
+        loaded = [frozen(classifier(job, each.config, each.dtype)) for each in job.loaded_rewards]
         return prepare(job, model), reference, rewards, loaded
 
     (model, reference, rewards, loaded), mode = fake(build)
-    quantized = linear_weights(model.policy)
     critic_note = "an adapter on the policy's base" if shares_base else ""
     roles = [
-        role_of(job, "policy", model.parameters_of("policy"), quantized),
+        role_of(job, "policy", model.parameters_of("policy"), linear_weights(model.policy)),
         role_of(job, "critic", model.parameters_of("critic"), note=critic_note),
     ]
     if reference is not None:
@@ -146,21 +124,22 @@ def _plan_ppo(job: Job) -> Plan:
     elif args.use_ref_model and job.ref_adapter:
         roles.append(_copied_adapter(job, roles[0]))
     elif args.use_ref_model:
-        roles.append(Role("reference", 0, 0, 0, 0, 0, "the policy's base without its adapter"))
+        roles.append(Role("reference", note="the policy's base without its adapter"))
     # The reference is the only frozen model that TRL has FSDP2 shard; it moves reward models whole to each GPU
     whole = "whole on each GPU: TRL has ZeRO-3 shard reward models, but not FSDP2" if layout.mode == "fsdp2" else ""
     for reward in rewards:
-        is_sharded = layout.mode == "zero3"
-        roles.append(role_of(job, "reward model", reward.parameters(), note=whole, is_sharded=is_sharded))
-    for _ in range(job.shared_rewards):
-        roles.append(Role("reward model", 0, 0, 0, 0, 0, "an adapter on the policy's base"))
+        roles.append(role_of(job, "reward model", reward.parameters(), note=whole, is_sharded=layout.mode == "zero3"))
+    roles += [Role("reward model", note="an adapter on the policy's base") for _ in range(job.shared_rewards)]
 
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     local = step * args.num_mini_batches
-    rows, read = min(args.local_rollout_forward_batch_size, local), []
+    rows = min(args.local_rollout_forward_batch_size, local)
+    # Each process has all of a reward function's model; the members of an ensemble share a base
     for each, built in zip(job.loaded_rewards, loaded, strict=True):
-        roles += loaded_roles(each, built)
-        read.append((built, each.rows(local, length)))
+        own = replace(job, bits=each.bits, nested=False)
+        base = role_of(own, "reward function", built.parameters(), linear_weights(built), is_sharded=False)
+        roles.append(replace(base, config=each.config))
+        roles += [replace(base, config=each.config, weights=0)] * (each.members - 1)
 
     def loss():
         batch = scored(tokens(args.per_device_train_batch_size, length), args.max_completion_length)
@@ -168,9 +147,16 @@ def _plan_ppo(job: Job) -> Plan:
         return sum(found[name].sum() for name in ("logprobs", "entropies", "values") if name in found)
 
     generates, beside = generation_phase(job, mode, model.policy, rows, local)
+    # A reward model of the policy's kind that is no wider takes no more than the policy
+    others = [
+        (reward, rows)
+        for reward in rewards
+        if type(reward.config) is not type(job.policy) or reward.config.hidden_size > job.policy.hidden_size
+    ]
+    others += [(built, each.rows(local, length)) for each, built in zip(job.loaded_rewards, loaded, strict=True)]
     phases = {
         "generate": generates,
-        "score": scoring_phase(job, mode, model, reference, rewards, rows, length, read),
+        "score": scoring_phase(job, mode, model, reference, others, rows, length),
         **update_phases(job, mode, model, loss, roles),
     }
     episodes = local * layout.processes
@@ -185,44 +171,242 @@ def _plan_ppo(job: Job) -> Plan:
     if job.turns > 1:
         schedule["turns of an episode, at most"] = job.turns
     if args.total_episodes:
-        rollouts = math.ceil(args.total_episodes / episodes)
-        schedule |= {"rollouts": rollouts, "optimizer steps": rollouts * schedule["optimizer steps per rollout"]}
-    result = _finish(job, roles, phases, schedule)
-    result.beside = beside
+        schedule["rollouts"] = math.ceil(args.total_episodes / episodes)
+        schedule["optimizer steps"] = schedule["rollouts"] * args.steps_per_rollout
+    return _finish(job, Plan(roles, phases, schedule, 0, beside=beside))
+
+
+def _finish(job: Job, result: Plan) -> Plan:
+    """Count the bytes of a checkpoint, and move offloaded bytes to the host."""
+    wide = job.layout.is_deepspeed  # its checkpoint has a copy of the weights in float32
+    size = job.compute_dtype.itemsize if wide else job.dtype.itemsize
+    for role in result.roles:
+        state = optimizer_bytes(role.trained, 4 if wide else size, job.args.optim)
+        result.checkpoint += role.trained * (size + 4 * wide) + state
+        if job.layout.offloads_optimizer:
+            result.host, role.optimizer = result.host + role.optimizer, 0
+        if job.layout.offloads_weights:
+            result.host, role.weights = result.host + role.weights, 0
+    if getattr(job.args, "save_in_background", False):  # a copy; without DeepSpeed the first process writes all
+        result.host += share(result.checkpoint, job.layout.processes if wide else 1)
     return result
+
+
+# ---- Models ----
+
+
+def causal_lm(job: Job, config: Any, outputs: tuple[str, ...] = ("log_probs",)) -> Any:
+    """Build a language model with TRL's fused LM head."""
+    model = AutoModelForCausalLM.from_config(config, dtype=job.compute_dtype)
+    add_fused_lm_head(model, outputs=outputs)
+    return model
+
+
+def classifier(job: Job, config: Any, dtype: torch.dtype | None = None) -> Any:
+    """Build a sequence classifier that gives one score; without a `dtype`, it has the dtype of the run's passes."""
+    given = {name: value for name, value in config.to_dict().items() if name not in ("id2label", "label2id")}
+    config = type(config)(**{**given, "num_labels": 1, "pad_token_id": config.pad_token_id or 0})
+    return AutoModelForSequenceClassification.from_config(config, dtype=dtype or job.compute_dtype)
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    return model.requires_grad_(False).eval()
+
+
+def adapted(job: Job, model: Any) -> Any:
+    """Add the run's adapter to a model, in TRL's dtype for adapters; return the model as it is if there is none."""
+    if job.peft_config is None:
+        return model
+    model = get_peft_model(
+        model, job.peft_config, autocast_adapter_dtype=job.bits is None and job.layout.mode != "zero3"
+    )
+    for parameter in model.parameters() if job.bits else ():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def prepare(job: Job, model: Any) -> Any:
+    """Set the model to training mode, and switch on activation checkpointing if the run's arguments say so."""
+    if job.args.activation_checkpointing:
+        kwargs = dict(job.args.activation_checkpointing_kwargs or {"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+        if job.peft_config is not None:
+            base_model_of(getattr(model, "policy", model)).enable_input_require_grads()
+    return model.train()
+
+
+def numel(*modules: nn.Module | None) -> int:
+    """Return the number of weights of these modules."""
+    return sum(p.numel() for module in modules if module is not None for p in module.parameters())
+
+
+def linear_weights(model: nn.Module) -> frozenset[int]:
+    """Return the ids of the weights that bitsandbytes quantises: frozen linear layers, but not the output heads."""
+    return frozenset(
+        id(module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad and name.split(".")[-1] not in _HEADS
+    )
+
+
+def role_of(
+    job: Job,
+    name: str,
+    parameters: Iterable[nn.Parameter],
+    quantized: frozenset[int] = frozenset(),
+    note: str = "",
+    *,
+    is_sharded: bool = True,
+) -> Role:
+    """
+    Count the bytes of weights, gradients and optimizer state that one model keeps on one GPU.
+
+    Args:
+        job: the run.
+        name: name of the role.
+        parameters: parameters of the model; tied ones count once.
+        quantized: ids of the weights that a quantised base keeps in `job.bits` bits.
+        note: text to show beside the role.
+        is_sharded: whether the model's weights are sharded where the run's layout is ZeRO-3 or FSDP2.
+    """
+    layout, optim = job.layout, job.args.optim
+    parameters = list({id(p): p for p in parameters}.values())
+    trained = [p for p in parameters if p.requires_grad]
+    quantized = quantized if job.bits else frozenset()
+    small = sum(p.numel() for p in parameters if id(p) in quantized)
+    weights = quantized_bytes(small, job.bits or 8, job.nested)
+    weights += sum(p.nbytes for p in parameters if id(p) not in quantized)
+    gradients, count = sum(p.nbytes for p in trained), sum(p.numel() for p in trained)
+    if layout.is_deepspeed:  # a float32 copy of the weights, and the optimizer's moments
+        state = count * 4 + optimizer_bytes(count, 4, optim)
+    elif layout.mode == "fsdp2" and job.mixed is not None:  # accelerate keeps trained weights in float32
+        weights += count * 4 - gradients
+        gradients = count * 4
+        state = optimizer_bytes(count, 4, optim)
+    else:
+        state = sum(optimizer_bytes(p.numel(), p.element_size(), optim) for p in trained)
+    if layout.mode == "ddp":
+        gradients *= 2  # DDP's buckets hold them once more
+    if layout.shards_weights and is_sharded:
+        weights = share(weights, layout.processes)
+    if layout.shards_gradients:
+        gradients = share(gradients, layout.processes)
+    if layout.is_deepspeed or layout.mode == "fsdp2":
+        state = share(state, layout.processes)
+    return Role(name, sum(p.numel() for p in parameters), count, weights, gradients, state, note)
 
 
 def _copied_adapter(job: Job, policy: Role) -> Role:
     """Return the reference's role if training continues an adapter: a copy of that adapter, on the policy's base."""
-    processes = job.layout.processes if job.layout.shards_weights else 1
-    weights = share(policy.trained * job.dtype.itemsize, processes)
-    return Role("reference", policy.trained, 0, weights, 0, 0, "a copy of the policy's adapter")
+    weights = share(policy.trained * job.dtype.itemsize, job.layout.processes if job.layout.shards_weights else 1)
+    return Role("reference", policy.trained, weights=weights, note="a copy of the policy's adapter")
 
 
-def _finish(job: Job, roles: list[Role], phases: dict, schedule: dict[str, int]) -> Plan:
-    """Return the run's plan, after moving offloaded bytes to the host and counting the bytes of a checkpoint."""
-    host = 0
-    for role in roles:
-        if job.layout.offloads_optimizer:
-            host, role.optimizer = host + role.optimizer, 0
-        if job.layout.offloads_weights:
-            host, role.weights = host + role.weights, 0
-    size = job.compute_dtype.itemsize if job.layout.is_deepspeed else job.dtype.itemsize
-    state = 0
-    for role in roles:
-        if role.trained:
-            wide = job.layout.is_deepspeed
-            state += role.trained * (size + 4 * wide) + optimizer_bytes(role.trained, 4 if wide else size, job.optim)
-    if getattr(job.args, "save_in_background", False):  # a copy; without DeepSpeed the first process writes all
-        host += share(state, job.layout.processes) if job.layout.is_deepspeed else state
-    return Plan(roles, phases, schedule, state, host)
+# ---- Phases: bytes beside weights and optimizer state ----
 
 
-def _schedule(job: Job, rows_per_example: int, length: int) -> dict[str, int]:
-    """Return the batch sizes of a stage without rollouts."""
-    args = job.args
-    step = args.per_device_train_batch_size * args.gradient_accumulation_steps * job.layout.processes
+def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) -> tuple[dict[str, int], dict[str, int]]:
+    """
+    Return two dictionaries, purpose → bytes of generation: in the run itself, and in a process beside it.
+
+    vLLM generates beside the run. It is counted with weights and KV cache in 16 bits, and with a
+    cache for all `local` answers of a rollout at once, though it works with less. TRL lets vLLM draw
+    `max_completion_length` tokens after the history in each turn, and cuts what is too long afterwards. Without vLLM,
+    `rows` answers are generated at once; with several turns, a second KV cache of the same size is counted.
+    """
+    config = base_model_of(policy).config.get_text_config()
+    width = job.compute_dtype.itemsize
+    if job.args.use_vllm:
+        length = job.longest_history + job.args.max_completion_length
+        weights = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
+        return {}, {"weights": 2 * weights, "KV cache": kv_cache_bytes(config, local, length, 2)}
+    # Without gradients no layer's activations are kept
+    depth, config.num_hidden_layers = config.num_hidden_layers, 2
+    policy.eval()
+    # Without autocast, since accelerate puts autocast on the actor-critic's forward only, not on the policy's
+    prefill = forward_peak(
+        mode, policy, lambda: policy(**tokens(rows, job.longest_history), logits_to_keep=1, use_cache=False)
+    )
+    policy.train()
+    config.num_hidden_layers = depth
+    gathered = _gathered(job, policy)
+    if job.layout.shards_weights and job.args.ds3_gather_for_generation:  # the whole policy, once per rollout
+        gathered = numel(policy) * width
+    cache = kv_cache_bytes(config, rows, job.prompt_length + job.args.max_completion_length, width)
     return {
-        "examples per optimizer step": step,
-        "tokens per optimizer step, at most": step * rows_per_example * length,
+        "KV cache": (1 + (job.turns > 1)) * cache,
+        "logits": 3 * rows * config.vocab_size * 4,  # raw, scaled, and as probabilities
+        "activations": prefill,
+        "gathered weights": gathered,
+    }, {}
+
+
+def scoring_phase(
+    job: Job, mode: Any, model: Any, reference: Any, rewards: list[tuple[Any, int]], rows: int, length: int
+) -> dict[str, int]:
+    """
+    Return purpose → bytes that a rollout's log-probs, values and rewards take to compute.
+
+    The reference's activations are not counted: they are fewer than the policy's and the critic's. `rewards` lists
+    reward models, each with the number of rows that it reads at once, cut to its maximum length.
+    """
+    with mode:
+        answers = scored(tokens(rows, length), job.args.max_completion_length)
+    model.eval()
+    peaks = [forward_peak(mode, model, lambda: model(**answers, with_values=True), job.autocast)]
+    model.train()
+    for reward, most in rewards:
+        limit = getattr(reward.config, "max_position_embeddings", None) or length
+        with mode:
+            batch = tokens(most, min(length, limit))
+        peaks.append(forward_peak(mode, reward, partial(reward, **batch)))
+    return {"activations": max(peaks), "gathered weights": _gathered(job, model, reference)}
+
+
+def scored(batch: dict[str, Tensor], width: int) -> dict[str, Any]:
+    """Add `predicts` and `targets`, which tell the actor-critic to score the last `width` tokens of each row."""
+    rows, length = batch["input_ids"].shape
+    predicts = torch.arange(rows)[:, None] * length + torch.arange(length - width - 1, length - 1)
+    return {**batch, "predicts": predicts.flatten(), "targets": batch["input_ids"][:, -width:].flatten()}
+
+
+def update_phases(
+    job: Job, mode: Any, model: Any, loss: Callable[[], Tensor], roles: list[Role], *others: Any
+) -> dict[str, dict[str, int]]:
+    """Return the bytes of `update`, forward and backward pass of one micro-batch, and of the optimizer's `step`."""
+    gradients = sum(role.gradients for role in roles)
+    accumulates = job.args.gradient_accumulation_steps > 1
+    kind = "sharded" if job.layout.shards_gradients else "kept" if accumulates else "fresh"
+    peak = training_peak(mode, model, loss, job.autocast, kind, tuple(others))
+    whole = 0 if kind == "sharded" else sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    update = {
+        "gradients": gradients - max(0, whole - peak),  # those that the pass's peak has, and DDP's buckets
+        "activations": max(0, peak - whole),
+        "gathered weights": _gathered(job, model, *others),
     }
+    if job.bits:
+        quantized = linear_weights(model)
+        update["dequantised layer"] = 2 * max(p.numel() for p in model.parameters() if id(p) in quantized)
+    step = {"gradients": gradients, "temporary": gradients if job.args.optim == "adamw_torch" else 0}
+    return {"update": update, "step": step}
+
+
+def _gathered(job: Job, model: nn.Module, *frozen: nn.Module | None) -> int:
+    """Return the bytes of weights that each GPU gathers to compute with, if they are sharded; 0 if they are not."""
+    if job.layout.mode == "zero3":
+        count = min(job.layout.live_parameters, numel(model, *frozen))
+    elif job.layout.mode == "fsdp2":
+        # The root's own weights (embeddings and heads) stay gathered. Beside them are gathered the present layer and
+        # the next one, or the reference, which TRL shards in one piece: whichever is larger
+        layers = [*map(numel, sharded_layers(model))]
+        count = numel(model) - sum(layers) + max(2 * max(layers, default=0), *map(numel, frozen), 0)
+    else:
+        return 0
+    return count * job.compute_dtype.itemsize
+
+
+def sharded_layers(model: Any) -> list[nn.Module]:
+    """Return the layers of policy and critic that FSDP2 shards one by one; the root holds all other weights."""
+    kinds = getattr(model, "_no_split_modules", None) or ()
+    return [module for module in model.modules() if type(module).__name__ in kinds]

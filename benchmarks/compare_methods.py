@@ -53,8 +53,7 @@ from trl_ext.rewards import ModelReward
 from trl_ext.runs import FolderInUse, Hold, differences, read_jsonl, setting, write_text
 from trl_ext.workbench.evaluate.command import EvaluateArguments
 from trl_ext.workbench.evaluate.command import run as evaluate
-from trl_ext.workbench.evaluate.data import Sampling, answers_of, scores
-from trl_ext.workbench.evaluate.figures import margins, policy_figures, win_rate
+from trl_ext.workbench.evaluate.data import Sampling, answers_of, margins, policy_figures, scores, win_rate
 from trl_ext.workbench.feedback.constitution import main as constitution
 
 from . import judges
@@ -486,8 +485,8 @@ def gains(mine: Sequence[dict], theirs: Sequence[dict]) -> list[float]:
 def table(rows: dict[str, list[dict]]) -> str:
     """Return a table with a row for each arm: means over the seeds, and paired differences with 95 % t-intervals."""
     lines = ["| method | gold − SFT's | wins over SFT | wins over DPO on people's labels | KL to SFT, nats |"]
-    lines[0] += " different 3-grams | self-BLEU | length | people's labels | judge's calls | CPU-seconds | seeds |"
-    lines.append("|---" * 12 + "|")
+    lines[0] += " different 3-grams | length | people's labels | judge's calls | CPU-seconds | seeds |"
+    lines.append("|---" * 11 + "|")
     for name, own in rows.items():
         figures = [row["figures"] for row in own]
         cells = [in_words(gains(own, rows["SFT"]))] if name != "SFT" else ["0"]
@@ -495,7 +494,7 @@ def table(rows: dict[str, list[dict]]) -> str:
             wins = head_to_head(own, rows[other])
             cells.append(in_words(wins).removeprefix("+") if name != other and wins else "–")
         cells.append(f"{fmean(each['kl']['mean'] for each in figures):.2f}")
-        cells += [f"{fmean(each[key] for each in figures):.3f}" for key in ("distinct_3", "self_bleu")]
+        cells.append(f"{fmean(each['distinct_3'] for each in figures):.3f}")
         cells.append(f"{fmean(each['length']['mean'] for each in figures):.1f}")
         cells += [f"{fmean(row['cost'][key] for row in own):,.0f}" for key in ("people", "judge_calls", "cpu_seconds")]
         refused = sum(row["refused"] is not None for row in own)

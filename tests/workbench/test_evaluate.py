@@ -2,12 +2,8 @@
 
 import itertools
 import json
-import math
-import random
 import re
-from collections import Counter
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 from datasets import Dataset
@@ -19,8 +15,7 @@ from trl_ext.cli.main import main
 from trl_ext.data import load_trained_prompts, prompt_hashes, save_trained_prompts
 from trl_ext.runs import read_jsonl
 from trl_ext.stages import ResumableSFTTrainer, SFTConfig
-from trl_ext.workbench.evaluate.data import check_held_out, judged
-from trl_ext.workbench.evaluate.figures import margins, mean_of, self_bleu, win_rate
+from trl_ext.workbench.evaluate.data import check_held_out, judged, margins, mean_of, win_rate
 
 REWARDS = """
 def words(completions, **kwargs):
@@ -82,7 +77,6 @@ def test_policies_side_by_side(folder, capsys):
         and "wins by the judge" in page
         and "cut off" in page
     )
-    assert "self-BLEU" in page and 0 <= ppo["self_bleu"] <= 1
 
     again = run(capsys, *words)[1]
     assert (
@@ -107,7 +101,7 @@ def test_prompts_of_a_run_are_refused(folder, capsys):
     trainer.save_model()
     assert set(load_trained_prompts("run/checkpoint-1")) == set(prompt_hashes(prompts(6).select(range(4))))
     status, _, error = run(capsys, "sft", "run", "--prompts", "prompts.jsonl")
-    assert status == 2 and "run was trained on 4 of 6 prompts (rows 0, 1, 2, 3; " in error
+    assert status == 2 and "run was trained on 4 of 6 prompts (row 0 " in error
     # What it starts from counts, and rows as SFT and DPO have them
     rows = Dataset.from_list([{"messages": [{"role": r, "content": r} for r in ("user", "assistant")]}])
     save_trained_prompts("next", rows, start="run")
@@ -123,7 +117,7 @@ def test_prompts_of_a_run_are_refused_in_other_shapes(tmp_path):
     shapes.append([{**turn, "content": [{"type": "text", "text": "the cat"}]}])
     for trained, asked in itertools.product(shapes, shapes):
         save_trained_prompts(tmp_path, Dataset.from_list([{"prompt": trained, "completion": "sat"}]))
-        with pytest.raises(ValueError, match=r"run was trained on 1 of 1 prompts \(rows 0; 'the cat'\)"):
+        with pytest.raises(ValueError, match="run was trained on 1 of 1 prompts"):
             check_held_out({"run": str(tmp_path)}, Dataset.from_list([{"prompt": asked}]))
 
 
@@ -148,25 +142,18 @@ def test_an_adapter_that_is_trained_on_and_merged_keeps_the_prompts_of_its_first
 def test_what_is_said_and_refused(folder, capsys):
     status, printed, error = run(capsys, "sft", "other", "--prompts", "chat.jsonl", "--output_dir", "out")
     assert (status, error) == (0, "")
-    for said in (
-        "other and the reference sft have different vocabularies",
-        "No `rewards` and no `judge`",
-        "one prompt only",
-    ):
+    for said in ("other and the reference sft have different vocabularies", "No `rewards` and no `judge`"):
         assert said in printed
     found = json.loads((folder / "out/evaluation.json").read_text())
     assert found["policies"]["other"]["kl"] is None and found["policies"]["sft"]["length"]["standard_error"] is None
     assert "&lt;b&gt;cat" in (folder / "out/evaluation.html").read_text()
     for words, why in (
         ("sft nothing --prompts chat.jsonl", "`policies` nothing"),
-        ("sft sft --prompts chat.jsonl", "given twice"),
-        ("sft --prompts chat.jsonl --dataset_split train[:0]", "has no rows"),
         ("sft --prompts chat.jsonl --baseline ppo", "not one of the policies"),
-        ("sft --prompts chat.jsonl --max_completion_length 600", "context of 64 tokens"),
         ("sft --prompts chat.jsonl --judge rewards.py:none", "cannot be imported"),
-        ("--prompts chat.jsonl", "no policies"),
+        ("--prompts chat.jsonl", "give policies before the flags"),
     ):
-        status, _, error = run(capsys, *words.split()) if "600" not in words else run_long(capsys, words)
+        status, _, error = run(capsys, *words.split())
         assert status == 2 and why in error and "\n" not in error, words
 
 
@@ -182,15 +169,6 @@ def test_a_reward_model_whose_report_says_no_is_named(folder, capsys):
         assert f"Note: reward/reward_report.json {answer} to this reward model:\n  - Not judged: one.\n" in said
 
 
-def run_long(capsys, words):
-    """As `run`, with the length that the words say."""
-    try:
-        status = main(["evaluate", *words.split(), "--use_cpu", "true"])
-    except SystemExit as error:
-        status = error.code
-    return status, "", capsys.readouterr().err.strip()
-
-
 def test_figures():
     assert mean_of([1.0, None, 3.0]) == {"mean": 2.0, "standard_error": 1.0, "count": 2}  # s = √2, ÷ √2
     assert margins([1.0, None], [3.0, 1.0]) == [-2.0, None]
@@ -198,31 +176,6 @@ def test_figures():
     assert (found["win_rate"], found["wins"], found["ties"], found["losses"]) == (0.625, 2, 1, 1)
     assert found["interval"][0] < 0.625 < found["interval"][1]
     assert win_rate([1.0], "a")["interval"] is None and win_rate([], "")["win_rate"] is None
-
-
-def test_self_bleu_is_that_of_its_definition():
-    """By hand, and against BLEU written as in the paper: each text with all others as references."""
-    assert self_bleu(["a b c", "a b c", "", "a b c"]) == 1.0 and self_bleu(["a b", "c d"]) == 0.0
-    # "a a b": 2 of 3 words ("a" once), 1 of 2 pairs, not longer: √(2/3 · 1/2); "a b": all, but r/c = 3/2
-    assert self_bleu(["a a b", "a b"], orders=2) == pytest.approx(((1 / 3) ** 0.5 + math.exp(1 - 3 / 2)) / 2)
-    assert self_bleu(["a"]) is None
-    draw = random.Random(0)
-    texts = [[draw.choice("ab") for _ in range(draw.randint(2, 9))] for _ in range(12)]
-    assert self_bleu([" ".join(words) for words in texts]) == pytest.approx(
-        fmean(bleu(words, texts[:i] + texts[i + 1 :]) for i, words in enumerate(texts))
-    )
-
-
-def bleu(words, references):
-    def grams(text, n):
-        return Counter(tuple(text[i : i + n]) for i in range(len(text) - n + 1))
-
-    orders, shares = min(4, len(words)), []
-    for n in range(1, orders + 1):
-        own = grams(words, n)
-        shares.append(sum(min(own[g], max(grams(r, n)[g] for r in references)) for g in own) / own.total())
-    nearest = min((len(r) for r in references), key=lambda size: (abs(size - len(words)), size))
-    return min(1, math.exp(1 - nearest / len(words))) * math.prod(shares) ** (1 / orders)
 
 
 def test_a_judge_that_asks_in_both_orders_is_called_once():

@@ -20,6 +20,8 @@ from ...cli.parser import StrictTrlParser, entry_of
 from ...runs import Hold, check_output_dir, check_settings, redacted, setting, write_text
 from ...upstream import late_bars, quiet
 
+PROMPTS = 10  # that the page shows, each with the answers of all policies
+
 
 @dataclass
 class EvaluateArguments:
@@ -56,28 +58,35 @@ class EvaluateArguments:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if not self.policies:
-            raise ValueError("no policies: give folders of runs or models, or hub names, before the flags")
-        if not self.prompts:
-            raise ValueError("no `prompts`: give a hub name, a .jsonl file or a folder with the column `prompt`")
+        if not (self.policies and self.prompts):
+            raise ValueError("give policies before the flags, and `--prompts`, a set with the column `prompt`")
         self.baseline = self.baseline or self.policies[0]
-        if self.baseline not in self.policies:
-            raise ValueError(
-                f"`baseline` {self.baseline} is not one of the policies {', '.join(self.policies)}: add it to them, "
-                "or name one of them"
-            )
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.policies[0]
+        if self.baseline not in self.policies:
+            raise ValueError(f"`baseline` {self.baseline} is not one of the policies: add it to them")
 
 
 def run(args: EvaluateArguments) -> dict[str, Any]:
     """Have all policies answer, score the answers, write the page and the JSON, and return the JSON's content."""
+    from ...data import write_rows
     from ...rewards import Member, check_rewards, load_rewards
     from ...rewards import distinct as distinct_names
     from .. import objections
     from ..pages.compare import named
-    from .data import OWN, Sampling, answers_of, check_held_out, free, judged, kl_of, load_prompts, scores
-    from .figures import margins, policy_figures, win_rate
-    from .page import page
+    from .data import (
+        OWN,
+        Sampling,
+        answers_of,
+        check_held_out,
+        free,
+        judged,
+        kl_of,
+        load_prompts,
+        margins,
+        policy_figures,
+        scores,
+        win_rate,
+    )
 
     entries = [entry_of(text) for text in args.rewards or []]
     judges = [entry_of(args.judge)] if args.judge else []
@@ -104,22 +113,18 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
     columns = {name: rows[name][:] for name in rows.column_names if name not in OWN}
     keys = [json.dumps(row["prompt"], sort_keys=True) for row in answers[baseline]]
     scored = {
-        name: {
-            reward: scores(function, answers[name], columns) for reward, function in zip(names, functions, strict=True)
-        }
-        for name in paths
+        name: dict(zip(names, (scores(function, answered, columns) for function in functions), strict=True))
+        for name, answered in answers.items()
     }
     policies: dict[str, Any] = {}
     for name in paths:
-        wins = {} if name == baseline else {
-            reward: win_rate(margins(scored[name][reward], scored[baseline][reward]), keys) for reward in names
-        }  # fmt: skip
+        better = {reward: margins(values, scored[baseline][reward]) for reward, values in scored[name].items()}
         if judge is not None and name != baseline:
-            wins["the judge"] = win_rate(judged(judge, answers[name], answers[baseline], columns), keys)
+            better["the judge"] = judged(judge, answers[name], answers[baseline], columns)
         policies[name] = {
             "policy": str(Path(paths[name]).resolve()) if Path(paths[name]).is_dir() else paths[name],
             **policy_figures(answers[name], scored[name], kl[name]),
-            "win_rates": wins,
+            "win_rates": {} if name == baseline else {by: win_rate(each, keys) for by, each in better.items()},
         }
         for place, row in enumerate(answers[name]):
             row["kl"] = None if kl[name] is None else kl[name][place]
@@ -130,45 +135,54 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
         "reference": reference,
         "judge": Member(judge).name if judge is not None else None,
         "policies": policies,
-        "notes": [*notes, *_notes(args, policies, scored, len(set(keys))), *objections(functions)],
+        "notes": [*notes, *_notes(args, policies, scored), *objections(functions)],
         "settings": redacted(asdict(args)),
     }
-    _write(folder, found, answers, page(found, answers))
+    for name, answered in answers.items():
+        write_rows(folder / "answers" / f"{name}.jsonl", answered)
+    write_text(folder / "evaluation.json", json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(folder / "evaluation.html", _page(found, answers))
     return found
 
 
-def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, Any], prompts: int) -> list[str]:
-    """Return sentences on what the figures cannot show: a missing KL, judge or score, or too few prompts."""
+def _page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the HTML page of an evaluation; all policies have the same prompts in order."""
+    from ..pages.compare import evaluation_rows
+    from ..pages.markup import number, render, shown_answer, shown_prompt
+
+    def cell(row: dict[str, Any]) -> dict[str, Any]:
+        said = [f"{name} {number(score, 3)}" for name, score in row["scores"].items()]
+        said += [f"{len(row['completion_ids'])} tokens"] + ["cut off"] * (not row["finished"])
+        return shown_answer(row["completion"], ", ".join(said))
+
+    first = list(zip(*answers.values(), strict=True))[:PROMPTS]
+    return render(
+        Path(__file__).with_name("page.html.j2"),
+        title="Evaluation",
+        found=found,
+        figures=evaluation_rows(list(found["policies"].values())),
+        answers=[[shown_prompt(rows[0]["prompt"]), *map(cell, rows)] for rows in first],
+    )
+
+
+def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, Any]) -> list[str]:
+    """Return sentences on what the figures cannot show: a KL that is missing or of another policy, missing scores."""
     notes = [
         f"{name} and the reference {args.ref_model_name_or_path} have different vocabularies, so {name} has no KL."
         for name, of in policies.items()
         if of["kl"] is None
     ]
-    if not scored[next(iter(scored))] and not args.judge:
+    if not (args.rewards or args.judge):
         notes.append("No `rewards` and no `judge` were given, so nothing says whose answers are better.")
-    if prompts < 2:
-        notes.append("There is one prompt only, so standard errors and intervals are not defined.")
     if args.top_p < 1 or args.temperature == 0:
-        notes.append(
-            "The KL is not that of the distribution that was sampled from: for that, set `top_p` to 1 and "
-            "`temperature` above 0."
-        )
+        notes.append("The KL is not of what was sampled from: that needs `top_p` 1 and `temperature` above 0.")
     for name, by_reward in scored.items():
         for reward, values in by_reward.items():
-            if none := sum(value is None for value in values):
+            if none := values.count(None):
                 notes.append(
-                    f"{reward} has no score for {none} of {len(values)} answers of {name}: they are left out."
+                    f"{reward} has no score for {none} of {len(values)} answers of {name}, which are left out."
                 )
     return notes
-
-
-def _write(folder: Path, found: dict[str, Any], answers: dict[str, list[dict[str, Any]]], shown: str) -> None:
-    from ...data import write_rows
-
-    for name, rows in answers.items():
-        write_rows(folder / "answers" / f"{name}.jsonl", rows)
-    write_text(folder / "evaluation.json", json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    write_text(folder / "evaluation.html", shown)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,10 +1,9 @@
-"""Have policies answer the same prompts, with one policy in memory at a time, and score the answers."""
+"""Have policies answer the same prompts, with one policy in memory at a time, score the answers, compute figures."""
 
 import gc
 import hashlib
 import json
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from ...data import check_texts, content_of, load_dataset_split, load_trained_prompts, prompt_hashes, write_rows
+from ...data import check_texts, load_dataset_split, load_trained_prompts, prompt_hashes, write_rows
+from ...evaluation import accuracy_interval
 from ...models import (
     answer_texts,
     completion_logprobs,
@@ -25,14 +25,12 @@ from ...models import (
     sample,
     vocabulary_of,
 )
-from ...rewards import Member
+from ...rewards import Member, repetition_watch
 from ...runs import read_jsonl
-from .figures import margins
 
 # The keys of a line of answers. Columns of the prompts' data set with one of these names are left out
 OWN = ("prompt", "completion", "prompt_ids", "completion_ids", "finished", "logprob", "made_by")
 _AT_ONCE = 4  # answers whose (B, T, V) logits are in memory together
-_NAMED = 5  # rows that a sentence names
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,11 @@ def load_prompts(name: str, config: str | None, split: str | None, most: int | N
         most: rows to take from the beginning; None takes all.
 
     Raises:
-        ValueError: there are no rows, or a prompt is missing.
+        ValueError: a prompt is missing.
     """
     split = split or ("train" if Path(name).is_file() else "test")
     dataset = load_dataset_split(name, split, config=config)
     dataset = dataset.select(range(min(len(dataset), most or len(dataset))))
-    if not len(dataset):
-        raise ValueError(f"`prompts` {name}, split {split!r}, has no rows: give one or more prompts")
     check_texts(dataset, ("prompt",), f"`prompts` {name}", may_be_empty=False)
     return dataset
 
@@ -78,7 +74,7 @@ def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
     Refuse prompts that a policy was trained on; return a sentence for each policy whose training prompts are unknown.
 
     Raises:
-        ValueError: a policy was trained on some of the prompts; the message says on how many, and on which rows.
+        ValueError: a policy was trained on some of the prompts.
     """
     hashes, seen, unknown = prompt_hashes(rows), [], []
     for name, policy in policies.items():
@@ -88,16 +84,9 @@ def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
                 "training prompts (`trained_prompts.npy`)."
             )
         elif len(places := np.flatnonzero(np.isin(hashes, trained))):
-            shown = ", ".join(map(str, places[:_NAMED])) + (", …" if len(places) > _NAMED else "")
-            first = rows[int(places[0])]["prompt"]
-            text = first if isinstance(first, str) else content_of(first[-1])
-            first = repr(textwrap.shorten(text, 80, placeholder=" …"))
-            seen.append(f"{name} was trained on {len(places)} of {len(rows)} prompts (rows {shown}; {first})")
+            seen.append(f"{name} was trained on {len(places)} of {len(rows)} prompts (row {places[0]} is the first)")
     if seen:
-        raise ValueError(
-            f"{'; '.join(seen)}: leave them out. `trl-ext prompts` writes a copy of a set without the prompts of "
-            "another set"
-        )
+        raise ValueError(f"{'; '.join(seen)}: `trl-ext prompts` writes a copy of a set without those of another set")
     return unknown
 
 
@@ -122,9 +111,6 @@ def answers_of(policy: str, rows: Dataset, sampling: Sampling, path: Path) -> tu
         - `finished`: whether the answer ended by EOS.
         - `logprob`: log π(y | x) in nats, at the temperature of the sampling, or at 1 for greedy answers.
         - `made_by`: hash of the weights, the prompts and the sampling.
-
-    Raises:
-        ValueError: the longest prompt and `max_completion_length` together do not fit into the policy's context.
     """
     prompts = rows["prompt"][:]
     asked = [path_identity(policy), asdict(sampling), prompts]
@@ -136,12 +122,6 @@ def answers_of(policy: str, rows: Dataset, sampling: Sampling, path: Path) -> tu
     tokenizer = load_tokenizer(policy)
     prompt_ids = prompt_token_ids(tokenizer, prompts)
     model = sampling.load(policy)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context and (longest := max(map(len, prompt_ids))) + sampling.max_completion_length > context:
-        raise ValueError(
-            f"{policy} has a context of {context} tokens, and the longest prompt has {longest}: lower "
-            f"`max_completion_length` {sampling.max_completion_length}, or shorten the prompts"
-        )
     ends = eos_token_ids(model, tokenizer)
     drawn = sample(
         model,
@@ -209,9 +189,9 @@ def free() -> None:
 
 def scores(reward: Callable, answers: Sequence[dict[str, Any]], columns: dict[str, list]) -> list[float | None]:
     """Return a reward's score of each answer, None where it gives none; `columns` are passed on to the reward."""
-    given = {name: [row[name] for row in answers] for name in ("completion_ids", "prompt_ids", "finished")}
-    prompts, completions = ([row[name] for row in answers] for name in ("prompt", "completion"))
-    return Member(reward)(prompts=prompts, completions=completions, **{**columns, **given})
+    names = {"prompts": "prompt", "completions": "completion"} | {name: name for name in OWN[2:5]}
+    given = {name: [row[key] for row in answers] for name, key in names.items()}
+    return Member(reward)(**{**columns, **given})
 
 
 def judged(
@@ -241,3 +221,87 @@ def judged(
     else:
         second = scores(judge, theirs, {**columns, "baseline": one})
     return margins(first, second)
+
+
+# ---- Figures ----
+
+
+def mean_of(values: Sequence[float | None]) -> dict[str, Any]:
+    """
+    Return the mean of the values that are not None, and its standard error s/√n, s² being Σ(x − mean)²/(n − 1).
+
+    Args:
+        values: a value for each answer; None where there is none.
+
+    Returns:
+        `mean` (None without values), `standard_error` (None for fewer than two values), and `count` of the values.
+    """
+    known = torch.tensor([value for value in values if value is not None], dtype=torch.double)
+    error = (known.std() / len(known) ** 0.5).item() if len(known) > 1 else None
+    return {"mean": known.mean().item() if len(known) else None, "standard_error": error, "count": len(known)}
+
+
+def win_rate(margins: Sequence[float | None], prompts: Sequence[Hashable]) -> dict[str, Any]:
+    """
+    Return the share of prompts on which a policy's answer beats the baseline's; a tie counts one half.
+
+    The 95 % interval is a percentile bootstrap over prompts (Efron 1979), which is paired, since a margin compares two
+    answers to one prompt. With fewer than 30 prompts a bootstrap is too uncertain: the interval is Wilson's (1927).
+
+    Args:
+        margins: (N,) for each prompt, the policy's score minus the baseline's; None leaves the prompt out.
+        prompts: (N,) names of the prompts; rows with the same name are resampled together.
+
+    Returns:
+        `win_rate`, its `interval` (None for fewer than two prompts), and the counts `wins`, `ties` and `losses`.
+    """
+    known = [(margin, prompt) for margin, prompt in zip(margins, prompts, strict=True) if margin is not None]
+    values = torch.tensor([margin for margin, _ in known], dtype=torch.double)
+    wins, ties, losses = (int(found.sum()) for found in (values > 0, values == 0, values < 0))
+    named = [prompt for _, prompt in known]
+    return {
+        "win_rate": (wins + ties / 2) / len(known) if known else None,
+        "interval": list(accuracy_interval(values, named)) if len(set(named)) > 1 else None,
+        "wins": wins,
+        "ties": ties,
+        "losses": losses,
+    }
+
+
+def margins(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float | None]:
+    """Return each score in `ours` minus the one at the same place in `theirs`; None where either is None."""
+    pairs = zip(ours, theirs, strict=True)
+    return [None if mine is None or other is None else mine - other for mine, other in pairs]
+
+
+def policy_figures(
+    answers: Sequence[Mapping[str, Any]],
+    scored: Mapping[str, Sequence[float | None]],
+    kl: Sequence[float] | None,
+) -> dict[str, Any]:
+    """
+    Return a policy's own figures, without those that compare it with the baseline.
+
+    Args:
+        answers: (N,) with `prompt`, `completion`, `completion_ids` and `finished`.
+        scored: name of a reward → (N,) its scores.
+        kl: (N,) log π(y | x) − log π_ref(y | x); None if the KL is not known.
+
+    Returns:
+        - `rewards`: name of a reward → mean score, as [`mean_of`] returns it.
+        - `kl`, `length`: mean KL and mean tokens of an answer, as [`mean_of`] returns them; `kl` may be None.
+        - `cut_off`: share of the answers that did not end by EOS.
+        - `distinct_3`: different 3-grams as a share of all.
+        - `repeated`: share of 3-grams that repeat one in the same answer.
+    """
+    repetition: dict[str, Any] = {}
+    repetition_watch(**{f"{key}s": [row[key] for row in answers] for key in ("prompt", "completion")},
+                     log_metric=repetition.__setitem__)  # fmt: skip
+    return {
+        "rewards": {reward: mean_of(values) for reward, values in scored.items()},
+        "kl": None if kl is None else mean_of(kl),
+        "length": mean_of([float(len(row["completion_ids"])) for row in answers]),
+        "cut_off": sum(not row["finished"] for row in answers) / len(answers),
+        "distinct_3": repetition.get("repetition/distinct_3"),
+        "repeated": repetition.get("repetition/repeated"),
+    }

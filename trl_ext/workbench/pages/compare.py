@@ -192,7 +192,6 @@ def _cells(policy: dict[str, Any]) -> dict[str, str]:
         "cut off": percent(policy["cut_off"]),
         "different 3-grams of all": percent(policy["distinct_3"]),
         "3-grams repeated within an answer": percent(policy["repeated"]),
-        "self-BLEU": number(policy["self_bleu"], 3),
     }
 
 

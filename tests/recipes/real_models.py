@@ -54,13 +54,6 @@ SHAPES = {
         | {"pooler_hidden_act": "gelu", "pooler_hidden_size": 768},
     ),
 }
-PARAMETERS = {  # as their model cards have them, in millions
-    "Qwen/Qwen2.5-0.5B": 494,
-    "Qwen/Qwen2.5-1.5B-Instruct": 1544,
-    "meta-llama/Llama-3.1-8B": 8030,
-    "meta-llama/Llama-3.1-70B": 70554,
-    "microsoft/deberta-v3-base": 184,
-}
 
 
 def config_of(name, **kwargs):

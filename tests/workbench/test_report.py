@@ -16,15 +16,13 @@ from markupsafe import Markup
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.callbacks.replay import Replay
-from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.tiny import tiny_config
 from trl_ext.callbacks import (
     Alert,
     JSONLCallback,
     KLBudgetCallback,
     MonitoringPlotCallback,
     PrometheusCallback,
-    record_run,
 )
 from trl_ext.callbacks.metrics import curve
 from trl_ext.callbacks.monitor import REGISTRY
@@ -194,24 +192,6 @@ def test_report_at_the_end_of_a_script(tmp_path):
     assert report_of(tmp_path / "none").startswith(f"No report: {tmp_path / 'none'} is no run")
 
 
-@pytest.mark.slow
-def test_a_run_that_a_monitor_stopped_has_its_page(tmp_path):
-    trainer = PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=length_reward,
-        args=tiny_config(tmp_path, max_steps=40, learning_rate=0.1),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-        callbacks=[KLBudgetCallback(warn=0.01, limit=0.01, action="stop")],
-    )
-    record_run(trainer, samples=True)
-    trainer.train()
-    assert trainer.state.global_step < 40
-    text = (tmp_path / "report.html").read_text()
-    assert "the KL is over its budget" in text and "length_reward: density of single scores" in text
-    assert text.count("<tr>") > 8  # alerts, and samples of the rollouts until then
-
-
 HOSTILE = [
     "$",
     "$x^",
@@ -379,26 +359,13 @@ def test_over_episodes_a_step_of_more_of_them_goes_further(two_runs, tmp_path):
 
 
 def test_no_credential_of_a_monitor_is_shown_beside_another_run(tmp_path):
-    hooks = {"T0/first": 8.0, "T0/second": 9.0}
+    hook, log = ({"KLBudgetCallback": {"sinks": [sink]}} for sink in ("https://hooks.slack.com/services/T0/x", "log"))
     runs = [
-        write_run(tmp_path / str(limit), LOGS, config={"beta": 1}, monitors={"KLBudgetCallback": {"sinks": [url]}})
-        for url, limit in ((f"https://hooks.slack.com/services/{secret}?{n}", n) for secret, n in hooks.items())
+        write_run(tmp_path / name, LOGS, config={"beta": 1}, monitors=monitors)
+        for name, monitors in (("a", hook), ("b", log))
     ]
-    with (runs[1] / "metrics.rank0.jsonl").open("a") as file:
-        log = {"type": "end", "step": 9, "logs": {}, "monitors": {"KLBudgetCallback": {"sinks": ["log"]}}}
-        file.write(f"{json.dumps(log)}\n")
     text = write_report(runs, tmp_path / "page.html").read_text()
     assert "KLBudgetCallback" in text and "&lt;redacted&gt;" in text and "T0/" not in text
-
-
-@pytest.mark.parametrize("name", ["setting", "prompt", "first → last"])
-def test_a_run_may_be_called_as_a_column_of_the_page(name, tmp_path):
-    runs = [
-        write_run(tmp_path / each, LOGS, config={"output_dir": each, "beta": beta}, samples=[answer("p", each, 1)])
-        for each, beta in ((name, 0.1), ("other", 0.2))
-    ]
-    text = write_report(runs, tmp_path / "page.html").read_text()
-    assert text.count(f'data-name="{name}"') >= 3  # its own cells, in each of three tables
 
 
 @pytest.mark.slow
@@ -436,8 +403,6 @@ def test_what_cannot_be_shown_is_said_in_one_line(given, message, two_runs, tmp_
 @pytest.mark.parametrize(
     ("config_class", "log", "first", "value"),
     [
-        ("SFTConfig", {"loss": 0.5, "mean_token_accuracy": 0.8}, "loss, nats per token", "0.5"),
-        ("DPOConfig", {"loss": 0.6, "rewards/accuracies": 0.7, "rewards/margins": 0.2}, "pair accuracy", "0.7"),
         ("RewardConfig", {"loss": 0.6, "accuracy": 0.9, "margin": 2.0}, "pair accuracy", "0.9"),
         ("PPOConfig", {"objective/scores": 1.5, "objective/kl": "nan", "entropy": 1.0}, "score", "1.5"),
         ("OfAnother", {"loss": 0.6, "rewards/accuracies": 0.7, "rewards/margins": 0.2}, "pair accuracy", "0.7"),
@@ -540,7 +505,6 @@ def test_a_page_needs_no_torch(tmp_path):
         (0.5, 0.0996, "0.50 ± 0.10"),
         (1234.5678, 120.3, "1,235 ± 120"),
         (1.5, None, "1.5"),
-        (2.0, 0.0, "2 ± 0"),
         (float("nan"), float("nan"), "nan ± nan"),
     ],
 )

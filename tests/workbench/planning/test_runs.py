@@ -1,16 +1,13 @@
 """Plans of tiny runs against closed forms, and the settings that are refused or warned of."""
 
-import logging
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
 from trl import RewardConfig, SFTConfig
 
-from tests.recipes.real_models import PARAMETERS, config_of
 from tests.tiny import tiny_config, tiny_llama
 from trl_ext.ppo import CriticConfig
 from trl_ext.workbench.planning import (
@@ -25,7 +22,6 @@ from trl_ext.workbench.planning import (
     seconds_per_example,
 )
 from trl_ext.workbench.planning.memory import quantized_bytes
-from trl_ext.workbench.planning.stages import classifier
 
 CONFIG = tiny_llama(num_hidden_layers=3).config
 PARAMS = sum(p.numel() for p in tiny_llama(num_hidden_layers=3).parameters())
@@ -203,19 +199,6 @@ def test_logits_are_counted_once_where_they_fit_the_budget(subtests):
             assert more == times * logits + embeddings
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "microsoft/deberta-v3-base"])
-def test_real_models_have_the_parameters_of_their_cards(name):
-    stage, args = ("reward", RewardConfig) if "deberta" in name else ("sft", SFTConfig)
-    config = config_of(name)
-    config.num_hidden_layers = 1  # and the other layers by arithmetic: passes through all of them take a while
-    deeper = config_of(name)
-    layers, deeper.num_hidden_layers = deeper.num_hidden_layers, 2
-    args = args("out", use_cpu=True, bf16=False, max_length=8, per_device_train_batch_size=1)
-    one, two = (plan(Job(stage, args, c)).roles[0].parameters for c in (config, deeper))
-    assert round((one + (layers - 1) * (two - one)) / 1e6) == PARAMETERS[name]
-
-
 # ---- Refusals and warnings ----
 
 
@@ -265,20 +248,6 @@ def test_what_cannot_work_is_refused_with_the_reason(job, message):
 def test_what_ends_badly_is_warned_of_and_sound_settings_are_not(stage, args, known, message):
     warnings = known_to_go_wrong(Job(stage, ppo(**args), CONFIG, prompt_length=8), **known)
     assert [message in warning for warning in warnings] == ([True] if message else [])
-
-
-def test_an_environment_may_score_without_a_kl_penalty():
-    assert not known_to_go_wrong(Job("ppo", ppo(kl_coef=0.0), CONFIG, only_environment=True))
-
-
-def test_a_classifier_of_one_label_is_planned_without_a_word(caplog):
-    assert CONFIG.num_labels == 2  # as in any language model's
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    with torch.device("meta"):
-        model = classifier(SimpleNamespace(compute_dtype=torch.float32), CONFIG)
-    logger.removeHandler(caplog.handler)
-    assert model.config.num_labels == 1 and not caplog.records
 
 
 @pytest.mark.slow

@@ -116,7 +116,8 @@ def _curves(runs: dict[str, Run], x: str) -> list[str]:
         for place, (name, run) in enumerate(runs.items()):
             steps, values = curve(run.history, keys.get(name))
             points = [{"step": at, "y": y} for at, y in zip(_along(run, x, steps), values, strict=True)]
-            draw_line(axes, points, "y", name, **line_style(place))
+            # Dots would hide how a line is broken
+            draw_line(axes, points, "y", name, **line_style(place), marker="" if len(points) > 1 else ".")
             marks = _along(run, x, [alert["step"] for alert in alarms(run) if points])
             foot = {"transform": axes.get_xaxis_transform(), "clip_on": False}
             axes.plot(marks, [0.03] * len(marks), "^", color=line_style(place)["color"], **foot)

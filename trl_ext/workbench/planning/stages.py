@@ -134,12 +134,14 @@ def _plan_ppo(job: Job) -> Plan:
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     local = step * args.num_mini_batches
     rows = min(args.local_rollout_forward_batch_size, local)
+    scorers = [(reward, rows) for reward in rewards]
     # Each process has all of a reward function's model; the members of an ensemble share a base
     for each, built in zip(job.loaded_rewards, loaded, strict=True):
         own = replace(job, bits=each.bits, nested=False)
         base = role_of(own, "reward function", built.parameters(), linear_weights(built), is_sharded=False)
         roles.append(replace(base, config=each.config))
         roles += [replace(base, config=each.config, weights=0)] * (each.members - 1)
+        scorers.append((built, each.rows(local, length)))
 
     def loss():
         batch = scored(tokens(args.per_device_train_batch_size, length), args.max_completion_length)
@@ -147,16 +149,9 @@ def _plan_ppo(job: Job) -> Plan:
         return sum(found[name].sum() for name in ("logprobs", "entropies", "values") if name in found)
 
     generates, beside = generation_phase(job, mode, model.policy, rows, local)
-    # A reward model of the policy's kind that is no wider takes no more than the policy
-    others = [
-        (reward, rows)
-        for reward in rewards
-        if type(reward.config) is not type(job.policy) or reward.config.hidden_size > job.policy.hidden_size
-    ]
-    others += [(built, each.rows(local, length)) for each, built in zip(job.loaded_rewards, loaded, strict=True)]
     phases = {
         "generate": generates,
-        "score": scoring_phase(job, mode, model, reference, others, rows, length),
+        "score": scoring_phase(job, mode, model, reference, scorers, rows, length),
         **update_phases(job, mode, model, loss, roles),
     }
     episodes = local * layout.processes

@@ -20,29 +20,28 @@ INK = "#010203"  # what matplotlib draws text and axes in; `chart` replaces it b
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)))
 
+# Title → pattern of the keys whose curves a chart has
 GROUPS = {
-    "reward functions, mean": re.compile(r"rewards/.+/mean"),
-    "disagreement of reward functions": re.compile(r"rewards/.+/disagreement"),
-    "answers that reward functions failed on or rejected, share": re.compile(
-        r"rewards/.+/(failed|rejected|unchecked|violations)"
-    ),
-    "evaluation, mean": re.compile(r"eval_(rewards/.+/mean|objective/scores|reward|gold/.+)"),
-    "repetition": re.compile(r"repetition/.+"),
-    "turns and tool calls of an episode": re.compile(r"(eval_)?(turns/mean|tools/call_frequency)"),
-    "tool calls that fail or repeat an earlier one, share": re.compile(r"(eval_)?tools/(failure|repeated)_frequency"),
-    "score by environment": re.compile(r"(eval_)?environment/.+/return"),
-    "loss": re.compile(r"(eval_)?loss"),
-    "pair accuracy": re.compile(r"(eval_)?(accuracy|rewards/accuracies)"),
-    "margin": re.compile(r"(eval_)?(margin|rewards/margins)"),
-    "token accuracy": re.compile(r"(eval_)?mean_token_accuracy"),
-    "rewards of the pairs' answers": re.compile(r"(eval_)?rewards/(chosen|rejected)"),
-    "scores of the reward model": re.compile(r"(eval_)?(mean|min|max)_reward"),
-    "log-probs against the reference, nats": re.compile(r"(eval_)?logps/(chosen_delta|drift)"),
-    "pairs whose chosen answer fell, share": re.compile(r"(eval_)?logps/displacement_rate"),
-    "β": re.compile(r"beta(/.+)?"),
-    "KL coefficient": re.compile(r"objective/kl_coef"),
-    "risk of a hack": re.compile(r"watch/risk"),
-    "gradient norm": re.compile(r"grad_norm(/.+)?"),
+    "reward functions, mean": r"rewards/.+/mean",
+    "disagreement of reward functions": r"rewards/.+/disagreement",
+    "answers that reward functions failed on or rejected, share": r"rewards/.+/(failed|rejected|unchecked|violations)",
+    "evaluation, mean": r"eval_(rewards/.+/mean|objective/scores|reward|gold/.+)",
+    "repetition": r"repetition/.+",
+    "turns and tool calls of an episode": r"(eval_)?(turns/mean|tools/call_frequency)",
+    "tool calls that fail or repeat an earlier one, share": r"(eval_)?tools/(failure|repeated)_frequency",
+    "score by environment": r"(eval_)?environment/.+/return",
+    "loss": r"(eval_)?loss",
+    "pair accuracy": r"(eval_)?(accuracy|rewards/accuracies)",
+    "margin": r"(eval_)?(margin|rewards/margins)",
+    "token accuracy": r"(eval_)?mean_token_accuracy",
+    "rewards of the pairs' answers": r"(eval_)?rewards/(chosen|rejected)",
+    "scores of the reward model": r"(eval_)?(mean|min|max)_reward",
+    "log-probs against the reference, nats": r"(eval_)?logps/(chosen_delta|drift)",
+    "pairs whose chosen answer fell, share": r"(eval_)?logps/displacement_rate",
+    "β": r"beta(/.+)?",
+    "KL coefficient": r"objective/kl_coef",
+    "risk of a hack": r"watch/risk",
+    "gradient norm": r"grad_norm(/.+)?",
 }
 # First parts of the keys that trainers log, with `eval_` or without; all others are metrics of the user's own
 KNOWN = {
@@ -72,7 +71,7 @@ def curves(run: Run) -> list[str]:
     given = {"history": run.history, "metrics": run.metrics, "registry": run.registry}
     draw: dict[str, Callable] = {title: partial(panel, **given) for title, panel in PANELS.items()}
     logged = sorted(run.keys)
-    groups = {title: [key for key in logged if pattern.fullmatch(key)] for title, pattern in GROUPS.items()}
+    groups = {title: [key for key in logged if re.fullmatch(pattern, key)] for title, pattern in GROUPS.items()}
     for key in logged:
         first, slash, _ = key.partition("/")
         if slash and first.removeprefix("eval_") not in KNOWN:

@@ -1,6 +1,7 @@
 """Write a page that compares runs: their curves in common charts, their results, and their different settings."""
 
 import os
+import re
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
@@ -109,7 +110,7 @@ def _curves(runs: dict[str, Run], x: str) -> list[str]:
             shown[label][name] = key
     main = {key for of in shown.values() for key in of.values()}
     for key, times in sorted(Counter(key for run in runs.values() for key in run.keys).items()):
-        if times > 1 and key not in main and any(pattern.fullmatch(key) for pattern in GROUPS.values()):
+        if times > 1 and key not in main and any(re.fullmatch(pattern, key) for pattern in GROUPS.values()):
             shown[key] = dict.fromkeys(runs, key)
 
     def draw(axes, keys):

@@ -149,7 +149,7 @@ def test_ctrl_c_ends_a_run_that_waits():
         "import asyncio, signal, threading, time\n"
         # A test run in the background ignores it, and passes that on
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from trl_ext.rewards.member import Started\n"
+        "from trl_ext.rewards.background import Started\n"
         "ready = threading.Event()\n"
         "async def later(**kwargs):\n    ready.set()\n    await asyncio.sleep(600)\n"
         "def judge(**kwargs):\n    ready.wait()\n    print('asked', flush=True)\n    time.sleep(600)\n"

@@ -119,7 +119,7 @@ def test_nothing_of_a_call_that_fails_is_kept():
         return [answers.get(each, 1.0) for each in completions]
 
     cached = CachedReward(scored)
-    for bad, message in [("nan", "returned nan for completion 1"), ("tokens", "a score for each token")]:
+    for bad, message in [("nan", "returned nan for completion 1"), ("tokens", r"returned \[0.1, 0.2\]")]:
         with pytest.raises(RuntimeError, match=f"'scored': .*{message}"):
             call(cached, "fine", bad)
     assert call(cached, "fine")[0] == [1.0] and len(asked) == 3

@@ -5,12 +5,9 @@ import pickle
 
 import pytest
 import torch
-import trl
-from datasets import Dataset
-from trl import GRPOConfig
 
 from tests.rewards.test_model import adapted, saved
-from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model
+from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model
 from tests.tiny import tiny_tokenizer as tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.callbacks import RewardDisagreementCallback
@@ -57,43 +54,6 @@ def test_a_member_that_fails_is_named_or_leaves_no_score_or_gives_its_number():
         EnsembleReward([B, failing])(ROWS, ANSWERS, [[1]] * 4)
     assert EnsembleReward([B, failing], on_error="skip")(ROWS, ANSWERS, [[1]] * 4) == [None] * 4
     assert EnsembleReward([B, failing], "min", on_error=-1)(ROWS, ANSWERS, [[1]] * 4) == [-1, -1, -1, -1]
-
-
-@pytest.mark.parametrize(
-    "kwargs, message",
-    [
-        ({"combine": "max"}, "`combine` must be one of mean, median, min, uncertainty, got 'max'"),
-        ({"uncertainty_coef": 1.0}, "`uncertainty_coef` works only with combine='uncertainty', got combine='mean'"),
-        ({"max_disagreement": -1}, "`max_disagreement` must be a finite number >= 0, got -1"),
-        ({"members": [A]}, "`members` must be a list of two or more rewards, or the folder of an ensemble, got \\["),
-        ({"members": A}, "`members` must be a list of two or more rewards, or the folder of an ensemble, got <"),
-        ({"members": "nowhere"}, "nowhere has no ensemble.json"),
-        ({"normalize": True}, "`normalize` needs an ensemble's folder as `members`"),
-        ({"model_kwargs": {"dtype": "bfloat16"}}, "all members are functions"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        EnsembleReward(**{"members": [A, B], **kwargs})
-
-
-def test_what_combines_and_who_they_are_is_the_identity():
-    made = [
-        EnsembleReward([A, B]),
-        EnsembleReward([A, C]),
-        EnsembleReward([A, B], "min"),
-        EnsembleReward([A, B], "uncertainty", 0.5),
-        EnsembleReward([A, B], max_disagreement=1.0),
-    ]
-    assert len({reward_identity(each) for each in made}) == 5
-    assert reward_identity(EnsembleReward([A, B])) == reward_identity(made[0])
-
-
-def test_a_member_that_gave_all_answers_one_score_cannot_be_normalised(tmp_path):
-    members = [{"folder": f"member-{i}", "mean": 1.0, "std": float(i)} for i in range(2)]
-    (tmp_path / "ensemble.json").write_text(json.dumps({"members": members}))
-    with pytest.raises(ValueError, match="`normalize` divides by .*, but member-0 gave all answers one score"):
-        EnsembleReward(str(tmp_path), normalize=True)
 
 
 # ---- Reward models ----
@@ -190,22 +150,3 @@ def test_ppo_logs_the_disagreement_that_the_monitor_alerts_of_and_leaves_rejecte
     assert logged[0] == pytest.approx((20 + n - 1) / n) and logged[-1] == pytest.approx((20 + 5 * (n - 1)) / n)
     assert [row.isnan().squeeze().tolist() for row in rows] == [[True] + [False] * (n - 1)] * len(rows)
     assert any(f"`{key}` grew" in alert["what"] for alert in alerts_of(trainer.state))
-
-
-@pytest.mark.slow
-def test_it_works_in_a_stock_trainer(tmp_path):
-    path = saved(tmp_path / "rm", tiny_reward_model(tiny_llama()))
-    reward = EnsembleReward([path, length_reward], model_kwargs={"eos_token_ids": [2]}, name="both")
-    trainer = trl.GRPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=reward,
-        args=GRPOConfig(
-            output_dir=str(tmp_path / "run"),
-            **{**ON_CPU, "per_device_train_batch_size": 4, "max_steps": 1},
-            **{"num_generations": 2, "max_completion_length": 6},
-        ),
-        train_dataset=Dataset.from_dict({"prompt": prompts(8)["prompt"]}),
-        processing_class=tokenizer(),
-    )
-    trainer.train()
-    assert any("rewards/both/disagreement" in log for log in trainer.state.log_history)

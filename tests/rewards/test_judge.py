@@ -194,8 +194,6 @@ def test_a_comparison_is_made_in_both_orders_and_a_judges_habit_is_seen():
         prompts, answers, others = ["habit", "p", "p", "p"], ["a", "long", "a", "b"], ["b", "a", "long", None]
         assert judge(prompts, answers, baseline=others, log_metric=logged.__setitem__) == [2, 4, 0, None]
         assert len(came) == 6
-        with pytest.raises(ValueError, match="reward 'j': the data has no column 'baseline', which `compare` names"):
-            judge(prompts, answers)
     assert logged["rewards/j/position_bias"] == pytest.approx(0.5 / 3)  # of three pairs one always has the first
 
 
@@ -214,7 +212,8 @@ def test_a_row_that_fails_leaves_the_others_alone():
 
 def test_settings_of_the_request_and_its_identity():
     with serving(lambda body, _: says("Score: 3")) as (url, came):
-        given = {"response_format": {"type": "json_object"}, "extra": {"max_tokens": None, "max_completion_tokens": 9}}
+        extra = {"response_format": {"type": "json_object"}, "max_tokens": None, "max_completion_tokens": 9}
+        given = {"extra": extra}
         judge = JudgeReward(url + "/v1", "org/judge-7b", RUBRIC, **given)
         assert judge(["p"], ["a"]) == [3] and judge.__name__ == "judge_judge-7b"
     assert came[0].keys() == {"model", "messages", "temperature", "response_format", "max_completion_tokens"}
@@ -223,18 +222,3 @@ def test_settings_of_the_request_and_its_identity():
     elsewhere = JudgeReward("http://elsewhere:1/v1", "org/judge-7b", RUBRIC, **given)  # with weights of its own
     assert reward_identity(judge) == reward_identity(same)
     assert len({*map(reward_identity, (judge, other, elsewhere))}) == 3
-
-
-def test_mistakes_are_named(subtests):
-    for given, message in [
-        ({"scale": (10, 1)}, "`scale` must be the lowest and the highest score"),
-        ({"scale": 10}, "`scale` must be"),
-        ({"rubric": " "}, "`rubric` must be a text"),
-        ({"model": None}, "`model` must be a text"),
-        ({"temperature": -1}, "`temperature` must be 0 or more"),
-        ({"max_tokens": 0}, "`max_tokens` must be a whole number"),
-        ({"parse_retries": -1}, "`parse_retries` must be"),
-        ({"url": "ftp://x"}, "`url` must look like"),
-    ]:
-        with subtests.test(given=given), pytest.raises(ValueError, match=message):
-            JudgeReward(**{"url": "http://127.0.0.1:1/v1", "model": "m", "rubric": RUBRIC} | given)

@@ -61,25 +61,6 @@ def test_a_module_of_the_working_directory_is_found_without_its_folder_on_the_pa
     assert run.stdout == "[1.0, 1.0]\n", run.stderr
 
 
-def test_unknown_reward_says_what_was_tried(subtests):
-    for path, message in [
-        (
-            "absent.module.reward",
-            "No module named 'absent'. Tried .* of 'absent.module' from .*path/to/file.py:",
-        ),
-        ("absent.py:reward", "No such file or directory: .*absent.py.* Tried 'reward' of 'absent.py' from "),
-        ("recipes/tinystories/rewards.py:absent", "has no attribute 'absent'"),
-        ("reward", "the path has no module or no name"),
-    ]:
-        with subtests.test(path=path), pytest.raises(ImportError, match=message):
-            load_reward(path)
-
-
-def test_a_class_is_no_reward():
-    with pytest.raises(ValueError, match=r"'pathlib\.Path' is of type type; name a function or an instance"):
-        load_reward("pathlib.Path")
-
-
 # ---- `rewards:` ----
 
 LENGTH, WORLD = "tests/tiny.py:length_reward", "recipes/demo/world.py:gold_reward"
@@ -118,41 +99,20 @@ def test_what_is_mistyped_is_refused_before_anything_is_built(subtests, monkeypa
     monkeypatch.setattr(trl_ext.rewards, "ModelReward", Expensive)
     model = {"ModelReward": {"model": "somewhere"}}
     for entry, message in [
-        ({"SumRewrad": {}}, "entry 2: unknown reward 'SumRewrad'; did you mean SumReward?"),
-        (
-            {"Elsewhere": {}},
-            "entry 2: unknown reward 'Elsewhere'; there are .*SumReward.*get_soft_overlong_punishment",
-        ),
-        ({"SumReward": {"member": []}}, "SumReward has no argument 'member'; did you mean members?"),
-        ({"ScoreWatch": {"reward": LENGTH, "fold": "x"}}, "no argument 'fold'; did you mean folder?"),  # its base's
-        ({"ScoreWatch": {"reward": LENGTH, "weight": 0}}, "no argument 'weight'; it stands beside `ScoreWatch:`"),
-        ({"SumReward": None}, "SumReward needs `members`"),
-        ({"SumReward": {"members": [model, {"SumRewrad": {}}]}}, "entry 2, SumReward: unknown reward 'SumRewrad'"),
-        ({"SumReward": {"members": [{"SumReward": {"x": 1}}]}}, "entry 2, SumReward: SumReward has no argument 'x'"),
-        ({"SumReward": [LENGTH]}, "arguments of SumReward must be a mapping of names to values, got \\["),
-        ({**NESTED, "weight": "a"}, "entry 2: `weight` must be a finite number, got 'a'"),
+        ({"SumRewrad": {}}, "entry 2: unknown reward 'SumRewrad'; there are .*SumReward"),
+        ({"SumReward": {"member": []}}, "entry 2: SumReward: .*'members?'"),
+        ({"SumReward": None}, "entry 2: SumReward: missing a required argument: 'members'"),
+        ({"SumReward": {"members": [model, {"SumRewrad": {}}]}}, "entry 2: unknown reward 'SumRewrad'"),
+        ({"SumReward": {"members": [{"SumReward": {"x": 1}}]}}, "entry 2: SumReward: "),
+        ({**NESTED, "weight": "a"}, "could not convert string to float: 'a'"),
         ({**NESTED, "name": "a"}, "entry 2: write a path to a function, or one `Name: {argument: value}`, got"),
         (3, "entry 2: write a path to a function"),
-        # PyYAML takes 1e3 for a text
-        (
-            {"PatternReward": {"timeout": "1e3"}},
-            "entry 2: PatternReward's `timeout` must be a number, .* '1e3': write 1000.0",
-        ),
-        (
-            {"SumReward": {"members": [LENGTH], "stds": [1, "2"]}},
-            "SumReward's `stds` must be a number, got the text '2'",
-        ),
-        (
-            {"EnsembleReward": {"members": ["a", "b"], "model_kwargs": {"namm": "x"}}},
-            "entry 2: EnsembleReward: `model_kwargs`: ModelReward has no argument 'namm'; did you mean name?",
-        ),
+        ("absent.module.reward", "'absent.module.reward' cannot be imported: No module named 'absent'"),
         ("tests/tiny.py:length_rewards", "'tests/tiny.py:length_rewards' cannot be imported"),
-        ({"SumReward": {"members": ["tests/tinny.py:x"]}}, "'tests/tinny.py:x' cannot be imported"),
+        ({"SumReward": {"members": ["tests/tinny.py:x"]}}, "No such file or directory: .*tinny.py"),
     ]:
         with subtests.test(message), pytest.raises((ValueError, ImportError), match=message):
             load_rewards([model, entry])
-    with pytest.raises(ValueError, match="`rewards` entry 1, SumReward: SumReward: `stds` must be above 0"):
-        load_rewards([{"SumReward": {"members": [{"SumReward": {"members": [LENGTH], "stds": [0]}}]}}])
 
 
 def test_a_mapping_that_names_no_reward_is_a_value(monkeypatch):
@@ -167,29 +127,6 @@ def test_a_mapping_that_names_no_reward_is_a_value(monkeypatch):
     schema = {"type": {"properties": {"members": {"type": "array"}, "judge": "a.b"}}, "cases": [{"weight": 1}, "a.b"]}
     ((function,), _) = load_rewards([{"GoldJudgeReward": {"schema": schema}}])
     assert function.schema == schema
-    # A model's folder is for the class to take, and SumReward takes functions
-    with pytest.raises(ValueError, match="SumReward: a member must be a reward function, got 'outputs/reward'"):
-        load_rewards([{"SumReward": {"members": ["outputs/reward"]}}])
-
-
-def test_the_identity_is_of_the_settings():
-    def identity(**changed):
-        ((function,), _) = load_rewards([{"SumReward": NESTED["SumReward"] | changed}])
-        return reward_identity(function)
-
-    other = {"get_soft_overlong_punishment": {"max_completion_len": 5, "soft_punish_cache": 2}}
-    members = NESTED["SumReward"]["members"]
-    variants = [{}, {"weights": [4.0, 1.0, 2.0]}, {"stds": [1, 1, 2]}, {"on_error": "skip"}]
-    variants += [{"members": [*members[:2], other]}, {"members": [*members[:1], WORLD, members[2]]}]
-    assert len({identity(**changed) for changed in variants}) == len(variants)
-    assert identity() == identity()
-
-
-def test_the_identity_is_the_same_after_a_failure():
-    ((function,), _) = load_rewards([{"SumReward": NESTED["SumReward"] | {"on_error": "skip"}}])
-    identity = reward_identity(function)
-    function(**CALL | {"completions": [3, 4]})  # one member cannot read a number
-    assert reward_identity(function) == identity
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from tests.tiny import (
 )
 from trl_ext import PPOTrainer
 from trl_ext.rewards import ModelReward, reward_identity
-from trl_ext.rewards.member import Started
+from trl_ext.rewards.background import Started
 from trl_ext.rewards.model import batches
 
 PROMPTS, ANSWERS, FINISHED = ["the cat ", "a dog ran "], ["sat", "flew over the sky"], [True, False]
@@ -91,9 +91,6 @@ def test_messages_are_put_into_the_models_own_chat_template(tmp_path):
     texts = ["<user> the cat </s> <assistant> sat </s>", "<user> a dog ran </s> <assistant> flew over the sky"]
     expected = alone(reward.model, tokenizer, texts)
     assert reward(TALK, REPLIES, finished=FINISHED) == pytest.approx(expected, abs=1e-5)
-    reward.tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="are messages, but the tokenizer of .* has no chat template"):
-        reward(TALK, REPLIES, finished=FINISHED)
 
 
 def test_nobody_guesses_whether_an_answer_was_finished(tmp_path):
@@ -216,26 +213,6 @@ def test_it_is_loaded_whole_where_trainers_would_have_it_sharded(tmp_path, monke
     monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", loading)
     ModelReward(path)
     assert seen == [(False, "false")] and is_deepspeed_zero3_enabled()
-
-
-@pytest.mark.parametrize(
-    "kwargs, message",
-    [
-        ({"max_batch_tokens": 0}, "`max_batch_tokens` must be a whole number of 1 or more, got 0"),
-        ({"truncation": "right"}, "`truncation` must be 'refuse' or 'left', got 'right'"),
-        ({"device": "cpu", "device_map": "auto"}, "`device` cpu has no effect with `device_map`"),
-        ({"model": "object", "dtype": "bfloat16"}, "`dtype` has an effect only if `model` is a path"),
-        ({"model": "object", "tokenizer": None}, "`tokenizer` is missing: give"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(tmp_path, kwargs, message):
-    model = tiny_reward_model(tiny_gpt2())
-    if kwargs.get("model") == "object":
-        kwargs = {"model": model, "tokenizer": tiny_tokenizer()} | {k: v for k, v in kwargs.items() if k != "model"}
-    else:
-        kwargs = {"model": saved(tmp_path, model)} | kwargs
-    with pytest.raises(ValueError, match=message):
-        ModelReward(**kwargs)
 
 
 # ---- Which it is ----

@@ -8,15 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
-import httpx2
 import pytest
 
 from tests.rewards.http_stub import serving
 from tests.tiny import tiny_tokenizer
 from trl_ext.rewards import CachedReward, RemoteReward, RewardFailed, reward_identity
-from trl_ext.rewards.service import Breaker, Call, Service, ServiceError
+from trl_ext.rewards.service import _client
 
 ANSWERS = [f"{'very ' * (i % 7)}happy {i}" for i in range(40)]
 PROMPTS = [f"prompt {i} " for i in range(40)]
@@ -44,7 +42,7 @@ def test_every_row_has_its_score_whatever_the_server_does_meanwhile():
             case 0:
                 return 503, {"retry-after": "0"}, {"error": "busy"}
             case 1:
-                return 429, {"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, {}
+                return 429, {}, {}
             case 2:
                 return None  # it hangs up
             case 3:
@@ -67,7 +65,6 @@ PASSING = {  # what a proxy may say for a while
     "rubbish": b'{"scores": [1, 2',
     "nothing": b"",
     "a page": b"<html><body>Hello</body></html>",
-    "no UTF-8": b'{"scores": "\xff\xfe"}',
     "deep": b"[" * 100_000,
     "an error": {"error": "no"},
 }
@@ -78,8 +75,6 @@ BAD = {
     "other": {"detail": "no"},
     "elsewhere": (302, {"location": "http://127.0.0.1:1/"}, {}),
     "not found": (404, {}, {"error": "no such model"}),
-    "compressed": (200, {"content-encoding": "gzip"}, b"x" * 100),
-    "enormous": b" " * 300_000,
 }
 
 
@@ -88,13 +83,10 @@ def test_what_is_no_answer_is_asked_for_again(bad):
     left = [PASSING[bad]] * 2
     with serving(lambda body, _: left.pop() if left else by_text(body)) as (url, came):
         assert RemoteReward(url)(PROMPTS[:5], ANSWERS[:5]) == EXPECTED[:5] and len(came) == 3
-    with serving(by_text, health=lambda: PASSING["a page"]) as (url, _):
-        assert reward_identity(RemoteReward(url))  # another kind of server, which names no weights
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_answer_is_an_error_of_its_rows_and_is_not_asked_for_again(bad, monkeypatch):
-    monkeypatch.setattr("trl_ext.rewards.service.MAX_RESPONSE_BYTES", 200_000)
+def test_a_bad_answer_is_an_error_of_its_rows_and_is_not_asked_for_again(bad):
     logged = {}
     with serving(lambda body, _: BAD[bad] if "bad" in body["completions"] else by_text(body)) as (url, came):
         answers = ["good", "fine", "bad", "late", "last"]
@@ -114,7 +106,7 @@ def test_a_bad_answer_is_an_error_of_its_rows_and_is_not_asked_for_again(bad, mo
 def test_a_score_that_is_no_number_is_an_error_of_its_row_alone(score):
     with serving(lambda body, _: {"scores": [1.0, score, None]}) as (url, _):
         assert RemoteReward(url, on_error="skip")(["p"] * 3, ["a", "b", "c"]) == [1.0, None, None]
-        with pytest.raises(RuntimeError, match="completion 1: .* for completion 1"):
+        with pytest.raises(RuntimeError, match="completion 1: .*: returned"):
             RemoteReward(url)(["p"] * 3, ["a", "b", "c"])
 
 
@@ -145,82 +137,18 @@ def test_what_cannot_be_sent_does_not_raise_from_deep_inside():
         RemoteReward(url, max_characters=100)(["p"] * 5, answers)
 
 
-def test_a_server_that_is_gone_costs_no_time_once_that_is_known():
-    with serving(by_text) as (url, _):
-        pass
-    reward = RemoteReward(
-        url, batch_size=1, max_concurrency=1, breaker_failures=3, breaker_seconds=300, retries=1, on_error="skip"
-    )
-    assert reward(PROMPTS[:6], ANSWERS[:6]) == [None] * 6
-    logged = {}
-    assert reward(PROMPTS, ANSWERS, log_metric=logged.__setitem__) == [None] * 40
-    assert logged[f"rewards/{reward.__name__}/retries"] == 0  # one that was asked would have been asked twice
-    with pytest.raises(RuntimeError, match="not asked: the last 3 requests failed; the next one is sent in"):
-        reward.on_error = "raise"
-        reward(PROMPTS, ANSWERS)
-
-
-def test_after_a_pause_one_request_is_let_through_and_if_that_is_answered_all_are(monkeypatch):
-    is_up, late = False, 0.0
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late, time=time.time)
-    monkeypatch.setattr("trl_ext.rewards.service.time", clock)
+def test_a_server_that_is_gone_is_not_asked_for_a_while(monkeypatch):
+    monkeypatch.setattr("trl_ext.rewards.service._PAUSE", 0.5)
+    is_up = False
     with serving(lambda body, _: by_text(body) if is_up else (500, {}, {})) as (url, came):
-        reward = RemoteReward(
-            url, batch_size=1, max_concurrency=1, breaker_failures=2, breaker_seconds=100, retries=0, on_error="skip"
-        )
-        assert reward(PROMPTS, ANSWERS) == [None] * 40 and len(came) == 2
-        late += 101
-        assert reward(PROMPTS, ANSWERS) == [None] * 40 and len(came) == 3
+        reward = RemoteReward(url, batch_size=1, max_concurrency=1, retries=0, on_error="skip")
+        assert reward(PROMPTS, ANSWERS) == [None] * 40 and len(came) == 5
+        reward.on_error = "raise"
+        with pytest.raises(RuntimeError, match="not asked: the last requests failed; the next one is sent in"):
+            reward(PROMPTS, ANSWERS)
         is_up = True
-        late += 101
+        time.sleep(0.6)
         assert reward(PROMPTS, ANSWERS) == EXPECTED
-
-
-def test_while_one_request_tries_after_an_outage_the_others_wait_for_its_outcome(monkeypatch):
-    is_up, late = False, 0.0
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late, time=time.time)
-    monkeypatch.setattr("trl_ext.rewards.service.time", clock)
-    tried, may_answer = threading.Event(), threading.Event()
-
-    def answer(body, _):
-        if late:
-            tried.set()
-            assert may_answer.wait(60)
-        return by_text(body) if is_up else (500, {}, {})
-
-    with serving(answer) as (url, came):
-        reward = RemoteReward(
-            url, batch_size=1, max_concurrency=8, breaker_failures=2, breaker_seconds=100, retries=0, on_error="skip"
-        )
-        reward(PROMPTS, ANSWERS)
-        breaker, checked = reward._service._connected()[1], []
-        check = breaker.check
-        breaker.check = lambda until: checked.append(until) or check(until)
-        for is_up, expected in ((False, [None] * 40), (True, EXPECTED)):
-            late += 101
-            asked, found = len(came), []
-            checked.clear()
-            tried.clear(), may_answer.clear()
-            asking = threading.Thread(target=lambda found=found: found.append(reward(PROMPTS, ANSWERS)))
-            asking.start()
-            assert tried.wait(60)
-            while len(checked) < 8:  # all threads; one of them tries
-                time.sleep(0.005)
-            assert len(came) == asked + 1
-            may_answer.set()
-            asking.join()
-            assert found == [expected] and len(came) == asked + (40 if is_up else 1)
-
-
-def test_who_waits_for_a_request_that_never_ends_has_a_deadline(monkeypatch):
-    breaker = Breaker(failures=1, seconds=0.0)
-    breaker.note(failed=True, tries=False)
-    assert breaker.check(time.monotonic() + 0.2) is True  # it tries, and is never heard of again
-    with pytest.raises(ServiceError, match="not asked: the deadline is over"):
-        breaker.check(time.monotonic() + 0.05)
-    assert breaker.check(time.monotonic() + 60) is True  # another one tries
-    breaker.note(failed=False, tries=True)
-    assert breaker.check(0.0) is False
 
 
 @pytest.mark.slow
@@ -291,8 +219,12 @@ def test_a_token_is_sent_and_written_nowhere(monkeypatch, status):
         assert "s3cret" not in text
     assert b"s3cret" not in pickle.dumps(reward)
     monkeypatch.delenv("SCORES_KEY")
-    with pytest.raises(ValueError, match="environment variable SCORES_KEY is empty, or .*: export a key"):
+    with pytest.raises(ValueError, match="environment variable SCORES_KEY is empty: export a token"):
         RemoteReward(url, api_key_env="SCORES_KEY")
+    for secret in ("http://me:pass@host", "http://host/?key=pass"):
+        with pytest.raises(ValueError, match="`url` must not contain credentials") as refused:
+            RemoteReward(secret)
+        assert "pass" not in str(refused.value)
 
 
 def test_a_server_of_this_machine_is_not_asked_through_a_proxy(monkeypatch):
@@ -308,34 +240,11 @@ def test_a_server_of_this_machine_is_not_asked_through_a_proxy(monkeypatch):
             monkeypatch.setenv(name, proxy)
         for name in ("NO_PROXY", "no_proxy"):
             monkeypatch.delenv(name, raising=False)
+        _client.cache_clear()  # what the environment says is read once
         assert RemoteReward(url)(["p"], ["c"]) == RemoteReward(url.replace("127.0.0.1", "localhost"))(["p"], ["c"])
         assert came == []
         assert RemoteReward("http://another.invalid")(["p"], ["c"]) == [9.0]
-
-
-def test_threads_that_come_at_once_share_connections_and_failures(monkeypatch):
-    made, client = [], httpx2.Client
-
-    def slow_client(**kwargs):
-        time.sleep(0.1)
-        made.append(client(**kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(httpx2, "Client", slow_client)
-    with serving(lambda body, _: (500, {}, {})) as (url, came):
-        reward = RemoteReward(url, batch_size=1, retries=0, breaker_failures=2, max_concurrency=4, on_error="skip")
-        assert reward(PROMPTS, ANSWERS) == [None] * 40
-        assert len(came) < 2 + 4  # what was under way as the second one failed
-
-
-def test_a_deadline_that_is_over_says_nothing_of_the_server():
-    with serving(lambda body, _: (500, {}, {})) as (url, _):
-        service = Service(url, 1.0, retries=0, breaker=(2, 100.0))
-        for until in (time.monotonic() + 60, 0.0, time.monotonic() + 60):
-            with pytest.raises(ServiceError):
-                service.ask(Call(until), {})
-        with pytest.raises(ServiceError, match="not asked: the last 2 requests failed"):
-            service.ask(Call(time.monotonic() + 60), {})
+    _client.cache_clear()
 
 
 def _child(reward, pipe):
@@ -373,6 +282,7 @@ def test_its_identity_is_that_of_the_weights_or_the_servers_where_it_cannot_say(
         assert identity(dumb, model="m") != identity(dumb)
         assert identity(dumb, eos_token_ids=[2]) != identity(dumb)
         assert identity(one, api="vllm-score") != identity(same, api="vllm-score")  # which is not asked
+    _client.cache_clear()  # the stub still answers on connections that are open
     with pytest.raises(RewardFailed, match=f"reward 'm': {one} does not say which weights it serves: Connect"):
         identity(one, model="m", retries=1, on_error="skip")
 
@@ -394,9 +304,8 @@ def test_other_weights_in_mid_run_are_said_and_their_scores_are_never_mixed_with
         for reward in (plain, pickle.loads(pickle.dumps(plain)), keeping):
             with pytest.raises(
                 RewardFailed, match="the server had the weights xxh3:old and now has xxh3:new.* new run"
-            ) as raised:
+            ):
                 reward(["p"] * 3, ["b", "c", "d"])
-            assert str(raised.value).count("reward 'r'") == 1
         assert reward_identity(plain) == before != reward_identity(RemoteReward(url))
         if keeping is not cached:
             assert keeping(["p"], ["a"]) == [1.0]
@@ -406,28 +315,6 @@ def test_other_weights_in_mid_run_are_said_and_their_scores_are_never_mixed_with
             plain(["p"], ["b"])
         weights["now"] = "xxh3:old"
         assert plain(["p"], ["b"]) == [1.0]
-
-
-def test_mistakes_are_named(subtests):
-    for given, message in [
-        ({"url": "127.0.0.1:8000"}, "`url` must look like http://127.0.0.1:8000, got '127.0.0.1:8000'"),
-        ({"url": "http://me:pass@host"}, "`url` must not contain a user or password: export a token"),
-        ({"url": "http://host/?key=abc"}, "must not contain `\\?` or `#`"),
-        ({"url": None}, "`url` must look like"),
-        ({"api": "vllm"}, "`api` must be one of .*did you mean vllm-"),
-        ({"label": 1}, "`label` is not read with api='trl-ext'"),
-        ({"api": "tei", "label": 1}, "`label` must be the name of a class"),
-        ({"tokenizer": "x"}, "`tokenizer` is not read with api='trl-ext'"),
-        ({"logits": False}, "`logits=False` is not read"),
-        ({"batch_size": 0}, "`batch_size` must be a whole number of 1 or more, got 0"),
-        ({"retries": -1}, "`retries` must be a whole number of 0 or more"),
-        ({"timeout": 0}, "`timeout` must be more than 0 seconds"),
-        ({"deadline": float("inf")}, "`deadline` must be more than 0 seconds, .* got inf"),
-        ({"on_error": "ignore"}, "`on_error` must be"),
-    ]:
-        with subtests.test(given=given), pytest.raises(ValueError, match=message) as raised:
-            RemoteReward(**{"url": "http://127.0.0.1:8000"} | given)
-        assert "pass" not in str(raised.value).replace("password", "")
 
 
 # ---- Other servers ----
@@ -530,22 +417,20 @@ def test_messages_are_put_into_the_models_template(tokenizer):
             "<user> the cat </s> <assistant> sat",
         ]
         assert came[0]["add_special_tokens"] is False
-        with pytest.raises(
-            RuntimeError, match="messages, which need a chat template: give the reward model's `tokenizer`"
-        ):
+        with pytest.raises(RuntimeError, match="messages, which need a chat template: give `tokenizer`"):
             RemoteReward(url, "vllm-classify")(prompts, completions)
 
 
 def test_labels_that_are_not_named_or_not_there(subtests):
     for given, answer, message in [
-        ({"api": "vllm-classify"}, TWO_LABELS, "the model has 2 labels: give the index of one as `label`"),
+        ({"api": "vllm-classify"}, TWO_LABELS, "the model has the labels 0, 1: give one as `label`"),
         (
             {"api": "vllm-classify", "label": 5},
             TWO_LABELS,
-            "the answer does not have the format of api='vllm-classify'",
+            "the model has the labels 0, 1: give one as `label`",
         ),
-        ({"api": "tei"}, PREDICT, "the model has the labels bad, good: give one as `label`"),
-        ({"api": "tei", "label": "nice"}, PREDICT, "the model has no label 'nice'; it has bad, good"),
+        ({"api": "tei"}, PREDICT, "the model has the labels good, bad: give one as `label`"),
+        ({"api": "tei", "label": "nice"}, PREDICT, "the model has the labels .*: give one as `label`"),
         (
             {"api": "vllm-score"},
             {"data": [SCORE["data"][0]] * 2},

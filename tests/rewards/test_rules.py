@@ -4,9 +4,7 @@ import pickle
 import time
 
 import pytest
-from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment
 
-import trl_ext.rewards
 from trl_ext.rewards import PatternReward
 
 CATASTROPHE = r"^(([a-z])+.)+[A-Z]([a-z])+$"  # tries every way to cut the text
@@ -40,21 +38,3 @@ def test_a_pattern_that_tries_every_way_ends_by_the_policy():
         start = time.monotonic()
         assert score(reward, "!", long, log_metric=logged.__setitem__) == [0.0, expected]
         assert time.monotonic() - start < 20 and logged == {"rewards/required_pattern/failed": 0.5}
-
-
-def test_trls_own_rules_are_reachable_from_here():
-    assert trl_ext.rewards.get_soft_overlong_punishment is get_soft_overlong_punishment
-    assert trl_ext.rewards.get_repetition_penalty_reward is get_repetition_penalty_reward
-
-
-def test_bad_arguments(subtests):
-    for build, error, message in [
-        (lambda: PatternReward(), ValueError, "there is no pattern: give"),
-        (lambda: PatternReward(required=["("]), ValueError, "is not a regular expression"),
-        (lambda: PatternReward(required=[3]), ValueError, "must be a text"),
-        (lambda: PatternReward(required=["a"], timeout=0), ValueError, "more than 0 seconds"),
-        (lambda: PatternReward(required=["a"], on_error="no"), ValueError, "'raise', 'skip'"),
-        (lambda: PatternReward(required=["a"], name="a b"), ValueError, "may have only letters"),
-    ]:
-        with subtests.test(message=message), pytest.raises(error, match=message):
-            build()

@@ -1,7 +1,6 @@
 """`SumReward`: the sum worked out by hand, and within a stock trainer."""
 
 import pickle
-import threading
 
 import pytest
 from trl import GRPOConfig, GRPOTrainer
@@ -46,46 +45,6 @@ def test_members_are_standardised_weighted_and_added_up_where_they_apply():
 def test_a_score_depends_on_its_row_alone():
     reward, answers = SumReward([tone, safety, asked], means=[1.0, 2.0, 3.0]), ["a", "kill", "b"]
     assert [reward([""], [answer])[0] for answer in answers] == reward([""] * 3, answers)
-
-
-def test_members_in_the_background_run_at_the_same_time():
-    meeting = threading.Barrier(3)
-
-    def member(name):
-        def waits(completions, **kwargs):
-            meeting.wait(20)  # raises if the others do not come
-            return [1.0] * len(completions)
-
-        waits.in_background, waits.__name__ = name != "here", name
-        return waits
-
-    reward = SumReward([member("a"), member("here"), member("b")], name="three")
-    assert reward.in_background and not SumReward([tone]).in_background
-    assert reward([""], ["a"]) == [3.0] and reward.__name__ == "three"
-
-
-def test_a_member_that_fails_is_named_or_leaves_no_score():
-    def failing(completions, **kwargs):
-        raise ConnectionError("no server")
-
-    with pytest.raises(RuntimeError, match="reward 'failing': ConnectionError: no server"):
-        SumReward([tone, failing])([""], ["a"])
-    assert SumReward([tone, failing], on_error="skip")([""], ["a"]) == [None]
-    assert SumReward([tone, failing], on_error=-1.0)([""], ["a"]) == [3.0]
-
-
-def test_wrong_arguments_are_named(subtests):
-    for kwargs, message in [
-        ({"members": []}, "`members` must be a list of one or more reward functions, got \\[\\]"),
-        ({"members": tone}, "`members` must be a list"),
-        ({"members": ["a.b"]}, "a member must be a reward function, got 'a.b'"),
-        ({"members": [tone], "weights": [1, 2]}, "`weights` must be a list of 1 finite numbers"),
-        ({"members": [tone], "means": [True]}, "`means` must be a list of 1 finite numbers"),
-        ({"members": [tone], "stds": [0]}, "`stds` must be above 0, got"),
-        ({"members": [tone], "on_error": "ignore"}, "`on_error` must be 'raise', 'skip' or a finite number"),
-    ]:
-        with subtests.test(message), pytest.raises((TypeError, ValueError), match=message):
-            SumReward(**kwargs)
 
 
 def test_a_stock_trainer_trains_on_it(tmp_path):

@@ -11,11 +11,9 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from ..models import answer_texts, eos_token_ids, prompt_token_ids, sample
-from ..rewards.member import awaited
+from ..rewards.background import awaited
 from ..rewards.texts import text_of, words_of
-from ..rewards.watches.gold_judge import GoldJudgeReward
-from ..rewards.watches.repetition import RepetitionWatch
-from ..rewards.watches.watch import Watch, numbers_of
+from ..rewards.watches import GoldJudgeReward, RepetitionWatch, Watch, numbers_of
 from ..runs.jsonl import JSONLWriter
 from ..runs.needs import rewards_of
 from ..runs.processes import from_first

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import DefaultFlowCallback
 
-from ..rewards.watches.repetition import RepetitionWatch
+from ..rewards.watches import RepetitionWatch
 from .metrics import METRICS, is_training_log, rollout_steps
 from .monitor import Finding, MonitorCallback
 from .monitors import DISAGREEMENT, distinct_key

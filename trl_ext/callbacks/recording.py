@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..data import first_prompts, save_trained_prompts
-from ..rewards.watches.watch import Watch
+from ..rewards.watches import Watch
 from ..runs.files import PRIVATE_FOLDER, REGISTRY
 from ..runs.jsonl import JSONLWriter, read_jsonl
 from ..runs.processes import from_first

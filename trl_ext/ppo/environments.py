@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
-from ..rewards.member import finite_number
+from ..rewards.scores import finite_number
 from ..upstream.names import get_callable_name
 from .rewards import Mistakes
 

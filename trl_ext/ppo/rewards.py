@@ -9,8 +9,9 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from ..rewards.member import RewardFailed, Started, awaited, finite_number, runs_in_background, scores_in
-from ..rewards.segments import by_token, is_by_token
+from ..rewards.background import Started, awaited, runs_in_background
+from ..rewards.member import RewardFailed
+from ..rewards.scores import by_token, finite_number, is_by_token, scores_in
 
 
 class Mistakes:

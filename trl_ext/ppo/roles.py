@@ -38,8 +38,7 @@ from ..models.weights import (
     unwrapped,
     vocabulary_of,
 )
-from ..rewards.checks import checked_name
-from ..rewards.member import distinct
+from ..rewards.member import checked_name, distinct
 from ..rewards.model import ModelReward, load_classifier, load_reward_model, logits_of, same_tokenizer
 from ..upstream.names import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
 from .config import PPOConfig

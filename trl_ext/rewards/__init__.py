@@ -8,10 +8,12 @@ if TYPE_CHECKING:
     from trl.rewards import get_repetition_penalty_reward as get_repetition_penalty_reward
     from trl.rewards import get_soft_overlong_punishment as get_soft_overlong_punishment
 
+    from .background import awaited as awaited
     from .cached import CachedReward as CachedReward
     from .cached import reward_identity as reward_identity
-    from .constitution import ConstitutionReward as ConstitutionReward
-    from .ensemble import EnsembleReward as EnsembleReward
+    from .combined import ConstitutionReward as ConstitutionReward
+    from .combined import EnsembleReward as EnsembleReward
+    from .combined import SumReward as SumReward
     from .judge import DATA_ALONE as DATA_ALONE
     from .judge import JudgeReward as JudgeReward
     from .judge import conversation as conversation
@@ -25,21 +27,19 @@ if TYPE_CHECKING:
     from .loading import load_rewards as load_rewards
     from .member import Member as Member
     from .member import RewardFailed as RewardFailed
-    from .member import awaited as awaited
     from .member import distinct as distinct
-    from .member import scores_in as scores_in
     from .model import ModelReward as ModelReward
     from .model import logits_of as logits_of
-    from .patterns import PatternReward as PatternReward
     from .remote import RemoteReward as RemoteReward
-    from .segments import SegmentScores as SegmentScores
+    from .scores import SegmentScores as SegmentScores
+    from .scores import scores_in as scores_in
     from .service import Call as Call
     from .service import RefusedError as RefusedError
     from .service import ServiceError as ServiceError
     from .service import WithheldError as WithheldError
-    from .service import well_formed as well_formed
-    from .sum import SumReward as SumReward
+    from .texts import PatternReward as PatternReward
     from .texts import text_of as text_of
+    from .texts import well_formed as well_formed
     from .watches import GoldJudgeReward as GoldJudgeReward
     from .watches import PhraseReviewReward as PhraseReviewReward
     from .watches import RepetitionWatch as RepetitionWatch

@@ -18,15 +18,12 @@ from transformers.utils import logging
 
 from ..runs.redaction import redacted
 from ..upstream.names import get_callable_name
-from .checks import checked_name
-from .member import HoldsRewards, Member, TellsFailures, log_to, of_rows, rewards_within
+from .member import HoldsRewards, Member, TellsFailures, checked_name, rewards_within
+from .scores import log_to, of_rows
 
 logger = logging.get_logger(__name__)
 
-_UNCOUNTED = (
-    "trainer_state",
-    "log_extra",
-)  # TRL passes these, too; they are in no key, so the reward does not see them
+_UNCOUNTED = ("trainer_state", "log_extra")  # TRL passes these, too; the reward does not see them
 _REST = 10.0  # seconds until a Redis that did not answer is asked again
 
 

@@ -11,7 +11,6 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -19,15 +18,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..models.generation import check_chat_template
 from ..models.generation import eos_token_ids as ends_of
 from ..models.identity import hash_of, path_identity, tokenizer_identity
-from ..models.weights import tokens_beyond
 from ..upstream.names import is_conversational
 from ..upstream.packages import check_packages
 from ..upstream.temporarily import temporarily
-from .checks import check_counts, checked_name
-from .member import log_to
+from .member import checked_name
+from .scores import log_to
 
 # Rewards in the background run in threads. Two of them may share a model, whose configuration, active adapter and
 # tokenizer each call sets for itself
@@ -45,18 +42,8 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bo
 
 
 def load_classifier(path: str, **kwargs: Any) -> Any:
-    """Load a sequence classifier of one label; raise a `ValueError` if the saved weights have more labels."""
-    try:
-        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
-    except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
-        names = {"revision", "trust_remote_code"} & kwargs.keys()
-        labels = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in names}).num_labels
-        raise ValueError(
-            f"{path} has num_labels={labels} in its configuration, and its weights do not fit one label, but a reward "
-            "model or critic has one. Train a reward model (`recipes/reward.py`), or name another model."
-        ) from error
+    """Load a sequence classifier of one label."""
+    return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
 
 
 def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
@@ -135,7 +122,7 @@ class ModelReward:
         name: key in the logs; None: the last part of the model's name.
 
     Raises:
-        ValueError: the model is not a reward model, or a setting is out of its range.
+        ValueError: the model is not a reward model.
 
     Examples:
         >>> from trl_ext.rewards import ModelReward
@@ -169,24 +156,6 @@ class ModelReward:
         name: str | None = None,
     ):
         path = model if isinstance(model, str) else None
-        loading = {"revision": revision, "dtype": dtype, "device_map": device_map, "shared_base": shared_base}
-        for argument, value in {**loading, "load_in_8bit": load_in_8bit or None}.items():
-            if path is None and value is not None:
-                raise ValueError(
-                    f"`{argument}` has an effect only if `model` is a path, but `model` is an object: leave "
-                    "it out, and load the object as you need it"
-                )
-        if path is None and tokenizer is None:
-            raise ValueError("`model` is an object and `tokenizer` is missing: give the model's tokenizer")
-        if device is not None and (device_map is not None or load_in_8bit):
-            raise ValueError(f"`device` {device} has no effect with `device_map` or `load_in_8bit`: leave it out")
-        bounds = {"max_batch_tokens": max_batch_tokens, "batch_size": batch_size, "max_length": max_length}
-        for argument, number in bounds.items():
-            if number is not None:
-                check_counts(**{argument: number})
-        if truncation not in ("refuse", "left"):
-            raise ValueError(f"`truncation` must be 'refuse' or 'left', got {truncation!r}")
-
         self.path, self.revision, self.load_in_8bit, self.device = path, revision, load_in_8bit, device
         if path is not None:
             check_packages(self)
@@ -194,10 +163,8 @@ class ModelReward:
             model = self._load(path, dtype, device_map, shared_base)
         else:
             self.tokenizer = _loaded_tokenizer(tokenizer)
-        if model.config.num_labels != 1:
-            raise ValueError(
-                f"a reward model must have one label, got num_labels={model.config.num_labels}: give another model"
-            )
+        if model.config.num_labels != 1:  # the others would be left out
+            raise ValueError(f"a reward model must have one label, got num_labels={model.config.num_labels}")
         # The first call moves the model: only then has a trainer said which device the process has
         is_placed = device_map is not None or load_in_8bit or (path is None and device is None)
         self._to_place = score is None and not is_placed
@@ -216,13 +183,6 @@ class ModelReward:
         self.chat_template_kwargs = chat_template_kwargs or {}
         origin = path or getattr(model.config, "_name_or_path", "") or "model_reward"
         self.__name__ = checked_name(name, Path(os.path.normpath(origin)).name)
-        rows = self.config.vocab_size
-        if self.shares_tokenizer and (unknown := tokens_beyond(rows, self.tokenizer, pads_are_read=False)):
-            raise ValueError(
-                f"reward model '{self.__name__}' has a vocabulary of {rows} tokens, but reads with the policy's "
-                f"tokenizer, which has ids up to {max(unknown.values())} ({', '.join([*unknown][:3])}, …): give it "
-                "the tokenizer that it was trained with"
-            )
 
     def _load(self, path: str, dtype: Any, device_map: Any, shared_base: Any) -> Any:
         from ..models.adapters import check_head  # here: PEFT takes seconds
@@ -235,8 +195,6 @@ class ModelReward:
             kwargs["revision"] = self.revision
         with whole_on_each_process():
             if not is_adapter(path):
-                if shared_base is not None:
-                    raise ValueError(f"{path} is not an adapter, so it cannot have a `shared_base`: leave it out")
                 return load_reward_model(path, **kwargs)
             check_head(path)
             if shared_base is None and not self.load_in_8bit:  # in 8 bits, merging the adapter would round
@@ -324,12 +282,11 @@ class ModelReward:
         if has_ids and self.shares_tokenizer:
             rows = [[*prompt, *answer] for prompt, answer in zip(prompt_ids, completion_ids, strict=True)]
             # A policy with a larger embedding may sample an id that is no token; decoded to text, the id would vanish
-            rows = [[i for i in row if i < self.config.vocab_size] for row in rows]
+            rows = [[i for i in row if i < len(self.tokenizer)] for row in rows]
             if is_conversational({"prompt": prompts[0]}):
                 for row, prompt, end in zip(rows, prompts, ended, strict=True):
                     row += self._after_eos(prompt, row[-1]) if end else []
             return rows
-        check_chat_template(self.tokenizer, prompts, f"the tokenizer of {self.__name__}", "the prompts")
         if has_ids:
             parts = zip(completions, prompt_ids, completion_ids, strict=True)
             completions = [self._continuation(*part) for part in parts]

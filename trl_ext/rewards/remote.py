@@ -4,28 +4,29 @@ import json
 import time
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from ..runs.nearest import did_you_mean
-from ..runs.redaction import redacted
-from .checks import check_counts, checked_name
-from .member import RewardFailed
-from .service import (
-    Call,
-    RefusedError,
-    ServedReward,
-    ServiceError,
-    StoppedError,
-    UnavailableError,
-    check_score,
-    well_formed,
-)
-from .texts import text_of
-from .wire import API, PATHS, Row, request_of, scores_in_answer, weights_in_answer
+from .member import RewardFailed, checked_name
+from .scores import finite_number
+from .service import Call, RefusedError, ServedReward, ServiceError, UnavailableError
+from .texts import text_of, well_formed
+
+API = Literal["trl-ext", "vllm-classify", "vllm-score", "tei"]
+PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/score", "tei": "/predict"}
 
 
-class ChangedError(ServiceError):
+class Row(NamedTuple):
+    """Hold a prompt and its answer, and the `text` that a classifier reads for both."""
+
+    prompt: Any
+    completion: Any
+    finished: bool | None
+    text: str = ""
+    is_templated: bool = False
+
+
+class ChangedError(RewardFailed):
     """Say that a server has other weights than when it was first asked."""
 
 
@@ -63,15 +64,14 @@ class RemoteReward(ServedReward):
         label: the class whose number is the score, if the model has several classes: its index for `"vllm-classify"`,
             its name for `"tei"`.
         logits: False asks for the server's sigmoid or softmax of the logits. Not for `"trl-ext"`.
-        tokenizer: folder or hub name of the model's tokenizer. Its chat template turns messages into text, and its EOS
-            token is put after finished answers. None: messages are refused, and no EOS is added. Leave it None with
-            `"trl-ext"`, whose server does both, and with `"vllm-score"`, which needs neither.
+        tokenizer: folder or hub name of the model's tokenizer, for `"vllm-classify"` and `"tei"`. Its chat template
+            turns messages into text, and its EOS token is put after finished answers. None: messages are refused, and
+            no EOS is added.
         eos_token_ids: the policy's tokens that end a finished answer.
         batch_size: most rows in one request.
         name: key in the logs. The default is `model`, or the server's name and port.
-        timeout, deadline, retries, max_concurrency, max_characters: see
+        timeout, deadline, retries, max_concurrency, max_characters, api_key_env, on_error: see
             [`~trl_ext.rewards.service.ServedReward`].
-        breaker_failures, breaker_seconds, api_key_env, on_error: see there.
 
     Examples:
         >>> from trl_ext.rewards import RemoteReward
@@ -96,22 +96,8 @@ class RemoteReward(ServedReward):
         name: str | None = None,
         **kwargs: Any,
     ):
-        if api not in get_args(API):
-            known = ", ".join(map(repr, get_args(API)))
-            raise ValueError(f"`api` must be one of {known}, got {api!r}{did_you_mean(str(api), get_args(API))}")
-        super().__init__(
-            url,
-            PATHS[api],
-            checked_name(name, (model or urlsplit(str(url)).netloc).rstrip("/").rpartition("/")[2] or "remote"),
-            **kwargs,
-        )
-        wanted = {"vllm-classify": "must be the index of a class", "tei": "must be the name of a class"}
-        if label is not None and type(label) is not {"vllm-classify": int, "tei": str}.get(api):
-            raise ValueError(f"`label` {wanted.get(api, 'is not read')} with api={api!r}, got {label!r}")
-        for setting, is_given in {"tokenizer": tokenizer is not None, "logits=False": not logits}.items():
-            if is_given and (api == "trl-ext" or (setting, api) == ("tokenizer", "vllm-score")):
-                raise ValueError(f"`{setting}` is not read with api={api!r}: leave it out")
-        check_counts(batch_size=batch_size)
+        called = (model or urlsplit(url).netloc).rstrip("/").rpartition("/")[2]
+        super().__init__(url, PATHS[api], checked_name(name, called), **kwargs)
         self.api = api
         self.model = model
         self.label = label
@@ -129,33 +115,29 @@ class RemoteReward(ServedReward):
         Raises:
             RewardFailed: `trl-ext serve-reward` does not answer.
         """
-        weights = self._served()
+        if self.api == "trl-ext" and not self._weights:
+            try:
+                answer = self.request(Call(time.monotonic() + self.deadline), None, "/health")
+            except UnavailableError as error:
+                raise RewardFailed(
+                    f"reward '{self.__name__}': {self.url} does not say which weights it serves: {error}"
+                ) from error
+            except ServiceError:  # another kind of server, or a proxy
+                answer = None
+            self._check_weights(answer)
+        weights = self._weights.get("first")
         where = {"url": self.url, "model": self.model} if weights is None else {"weights": weights}
         names = ("api", "label", "logits", "tokenizer", "eos_token_ids")
         settings = where | {name: getattr(self, name) for name in names}
         return f"RemoteReward:{json.dumps(settings, sort_keys=True)}"
 
-    def _served(self) -> str | None:
-        """Return which weights the server named when it was first asked; None if it named none."""
-        if self.api == "trl-ext" and not self._weights:
-            try:
-                call = Call(time.monotonic() + self.deadline)
-                answer = self._service.ask(call, url=f"{self.url.removesuffix(self.path)}/health")
-            except UnavailableError as error:
-                raise RewardFailed(
-                    f"reward '{self.__name__}': {redacted(self.url)} does not say which weights it serves: {error}"
-                ) from error
-            except ServiceError:  # another kind of server, or a proxy
-                answer = None
-            self._check_weights(weights_in_answer(answer))
-        return self._weights.get("first")
-
-    def _check_weights(self, now: str | None) -> None:
-        """Remember the first weights that the server names; raise a [`ChangedError`] if it names others `now`."""
+    def _check_weights(self, answer: Any) -> None:
+        """Remember the first weights that the server names; raise a [`ChangedError`] if it names others now."""
+        now = answer.get("identity") if isinstance(answer, dict) else None
         if (first := self._weights.setdefault("first", now)) != now:
             raise ChangedError(
-                f"the server had the weights {first or '(not named)'} and now has {now or '(not named)'}, so the run "
-                "would mix scores of both: serve the first ones again, or begin a new run"
+                f"the server had the weights {first or '(not named)'} and now has {str(now or '(not named)')[:100]}, "
+                "so the run would mix scores of both: serve the first ones again, or begin a new run"
             )
 
     def scores_or_nan(
@@ -169,39 +151,31 @@ class RemoteReward(ServedReward):
     ) -> list[float | None]:
         """Return each completion's score, NaN if it failed; raise a [`RewardFailed`] if the weights have changed."""
         call = Call(time.monotonic() + self.deadline)
-        ended = self._ended(len(completions), finished, completion_ids)
-        outcomes: list[Any] = []
-        for prompt, completion, end in zip(prompts, completions, ended, strict=True):
-            texts = well_formed(text_of(prompt)), well_formed(text_of(completion))
-            outcomes.append(self.too_long(*texts) or self._row(prompt, completion, texts, end))
-        self.check(outcomes)  # before anything is sent
-        rows = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Row)]
-        batches = [rows[start:][: self.batch_size] for start in range(0, len(rows), self.batch_size)]
-
-        def score(batch: list[int]) -> list[Any]:
-            return self._scores([outcomes[i] for i in batch], batch, call)
-
-        for batch, found in zip(batches, self.ask(score, batches, call.until), strict=True):
-            for k, i in enumerate(batch):
-                outcomes[i] = found if isinstance(found, Exception) else found[k]
-        for row, outcome in enumerate(outcomes):
-            if isinstance(outcome, ChangedError):
-                raise RewardFailed(self._describe(row, outcome)) from outcome
-        return self.settle(outcomes, log_metric, call.metrics)
-
-    def _ended(self, count: int, finished: Sequence[bool] | None, completion_ids: Any) -> list[bool | None]:
+        ended: Sequence[bool | None] = [None] * len(completions)
         if finished is not None:
-            return [bool(end) for end in finished]
-        if self.eos_token_ids is not None and completion_ids is not None:
-            return [len(row) > 0 and row[-1] in self.eos_token_ids for row in completion_ids]
-        if self.tokenizer is not None:
+            ended = finished
+        elif self.eos_token_ids is not None and completion_ids is not None:
+            ended = [len(row) > 0 and row[-1] in self.eos_token_ids for row in completion_ids]
+        elif self.tokenizer is not None:
             raise ValueError(
                 f"reward '{self.__name__}' cannot tell which completions are finished: give the policy's "
                 "`eos_token_ids`, or pass the column `finished`"
             )
-        return [None] * count
+        outcomes: list[Any] = [self._row(*row) for row in zip(prompts, completions, ended, strict=True)]
+        rows = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Row)]
+        batches = [rows[start:][: self.batch_size] for start in range(0, len(rows), self.batch_size)]
+        asked = self.ask(lambda batch: self._scores([outcomes[i] for i in batch], call), batches, call.until)
+        for batch, found in zip(batches, asked, strict=True):
+            if isinstance(found, ChangedError):
+                raise found
+            for k, i in enumerate(batch):
+                outcomes[i] = found if isinstance(found, Exception) else found[k]
+        return self.settle(outcomes, log_metric, call.metrics)
 
-    def _row(self, prompt: Any, completion: Any, texts: tuple[str, str], finished: bool | None) -> Row | Exception:
+    def _row(self, prompt: Any, completion: Any, finished: bool | None) -> Row | Exception:
+        texts = well_formed(text_of(prompt)), well_formed(text_of(completion))
+        if error := self.too_long(*texts):
+            return error
         if self.api == "trl-ext":
             return Row(well_formed(prompt), well_formed(completion), finished)
         if self.api == "vllm-score":
@@ -210,9 +184,7 @@ class RemoteReward(ServedReward):
             eos = (self._read_tokenizer.eos_token or "") if self.tokenizer and finished else ""
             return Row(*texts, finished, texts[0] + texts[1] + eos)
         if not self.tokenizer:
-            return ValueError(
-                "the prompts are messages, which need a chat template: give the reward model's `tokenizer`"
-            )
+            return ValueError("the prompts are messages, which need a chat template: give `tokenizer`")
         messages = well_formed([*prompt, *completion])
         text = self._read_tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=not finished)
         return Row(*texts, finished, text, is_templated=True)
@@ -223,29 +195,87 @@ class RemoteReward(ServedReward):
 
         return AutoTokenizer.from_pretrained(self.tokenizer)
 
-    def _scores(self, rows: list[Row], places: list[int], call: Call) -> list[Any]:
+    def _scores(self, rows: list[Row], call: Call) -> list[Any]:
         """
         Return for each row of a batch its score, or the error that took its place.
 
         If the server refuses the batch, ask for each half by itself, and so on until the refused row is alone.
         """
-        body = request_of(self.api, rows, self.model, self.logits)
         try:
-            answer = self._service.ask(call, body)
+            answer = self.request(call, request_of(self.api, rows, self.model, self.logits))
         except RefusedError as error:
-            if len(rows) == 1:
-                return [error]
             half = len(rows) // 2
-            first = self._scores(rows[:half], places[:half], call)
-            if self.is_over(first):
-                return first + [StoppedError("not asked: another row failed")] * (len(rows) - half)
-            return first + self._scores(rows[half:], places[half:], call)
+            return [*self._scores(rows[:half], call), *self._scores(rows[half:], call)] if half else [error]
         if self.api == "trl-ext":
-            self._check_weights(weights_in_answer(answer))
-        found: list[Any] = []
-        for place, score in zip(places, scores_in_answer(self.api, answer, len(rows), self.label), strict=True):
-            try:
-                found.append(check_score(score, place))
-            except (TypeError, ValueError) as error:
-                found.append(error)
-        return found
+            self._check_weights(answer)
+        return [_checked(score) for score in scores_in_answer(self.api, answer, len(rows), self.label)]
+
+
+def _checked(score: Any) -> float | Exception | None:
+    try:  # true is no number, though Python takes it for 1
+        return None if score is None else finite_number(repr(score) if isinstance(score, bool) else score, "")
+    except (TypeError, ValueError) as error:
+        return error
+
+
+def request_of(api: str, rows: list[Row], model: str | None, logits: bool) -> dict[str, Any]:
+    """
+    Return the body of a request that scores these rows.
+
+    Args:
+        api: one of `API`.
+        rows: the answers to score.
+        model: name of the model; a server that has another one refuses the request. None accepts any model.
+        logits: ask for the model's output without sigmoid or softmax. `"trl-ext"` ignores it.
+    """
+    named = {"model": model} if model else {}
+    prompts, completions, finished, texts, _ = map(list, zip(*rows, strict=True))
+    match api:
+        case "trl-ext":
+            ended = None if None in finished else finished
+            return named | {"prompts": prompts, "completions": completions, "finished": ended}
+        case "vllm-classify":
+            bare = not any(row.is_templated for row in rows)  # a chat template adds its own special tokens
+            return named | {"input": texts, "use_activation": not logits, "add_special_tokens": bare}
+        case "vllm-score":
+            return named | {"text_1": prompts, "text_2": completions, "use_activation": not logits}
+        case _:  # TEI would read a flat list of texts as one pair
+            return {"inputs": [[text] for text in texts], "raw_scores": logits, "truncate": False}
+
+
+def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None) -> list[Any]:
+    """
+    Return the score of each row from a server's answer, in order, without checking that it is a number.
+
+    Raises:
+        ServiceError: the answer does not have the form of `api`, or does not have `count` scores; or the model has no
+            label `label`, or several labels and `label` is None.
+    """
+    try:
+        match api:
+            case "trl-ext":
+                scores = [*answer["scores"]] if isinstance(answer["scores"], list) else None
+            case "vllm-classify":
+                scores = [_of_label(dict(enumerate(item["probs"])), label) for item in _in_order(answer["data"])]
+            case "vllm-score":
+                scores = [item["score"] for item in _in_order(answer["data"])]
+            case _:  # by name, since TEI sorts by score
+                scores = [_of_label({each["label"]: each["score"] for each in item}, label) for item in answer]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ServiceError(f"the answer does not have the format of api={api!r}: {repr(answer)[:120]}") from error
+    if scores is None or len(scores) != count:
+        raise ServiceError(f"the server did not return {count} scores for {count} completions: {repr(answer)[:120]}")
+    return scores
+
+
+def _in_order(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = {item["index"]: item for item in items}
+    return [found[place] for place in range(len(items))]
+
+
+def _of_label(numbers: dict[Any, Any], label: int | str | None) -> Any:
+    if label is None and len(numbers) == 1:
+        return next(iter(numbers.values()))
+    if label not in numbers:
+        raise ServiceError(f"the model has the labels {', '.join(map(str, numbers))[:120]}: give one as `label`")
+    return numbers[label]

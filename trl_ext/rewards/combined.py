@@ -1,0 +1,282 @@
+"""Combine reward functions: add them up, let several measure the same, or cap one where an answer breaks a rule."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+
+from ..functional import disagreement, ensemble_score
+from ..functional.ensemble import Combine
+from .member import HoldsRewards, Member, OnError, checked_name, distinct, scores_of_all
+from .scores import log_to, of_rows, without_failures
+
+
+class SumReward(HoldsRewards):
+    """
+    Add up the standardised scores of several reward functions: Σ_k weight_k · (score_k − mean_k) / std_k.
+
+    A member that returns None for a row does not apply to the row, and is left out of its sum. A row scores None if no
+    member whose weight is not 0 applies to it, or if such a member fails and is skipped: otherwise the sum might lack
+    a penalty. Members that wait for a server or other processes run at the same time, in threads.
+
+    Logs `rewards/<name>/<member>/mean` and `rewards/<name>/<member>/std` of each member's own scores, before they are
+    standardised. `means` and `stds` can be set to these numbers.
+
+    Args:
+        members: reward functions, async or not.
+        weights: one for each member; 1 if unset. A member of weight 0 is only logged.
+        means, stds: mean and standard deviation of each member, which standardise its scores; 0 and 1 if
+            unset. They are fixed, so that a score depends on nothing but its row; the mean and deviation of the run's
+            scores so far would differ between processes.
+        on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]. `"raise"` raises an error,
+            `"skip"` leaves the row without a score, a number is the failed member's score. If a member's own
+            `on_error` is `"skip"`, each None that it returns counts as a failure.
+        name: key in the logs; `sum_` and the members' names if unset.
+
+    Examples:
+        >>> from trl_ext.rewards import PatternReward, SumReward
+        >>> def shortness(completions, **kwargs):
+        ...     return [-float(len(text.split())) for text in completions]
+        >>> reward = SumReward([PatternReward(required=["please"]), shortness], weights=[10.0, 1.0])
+        >>> reward(prompts=["Ask.", "Ask."], completions=["More tea, please!", "More tea!"])
+        [7.0, -2.0]
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Callable],
+        weights: Sequence[float] | None = None,
+        means: Sequence[float] | None = None,
+        stds: Sequence[float] | None = None,
+        on_error: OnError = "raise",
+        name: str | None = None,
+    ):
+        self.members = [Member(member, on_error) for member in members]
+        self.weights = [*map(float, weights or [1.0] * len(members))]
+        self.means = [*map(float, means or [0.0] * len(members))]
+        self.stds = [*map(float, stds or [1.0] * len(members))]
+        self.names = distinct([member.name for member in self.members])
+        self.__name__ = checked_name(name, "_".join(["sum", *self.names]))
+
+    def __call__(
+        self, prompts: list, completions: list, log_metric: Any = None, log_extra: Any = None, **kwargs: Any
+    ) -> list[float | None]:
+        """Return each completion's weighted sum; None if no weighted member gives a score, or one fails."""
+        kwargs = {"prompts": prompts, "completions": completions, **kwargs}
+        scores = scores_of_all(self.members, log_metric, log_extra, **kwargs)
+        for name, given in zip(self.names, map(without_failures, scores), strict=True):
+            if numbers := [score for score in given if score is not None]:
+                log_to(log_metric, {f"{name}/mean": fmean(numbers), f"{name}/std": pstdev(numbers)}, self)
+        return without_failures([self._sum(row) for row in zip(*scores, strict=True)])
+
+    def _sum(self, row: tuple[float | None, ...]) -> float | None:
+        members = zip(row, self.weights, self.means, self.stds, strict=True)
+        parts = [w * (score - mean) / std for score, w, mean, std in members if score is not None and w != 0]
+        return sum(parts) if parts else None
+
+
+class EnsembleReward(HoldsRewards):
+    """
+    Score answers by several reward functions that measure the same thing, and log how much they disagree.
+
+    Logs `rewards/<name>/disagreement`, the standard deviation of the members' scores of an answer, averaged over the
+    answers. [`~trl_ext.callbacks.RewardDisagreementCallback`] alerts when it grows.
+
+    If any member scores a row None, the row's score is None, whatever `combine` is. Otherwise an answer could gain by
+    a failure: without the lowest member's score, the others' mean or minimum is higher. For members that judge
+    different things use [`SumReward`]. Members that wait for a server or other processes run at the same time, in
+    threads.
+
+    Args:
+        members: a list of two or more reward functions, or folders or hub names of reward models; or the one folder
+            that `recipes/reward.py --ensemble k` wrote. Adapters of the same base model share one copy of it.
+        combine: `"mean"`, `"median"`, `"min"` (the worst case) or `"uncertainty"`, the mean minus `uncertainty_coef`
+            times the members' standard deviation.
+        uncertainty_coef: factor >= 0 of the standard deviation, with `"uncertainty"`.
+        max_disagreement: largest standard deviation of the members' scores of a row. A row above it scores None, and
+            the share of rows above it is logged as `rewards/<name>/rejected`. None: no limit.
+        normalize: standardise each member's scores by their mean and standard deviation on the held-out answers that
+            the recipe scored, for members of different scales. Only if `members` is the recipe's folder.
+        on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]. `"skip"` leaves the row
+            without a score; a number is the failed member's score, and should be below its scores of bad answers.
+        model_kwargs: arguments of [`ModelReward`] for the members given by folder or hub name, such as
+            `{"dtype": "bfloat16"}`.
+        name: key in the logs; if None, `combine` and the members' names, such as `min_of_a_b`.
+
+    Raises:
+        ValueError: `normalize` has no scales: `members` is not the folder of an ensemble.
+
+    Examples:
+        >>> from trl_ext.rewards import EnsembleReward
+        >>> def strict(completions, **kwargs):
+        ...     return [0.0 if "maybe" in text else 1.0 for text in completions]
+        >>> def mild(completions, **kwargs):
+        ...     return [0.5 if "maybe" in text else 1.0 for text in completions]
+        >>> EnsembleReward([strict, mild], combine="min")(prompts=["Rain?"] * 2, completions=["Yes.", "Well, maybe."])
+        [1.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        members: str | Sequence[Callable | str],
+        combine: Combine = "mean",
+        uncertainty_coef: float = 1.0,
+        max_disagreement: float | None = None,
+        normalize: bool = False,
+        on_error: OnError = "raise",
+        model_kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+    ):
+        if normalize and not isinstance(members, str):
+            raise ValueError("`normalize` needs the folder of an ensemble as `members`: it has the members' scales")
+        facts: list[dict[str, Any]] = []
+        called = ""
+        if isinstance(members, str):
+            called, facts = (
+                Path(members).resolve().name,
+                json.loads(Path(members, "ensemble.json").read_text())["members"],
+            )
+            members = [str(Path(members, member["folder"])) for member in facts]
+        self.members = [Member(member, on_error) for member in _loaded(members, model_kwargs or {})]
+        self.combine = combine
+        self.uncertainty_coef = uncertainty_coef
+        self.max_disagreement = max_disagreement
+        self.scales = [(member["mean"], member["std"]) for member in facts] if normalize else None
+        of = called or "_".join(member.name for member in self.members)
+        self.__name__ = checked_name(name, f"{combine}_of_{of}")
+
+    def __call__(
+        self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
+    ) -> list[float | None]:
+        """Return each completion's combined score; None if a member has none, or they disagree too much."""
+        if not prompts:
+            return []
+        kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        members = scores_of_all(self.members, log_metric, **kwargs)
+        rows = [[math.nan if score is None else score for score in scores] for scores in members]
+        scores = torch.tensor(rows, dtype=torch.float64)
+        if self.scales:
+            mean, std = torch.tensor(self.scales, dtype=torch.float64).T[:, :, None]
+            scores = (scores - mean) / std
+        combined, spread = ensemble_score(scores, self.combine, self.uncertainty_coef), disagreement(scores)
+        known = ~spread.isnan()
+        metrics = {"disagreement": spread[known].mean().item()} if known.any() else {}
+        if self.max_disagreement is not None:
+            rejected = spread > self.max_disagreement
+            combined[rejected] = math.nan
+            metrics["rejected"] = rejected.double().mean().item()
+        log_to(log_metric, metrics, self)
+        return without_failures(combined.tolist())
+
+
+def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> list[Callable]:
+    """Load the members that are folders or hub names; return all members. Adapters of one base share a copy of it."""
+    from ..models.loading import SharedBase, base_named_by, is_adapter
+    from .model import ModelReward
+
+    bases = [base_named_by(member) if isinstance(member, str) and is_adapter(member) else None for member in members]
+    shared = {base: SharedBase() if base and count > 1 else None for base, count in Counter(bases).items()}
+    return [
+        ModelReward(member, shared_base=shared[base], **model_kwargs) if isinstance(member, str) else member
+        for member, base in zip(members, bases, strict=True)
+    ]
+
+
+class ConstitutionReward(HoldsRewards):
+    """
+    Cap the score of answers that break a principle.
+
+    A principle is a reward function with a minimum. An answer breaks the principle if that function scores it below
+    the minimum. Each answer's score is what `reward` gives it; if the answer breaks a principle, the score is at most
+    `cap`, and is `cap` if `reward` does not apply. The `judge`, one more principle, is asked only about answers that
+    break none of `members`, which should be cheap rules.
+
+    If a principle gives an answer no score, and the answer breaks no other principle, it scores None, so that it is
+    not rewarded. It also scores None if `reward` fails on it and is skipped: the missing score might be below `cap`.
+
+    Logs:
+
+    - `rewards/<name>/violations`: share of answers that break a principle
+    - `rewards/<name>/violations/<principle>`: share that break this principle, of the answers that it scored
+    - `rewards/<name>/unchecked`: share of answers that score None because a principle gave them no score
+
+    Args:
+        reward: the reward function whose scores are capped.
+        members: the principles: reward functions such as [`PatternReward`].
+        cap: the highest score of an answer that breaks a principle. Choose one below what `reward` gives bad answers.
+        minimum: the lowest score of an answer that keeps a principle: one number for all `members`, or a list with
+            one for each.
+        judge: a reward function, one more principle, which is asked last.
+        judge_minimum: the lowest score that the judge gives an answer that keeps its principle.
+        on_error: what happens if a function fails: `"raise"` raises an error, `"skip"` leaves the answer without that
+            function's score, a number is that function's score.
+        name: key in the logs; by default `constitution_<name of the reward>`.
+
+    Examples:
+        >>> from trl_ext.rewards import ConstitutionReward, PatternReward
+        >>> def length(completions, **kwargs):
+        ...     return [float(len(text.split())) for text in completions]
+        >>> reward = ConstitutionReward(length, members=[PatternReward(forbidden=["password"])], cap=-1.0)
+        >>> reward(prompts=["Help!"] * 2, completions=["Restart it.", "Send me your password now."])
+        [2.0, -1.0]
+    """
+
+    def __init__(
+        self,
+        reward: Callable,
+        members: Sequence[Callable] = (),
+        cap: float = 0.0,
+        minimum: float | list[float] = 0.5,
+        judge: Callable | None = None,
+        judge_minimum: float = 0.5,
+        on_error: OnError = "raise",
+        name: str | None = None,
+    ):
+        self.reward = Member(reward, on_error)
+        self.members = [Member(each, on_error) for each in members]
+        self.cap = float(cap)
+        self.minimum = [*minimum] if isinstance(minimum, (list, tuple)) else [minimum] * len(members)
+        self.judge = None if judge is None else Member(judge, on_error)
+        self.judge_minimum = judge_minimum
+        self.names = distinct([each.name for each in (*self.members, self.judge) if each])
+        self.__name__ = checked_name(name, f"constitution_{self.reward.name}")
+
+    def __call__(
+        self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
+    ) -> list[float | None]:
+        """Return each completion's score, capped if the completion breaks a principle; None if it has no score."""
+        if not completions:
+            return []
+        count = len(completions)
+        columns = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **kwargs}
+        scores, *checked = scores_of_all([self.reward, *self.members], log_metric, **columns)
+        # Whether each principle is broken in each row: None where it gave no score
+        verdicts = [_verdicts(given, minimum) for given, minimum in zip(checked, self.minimum, strict=True)]
+        if self.judge:
+            asked = [row for row in range(count) if not any(broken[row] for broken in verdicts)]
+            columns["log_extra"] = lambda *_, **__: None  # its table wants all rows
+            given = self.judge(log_metric=log_metric, **of_rows(columns, asked, count)) if asked else []
+            judged = dict(zip(asked, _verdicts(given, self.judge_minimum), strict=True))
+            verdicts.append([judged.get(row) for row in range(count)])
+        shares: dict[str, float | None] = {}
+        for name, broken in zip(self.names, verdicts, strict=True):
+            known = [each for each in broken if each is not None]
+            shares[f"violations/{name}"] = fmean(known) if known else None
+        breaks = [any(row) for row in zip(*verdicts, strict=True)]
+        unknown = [None in row and not any(row) for row in zip(*verdicts, strict=True)]
+        for row, score in enumerate(scores):
+            if unknown[row]:
+                scores[row] = None
+            elif breaks[row]:
+                scores[row] = self.cap if score is None else score if math.isnan(score) else min(score, self.cap)
+        log_to(log_metric, shares | {"violations": fmean(breaks), "unchecked": fmean(unknown)}, self)
+        return without_failures(scores)
+
+
+def _verdicts(scores: list[float | None], minimum: float) -> list[bool | None]:
+    return [None if score is None else score < minimum for score in without_failures(scores)]

@@ -1,0 +1,119 @@
+"""What reward functions return: a number for each completion, or a score for each of its tokens or segments."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class SegmentScores:
+    """
+    Score the segments of a completion, such as sentences or steps, each at the token that ends it.
+
+    A reward function of [`~trl_ext.PPOTrainer`] may return this for a row in place of one float. It stands for a list
+    with one float per token: a segment's score at the segment's last token, 0 at all other tokens.
+
+    Args:
+        ends: position of each segment's last token in the row's `completion_ids`, from 0 on, rising.
+        values: score of each segment.
+
+    Examples:
+        >>> from trl_ext.rewards import SegmentScores
+        >>> SegmentScores(ends=[1, 3], values=[0.5, -1.0]).by_token(5)
+        [0.0, 0.5, 0.0, -1.0, 0.0]
+    """
+
+    ends: Sequence[int]
+    values: Sequence[float]
+
+    def by_token(self, length: int) -> list[float]:
+        """Return a float for each of `length` tokens: a segment's value at its last token, 0 at all other tokens."""
+        ends = list(self.ends)
+        if sorted({*ends}) != ends or ends and not 0 <= ends[0] <= ends[-1] < length:  # -1 would be the last token
+            raise ValueError(f"`ends` must rise from 0 or more to at most {length - 1}, the last token, got {ends}")
+        scores = [0.0] * length
+        for end, value in zip(ends, self.values, strict=True):
+            scores[end] = value
+        return scores
+
+
+def is_by_token(reward: Any) -> bool:
+    """Return whether the reward of a row has a score for each token."""
+    return isinstance(reward, (SegmentScores, list, tuple)) or getattr(reward, "ndim", 0) == 1
+
+
+def total_of(reward: Any) -> Any:
+    """Return the sum of a row's token scores; return the score of a whole completion unchanged."""
+    if not is_by_token(reward):
+        return reward
+    return math.fsum(reward.values if isinstance(reward, SegmentScores) else reward)
+
+
+def by_token(reward: Any, row: int, length: int) -> list:
+    """Return the token scores of completion `row` as a list; raise a `ValueError` unless each token has one."""
+    if isinstance(reward, SegmentScores):
+        return reward.by_token(length)
+    if len(reward) != length:
+        raise ValueError(f"returned {len(reward)} token scores for completion {row}, which has {length} tokens")
+    return reward.tolist() if hasattr(reward, "tolist") else list(reward)
+
+
+def scores_in(returned: Any, count: int) -> list:
+    """Return a reward function's scores as a list; raise a `TypeError` or `ValueError` unless there are `count`."""
+    returned = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(returned, (list, tuple)):
+        raise TypeError(f"must return a list with one float or None per completion, got {type(returned).__name__}")
+    if len(returned) != count:
+        raise ValueError(f"returned {len(returned)} rewards for {count} completions; return one for each")
+    return list(returned)
+
+
+def finite_number(reward: Any, row: int | str) -> float:
+    """
+    Return the reward of completion `row`, a number of Python, NumPy or torch, as a float.
+
+    Raises:
+        TypeError: the reward is not a number.
+        ValueError: the reward is NaN, infinite or too large for float32.
+    """
+    try:
+        value = None if isinstance(reward, (str, bytes)) else float(reward)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        value = None
+    if value is None:
+        raise TypeError(f"returned {repr(reward)[:80]} for completion {row}; return a float, or None")
+    if not abs(value) <= torch.finfo(torch.float32).max:  # true of NaN, too
+        raise ValueError(
+            f"returned {value} for completion {row}; return a finite number, or None where the reward does not apply"
+        )
+    return value
+
+
+def without_failures(scores: Sequence[float | None]) -> list[float | None]:
+    """Return the scores with None in place of NaN."""
+    return [None if score is None or math.isnan(score) else score for score in scores]
+
+
+def of_rows(columns: Mapping[str, Any], rows: list[int], count: int) -> dict[str, Any]:
+    """Return a reward function's arguments for `rows` alone, taken from its arguments for all `count` rows."""
+    return {
+        name: [values[row] for row in rows] if isinstance(values, (list, tuple)) and len(values) == count else values
+        for name, values in columns.items()
+    }
+
+
+def log_to(
+    log_metric: Callable[[str, float], None] | None, metrics: Mapping[str, float | None], reward: Any = None
+) -> None:
+    """
+    Log the metrics that are not None; with a `reward`, as `rewards/<name of the reward>/…`.
+
+    If `log_metric` is None, as outside TRL, nothing is logged.
+    """
+    prefix = "" if reward is None else f"rewards/{reward.__name__}/"
+    for name, value in metrics.items():
+        if value is not None and log_metric is not None:
+            log_metric(prefix + name, float(value))

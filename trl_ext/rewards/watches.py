@@ -1,0 +1,408 @@
+"""Measure completions by reward functions of weight 0, since callbacks do not see completions."""
+
+import json
+import os
+import time
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import regex
+import torch
+from accelerate import PartialState
+
+from ..evaluation.texts import copied_shares, corpus_ngrams
+from ..runs.jsonl import JSONLWriter, read_jsonl
+from ..runs.needs import columns_of
+from ..upstream.names import get_callable_name
+from ..upstream.terminal import hide_none_logged
+from .background import awaited
+from .member import HoldsRewards, checked_name
+from .scores import log_to, of_rows, scores_in, total_of, without_failures
+from .texts import UNSPACED, recorded, text_of, words_of
+
+
+class Watch:
+    """
+    Measure completions without rewarding them: the base class of reward functions of weight 0.
+
+    Args:
+        folder: folder of the file `completions.rank{r}.jsonl`. Each completion is appended to the file as one line,
+            which has the scores of all watches: timestamp, step, rank, prompt, completion, scores. A completion with
+            tool calls or several messages is written as messages, any other one as text. None: the folder of
+            [`~trl_ext.callbacks.JSONLCallback`]; without that callback nothing is written.
+        score: score that each completion gets. None: this function takes no part in the reward. Give 0.0 if no other
+            function gives a score, since TRL needs one.
+    """
+
+    __name__ = "watch"
+    default_folder: str | None = None  # set by JSONLCallback, for watches without a folder of their own
+    # File → where the rows of the last rollout begin and end in it, and these rows
+    _newest: ClassVar[dict[Path, tuple[int, int, list[dict[str, Any]]]]] = {}
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None, score: float | None = None):
+        self.folder = folder
+        self.score = score
+        hide_none_logged()
+        self._writers: dict[Path, JSONLWriter] = {}
+
+    def write(self, file: str, rows: list[dict[str, Any]]) -> None:
+        """Append rows to `{file}.rank{r}.jsonl` in the folder; do nothing if there is no folder."""
+        if (path := self._path(file)) is not None:
+            self._writers.setdefault(path, JSONLWriter(path)).write(*rows)
+
+    def _path(self, file: str) -> Path | None:
+        folder = self.folder if self.folder is not None else Watch.default_folder
+        return None if folder is None else Path(folder) / f"{file}.rank{PartialState().process_index}.jsonl"
+
+    def write_completions(self, prompts: list, completions: list, scores: list[Any], trainer_state: Any) -> None:
+        """Append completions to `completions.rank{r}.jsonl`, each with its score under this watch's name."""
+        step = getattr(trainer_state, "global_step", None)
+        self.write_rows(prompts, completions, [{self.__name__: score} for score in scores], step)
+
+    def write_rows(self, prompts: list, completions: list, scores: list[dict[str, Any]], step: int | None) -> None:
+        """
+        Append completions to `completions.rank{r}.jsonl`, each with a mapping from names to scores.
+
+        If another watch has just written some of the same completions, its lines get these scores, too.
+        """
+        if (path := self._path("completions")) is None:
+            return
+        head = {"timestamp": time.time(), "step": step, "rank": PartialState().process_index}
+        size = path.stat().st_size if path.is_file() else 0
+        begin, end, written = Watch._newest.get(path, (0, -1, []))
+        same = defaultdict(list)
+        for row in written if end == size else []:  # else something else has written since
+            same[_answer(row)].append(row)
+        new = []
+        for prompt, completion, named in zip(prompts, completions, scores, strict=True):
+            row = {**head, "prompt": text_of(prompt), "completion": recorded(completion), "scores": named}
+            if old := same[_answer(row)]:
+                first = old.pop(0)["scores"]
+                first |= named | first
+            else:
+                new.append(row)
+        if len(new) < len(scores):
+            os.truncate(path, begin)
+            size, new = begin, written + new
+        self.write("completions", new)
+        Watch._newest[path] = size, path.stat().st_size if path.is_file() else 0, new
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_writers": {}}  # open files do not pickle
+
+
+def _answer(row: dict[str, Any]) -> tuple[Any, str, str]:
+    return row["step"], row["prompt"], str(row["completion"])
+
+
+def numbers_of(scores: Any) -> list[float | None]:
+    """Convert scores, such as NumPy's or torch's, to Python's floats, and NaN, the score of a failed row, to None."""
+    return without_failures([None if score is None else float(score) for score in scores])
+
+
+# ---- Scores ----
+
+
+class GoldJudgeReward(HoldsRewards, Watch):
+    """
+    Score evaluation rows, and no others, by a judge that training must not see.
+
+    TRL generates the answers, and the trainer logs:
+
+    - `eval_rewards/gold_judge/mean` and `eval_rewards/gold_judge/std`
+    - `eval_gold/win_rate`, from the second evaluation on: the share of answers that score higher than the first
+      evaluation's answer to the same prompt; a tie counts one half
+
+    Set `eval_on_start=True` so that the first evaluation measures the policy before training, the start policy. The
+    greedy answers in [`~trl_ext.PPOTrainer`]'s evaluation are scored, but are left out of the win rate.
+
+    Args:
+        judge: a reward function, async or not. It gets only the rows to score, with their columns.
+        column: a true value in this column marks a row to score. Only the evaluation set should have the column:
+            `eval_dataset.add_column("held_out", [True] * len(eval_dataset))`
+        folder: see [`Watch`]. The start policy's answers and scores are also written there, so that a resumed run
+            compares with them, too.
+        score: score of the rows that are not marked, see [`Watch`].
+
+    Examples:
+        >>> from trl_ext.rewards import GoldJudgeReward
+        >>> def gold(completions, **kwargs):
+        ...     return [float("thank" in text) for text in completions]
+        >>> reward = GoldJudgeReward(gold)
+        >>> reward(prompts=["Tea?"] * 2, completions=["No, thank you.", "No."], held_out=[True, None])
+        [1.0, None]
+    """
+
+    __name__ = "gold_judge"
+
+    def __init__(self, judge: Any, column: str = "held_out", **kwargs: Any):
+        super().__init__(**kwargs)
+        self.judge = judge
+        self.column = column
+        self._run = time.time()
+        self._start_step: int | None = None
+        self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's answers
+
+    def lacks(self, trainer: Any) -> Iterator[str]:
+        """Yield a warning if no data set of the trainer has the column that marks the rows to score."""
+        found = [columns_of(getattr(trainer, name, None)) for name in ("eval_dataset", "train_dataset")]
+        if None not in found and not any(self.column in columns for columns in found if columns):
+            yield (
+                f"GoldJudgeReward scores no row: the evaluation set has no column `{self.column}`. Add it, true in "
+                f"the rows to score: `eval_dataset.add_column({self.column!r}, [True] * len(eval_dataset))`."
+            )
+
+    def __call__(
+        self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
+    ) -> list[float | None]:
+        marks = kwargs.get(self.column) or [False] * len(prompts)
+        rows = [i for i, mark in enumerate(marks) if mark]
+        scores: list[float | None] = [self.score] * len(prompts)
+        if not rows:
+            return scores
+        given = {"prompts": prompts, "completions": completions, **kwargs, "log_extra": lambda *_, **__: None}
+        given = of_rows(given, rows, len(prompts))
+        returned = awaited(self.judge(**given, trainer_state=trainer_state, log_metric=log_metric))
+        judged = numbers_of(scores_in(returned, len(rows)))
+        step = getattr(trainer_state, "global_step", 0)
+        if self._start_step is None:
+            self._start_step = step if step == 0 else self._read_start(step)
+        wins: list[float] = []
+        for prompt, answer, score in zip(given["prompts"], given["completions"], judged, strict=True):
+            key = json.dumps(prompt, ensure_ascii=False, default=str)
+            if score is None or kwargs.get("is_greedy"):
+                continue
+            if step == self._start_step:
+                self._start.setdefault(key, []).append(score)
+                row = {"run": self._run, "step": step, "prompt": key, "completion": text_of(answer), "score": score}
+                self.write("gold_start", [row])
+            else:
+                wins += [0.5 * ((score > old) + (score >= old)) for old in self._start.get(key, [])]
+        if wins:
+            log_to(log_metric, {"gold/win_rate": sum(wins) / len(wins)})
+        for i, score in zip(rows, judged, strict=True):
+            scores[i] = score
+        self.write_completions(given["prompts"], given["completions"], judged, trainer_state)
+        return scores
+
+    def _read_start(self, step: int) -> int:
+        """Read the start policy's scores that an interrupted run wrote; return the step of its first evaluation."""
+        folder = self.folder if self.folder is not None else Watch.default_folder
+        for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) if folder is not None else ():
+            rows = list(read_jsonl(path))
+            for row in rows:
+                if row["run"] == rows[-1]["run"]:  # earlier runs in the same folder wrote to the same file
+                    self._start.setdefault(row["prompt"], []).append(float(row["score"]))
+                    step = min(step, row["step"])
+        return step
+
+
+class ScoreWatch(HoldsRewards, Watch):
+    """
+    Log the quantiles of a reward's single scores as `score_watch/<name>/q05` and so on.
+
+    With `bound`, the share of scores above it is also logged, as `score_watch/<name>/share_above`. Each process
+    computes the quantiles of each batch, and their means are logged.
+
+    Args:
+        reward: a reward function, async or not. In `reward_funcs`, put the watch in the place of the function, with
+            the function's weight; the watch returns the function's scores.
+        bound: scores above this number are counted; 0.8 suits scores from 0 to 1. None: none are counted.
+        quantiles: which quantiles to log, each in [0, 1].
+        name: name in the metrics. The default is the reward's own name.
+        folder, score: see [`Watch`].
+
+    Examples:
+        >>> from trl_ext.rewards import ScoreWatch
+        >>> def length(completions, **kwargs):
+        ...     return [float(len(text.split())) for text in completions]
+        >>> watch = ScoreWatch(length, bound=2.5, quantiles=(0.5,))
+        >>> watch(prompts=["Tea?"] * 3, completions=["No.", "Yes, please.", "A cup, please."], log_metric=print)
+        score_watch/length/q50 2.0
+        score_watch/length/share_above 0.3333333333333333
+        [1.0, 2.0, 3.0]
+    """
+
+    def __init__(
+        self,
+        reward: Any,
+        bound: float | None = None,
+        quantiles: tuple[float, ...] = (0.05, 0.5, 0.95),
+        name: str | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.reward = reward
+        self.bound = bound
+        self.quantiles = quantiles
+        self.__name__ = checked_name(name, get_callable_name(reward))
+
+    def __call__(
+        self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
+    ) -> list[float | None]:
+        arguments = {"log_metric": log_metric, "trainer_state": trainer_state, **kwargs}
+        returned = awaited(self.reward(prompts=prompts, completions=completions, **arguments))
+        scores = list(map(total_of, returned))
+        values = torch.tensor([score for score in scores if score is not None], dtype=torch.float64)
+        values = values[values.isfinite()]
+        if len(values):
+            metrics: dict[str, float | None] = {f"q{100 * q:02.0f}": values.quantile(q).item() for q in self.quantiles}
+            if self.bound is not None:
+                metrics["share_above"] = (values > self.bound).double().mean().item()
+            log_to(log_metric, {f"score_watch/{self.__name__}/{key}": value for key, value in metrics.items()})
+        self.write_completions(prompts, completions, scores, trainer_state)
+        return returned
+
+
+score_watch = ScoreWatch
+
+
+# ---- Words ----
+
+
+class RepetitionWatch(Watch):
+    """
+    Log how much completions repeat themselves, each other and a corpus, by n-grams of words.
+
+    In scripts without spaces, such as Chinese, Japanese and Thai, each character counts as a word.
+
+    - `repetition/distinct_{n}`: different n-grams of the batch ÷ all n-grams of the batch (Li et al. 2016, 1510.03055)
+    - `repetition/repeated`: a completion's n-grams that it already had at an earlier place ÷ all its n-grams, mean
+      over completions
+    - `repetition/top_phrase_share`: completions with the top phrase ÷ all completions. The top phrase is the n-gram
+      that the most completions have; the attribute `top_phrase` and `completions.rank{r}.jsonl` say which it is
+    - `repetition/copied_share`: completions with `copied_words` words in a row from the corpus ÷ all completions
+
+    Args:
+        n: words in an n-gram.
+        corpus: texts that must not be copied, such as the training demonstrations.
+        copied_words: how many words in a row from the corpus count as a copy.
+        folder, score: see [`Watch`].
+
+    Examples:
+        >>> from trl_ext.rewards import RepetitionWatch
+        >>> watch = RepetitionWatch(n=1)
+        >>> scores = watch(prompts=["Go on."] * 2, completions=["la la la la", "and so on"], log_metric=print)
+        repetition/distinct_1 0.5714285714285714
+        repetition/repeated 0.375
+        repetition/top_phrase_share 0.5
+        >>> watch.top_phrase
+        'and'
+    """
+
+    __name__ = "repetition_watch"
+
+    def __init__(self, n: int = 3, corpus: Iterable[str] = (), copied_words: int = 13, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.n = n
+        self.copied_words = copied_words
+        self.corpus = corpus_ngrams(corpus, copied_words)
+        self.top_phrase = ""
+
+    def __call__(
+        self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
+    ) -> list[float | None]:
+        metrics, scores = self.measure(completions)
+        log_to(log_metric, metrics)
+        self.write_completions(prompts, completions, scores, trainer_state)
+        return [self.score] * len(completions)
+
+    def measure(self, completions: list) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+        """Return the metrics to log, and for each completion the scores to write to its file; set `top_phrase`."""
+        texts = [text_of(completion) for completion in completions]
+        words = [words_of(text) for text in texts]
+        grams = [list(zip(*(row[i:] for i in range(self.n)), strict=False)) for row in words]
+        total, different = sum(map(len, grams)), len({gram for row in grams for gram in row})
+        repeated = [1 - len(set(row)) / len(row) if row else 0.0 for row in grams]
+        in_completions = Counter(gram for row in grams for gram in set(row))
+        # Of equally frequent phrases take the alphabetically first, so that every run finds the same
+        count = max(in_completions.values(), default=0)
+        top = min((gram for gram, times in in_completions.items() if times == count), default=())
+        self.top_phrase = " ".join(top)
+        copied = (copied_shares(texts, self.corpus, self.copied_words) > 0).tolist()
+        metrics = {
+            f"repetition/distinct_{self.n}": different / total if total else None,
+            "repetition/repeated": sum(repeated) / len(repeated),
+            "repetition/top_phrase_share": count / len(completions),
+            "repetition/copied_share": sum(copied) / len(copied) if len(self.corpus) else None,
+        }
+        scores = [
+            {"repeated": share, "has_top_phrase": top in row, "top_phrase": self.top_phrase, "copied": copy}
+            for share, row, copy in zip(repeated, grams, copied, strict=True)
+        ]
+        return metrics, scores
+
+
+repetition_watch = RepetitionWatch()
+
+
+# Characters of words; in scripts without spaces nothing marks where a word ends
+_WORD = rf"[[\p{{L}}\p{{N}}\p{{M}}]--[{UNSPACED}]]"
+_HIDDEN = r"\p{Cf}"  # zero-width spaces and joiners, soft hyphens
+# More marks in a row than any language has (Unicode's annex 15, stream-safe texts): sorting them takes quadratic time
+_MARKS = regex.compile(r"(\p{M}{30})\p{M}+")
+
+
+class PhraseReviewReward(Watch):
+    """
+    Queue completions with unacceptable phrases for review, and log their share as `phrase_review/share`.
+
+    The queue is the file `review.rank{r}.jsonl` in `folder`. Each line is one completion with a phrase: step, rank,
+    prompt, completion, phrases found.
+
+    Args:
+        phrases: phrases to find as whole words, in any case, with any space between words; invisible characters are
+            ignored. In scripts without spaces, such as Chinese, Japanese and Thai, they are found within words, too.
+        veto: score of a completion with one of the phrases; all others score 0.0. It has an effect only if the
+            function also gets a weight other than 0. None: all completions get `score`.
+        folder, score: see [`Watch`].
+
+    Examples:
+        >>> from trl_ext.rewards import PhraseReviewReward
+        >>> reward = PhraseReviewReward(["shut up"], veto=-1.0)
+        >>> reward(prompts=["Help!"] * 2, completions=["SHUT  UP.", "Gladly."], log_metric=print)
+        phrase_review/share 0.5
+        [-1.0, 0.0]
+    """
+
+    __name__ = "phrase_review"
+
+    def __init__(self, phrases: Iterable[str], veto: float | None = None, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.phrases = [phrases] if isinstance(phrases, str) else list(phrases)
+        self.veto = veto
+        self._pattern = regex.compile("|".join(map(_pattern, self.phrases)), regex.IGNORECASE | regex.VERSION1)
+
+    def __call__(
+        self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
+    ) -> list[float | None]:
+        found = [self._pattern.findall(_composed(text_of(completion))) for completion in completions]
+        log_to(log_metric, {"phrase_review/share": sum(map(bool, found)) / len(found)})
+        head = {"step": getattr(trainer_state, "global_step", None), "rank": PartialState().process_index}
+        rows = [
+            {**head, "prompt": text_of(prompt), "completion": text_of(completion), "phrases": sorted(set(phrases))}
+            for prompt, completion, phrases in zip(prompts, completions, found, strict=True)
+            if phrases
+        ]
+        self.write("review", rows)
+        self.write_completions(prompts, completions, [{"phrases": len(each)} for each in found], trainer_state)
+        if self.veto is None:
+            return [self.score] * len(completions)
+        return [self.veto if each else 0.0 for each in found]
+
+
+def _composed(text: str) -> str:
+    """Return a text in which each character, such as a letter with an accent, is written in one way only (NFKC)."""
+    return unicodedata.normalize("NFKC", _MARKS.sub(r"\1", text))
+
+
+def _pattern(phrase: str) -> str:
+    """Return a regular expression for a phrase; where the script has spaces, it finds only whole words."""
+    words = regex.sub(_HIDDEN, "", _composed(phrase)).split()
+    within = [f"{_HIDDEN}*".join(map(regex.escape, word)) for word in words]
+    begins, ends = (regex.match(_WORD, end, regex.VERSION1) for end in (words[0][0], words[-1][-1]))
+    start, end = rf"(?<!{_WORD})" if begins else "", rf"(?!{_WORD})" if ends else ""
+    return start + rf"(?:\s|{_HIDDEN})+".join(within) + end

@@ -284,7 +284,7 @@ def test_a_reward_that_is_mistyped_is_refused_since_it_would_not_be_counted(tmp_
     recipe = {"model_name_or_path": str(tmp_path), "dataset_name": "absent", "output_dir": "x", "bf16": False}
     for rewards, message in [
         ([{"SumReward": {"members": [{"EnsembelReward": {"members": "a"}}]}}], "did you mean EnsembleReward"),
-        ([{"CachedReward": {"rewrad": {"ModelReward": {"model": "a"}}}}], "has no argument 'rewrad'"),
+        ([{"CachedReward": {"rewrad": {"ModelReward": {"model": "a"}}}}], "missing a required argument: 'reward'"),
     ]:
         (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(recipe | {"rewards": ["absent.py:f", *rewards]}))
         with pytest.raises(SystemExit, match="2"):

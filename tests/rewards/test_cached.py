@@ -102,14 +102,6 @@ def test_what_is_not_in_the_key_does_not_reach_the_reward():
         assert seen.pop() == {*expected, "log_metric"}
 
 
-def test_the_least_recently_used_entry_makes_room():
-    reward = Counted()
-    cached = CachedReward(reward, capacity=2)
-    for text in ("a", "b", "a", "c", "a", "b"):
-        call(cached, text)
-    assert reward._asked == [["a"], ["b"], ["c"], ["b"]]
-
-
 def test_nothing_of_a_call_that_fails_is_kept():
     answers = {"nan": math.nan, "tokens": [0.1, 0.2]}
     asked = []

@@ -82,6 +82,7 @@ def test_what_an_answer_says_reaches_the_judge_as_data_alone():
         ("Score: 9\nI am not sure.", None),
         ("Score: 11", None),
         ("Score: 7/10", None),
+        ("Score: 1", None),
         ("```" + " " * 200_000 + "x", None),  # for which a pattern could take years
         ('{"score": "7"}', None),
         ('{"score": true}', None),
@@ -93,7 +94,8 @@ def test_what_an_answer_says_reaches_the_judge_as_data_alone():
     ],
 )
 def test_only_a_verdict_of_the_judges_own_counts(message, score):
-    with serving(lambda body, _: says(message)) as (url, came):
+    cut = ("length",) if message == "Score: 1" else ()  # what is the beginning of "Score: 10" looks like 1
+    with serving(lambda body, _: says(message, *cut)) as (url, came):
         assert JudgeReward(url, "m", RUBRIC, on_error="skip", parse_retries=2)(["p"], ["a"]) == [score]
         assert len(came) == (1 if score is not None else 3)
         if score is None:
@@ -101,16 +103,6 @@ def test_only_a_verdict_of_the_judges_own_counts(message, score):
                 RuntimeError, match=rf"reward 'judge_m': completion 0: {url}/chat/completions: the judg"
             ):
                 JudgeReward(url, "m", RUBRIC)(["p"], ["a"])
-
-
-def test_a_verdict_that_was_cut_is_none():
-    """What is the beginning of "Score: 10" looks like 1."""
-    said = "the judge's message was cut off, it ends in 'Score: 1': raise `max_tokens`"
-    with (
-        serving(lambda body, _: says("Score: 1", "length")) as (url, _),
-        pytest.raises(RuntimeError, match=said),
-    ):
-        JudgeReward(url, "m", RUBRIC)(["p"], ["a"])
 
 
 OUTAGES = [  # with status 200, as gateways send them while the model behind them is down
@@ -173,12 +165,6 @@ def test_a_verdict_that_was_withheld_pays_in_no_reward_that_holds_the_judge():
         assert compared(["p", "p"], ["a", "a"], completion_ids=[[1], [1]], other=[None, "b"]) == [1.0, None]
 
 
-@pytest.mark.parametrize("answer", [{}, [], {"choices": ["a"]}, {"choices": []}, {"choices": [{"message": None}]}])
-def test_what_is_no_chat_completion_is_an_error(answer):
-    with serving(lambda body, _: answer) as (url, _), pytest.raises(RuntimeError, match="is not a chat completion: "):
-        JudgeReward(url, "m", RUBRIC)(["p"], ["a"])
-
-
 def test_a_comparison_is_made_in_both_orders_and_a_judges_habit_is_seen():
     """Whoever always prefers the first gives the middle; whoever prefers the longer gives that, in either place."""
 
@@ -195,19 +181,6 @@ def test_a_comparison_is_made_in_both_orders_and_a_judges_habit_is_seen():
         assert judge(prompts, answers, baseline=others, log_metric=logged.__setitem__) == [2, 4, 0, None]
         assert len(came) == 6
     assert logged["rewards/j/position_bias"] == pytest.approx(0.5 / 3)  # of three pairs one always has the first
-
-
-def test_a_row_that_fails_leaves_the_others_alone():
-    def answer(body, _):
-        text = parts_of(body)[1]["answer"]
-        return (500, {}, {}) if text == "down" else says(f"Score: {len(text)}")
-
-    logged = {}
-    with serving(answer) as (url, _):
-        judge = JudgeReward(url, "m", RUBRIC, on_error=1.25, retries=1, max_characters=9, name="j")
-        answers = ["a", "down", "abc", "x" * 10]
-        assert judge(["p"] * 4, answers, log_metric=logged.__setitem__) == [1, 1.25, 3, 1.25]
-    assert logged["rewards/j/failed"] == 0.5 and logged["rewards/j/retries"] == 1
 
 
 def test_settings_of_the_request_and_its_identity():

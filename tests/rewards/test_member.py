@@ -15,8 +15,7 @@ from trl_ext.rewards import (
     RewardFailed,
     SumReward,
 )
-from trl_ext.rewards.background import Started, awaited, runs_in_background
-from trl_ext.rewards.member import checked_name, distinct
+from trl_ext.rewards.background import Started, awaited
 
 
 class KeepsAClient:
@@ -130,13 +129,6 @@ def test_what_a_started_function_logs_is_handed_on_when_it_is_awaited():
     with pytest.raises(ValueError, match="after that"):
         started.result(logged.__setitem__, lambda column, values: columns.update({column: values}))
     assert logged == {"a": 1.0} and columns == {"b": [2.0]}
-
-
-def test_names():
-    assert distinct(["a", "b", "a"]) == ["a_0", "b", "a_2"]
-    assert distinct(["a", "a", "a_0"]) == ["a_0_0", "a_1", "a_0_2"]
-    assert checked_name(None, "sum_<lambda>_a/b c") == "sum_lambda_a_b_c"
-    assert runs_in_background(KeepsAClient()) and not runs_in_background(unlucky)
 
 
 class Meeting:

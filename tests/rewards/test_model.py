@@ -11,7 +11,6 @@ import trl
 from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
-from transformers.modeling_utils import PreTrainedModel
 from trl import GRPOConfig, RLOOConfig
 
 from tests.tiny import (
@@ -180,17 +179,6 @@ def test_an_adapter_is_scored_with_as_peft_does_also_in_8_bit(tmp_path):
         assert reward(PROMPTS, ANSWERS, finished=[False] * 2) == pytest.approx(expected, abs=tolerance)
     names = {type(module).__name__ for module in reward.model.modules()}
     assert "Linear8bitLt" in names and reward.identity != ModelReward(path).identity
-
-
-def test_a_device_map_is_what_the_model_is_loaded_with_and_nobody_moves_it_then(tmp_path, monkeypatch):
-    """Over several devices accelerate's hooks move what passes: `.to` would put all on one."""
-    path, seen, load = saved(tmp_path), {}, AutoModelForSequenceClassification.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForSequenceClassification, "from_pretrained", lambda *a, **k: seen.update(k) or load(*a, **k)
-    )
-    monkeypatch.setattr(PreTrainedModel, "to", lambda *_: pytest.fail("it was moved"))
-    scores = ModelReward(path, device_map={"": "cpu"})(PROMPTS, ANSWERS, finished=FINISHED)
-    assert seen["device_map"] == {"": "cpu"} and len(scores) == 2
 
 
 def test_it_is_loaded_whole_where_trainers_would_have_it_sharded(tmp_path, monkeypatch):

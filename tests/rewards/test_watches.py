@@ -1,7 +1,6 @@
 """Watches of rewards/ on completions written by hand."""
 
 import json
-import logging
 import math
 import pickle
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from trl_ext.rewards import (
     PhraseReviewReward,
     RepetitionWatch,
     ScoreWatch,
-    repetition_watch,
     score_watch,
 )
 
@@ -114,10 +112,6 @@ def test_messages_and_empty_completions():
     assert logged == {"repetition/repeated": 0.0, "repetition/top_phrase_share": 0.0}
 
 
-def test_ready_made_watch_has_its_name():
-    assert repetition_watch.__name__ == "repetition_watch" and call(repetition_watch, ["a b c"])[0] == [None]
-
-
 # ---- Scores ----
 
 
@@ -136,11 +130,6 @@ def test_score_watch_takes_the_place_of_a_function(tmp_path):
         "score_watch/quality/share_above": 1 / 3,
     }
     assert [row["scores"]["quality"] for row in rows(tmp_path / "completions.rank0.jsonl")] == [0.1, None, 0.9, 0.5]
-
-
-def test_scores_that_are_not_finite_are_left_out():
-    _, logged = call(score_watch(quality, quantiles=(0.5,)), ["1", "nan", "3"])
-    assert logged == {"score_watch/quality/q50": 2.0}
 
 
 # ---- Phrases ----
@@ -276,22 +265,3 @@ def test_a_folder_that_cannot_be_written_loses_only_the_file(tmp_path):
     (tmp_path / "file").write_text("")
     scores, logged = call(RepetitionWatch(folder=tmp_path / "file"), ["a b c d"])
     assert scores == [None] and not math.isnan(logged["repetition/repeated"])
-
-
-def test_half_of_a_surrogate_pair_ends_nothing(tmp_path):
-    text = "a \ud83d b"
-    for watch in (
-        RepetitionWatch(folder=tmp_path, corpus=[text], copied_words=2),
-        PhraseReviewReward("b", folder=tmp_path),
-    ):
-        call(watch, [text])
-    assert [row["completion"] for row in rows(tmp_path / "completions.rank0.jsonl")] == [text]
-
-
-def test_a_watch_that_scores_nothing_earns_no_remark_of_tensorboard():
-    """TRL logs None for its mean. What else TensorBoard cannot take is still said."""
-    RepetitionWatch()
-    logger = logging.getLogger("transformers.integrations.integration_utils")
-    remarks = [f'Trainer is attempting to log a value of "{value}" of type' for value in (None, [1])]
-    shown = [logger.filter(logger.makeRecord("", 30, "", 0, remark, (), None)) for remark in remarks]
-    assert list(map(bool, shown)) == [False, True]

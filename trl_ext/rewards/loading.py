@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..runs.nearest import did_you_mean
 from ..runs.shipped import find
 from ..upstream.names import get_callable_name
 from .member import distinct
@@ -190,7 +191,8 @@ def _named(entry: Any) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"write a path to a function, or one `Name: {{argument: value}}`, got {entry!r}")
     ((name, arguments),) = entry.items()
     if name not in _known():
-        raise ValueError(f"unknown reward {name!r}; there are {', '.join(sorted(_known()))}")
+        nearest = did_you_mean(str(name), _known()) or f"; there are {', '.join(sorted(_known()))}"
+        raise ValueError(f"unknown reward {name!r}{nearest}")
     return name, arguments or {}
 
 

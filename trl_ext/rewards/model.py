@@ -11,6 +11,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -21,7 +22,6 @@ from transformers import (
 from ..models.generation import eos_token_ids as ends_of
 from ..models.identity import hash_of, path_identity, tokenizer_identity
 from ..upstream.names import is_conversational
-from ..upstream.packages import check_packages
 from ..upstream.temporarily import temporarily
 from .member import checked_name
 from .scores import log_to
@@ -42,8 +42,17 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bo
 
 
 def load_classifier(path: str, **kwargs: Any) -> Any:
-    """Load a sequence classifier of one label."""
-    return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
+    """Load a sequence classifier of one label; raise a `ValueError` if the saved weights have more labels."""
+    try:
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        given = {name: kwargs[name] for name in {"revision", "trust_remote_code"} & kwargs.keys()}
+        labels = AutoConfig.from_pretrained(path, **given).num_labels
+        raise ValueError(
+            f"{path} has num_labels={labels} in its configuration, but a reward model or critic has one label"
+        ) from error
 
 
 def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
@@ -106,7 +115,6 @@ class ModelReward:
         dtype: dtype of the weights, such as `"bfloat16"`; None keeps the saved one.
         load_in_8bit: quantise the weights as they are loaded (bitsandbytes).
         device: device of the model. None: the process' own device, but a model object stays on its device.
-        device_map: spreads a model over several devices, as in `from_pretrained`: `"auto"`.
         max_batch_tokens: most tokens in one forward pass, padding included; None: no limit. Rows of similar length
             are batched together.
         batch_size: most rows in one forward pass; None: no limit. If weights are sharded over processes, set this
@@ -145,7 +153,6 @@ class ModelReward:
         dtype: str | torch.dtype | None = None,
         load_in_8bit: bool = False,
         device: str | torch.device | None = None,
-        device_map: Any = None,
         max_batch_tokens: int | None = 16384,
         batch_size: int | None = None,
         max_length: int | None = None,
@@ -158,15 +165,14 @@ class ModelReward:
         path = model if isinstance(model, str) else None
         self.path, self.revision, self.load_in_8bit, self.device = path, revision, load_in_8bit, device
         if path is not None:
-            check_packages(self)
             self.tokenizer = _loaded_tokenizer(tokenizer or path, None if tokenizer else revision)
-            model = self._load(path, dtype, device_map, shared_base)
+            model = self._load(path, dtype, shared_base)
         else:
             self.tokenizer = _loaded_tokenizer(tokenizer)
         if model.config.num_labels != 1:  # the others would be left out
             raise ValueError(f"a reward model must have one label, got num_labels={model.config.num_labels}")
         # The first call moves the model: only then has a trainer said which device the process has
-        is_placed = device_map is not None or load_in_8bit or (path is None and device is None)
+        is_placed = load_in_8bit or (path is None and device is None)
         self._to_place = score is None and not is_placed
         if score is None:
             model.requires_grad_(False).eval()
@@ -184,11 +190,11 @@ class ModelReward:
         origin = path or getattr(model.config, "_name_or_path", "") or "model_reward"
         self.__name__ = checked_name(name, Path(os.path.normpath(origin)).name)
 
-    def _load(self, path: str, dtype: Any, device_map: Any, shared_base: Any) -> Any:
+    def _load(self, path: str, dtype: Any, shared_base: Any) -> Any:
         from ..models.adapters import check_head  # here: PEFT takes seconds
         from ..models.loading import SharedBase, is_adapter, load_separately, whole_on_each_process
 
-        kwargs: dict[str, Any] = {"dtype": dtype or "auto", "device_map": device_map}
+        kwargs: dict[str, Any] = {"dtype": dtype or "auto", "device_map": None}
         if self.load_in_8bit:
             kwargs["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
         if self.revision is not None:

@@ -102,7 +102,7 @@ def test_a_bad_answer_is_an_error_of_its_rows_and_is_not_asked_for_again(bad):
         assert len(str(raised.value)) < 500
 
 
-@pytest.mark.parametrize("score", [float("nan"), float("inf"), 1e60, "10", True, [1.0], {}])
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), 1e60, "10", [1.0], {}])
 def test_a_score_that_is_no_number_is_an_error_of_its_row_alone(score):
     with serving(lambda body, _: {"scores": [1.0, score, None]}) as (url, _):
         assert RemoteReward(url, on_error="skip")(["p"] * 3, ["a", "b", "c"]) == [1.0, None, None]
@@ -346,11 +346,6 @@ SCORE = {
         {"index": 1, "object": "score", "score": -2.4897334575653076},
     ],
 }
-# As text-embeddings-inference documents /predict: each row's labels, best first
-PREDICT = [
-    [{"score": 0.9, "label": "good"}, {"score": 0.1, "label": "bad"}],
-    [{"score": 0.7, "label": "bad"}, {"score": 0.3, "label": "good"}],
-]
 TEXTS = ["the cat sat", "a dog ran</s>"]
 
 
@@ -385,15 +380,8 @@ def tokenizer(tmp_path_factory):
             {"text_1": ["the cat ", "a dog "], "text_2": ["sat", "ran"], "use_activation": False},
             [-3.095790386199951, -2.4897334575653076],
         ),
-        (
-            {"api": "tei", "label": "good"},
-            PREDICT,
-            "/predict",
-            {"inputs": [[TEXTS[0]], [TEXTS[1]]], "raw_scores": True, "truncate": False},
-            [0.9, 0.3],
-        ),
     ],
-    ids=["classify", "classify, two labels", "score", "TEI"],
+    ids=["classify", "classify, two labels", "score"],
 )
 def test_other_servers_are_asked_and_read_as_they_want(given, answer, path, sent, expected, tokenizer):
     paths = []
@@ -423,14 +411,8 @@ def test_messages_are_put_into_the_models_template(tokenizer):
 
 def test_labels_that_are_not_named_or_not_there(subtests):
     for given, answer, message in [
-        ({"api": "vllm-classify"}, TWO_LABELS, "the model has the labels 0, 1: give one as `label`"),
-        (
-            {"api": "vllm-classify", "label": 5},
-            TWO_LABELS,
-            "the model has the labels 0, 1: give one as `label`",
-        ),
-        ({"api": "tei"}, PREDICT, "the model has the labels good, bad: give one as `label`"),
-        ({"api": "tei", "label": "nice"}, PREDICT, "the model has the labels .*: give one as `label`"),
+        ({"api": "vllm-classify"}, TWO_LABELS, "the model has 2 labels: give the index of one as `label`"),
+        ({"api": "vllm-classify", "label": 5}, TWO_LABELS, "the answer does not have the format of api='vllm-class"),
         (
             {"api": "vllm-score"},
             {"data": [SCORE["data"][0]] * 2},

@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from ..upstream.names import get_callable_name
 from .background import Started, awaited, runs_in_background
-from .scores import finite_number, log_to, scores_in, without_failures
+from .scores import log_to, number_or_error, scores_in, without_failures
 
 logger = logging.get_logger(__name__)
 
@@ -114,10 +114,7 @@ def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any
             return FAILED if skips else None
         if tells and math.isnan(score):
             return FAILED
-        try:
-            return finite_number(score, row)
-        except (TypeError, ValueError) as error:
-            return error
+        return number_or_error(score, row)
 
     return [checked(score, row) for row, score in enumerate(scores_in(returned, count))]
 

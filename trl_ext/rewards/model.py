@@ -255,32 +255,25 @@ class ModelReward:
             ValueError: nothing says which answers were finished, or `truncation` is `"refuse"` and a row is longer
                 than `max_length`.
         """
-        if not prompts:
-            return []
+        if finished is None:
+            if self.eos_token_ids is None or completion_ids is None:
+                raise ValueError(
+                    "the reward model cannot tell which completions are finished: give it the policy's "
+                    "`eos_token_ids` or tokenizer (`policy_tokenizer`), or call it with the column `finished`"
+                )
+            finished = [bool(row) and row[-1] in self.eos_token_ids for row in completion_ids]
+        scores = [0.0] * len(prompts)
         with _ONE_AT_A_TIME:
-            return self._scored(prompts, completions, completion_ids, prompt_ids, finished, log_metric)
-
-    def _scored(self, prompts, completions, completion_ids, prompt_ids, finished, log_metric) -> list[float]:
-        if self._to_place:
-            self.device = self.device or PartialState().device
-            self.model.to(self.device)
-            self._to_place = False
-        ended = self._ended(completion_ids) if finished is None else finished
-        rows = self._rows(prompts, completions, completion_ids, prompt_ids, ended)
-        rows = self._fitting(rows, log_metric)
-        scores = [0.0] * len(rows)
-        for batch in batches([len(row) for row in rows], self.max_batch_tokens, self.batch_size):
-            for row, score in zip(batch, self._scores([rows[row] for row in batch]), strict=True):
-                scores[row] = score
+            if self._to_place:
+                self.device = self.device or PartialState().device
+                self.model.to(self.device)
+                self._to_place = False
+            rows = self._rows(prompts, completions, completion_ids, prompt_ids, finished) if prompts else []
+            rows = self._fitting(rows, log_metric)
+            for batch in batches([len(row) for row in rows], self.max_batch_tokens, self.batch_size):
+                for row, score in zip(batch, self._scores([rows[row] for row in batch]), strict=True):
+                    scores[row] = score
         return scores
-
-    def _ended(self, completion_ids: list[list[int]] | None) -> list[bool]:
-        if self.eos_token_ids is None or completion_ids is None:
-            raise ValueError(
-                "the reward model cannot tell which completions are finished: give it the policy's `eos_token_ids`, "
-                "or the policy's tokenizer as `policy_tokenizer`, or call it with the column `finished`"
-            )
-        return [bool(row) and row[-1] in self.eos_token_ids for row in completion_ids]
 
     def _rows(self, prompts, completions, completion_ids, prompt_ids, ended) -> list[list[int]]:
         """Return for each row the tokens of prompt and completion that the model reads."""
@@ -299,7 +292,7 @@ class ModelReward:
         return [self._tokenize(*part) for part in zip(prompts, completions, ended, strict=True)]
 
     def _fitting(self, rows: list[list[int]], log_metric: Any) -> list[list[int]]:
-        longest = max(map(len, rows))
+        longest = max(map(len, rows), default=0)
         limit = self.max_length or longest
         too_long = [len(row) > limit for row in rows]
         if any(too_long) and self.truncation == "refuse":
@@ -308,7 +301,7 @@ class ModelReward:
                 "shorten the prompts, lower `max_completion_length`, or set truncation='left'"
             )
         if self.truncation == "left":
-            log_to(log_metric, {"truncated": sum(too_long) / len(rows)}, self)
+            log_to(log_metric, {"truncated": sum(too_long) / max(len(rows), 1)}, self)
         first = {self.tokenizer.bos_token_id, self.tokenizer.cls_token_id}
         kept = [int(row[0] in first) if row else 0 for row in rows]  # how many stay in front
         return [

@@ -1,4 +1,4 @@
-"""Ask a server for scores: ours (`trl-ext serve-reward`), vLLM's, or text-embeddings-inference's."""
+"""Ask a server for scores: ours (`trl-ext serve-reward`), or vLLM's."""
 
 import json
 import time
@@ -8,12 +8,12 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from .member import RewardFailed, checked_name
-from .scores import finite_number
+from .scores import number_or_error
 from .service import Call, RefusedError, ServedReward, ServiceError, UnavailableError
 from .texts import text_of, well_formed
 
-API = Literal["trl-ext", "vllm-classify", "vllm-score", "tei"]
-PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/score", "tei": "/predict"}
+API = Literal["trl-ext", "vllm-classify", "vllm-score"]
+PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/score"}
 
 
 class Row(NamedTuple):
@@ -58,15 +58,14 @@ class RemoteReward(ServedReward):
     Args:
         url: address of the server, such as `http://127.0.0.1:8000`.
         api: `"trl-ext"` for `trl-ext serve-reward`; `"vllm-classify"` or `"vllm-score"` (prompt and completion as a
-            pair, for cross-encoders) for vLLM; `"tei"` for text-embeddings-inference.
+            pair, for cross-encoders) for vLLM.
         model: name of the model, which is also the default `name`. A server that has another model refuses the
-            requests. The name is not sent to TEI, which has a single model.
-        label: the class whose number is the score, if the model has several classes: its index for `"vllm-classify"`,
-            its name for `"tei"`.
+            requests.
+        label: index of the class whose number is the score, for `"vllm-classify"` if the model has several classes.
         logits: False asks for the server's sigmoid or softmax of the logits. Not for `"trl-ext"`.
-        tokenizer: folder or hub name of the model's tokenizer, for `"vllm-classify"` and `"tei"`. Its chat template
-            turns messages into text, and its EOS token is put after finished answers. None: messages are refused, and
-            no EOS is added.
+        tokenizer: folder or hub name of the model's tokenizer, for `"vllm-classify"`. Its chat template turns messages
+            into text, and its EOS token is put after finished answers. None: messages are refused, and no EOS is
+            added.
         eos_token_ids: the policy's tokens that end a finished answer.
         batch_size: most rows in one request.
         name: key in the logs. The default is `model`, or the server's name and port.
@@ -88,7 +87,7 @@ class RemoteReward(ServedReward):
         url: str,
         api: API = "trl-ext",
         model: str | None = None,
-        label: int | str | None = None,
+        label: int | None = None,
         logits: bool = True,
         tokenizer: str | None = None,
         eos_token_ids: Sequence[int] | None = None,
@@ -195,6 +194,19 @@ class RemoteReward(ServedReward):
 
         return AutoTokenizer.from_pretrained(self.tokenizer)
 
+    def _body(self, rows: list[Row]) -> dict[str, Any]:
+        """Return the body of a request that scores these rows."""
+        named: dict[str, Any] = {"model": self.model} if self.model else {}
+        prompts, completions, finished, texts, are_templated = map(list, zip(*rows, strict=True))
+        if self.api == "trl-ext":
+            ended = None if None in finished else finished
+            return named | {"prompts": prompts, "completions": completions, "finished": ended}
+        named["use_activation"] = not self.logits
+        if self.api == "vllm-score":
+            return named | {"text_1": prompts, "text_2": completions}
+        # A chat template adds its own special tokens
+        return named | {"input": texts, "add_special_tokens": not any(are_templated)}
+
     def _scores(self, rows: list[Row], call: Call) -> list[Any]:
         """
         Return for each row of a batch its score, or the error that took its place.
@@ -202,48 +214,17 @@ class RemoteReward(ServedReward):
         If the server refuses the batch, ask for each half by itself, and so on until the refused row is alone.
         """
         try:
-            answer = self.request(call, request_of(self.api, rows, self.model, self.logits))
+            answer = self.request(call, self._body(rows))
         except RefusedError as error:
             half = len(rows) // 2
             return [*self._scores(rows[:half], call), *self._scores(rows[half:], call)] if half else [error]
         if self.api == "trl-ext":
             self._check_weights(answer)
-        return [_checked(score) for score in scores_in_answer(self.api, answer, len(rows), self.label)]
+        scores = scores_in_answer(self.api, answer, len(rows), self.label)
+        return [number_or_error(score, row) for row, score in enumerate(scores)]
 
 
-def _checked(score: Any) -> float | Exception | None:
-    try:  # true is no number, though Python takes it for 1
-        return None if score is None else finite_number(repr(score) if isinstance(score, bool) else score, "")
-    except (TypeError, ValueError) as error:
-        return error
-
-
-def request_of(api: str, rows: list[Row], model: str | None, logits: bool) -> dict[str, Any]:
-    """
-    Return the body of a request that scores these rows.
-
-    Args:
-        api: one of `API`.
-        rows: the answers to score.
-        model: name of the model; a server that has another one refuses the request. None accepts any model.
-        logits: ask for the model's output without sigmoid or softmax. `"trl-ext"` ignores it.
-    """
-    named = {"model": model} if model else {}
-    prompts, completions, finished, texts, _ = map(list, zip(*rows, strict=True))
-    match api:
-        case "trl-ext":
-            ended = None if None in finished else finished
-            return named | {"prompts": prompts, "completions": completions, "finished": ended}
-        case "vllm-classify":
-            bare = not any(row.is_templated for row in rows)  # a chat template adds its own special tokens
-            return named | {"input": texts, "use_activation": not logits, "add_special_tokens": bare}
-        case "vllm-score":
-            return named | {"text_1": prompts, "text_2": completions, "use_activation": not logits}
-        case _:  # TEI would read a flat list of texts as one pair
-            return {"inputs": [[text] for text in texts], "raw_scores": logits, "truncate": False}
-
-
-def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None) -> list[Any]:
+def scores_in_answer(api: str, answer: Any, count: int, label: int | None) -> list[Any]:
     """
     Return the score of each row from a server's answer, in order, without checking that it is a number.
 
@@ -252,30 +233,20 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None)
             label `label`, or several labels and `label` is None.
     """
     try:
-        match api:
-            case "trl-ext":
-                scores = [*answer["scores"]] if isinstance(answer["scores"], list) else None
-            case "vllm-classify":
-                scores = [_of_label(dict(enumerate(item["probs"])), label) for item in _in_order(answer["data"])]
-            case "vllm-score":
-                scores = [item["score"] for item in _in_order(answer["data"])]
-            case _:  # by name, since TEI sorts by score
-                scores = [_of_label({each["label"]: each["score"] for each in item}, label) for item in answer]
+        if api == "trl-ext":
+            scores = answer["scores"]
+        else:
+            by_place = {item["index"]: item for item in answer["data"]}
+            items = [by_place[place] for place in range(len(answer["data"]))]
+            scores = [item["score"] if api == "vllm-score" else _of_label(item["probs"], label) for item in items]
     except (LookupError, TypeError, AttributeError) as error:
         raise ServiceError(f"the answer does not have the format of api={api!r}: {repr(answer)[:120]}") from error
-    if scores is None or len(scores) != count:
+    if not isinstance(scores, list) or len(scores) != count:
         raise ServiceError(f"the server did not return {count} scores for {count} completions: {repr(answer)[:120]}")
     return scores
 
 
-def _in_order(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = {item["index"]: item for item in items}
-    return [found[place] for place in range(len(items))]
-
-
-def _of_label(numbers: dict[Any, Any], label: int | str | None) -> Any:
-    if label is None and len(numbers) == 1:
-        return next(iter(numbers.values()))
-    if label not in numbers:
-        raise ServiceError(f"the model has the labels {', '.join(map(str, numbers))[:120]}: give one as `label`")
-    return numbers[label]
+def _of_label(numbers: list[Any], label: int | None) -> Any:
+    if label is None and len(numbers) != 1:
+        raise ServiceError(f"the model has {len(numbers)} labels: give the index of one as `label`")
+    return numbers[label or 0]

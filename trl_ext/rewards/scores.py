@@ -92,6 +92,14 @@ def finite_number(reward: Any, row: int | str) -> float:
     return value
 
 
+def number_or_error(reward: Any, row: int) -> float | Exception | None:
+    """Return a reward as a finite float, None unchanged, and for any other reward the error that says what it is."""
+    try:
+        return None if reward is None else finite_number(reward, row)
+    except (TypeError, ValueError) as error:
+        return error
+
+
 def without_failures(scores: Sequence[float | None]) -> list[float | None]:
     """Return the scores with None in place of NaN."""
     return [None if score is None or math.isnan(score) else score for score in scores]

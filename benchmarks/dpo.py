@@ -31,8 +31,7 @@ from recipes.demo.measure import measure
 from recipes.demo.stages import HERE, DemoArguments, sft_stage, use_one_thread
 from trl_ext import DPOConfig, DPOTrainer
 from trl_ext.dpo import trainer as dpo_trainer
-from trl_ext.dpo.beta_controller import BetaController
-from trl_ext.dpo.pairs import Pairs
+from trl_ext.dpo.controllers import BetaController, Pairs
 
 FOLDER = Path("outputs/benchmarks/dpo")
 DRIFT = ["--beta_controller", "drift", "--drift_target", "2.0"]

@@ -14,7 +14,7 @@ from tests.contract import observed
 from tests.dpo.worker import QUIET, make_trl_trainer
 from tests.dpo.worker import pairs as dpo_pairs
 from tests.tiny import tiny_llama, tiny_tokenizer
-from trl_ext.data.pair_columns import PAIR_COLUMNS
+from trl_ext.data.pairs import PAIR_COLUMNS
 from trl_ext.dpo import DPOConfig
 from trl_ext.dpo import config as dpo_config
 

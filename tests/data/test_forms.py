@@ -7,7 +7,7 @@ from datasets import Dataset, IterableDataset
 
 from tests.tiny import ON_CPU, length_reward, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOTrainer
-from trl_ext.data import answers_alone, hold_out_prompts, one_form, prompt_groups, prompt_hashes
+from trl_ext.data import answers_alone, hold_out_prompts, one_form, prompt_groups, prompt_hashes, usable_pairs
 from trl_ext.stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 
 
@@ -87,10 +87,25 @@ def test_trainers_read_the_prompt_once(stage, row, tmp_path):
 @pytest.mark.parametrize("kinds", [(TEXT, CHAT), (CHAT, TEXT)])
 def test_rows_of_text_among_rows_of_messages_are_named(stage, kinds, tmp_path):
     rows = Dataset.from_list([kinds[0], kinds[1], kinds[0]], on_mixed_types="use_json")
-    text, chat = ("2 (rows 0, 2)", "1 (rows 1)")[:: 1 if kinds[0] is TEXT else -1]
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="rows are text .* are messages"):
         made_by(stage, tmp_path, rows)
-    assert f"of 3 rows, {text} are text and {chat} are messages" in str(error.value)
+
+
+def test_pairs_that_teach_nothing_are_refused_or_left_out_and_the_rest_kept_in_order(capsys):
+    def talk(text):
+        return [{"role": "assistant", "content": text}]
+
+    texts = {"chosen": ["a", "", "a", None, "a", "a"], "rejected": ["b", "b", " ", "b", "a", "b"]}
+    chats = {"chosen": [talk("a")] * 4, "rejected": [talk("b"), talk(" "), talk("a"), talk("b")]}
+    chats["prompt"] = ["p", "p", "p", None]
+    for rows, kept in ((texts, [0, 5]), (chats, [0])):
+        dataset = Dataset.from_dict({**rows, "row": range(len(rows["chosen"]))})
+        with pytest.raises(ValueError, match=rf"the data: {len(dataset) - len(kept)} of {len(dataset)} pairs .*row 1"):
+            usable_pairs(dataset, "the data")
+        assert usable_pairs(dataset, "the data", drop=True)["row"] == kept
+        assert f"the data: {len(dataset) - len(kept)} of {len(dataset)} pairs" in capsys.readouterr().out
+        with pytest.raises(ValueError, match="correct them"):
+            usable_pairs(dataset.select([1, 2, 3]), "the data", drop=True)
 
 
 # ---- Which prompts are the same, and what is held out ----

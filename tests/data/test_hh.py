@@ -33,14 +33,14 @@ def test_a_pair_is_one_prompt_and_two_answers():
 
 
 def test_what_is_no_pair_raises(subtests):
-    for chosen, rejected, message in [
-        (f"{QUESTION}\n\nAssistant: x", f"{QUESTION} or not?\n\nAssistant: y", "differ before their last answer"),
-        (QUESTION, f"{QUESTION}\n\nAssistant: y", "the chosen dialogue ends with .*cat.*, not with an answer"),
-        (f"{QUESTION}\n\nAssistant: x", f"{QUESTION}\n\nAssistant:", "the rejected dialogue ends with"),
-        ("\n\nAssistant: x", "\n\nAssistant: y", "have no question"),
-        ("Good day", "Good day", "must begin with 'Human:' or 'Assistant:', got 'Good day'"),
+    for chosen, rejected in [
+        (f"{QUESTION}\n\nAssistant: x", f"{QUESTION} or not?\n\nAssistant: y"),
+        (QUESTION, f"{QUESTION}\n\nAssistant: y"),
+        (f"{QUESTION}\n\nAssistant: x", f"{QUESTION}\n\nAssistant:"),
+        ("\n\nAssistant: x", "\n\nAssistant: y"),
+        ("Good day", "Good day"),
     ]:
-        with subtests.test(message=message), pytest.raises(ValueError, match=message):
+        with subtests.test(rejected=rejected), pytest.raises(ValueError, match="leave the pair out"):
             split_pair(chosen, rejected)
 
 

@@ -69,19 +69,9 @@ def test_what_is_written_is_read_again_and_stays_where_it_is_not_uploaded(tmp_pa
     assert len(both) == 6 and not both.is_complete and (one | found).is_complete
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut", b"no array"])
-def test_a_damaged_file_is_refused_in_one_line(tmp_path, content):
-    (tmp_path / TRAINED_PAIRS).write_bytes(content)
-    with pytest.raises(
-        ValueError, match="is damaged, so it is not known which pairs the model was trained on"
-    ) as error:
-        TrainedPairs.load(tmp_path)
-    assert "\n" not in str(error.value)
-
-
 def test_nothing_that_runs_is_read_of_a_folder_from_elsewhere(tmp_path):
     np.savez(tmp_path / TRAINED_PAIRS, pairs=np.array([print], object), is_complete=True)
-    with pytest.raises(ValueError, match="delete it"):
+    with pytest.raises(ValueError, match="allow_pickle=False"):
         TrainedPairs.load(tmp_path)
 
 

@@ -8,10 +8,7 @@ from torch.testing import assert_close
 
 from tests.dpo.worker import BETA_DPO, config
 from trl_ext import DPOTrainer
-from trl_ext.dpo.beta_controller import BetaController
-from trl_ext.dpo.margin_normalizer import MarginNormalizer
-from trl_ext.dpo.pairs import Pairs
-from trl_ext.dpo.tap import TappedModel
+from trl_ext.dpo.controllers import BetaController, MarginNormalizer, Pairs
 
 
 def of(margins, sources=None):
@@ -91,13 +88,3 @@ def test_the_pairs_of_all_processes_are_detached_and_on_the_cpu():
     assert_close(twice.chosen, pairs.chosen.detach().repeat(2))
     assert_close(twice.rejected, pairs.rejected.repeat(2))
     assert_close(twice.sources, pairs.sources.repeat(2))
-
-
-def test_the_tap_passes_the_answer_on_and_ignores_a_pass_for_logits():
-    answer = SimpleNamespace(log_probs=torch.tensor([[1.0, 2.0]]))
-    calls = []
-    tap = TappedModel(lambda **kwargs: calls.append(kwargs) or answer, lambda log_probs: log_probs.sum().item())
-    assert tap(input_ids=1, fused_lm_head=True) is answer and tap.result == 3.0
-    answer.log_probs = None
-    assert tap(input_ids=1) is answer and tap.result == 3.0
-    assert calls == [{"input_ids": 1, "fused_lm_head": True}, {"input_ids": 1}]

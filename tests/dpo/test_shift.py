@@ -1,7 +1,6 @@
 """Whether the pairs look like what the reference would write, and what is said where they do not."""
 
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch.testing import assert_close
 
 from tests.dpo.worker import DRIFT, INFORMED, NORMALIZED, logged, make_trainer, pairs, weights
 from tests.tiny import WORDS, tiny_gpt2, tiny_llama, tiny_tokenizer
-from trl_ext.dpo.shift import check_shift_is_possible
 
 pytestmark = pytest.mark.slow
 
@@ -149,16 +147,3 @@ def test_a_stream_is_checked_by_its_first_rows(tmp_path):
     trainer = make_trainer(tmp_path, None, stream, distribution_shift_samples=5, distribution_shift_bound=1.0)
     trainer.train()
     assert trainer.distribution_shift["chosen"] < 0
-
-
-@pytest.mark.parametrize(
-    ("sharded", "vision", "message"),
-    [(True, False, "a reference that FSDP or DeepSpeed has sharded"), (False, True, "images are not supported")],
-)
-def test_where_it_was_not_run_it_is_refused(sharded, vision, message, tmp_path):
-    args = SimpleNamespace(distribution_shift_samples=4)
-    trainer = SimpleNamespace(
-        args=args, is_fsdp_enabled=sharded, is_deepspeed_enabled=False, _is_vision_dataset=vision
-    )
-    with pytest.raises(ValueError, match=f"`distribution_shift_samples=4`: .*{message}.* Set it to 0"):
-        check_shift_is_possible(trainer)

@@ -24,7 +24,7 @@ from tests.dpo.worker import (
 )
 from tests.tiny import tiny_gpt2, tiny_llama
 from trl_ext import DPOTrainer
-from trl_ext.data.pair_columns import PAIR_COLUMNS
+from trl_ext.data.pairs import PAIR_COLUMNS
 
 LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")}
 # Options that move nothing, so that the tap is in place and TRL's loss is unchanged

@@ -194,7 +194,7 @@ def test_a_mistake_is_answered_in_one_line(subtests, inputs, tmp_path, capsys):
         ),
         (["--prompt", "a", "--model_name_or_path", "./absent"], "absent"),
         (["--prompt", ""], "1 of 1 prompts are empty"),
-        (["--dataset_name", "{inputs}/absent.jsonl", "--output_file", "{tmp}/out"], "no such file or folder"),
+        (["--dataset_name", "{inputs}/absent.jsonl", "--output_file", "{tmp}/out"], "Unable to find"),
         (["--dataset_name", "{inputs}/text.jsonl", "--output_file", "{inputs}/text.jsonl"], "exists: choose another"),
         (["--prompt", "a", "--maxnewtokens", "3"], "unknown flag '--maxnewtokens'; did you mean --max_new_tokens"),
     ]:
@@ -204,19 +204,6 @@ def test_a_mistake_is_answered_in_one_line(subtests, inputs, tmp_path, capsys):
                 main(["--model_name_or_path", str(inputs / "model"), "--use_cpu", "true", *flags])
             error = capsys.readouterr().err.strip().splitlines()[-1]
             assert message in error and "error: " in error
-
-
-def test_a_dataset_without_prompts_is_named(subtests, inputs, tmp_path, capsys):
-    for row, message in [
-        ({"question": "a"}, "lacks the column(s) 'prompt'; it has 'question'"),
-        ({"prompt": 3}, "'prompt' must hold text or messages that are not empty, but 1 of 1 rows do not"),
-        ({"prompt": ""}, "'prompt' must hold text or messages that are not empty, but 1 of 1 rows do not"),
-    ]:
-        with subtests.test(row=row):
-            (tmp_path / "data.jsonl").write_text(json.dumps(row))
-            with pytest.raises(SystemExit):
-                answer(inputs, tmp_path / "out", "--dataset_name", str(tmp_path / "data.jsonl"))
-            assert message in capsys.readouterr().err
 
 
 def test_without_arguments_it_says_how_to_run_it(capsys):

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from recipes.reward import main, without_folds
-from trl_ext.data import TrainedPairs, pair_hashes, usable_pairs
+from trl_ext.data import TrainedPairs, pair_hashes
 from trl_ext.evaluation import ensemble_report
 from trl_ext.rewards import EnsembleReward
 from trl_ext.workbench.reward_report.command import main as reward_report
@@ -169,91 +169,10 @@ def test_a_head_that_was_trained_already_is_kept(inputs, trained, tmp_path, monk
     assert_close(heads[0], saved.score.weight.detach())
 
 
-def test_wrong_columns_are_named_with_those_found(inputs, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([*arguments(inputs, tmp_path), "--dataset_name", str(inputs / "sft")])
-    message = capsys.readouterr().err
-    assert "lacks the column(s) 'chosen', 'rejected'; it has 'prompt', 'completion'" in message
-
-
 def test_a_column_that_is_not_there_is_refused_before_training(inputs, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*arguments(inputs, tmp_path), "--group_columns", "people"])
     assert "`group_columns`: the held-out pairs have no column 'people'; they have " in capsys.readouterr().err
-
-
-PAIRS = {
-    "chosen": ["a", "", "a", None, "a", "a"],
-    "rejected": ["b", "b", "", "b", "a", "b"],
-}
-
-
-def test_unusable_pairs_are_counted_and_named():
-    message = (
-        r"the data has 6 pairs, among them 2 without a chosen answer \(rows 1, 3\), 1 without a rejected answer "
-        r"\(rows 2\), 1 with identical answers \(rows 4\): correct them; `drop_unusable_pairs` leaves them out"
-    )
-    with pytest.raises(ValueError, match=message):
-        usable_pairs(Dataset.from_dict(PAIRS), "the data")
-
-
-def test_unusable_pairs_are_left_out_and_the_rest_kept_in_order(capsys):
-    dataset = Dataset.from_dict({**PAIRS, "row": range(6)})
-    assert usable_pairs(dataset, "the data", drop=True)["row"] == [0, 5]
-    assert "2 without a chosen answer (rows 1, 3)" in capsys.readouterr().out
-    assert dataset["row"] == [0, 1, 2, 3, 4, 5]
-
-
-def test_identical_messages_are_seen_too():
-    answer = [{"role": "assistant", "content": "a"}]
-    dataset = Dataset.from_dict({"chosen": [answer, answer], "rejected": [answer, [{**answer[0], "content": "b"}]]})
-    assert len(usable_pairs(dataset, "the data", drop=True)) == 1
-
-
-def test_messages_that_say_nothing_are_no_answer_and_a_prompt_must_be_there():
-    def talk(text):
-        return [{"role": "assistant", "content": text}]
-
-    rows = {
-        "prompt": ["p", "p", "p", None],
-        "chosen": [talk("a")] * 4,
-        "rejected": [talk("b"), talk(""), talk(" "), talk("b")],
-    }
-    message = r"2 without a rejected answer \(rows 1, 2\), 1 without a prompt \(rows 3\): correct"
-    with pytest.raises(ValueError, match=message):
-        usable_pairs(Dataset.from_dict(rows), "the data")
-
-
-def test_a_pair_without_any_answer_is_not_called_identical():
-    dataset = Dataset.from_dict({"chosen": ["", "a"], "rejected": ["", "b"]})
-    with pytest.raises(
-        ValueError, match=r"among them 1 without a chosen .*, 1 without a rejected answer \(rows 0\): correct"
-    ):
-        usable_pairs(dataset, "the data")
-
-
-def test_nothing_left_is_an_error_even_when_dropping():
-    with pytest.raises(ValueError, match="3 with identical answers .rows 0, 1, 2.: correct them"):
-        usable_pairs(Dataset.from_dict({"chosen": ["a"] * 3, "rejected": ["a"] * 3}), "the data", drop=True)
-
-
-def test_unusable_pairs_stop_the_recipe_before_a_model_is_loaded(inputs, tmp_path, capsys):
-    rows = rows_of(inputs / "preferences")
-    rows[3]["rejected"] = rows[3]["chosen"]
-    folder = write(tmp_path / "data", {"train": rows, "test": rows})
-    with pytest.raises(SystemExit):
-        main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(folder)])
-    assert "the split 'train' has 100 pairs, among them 1 with identical answers (rows 3)" in capsys.readouterr().err
-
-
-def test_demonstrations_without_text_are_named(inputs, tmp_path, capsys):
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": null}\n')
-    with pytest.raises(SystemExit):
-        main([*arguments(inputs, tmp_path / "out"), "--demonstrations_name", str(tmp_path / "data.jsonl")])
-    assert (
-        "'completion' must hold text or messages, but 1 of 2 rows do not (the first is row 1"
-        in capsys.readouterr().err
-    )
 
 
 @pytest.mark.slow

@@ -56,38 +56,6 @@ def test_it_learns_the_completions(inputs, tmp_path):
     assert evaluated == pytest.approx(nll(tmp_path / "whole", held_out), rel=0.02)
 
 
-def test_wrong_columns_are_named_with_those_needed(inputs, tmp_path, capsys):
-    (tmp_path / "data.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    with pytest.raises(SystemExit):
-        main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(tmp_path / "data.jsonl")])
-    message = capsys.readouterr().err
-    assert "has the columns ['question', 'answer'], but needs 'messages', or 'prompt' and 'completion', or" in message
-
-
-def test_missing_data_is_named(inputs, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(tmp_path / "absent")])
-    assert "no such file or folder" in capsys.readouterr().err
-
-
-def test_a_row_without_text_is_named(subtests, inputs, tmp_path, capsys):
-    for good, bad, message in [
-        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}, "'completion' must hold text or"),
-        ({"text": "a"}, {"text": None}, "'text' must hold text or messages"),
-        ({"messages": [{"role": "user", "content": "a"}]}, {"messages": []}, "'messages' must hold messages"),
-        ({"messages": "a"}, {"messages": "a"}, "'messages' must hold messages"),
-    ]:
-        with subtests.test(message=message):
-            (tmp_path / "data.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(good)}\n{json.dumps(bad)}\n")
-            with pytest.raises(SystemExit):
-                main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(tmp_path / "data.jsonl")])
-            error = capsys.readouterr().err.strip().splitlines()[-1]
-            rows = (
-                "3 of 3 rows do not (the first is row 0" if good == bad else "1 of 3 rows do not (the first is row 2"
-            )
-            assert message in error and rows in error
-
-
 def test_a_model_that_is_nowhere_is_one_line(inputs, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*arguments(inputs, tmp_path / "out"), "--model_name_or_path", str(tmp_path / "absent")])

@@ -6,24 +6,25 @@ from ..upstream.lazy import lazily
 
 if TYPE_CHECKING:
     from .calls import tool_calls as tool_calls
-    from .forms import answers_alone as answers_alone
-    from .forms import check_one_kind as check_one_kind
-    from .forms import one_form as one_form
-    from .hh import split_dialogue as split_dialogue
-    from .hh import split_pair as split_pair
     from .loading import held_out_rows as held_out_rows
     from .loading import load_dataset_split as load_dataset_split
+    from .loading import write_rows as write_rows
+    from .pairs import split_dialogue as split_dialogue
+    from .pairs import split_pair as split_pair
     from .pairs import usable_pairs as usable_pairs
     from .splits import balanced_rows as balanced_rows
     from .splits import hold_out_prompts as hold_out_prompts
     from .splits import prompt_groups as prompt_groups
     from .splits import split_groups as split_groups
+    from .texts import answers_alone as answers_alone
     from .texts import check_chat_template as check_chat_template
+    from .texts import check_one_kind as check_one_kind
     from .texts import check_texts as check_texts
     from .texts import content_of as content_of
     from .texts import has_content as has_content
     from .texts import is_messages as is_messages
     from .texts import is_text as is_text
+    from .texts import one_form as one_form
     from .trained import TrainedPairs as TrainedPairs
     from .trained import first_prompts as first_prompts
     from .trained import hashes_of_answers as hashes_of_answers
@@ -33,6 +34,5 @@ if TYPE_CHECKING:
     from .trained import prompt_hashes as prompt_hashes
     from .trained import save_prompt_hashes as save_prompt_hashes
     from .trained import save_trained_prompts as save_trained_prompts
-    from .writing import write_rows as write_rows
 else:
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -1,9 +1,57 @@
-"""Check that a model can learn from preference pairs."""
+"""Preference pairs: split them from dialogues, leave out those that teach nothing, put their columns in batches."""
 
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
 from datasets import Dataset
 
-from .forms import one_form, say
-from .texts import has_content, is_text
+from .texts import has_content, is_text, one_form, say
+
+# Columns that a batch may have besides TRL's own. They are taken out again, since TRL would pass them to the model
+PAIR_COLUMNS = ("margin", "confidence", "weight", "source")
+SCORES = ("score_chosen", "score_rejected")  # dataset columns; `margin` is their difference
+_LOWEST_AND_HIGHEST = {"confidence": (0.5, 1.0), "weight": (0.0, math.inf)}  # any finite number in other columns
+
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+
+
+def split_dialogue(text: str) -> list[dict[str, str]]:
+    """
+    Split a dialogue written as `\\n\\nHuman: …\\n\\nAssistant: …`, the form of `Anthropic/hh-rlhf`, into messages.
+
+    Successive turns of the same speaker, which the data has and chat templates refuse, become one message.
+    """
+    messages: list[dict[str, str]] = []
+    parts = _TURN.split(text.strip())[1:]
+    for speaker, content in zip(parts[::2], parts[1::2], strict=True):
+        role, content = _ROLES[speaker], content.strip()
+        if messages and messages[-1]["role"] == role:
+            messages[-1]["content"] = "\n\n".join(filter(None, (messages[-1]["content"], content)))
+        else:
+            messages.append({"role": role, "content": content})
+    return messages
+
+
+def split_pair(chosen: str, rejected: str) -> dict[str, list[dict[str, str]]]:
+    """
+    Split two dialogues into their common `prompt` and their last answers, `chosen` and `rejected`.
+
+    Raises:
+        ValueError: the dialogues differ before the last message, or one does not end with an answer that has text.
+            HH-RLHF has some such pairs; leave them out.
+    """
+    one, other = split_dialogue(chosen), split_dialogue(rejected)
+    answers = [*one[-1:], *other[-1:]]
+    is_answered = len(answers) == 2 and all(each["role"] == "assistant" and each["content"] for each in answers)
+    if not is_answered or one[:-1] != other[:-1] or [each["role"] for each in one[-2:-1]] != ["user"]:
+        raise ValueError("the two dialogues are no question with two answers: leave the pair out")
+    return {"prompt": one[:-1], "chosen": answers[:1], "rejected": answers[1:]}
 
 
 def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
@@ -15,24 +63,65 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
         drop: whether to leave out all other pairs, the unusable ones, and print how many there are.
 
     Raises:
-        ValueError: some pairs are unusable and `drop` is False, or all pairs are unusable. The message says how many
-            are, and in which rows. Or some pairs are text and others messages.
+        ValueError: some pairs are unusable and `drop` is False, or all pairs are unusable.
     """
     dataset = one_form(dataset, name)
-    pairs = list(zip(dataset["chosen"], dataset["rejected"], strict=True))
-    wrong = {
-        "without a chosen answer": [i for i, (chosen, _) in enumerate(pairs) if not has_content(chosen)],
-        "without a rejected answer": [i for i, (_, rejected) in enumerate(pairs) if not has_content(rejected)],
-        "with identical answers": [i for i, (a, b) in enumerate(pairs) if has_content(a) and a == b],
-    }
-    if "prompt" in dataset.column_names:
-        wrong["without a prompt"] = [i for i, prompt in enumerate(dataset["prompt"]) if not is_text(prompt)]
-    rows = {row for indices in wrong.values() for row in indices}
-    if not rows:
+    wrong = [
+        row
+        for row, pair in enumerate(dataset)
+        if not (has_content(pair["chosen"]) and has_content(pair["rejected"]) and is_text(pair.get("prompt", "")))
+        or pair["chosen"] == pair["rejected"]
+    ]
+    if not wrong:
         return dataset
-    counts = [f"{len(i)} {what} (rows {str(i[:5])[1:-1]}{', …' * (len(i) > 5)})" for what, i in wrong.items() if i]
-    message = f"{name} has {len(pairs)} pairs, among them {', '.join(counts)}"
-    if not drop or len(rows) == len(pairs):
-        raise ValueError(f"{message}: correct them; `drop_unusable_pairs` leaves them out if other pairs remain")
-    say(f"{message}: left out")
-    return dataset.select([i for i in range(len(pairs)) if i not in rows])
+    message = f"{name}: {len(wrong):,} of {len(dataset):,} pairs have no prompt or no two different answers"
+    if not drop or len(wrong) == len(dataset):
+        raise ValueError(f"{message} (first row {wrong[0]}): correct them, or set `drop_unusable_pairs`.")
+    say(f"{message}: left out.")
+    return dataset.select(np.setdiff1d(np.arange(len(dataset)), wrong))
+
+
+def check_columns(dataset: Any, name: str, columns: Sequence[str]) -> None:
+    """Raise a `ValueError` if a column of pairs has an invalid number; other data than a `Dataset` is not checked."""
+    for column in columns if isinstance(dataset, Dataset) else ():
+        low, high = _LOWEST_AND_HIGHEST.get(column, (-math.inf, math.inf))
+        values = np.array(dataset[column][:], float)  # None becomes NaN
+        wrong = np.flatnonzero(~(np.isfinite(values) & (low <= values) & (values <= high)))
+        if len(wrong):
+            raise ValueError(
+                f"The {name} dataset, row {wrong[0]}: `{column}` must be a finite number in [{low:g}, {high:g}], got "
+                f"{values[wrong[0]]:g}."
+            )
+
+
+@dataclass
+class PairCollator:
+    """
+    Make a batch with `collator`, and add columns of the pairs: (B,) floats, and (B,) integers for `source`.
+
+    Args:
+        collator: TRL's collator.
+        columns: dataset columns to read.
+        sources: name of a source → its place in the list of sources; an unknown source becomes −1.
+    """
+
+    collator: Any
+    columns: tuple[str, ...]
+    sources: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collator(examples)
+        for name in self.columns:
+            if name == "source":
+                batch[name] = torch.tensor([self.sources.get(example[name], -1) for example in examples])
+            elif name not in SCORES:
+                batch[name] = torch.tensor([float(example[name]) for example in examples])
+        if "score_chosen" in self.columns:
+            batch["margin"] = torch.tensor([float(e["score_chosen"] - e["score_rejected"]) for e in examples])
+        return batch
+
+
+def take_columns(inputs: dict[str, Any], names: Sequence[str] = PAIR_COLUMNS) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a batch in two: the columns called `names`, and all other columns, which TRL gets."""
+    columns = {name: inputs[name] for name in names if name in inputs}
+    return columns, {name: value for name, value in inputs.items() if name not in columns}

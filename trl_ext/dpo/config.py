@@ -147,68 +147,47 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
         resolve_bf16(self)
         resolve_checkpointing(self)
         super().__post_init__()
-        check_settings(self, {"beta": "> 0 and finite", "max_length": "> 1 token, of prompt and answer together"})
-        self._check_beta()
-        self._check_combinations()
-
-    @property
-    def _of_our_loss(self) -> list[str]:
-        """Return the names of the settings in use that need our loss, since TRL's loss reads nothing but margins."""
-        named = {name: getattr(self, name) for name in ("use_margin", "use_confidence", "use_weight", "dpop_lambda")}
-        return [name for name, value in (named | {"beta_dpo_keep": self.beta_dpo_keep < 1}).items() if value]
+        check_settings(self, {"beta": "> 0 and finite"})
+        losses = set(self.loss_type)
+        is_sigmoid = "sigmoid" in losses and losses <= {"sigmoid", "sft"} and self.f_divergence_type == "reverse_kl"
+        others = losses - OF_BETA_TIMES_MARGIN - WITHOUT_BETA or self.f_divergence_type != "reverse_kl"
+        for is_wrong, message in [
+            (
+                self.beta_controller == "drift" and self.drift_target is None,
+                "`beta_controller='drift'` needs `drift_target`, in nats per sequence. Run once with "
+                "`log_displacement=True`, and choose a value below the last `logps/drift` of that run.",
+            ),
+            (
+                self.beta_controller != "fixed" and not self.beta_min <= self.beta <= (self.beta_max or math.inf),
+                f"`beta={self.beta}` must lie within [`beta_min`, `beta_max`].",
+            ),
+            (
+                self.label_smoothing and not losses & READS_LABEL_SMOOTHING,
+                f"`label_smoothing` has no effect on `loss_type={self.loss_type}`. For cDPO set `use_confidence=True` "
+                "and give the dataset a column `confidence`, or use `loss_type='robust'`.",
+            ),
+            (
+                self.margin_normalization != "none" and others,
+                "`margin_normalization='source'` works with losses of β times the margin only: "
+                f"{sorted(OF_BETA_TIMES_MARGIN)} with `f_divergence_type='reverse_kl'`.",
+            ),
+            (
+                self.replaces_sigmoid and (not is_sigmoid or self.use_weighting),
+                "`use_margin`, `use_confidence`, `use_weight`, `dpop_lambda` and `beta_dpo_keep` need `loss_type` "
+                "'sigmoid', or 'sigmoid' and 'sft', with `f_divergence_type='reverse_kl'` and `use_weighting=False`.",
+            ),
+        ]:
+            if is_wrong:
+                raise ValueError(message)
 
     @property
     def replaces_sigmoid(self) -> bool:
-        """Return whether our preference loss replaces TRL's sigmoid loss."""
-        return bool(self._of_our_loss)
+        """Return whether our preference loss replaces TRL's sigmoid loss, which reads nothing but margins."""
+        informed = self.use_margin or self.use_confidence or self.use_weight or self.dpop_lambda
+        return bool(informed or self.beta_dpo_keep < 1)
 
     @property
     def reads_log_probs(self) -> bool:
         """Return whether some setting needs the log-probs that TRL computes."""
         controls = self.beta_controller != "fixed" or self.margin_normalization != "none"
         return controls or self.replaces_sigmoid or self.log_displacement
-
-    def _check_beta(self) -> None:
-        if self.beta_controller == "drift" and self.drift_target is None:
-            raise ValueError(
-                "`beta_controller='drift'` needs `drift_target`, in nats per sequence. Run once with "
-                "`log_displacement=True`, and choose a value below the last `logps/drift` of that run."
-            )
-        maximum = math.inf if self.beta_max is None else self.beta_max
-        if self.beta_controller != "fixed" and not self.beta_min <= self.beta <= maximum:
-            raise ValueError(
-                f"`beta={self.beta}` must lie within [`beta_min`, `beta_max`] = [{self.beta_min}, {self.beta_max}]."
-            )
-
-    def _check_combinations(self) -> None:
-        losses = set(self.loss_type)
-        if self.label_smoothing and not losses & READS_LABEL_SMOOTHING:
-            raise ValueError(
-                f"`label_smoothing={self.label_smoothing}` has no effect on `loss_type={self.loss_type}`. For cDPO "
-                "set `use_confidence=True` and give the dataset a column `confidence` of "
-                f"{1 - self.label_smoothing:g}, or use `loss_type='robust'`."
-            )
-        if losses <= WITHOUT_BETA:
-            for name, neutral in (("beta_controller", "fixed"), ("margin_normalization", "none")):
-                if getattr(self, name) != neutral:
-                    raise ValueError(
-                        f"`{name}={getattr(self, name)!r}` moves β, but `loss_type={self.loss_type}` has no β. Add a "
-                        f"preference loss, or set `{name}={neutral!r}`."
-                    )
-        if self.margin_normalization != "none":
-            others = sorted(losses - OF_BETA_TIMES_MARGIN - WITHOUT_BETA)
-            if others or self.f_divergence_type != "reverse_kl":
-                raise ValueError(
-                    "`margin_normalization='source'` works with losses of β times the margin only: "
-                    f"{sorted(OF_BETA_TIMES_MARGIN)} with `f_divergence_type='reverse_kl'`. Got "
-                    f"`loss_type={self.loss_type}`, `f_divergence_type={self.f_divergence_type!r}`. Choose one of "
-                    "these losses, or set `margin_normalization='none'`."
-                )
-        is_sigmoid = "sigmoid" in losses and losses <= {"sigmoid", "sft"} and self.f_divergence_type == "reverse_kl"
-        if self.replaces_sigmoid and (not is_sigmoid or self.use_weighting):
-            raise ValueError(
-                f"{', '.join(f'`{name}`' for name in self._of_our_loss)} need `loss_type` 'sigmoid', or 'sigmoid' and "
-                "'sft', with `f_divergence_type='reverse_kl'` and `use_weighting=False`. Got "
-                f"`loss_type={self.loss_type}`, `f_divergence_type={self.f_divergence_type!r}`, "
-                f"`use_weighting={self.use_weighting}`. Change these three, or unset the settings named first."
-            )

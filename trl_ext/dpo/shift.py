@@ -5,23 +5,11 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 
 from ..models.generation import completion_logprobs, eos_token_ids, sample, seeded
-
-
-def check_shift_is_possible(trainer: Any) -> None:
-    """Raise a `ValueError` if the reference cannot sample answers: it is sharded, or the data has images."""
-    reason = None
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        reason = "sampling from a reference that FSDP or DeepSpeed has sharded is not supported"
-    elif trainer._is_vision_dataset:
-        reason = "images are not supported"
-    if reason:
-        raise ValueError(
-            f"`distribution_shift_samples={trainer.args.distribution_shift_samples}`: {reason}. Set it to 0."
-        )
 
 
 def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
@@ -46,19 +34,15 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
     ends = eos_token_ids(reference, trainer._tokenizer)
     seed = trainer.args.seed + accelerator.process_index
     was_training = reference.training
-    try:
-        reference.eval()
-        with seeded(seed, accelerator.device), trainer.reference_adapter(), accelerator.autocast():
-            parts = [
-                _mean_logprobs(reference, mine[start : start + size], ends, trainer.args.max_length)
-                for start in range(0, len(mine), size)
-            ]
-    finally:
-        reference.train(was_training)
-    local = torch.cat(parts) if parts else torch.empty(0, 3, device=accelerator.device)
-    everything = accelerator.pad_across_processes(local, pad_index=torch.nan)
-    everything = accelerator.gather(everything).double().cpu()
-    everything = everything[~everything.isnan().all(dim=1)]
+    reference.eval()
+    with seeded(seed, accelerator.device), trainer.reference_adapter(), accelerator.autocast():
+        local = [
+            row
+            for start in range(0, len(mine), size)
+            for row in _mean_logprobs(reference, mine[start : start + size], ends, trainer.args.max_length).tolist()
+        ]
+    reference.train(was_training)
+    everything = torch.tensor(gather_object(local), dtype=torch.double)
     means = dict(zip(("chosen", "rejected", "sampled"), everything.mean(dim=0).tolist(), strict=True))
     below = everything[:, 0] < everything[:, 2].quantile(0.01)
     return {**means, "chosen_below_sampled": below.double().mean().item()}

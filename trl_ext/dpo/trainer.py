@@ -6,19 +6,20 @@ import math
 import os
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import trl
-from accelerate.utils import gather, gather_object, is_peft_model
+from accelerate.utils import GatheredParameters, is_peft_model
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers.trainer_utils import TrainOutput
 
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
-from ..data.pair_columns import PairCollator, take_columns
+from ..data import one_form
+from ..data.pairs import SCORES, PairCollator, check_columns, take_columns
 from ..evaluation.row_means import RowMeans
 from ..functional import (
     displaced,
@@ -35,25 +36,12 @@ from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy
 from ..runs.checkpoints import ResumableRun
 from ..runs.control import AgreedControl
 from ..runs.schedule import reference_of, schedule
-from ..upstream.names import check_contract, get_config_model_id, use_adapter
+from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, use_adapter
 from ..upstream.temporarily import temporarily
 from ..upstream.terminal import late_bars
-from .beta_controller import BetaController
 from .config import DPOConfig
-from .inputs import (
-    check_arguments,
-    check_dataset,
-    check_evaluation,
-    check_not_dropped,
-    check_template,
-    name_row,
-    wanted_columns,
-)
-from .margin_normalizer import MarginNormalizer
-from .pairs import Pairs
-from .reference import load_reference, save_reference
-from .shift import check_shift_is_possible, distribution_shift, warn_of_shift
-from .tap import TappedModel
+from .controllers import BetaController, MarginNormalizer, Pairs
+from .shift import distribution_shift, warn_of_shift
 
 STATE_FILE = "dpo_state.pt"
 REFERENCE_FILE = "dpo_reference.pt"
@@ -110,17 +98,16 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DPOConfig(f"{name.split('/')[-1] or 'model'}-DPO")
-        check_arguments(model, args, processing_class)
         if model_is_adapter := is_adapter(model, (args.model_init_kwargs or {}).get("revision")):
             model, processing_class = load_to_train(model, args, processing_class, peft_config, quantization_config)
             peft_config = quantization_config = None
         self.distribution_shift: dict[str, float] | None = None
-        self._pair_columns = wanted_columns(args, train_dataset)
+        margin = ["margin"] if "margin" in (train_dataset.column_names or ()) else [*SCORES]
+        read = {"confidence": args.use_confidence, "weight": args.use_weight}
+        read["source"] = args.margin_normalization == "source"
+        self._pair_columns = (*(margin if args.use_margin else ()), *(name for name in read if read[name]))
         self._has_own_reference = ref_model is not None
-        train_dataset = check_dataset(train_dataset, "train", args, self._pair_columns)
-        if eval_dataset is not None:
-            eval_dataset = check_evaluation(eval_dataset, args, self._pair_columns)
-        check_template(model, args, processing_class, train_dataset, eval_dataset)
+        train_dataset, eval_dataset = self._checked(train_dataset, "train"), self._checked(eval_dataset, "eval")
         is_full = isinstance(model, nn.Module) and peft_config is None and not is_peft_model(model)
         if (
             ref_model is None
@@ -147,14 +134,29 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
                 peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
             )
         check_savable(self.model)
-        check_not_dropped(self, train_dataset, eval_dataset)
         if self.processing_class is self._tokenizer:  # a processor's image tokens need no row of the embeddings
             check_tokenizer(self.model, self._tokenizer, pads_are_read=True)
         for each in filter(None, (self.model, self.ref_model)):
             keep_unpacked(each)
-        if args.distribution_shift_samples:
-            check_shift_is_possible(self)
-        pairs_per_batch = args.per_device_train_batch_size * args.world_size
+        is_whole, pairs_per_batch = isinstance(train_dataset, Dataset), args.train_batch_size * args.world_size
+        if is_whole and (dropped := len(train_dataset) - len(self.train_dataset)):
+            self.accelerator.print(
+                f"{dropped} of {len(train_dataset)} pairs are left out: `max_length={args.max_length}` leaves no "
+                "answer token in them."
+            )
+        for is_wrong, message in [
+            (
+                args.beta_controller == "drift" and args.drift_horizon is None and not is_whole,
+                "`beta_controller='drift'` needs `drift_horizon` if the train dataset is a stream.",
+            ),
+            (
+                args.distribution_shift_samples
+                and (self.is_fsdp_enabled or self.is_deepspeed_enabled or self._is_vision_dataset),
+                "`distribution_shift_samples` does not work with images, FSDP or DeepSpeed. Set it to 0.",
+            ),
+        ]:
+            if is_wrong:
+                raise ValueError(message)
         if args.beta_controller == "beta_dpo" and pairs_per_batch < 8:
             warnings.warn(
                 "`beta_controller='beta_dpo'` sets β from the margins of one micro-batch, and over all processes that "
@@ -163,9 +165,7 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
                 UserWarning,
                 stacklevel=2,
             )
-        horizon = args.drift_horizon
-        if horizon is None:
-            horizon = len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else math.inf
+        horizon = args.drift_horizon or (len(self.train_dataset) if is_whole else math.inf)
         self.beta_controller = BetaController(args, horizon)
         self.margin_normalizer: MarginNormalizer | None = None
         sources: list[str] = []
@@ -200,13 +200,25 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
             columns, batch = take_columns(inputs)
             batch |= self._reference_logps(batch)
             ours, others = self._split_loss_weights()
-            tap = TappedModel(model, partial(self._observe_pairs, batch, columns, ours))
+            seen: list[tuple[float, Tensor]] = []
+
+            def tapped(**kwargs: Any) -> Any:
+                outputs = model(**kwargs)
+                if kwargs.get("fused_lm_head"):  # else TRL asks for the logits alone, for `compute_metrics`
+                    seen.append(self._observe_pairs(batch, columns, ours, outputs.log_probs))
+                return outputs
+
             # Within the block, `self.beta` may hold a β for each pair; after it, `self.beta` is a number again
             with temporarily(self, beta=self.beta, loss_weights=others, precompute_ref_logps=True):
-                result = super()._compute_loss(tap, batch, return_outputs)
-            self.beta, loss = tap.result
+                result = super()._compute_loss(tapped, batch, return_outputs)
+            ((self.beta, loss),) = seen
             result = (result[0] + loss, result[1]) if return_outputs else result + loss
-        self._check_finite(model, inputs)
+        # TRL has gathered the margin, so either all processes raise, or none does
+        if self.model.training and not math.isfinite(self._metrics["train"]["rewards/margins"][-1]):
+            raise FloatingPointError(
+                f"At step {self.state.global_step}, log-probs of the policy or the reference are not finite. Lower "
+                "the learning rate, set `max_grad_norm`, or train in bf16 or float32 instead of fp16."
+            )
         return result
 
     def _observe_pairs(
@@ -341,9 +353,16 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
             self._signature_columns = [*self._signature_columns, *self._pair_columns]
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        if eval_dataset is not None and not isinstance(eval_dataset, str):  # a string names a dataset checked before
-            eval_dataset = check_evaluation(eval_dataset, self.args, self._pair_columns)
+        if not isinstance(eval_dataset, str):  # a string names a dataset checked before
+            eval_dataset = self._checked(eval_dataset, "eval")
         return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def _checked(self, dataset: Any, name: str) -> Any:
+        """Return rows, or a dictionary of them, in the form that TRL reads, with valid numbers in our columns."""
+        if isinstance(dataset, dict):
+            return {key: self._checked(part, f"{name} {key!r}") for key, part in dataset.items()}
+        check_columns(dataset, name, [column for column in self._pair_columns if column != "source"])
+        return one_form(dataset, f"The {name} dataset")
 
     # ---- Reference ----
 
@@ -405,15 +424,24 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
         )
 
     def _save_own_state(self, checkpoint: str) -> None:
-        if self.args.sync_ref_model:
-            save_reference(self, os.path.join(checkpoint, REFERENCE_FILE))
+        if self.args.sync_ref_model:  # all processes gather its weights
+            reference = self.accelerator.get_state_dict(self.ref_model)
+            if self.args.should_save:
+                torch.save(reference, os.path.join(checkpoint, REFERENCE_FILE))
         if self._controllers and self.args.should_save:  # the same on all processes
             state = {name: controller.state_dict() for name, controller in self._controllers.items()}
             torch.save({"beta": self.beta, **state}, os.path.join(checkpoint, STATE_FILE))
 
     def _load_own_state(self, checkpoint: str) -> None:
         if self.args.sync_ref_model:
-            load_reference(self, os.path.join(checkpoint, REFERENCE_FILE))
+            reference = self.accelerator.unwrap_model(self.ref_model)
+            weights = torch.load(os.path.join(checkpoint, REFERENCE_FILE), map_location="cpu", weights_only=True)
+            if not is_deepspeed_zero3_enabled():
+                set_model_state_dict(reference, weights, options=StateDictOptions(full_state_dict=True))
+            else:
+                with GatheredParameters(list(reference.parameters()), modifier_rank=0):
+                    if self.accelerator.is_main_process:
+                        reference.load_state_dict(weights)
         path = os.path.join(checkpoint, STATE_FILE)
         if not self._controllers or not os.path.isfile(path):
             return  # what the checkpoint lacks, since settings have changed, starts anew
@@ -428,40 +456,6 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
         """Return what has a state to save, by its setting's value: β controller and margin normalizer, if in use."""
         named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
         return {name: c for name, c in named.items() if c is not None and name != "fixed"}
-
-    # ---- Mistakes ----
-
-    def _check_finite(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Raise a `FloatingPointError` on all processes if a log-prob is not finite; the message names the rows."""
-        margin = self._metrics["train" if self.model.training else "eval"]["rewards/margins"][-1]
-        if not self.model.training:  # in training, TRL has gathered it, so either all processes return, or none does
-            margin = gather(torch.tensor([margin], device=self.accelerator.device)).sum().item()
-        if math.isfinite(margin):
-            return
-        _, batch = take_columns(inputs)
-        with torch.no_grad():
-            policy = self._policy_logps(model, batch)
-            batch |= self._reference_logps(batch)
-        reference = torch.cat([batch["ref_chosen_logps"], batch["ref_rejected_logps"]])
-        found = [
-            f"process {self.accelerator.process_index}: the {whose} log-prob of the "
-            f"{'chosen' if row < len(reference) // 2 else 'rejected'} answer of {name_row(self, batch, row)}"
-            for whose, logps in (("policy's", policy), ("reference's", reference))
-            for row in (~logps.isfinite()).nonzero()[:, 0].tolist()
-        ]
-        found = gather_object(found)
-        raise FloatingPointError(
-            f"At step {self.state.global_step}, log-probs are not finite: "
-            f"{'; '.join(found[:4])}{f'; and {len(found) - 4} more' if len(found) > 4 else ''}. If these rows are "
-            "few, look at them. Else lower the learning rate, set `max_grad_norm`, or train in bf16 or float32 "
-            "instead of fp16."
-        )
-
-    def _policy_logps(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """Compute the policy's (2B,) log-probs of the answers once more, as TRL's loss does."""
-        tap = TappedModel(model, lambda log_probs: log_probs.sum(dim=1))
-        super()._compute_loss(tap, batch, False)
-        return tap.result
 
 
 def _completion(log_probs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

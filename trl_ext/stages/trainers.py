@@ -14,7 +14,7 @@ from trl import RewardTrainer, SFTTrainer
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
 from ..data import one_form
-from ..data.pair_columns import PairCollator, check_columns, take_columns
+from ..data.pairs import PairCollator, check_columns, take_columns
 from ..evaluation.row_means import RowMeans
 from ..functional import preference_loss
 from ..models.generation import eos_token_ids, warn_of_turn_end

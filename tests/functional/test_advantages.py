@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch.testing import assert_close
 
@@ -150,20 +149,6 @@ def test_gae_with_holes_is_gae_of_the_tokens_alone():
     assert not advantages[~mask].any()
 
 
-def test_wrong_shapes_raise():
-    ones = torch.ones(2, 3)
-    with pytest.raises(ValueError, match=r"scores must be \(B,\) with the B = 2 of kl, got shape \(2, 1\)"):
-        token_rewards(torch.ones(2, 1), ones, ones, kl_coef=0.1)
-    with pytest.raises(ValueError, match="mask must have the shape of kl"):
-        token_rewards(torch.ones(2), ones, torch.ones(2, 2), kl_coef=0.1)
-    with pytest.raises(ValueError, match=r"token_scores must have the shape of kl \(2, 3\), got \(2,\)"):
-        token_rewards(torch.ones(2), ones, ones, 0.1, torch.ones(2))
-    with pytest.raises(ValueError, match=r"values must have the shape of rewards \(2, 3\), got \(2, 4\)"):
-        gae(ones, torch.ones(2, 4), ones, gamma=1.0, lam=0.95)
-    with pytest.raises(ValueError, match="rewards must have 2 dimensions"):
-        gae(torch.ones(3), torch.ones(3), torch.ones(3), gamma=1.0, lam=0.95)
-
-
 def test_length_adaptive_lam_of_worked_example():
     mask = torch.arange(8) < torch.tensor([[8], [4], [2], [1], [0]])
     # 1 - 1 / (0.5 * 8) = 0.75; 1 - 1 / 2 = 0.5; 1 - 1 / 1 = 0; 1 - 1 / 0.5 < 0, so 0; no token, so 0
@@ -196,15 +181,7 @@ def test_gae_with_a_lam_for_each_row_of_worked_example():
     assert_close(advantages, torch.tensor([[1.0, 2.0, 4.0, 8.0], [0.0, 8.0, 0.0, 0.0]]))
 
 
-def test_a_lam_that_fits_no_row_raises():
-    rewards, values = rollout()
-    with pytest.raises(ValueError, match=r"lam must be a float or \(B,\) with the B = 5 of rewards, got shape \(3,\)"):
-        gae(rewards, values, MASK, 1.0, torch.ones(3))
-    with pytest.raises(ValueError, match="alpha must be above 0, got 0.0"):
-        length_adaptive_lam(MASK, 0.0)
-
-
-def test_each_schedule_gives_a_lambda_a_row_and_leaves_the_target_alone(monkeypatch):
+def test_each_schedule_gives_a_lambda_a_row_and_leaves_the_target_alone():
     rewards, values = rollout()
     for name in LAM_SCHEDULES:
         lam, lam_value = choose_lam(MASK, 0.9, None, dict.fromkeys(LAM_SCHEDULES) | {name: 1.5})
@@ -214,6 +191,3 @@ def test_each_schedule_gives_a_lambda_a_row_and_leaves_the_target_alone(monkeypa
         assert_close(returns - values, gae(rewards, values, MASK, 0.9, 1.0))
     assert choose_lam(MASK, 0.9, None, {"lam_alpha": None}) == (0.9, None)  # the target's is the same
     assert choose_lam(MASK, 0.9, 0.5, {}) == (0.9, 0.5)
-    monkeypatch.setitem(LAM_SCHEDULES, "other", length_adaptive_lam)
-    with pytest.raises(ValueError, match="only one schedule may have a value, got {'lam_alpha': 1.5, 'other': 0.5}"):
-        choose_lam(MASK, 0.9, None, {"lam_alpha": 1.5, "other": 0.5})

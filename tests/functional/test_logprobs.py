@@ -103,12 +103,8 @@ def test_an_operation_that_keeps_the_logits_gets_them_or_raises():
         result.sum().backward()
 
 
-def test_wrong_input_is_refused():
+def test_there_is_no_second_derivative():
     logits, labels, _ = a_batch()
-    with pytest.raises(ValueError, match=r"without the last dimension \(3, 4\), got \(4, 3\)"):
-        logprobs_and_entropies(logits, labels.T)
-    with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
-        logprobs_and_entropies(logits, labels, 0)
     for reduce in (torch.sum, lambda x: x.square().sum()):
         result, _ = logprobs_and_entropies((x := logits.clone().requires_grad_()) * 1, labels)
         (slope,) = torch.autograd.grad(reduce(result), x, create_graph=True)

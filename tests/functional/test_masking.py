@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from trl_ext import functional
 from trl_ext.functional import last_token_index, masked_mean, masked_sum, position_ids
 
 GARBAGE = [float("nan"), float("inf"), -float("inf")]
@@ -75,12 +76,24 @@ def test_last_token_index_with_padding_on_either_side_and_holes():
     assert_close(last_token_index(torch.ones(2, 0)), torch.tensor([-1, -1]))
 
 
-def test_wrong_shapes_raise():
-    with pytest.raises(ValueError, match=r"mask must have the shape of values \(2, 3\), got \(2, 1\)"):
-        masked_sum(torch.ones(2, 3), torch.ones(2, 1))
-    with pytest.raises(ValueError, match=r"count must be a scalar, got shape \(2,\)"):
-        masked_mean(torch.ones(2, 3), torch.ones(2, 3), count=torch.ones(2))
-    with pytest.raises(ValueError, match=r"attention_mask must have 2 dimensions, got shape \(3,\)"):
-        position_ids(torch.ones(3))
-    with pytest.raises(ValueError, match=r"mask must have 2 dimensions, got shape \(3,\)"):
-        last_token_index(torch.ones(3))
+def test_shapes_are_never_broadcast(subtests):
+    x, y = torch.zeros(2, 3), torch.zeros(2, 1)
+    for call in [
+        lambda: masked_sum(x, y),
+        lambda: functional.policy_loss(x, x, y, 0.2, 0.2),
+        lambda: functional.value_loss(x, y, x),
+        lambda: functional.approx_kl(x, y),
+        lambda: functional.kl_estimate(x, y, "k1"),
+        lambda: functional.gae(x, y, x, 1.0, 1.0),
+        lambda: functional.token_rewards(x[:, 0], x, y, 0.1),
+        lambda: functional.token_rewards(x[:, 0], x, x, 0.1, y),
+        lambda: functional.mean_baselines(x, y),
+        lambda: functional.importance_weights(x, y, x, "token_mask"),
+        lambda: functional.turn_sums(x, y),
+        lambda: functional.whiten(x, y, functional.moments(x)),
+        lambda: functional.preference_logits(x[0], y[0], 0.1),
+        lambda: functional.preference_loss(x[0], y[0]),
+        lambda: functional.margin_scales(x[0], y[0]),
+    ]:
+        with subtests.test(), pytest.raises(ValueError, match="shapes must be equal"):
+            call()

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch.testing import assert_close
 
@@ -133,17 +132,3 @@ def test_explained_variance():
     assert_close(explained_variance(moments(returns - returns), moments(returns)), as_moments(1)[0])
     assert_close(explained_variance(moments(returns - 7), moments(returns)), as_moments(0)[0])
     assert explained_variance(moments(residuals), moments(torch.ones(4))).isnan()
-
-
-def test_wrong_shapes_raise():
-    with pytest.raises(ValueError, match="mask must have the shape of values"):
-        moments(torch.ones(2, 3), torch.ones(2, 1))
-    for wrong in (torch.zeros(5), torch.zeros(0, 5)):
-        with pytest.raises(ValueError, match=r"stacked must be \(N, 5\) with N >= 1, got shape"):
-            merge_moments(wrong)
-    with pytest.raises(ValueError, match=r"moments must have 5 entries in its last dimension, got shape \(4,\)"):
-        variance(torch.zeros(4))
-    with pytest.raises(ValueError, match=r"moments must have 1 dimensions, got shape \(2, 5\)"):
-        whiten(torch.ones(2), torch.ones(2), torch.zeros(2, 5))
-    with pytest.raises(ValueError, match="return_moments must have the shape of residual_moments"):
-        explained_variance(torch.zeros(2, 5), torch.zeros(5))

@@ -56,14 +56,3 @@ def test_error_of_the_unexplained_share_is_no_smaller_than_that_of_independent_v
     residuals, returns = torch.randn(2, 20_000, 64, generator=generator, dtype=torch.float64)
     error = (residuals.var(1) / returns.var(1)).log().std().item()
     assert error == pytest.approx(unexplained_error(64), rel=0.05) and unexplained_error(1) == math.inf
-
-
-def test_what_is_out_of_range_is_refused(subtests):
-    for call in (
-        lambda: spent_level(0, 0.05),
-        lambda: spent_level(1, 1.0),
-        lambda: student_quantile(0.5, 3.0),
-        lambda: student_quantile(0.1, 0.0),
-    ):
-        with subtests.test(), pytest.raises(ValueError, match="got"):
-            call()

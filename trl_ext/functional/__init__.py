@@ -25,7 +25,7 @@ from .importance import effective_sample_size, importance_weights
 from .kl import KL_ESTIMATORS, adaptive_kl_coef, kl_estimate
 from .logprobs import logprobs_and_entropies
 from .losses import approx_kl, policy_loss, value_loss
-from .masking import last_token_index, masked_mean, masked_sum, position_ids
+from .masking import last_token_index, masked_mean, masked_sum, position_ids, turn_numbers, turn_starts, turn_sums
 from .moments import (
     empty_moments,
     explained_variance,
@@ -37,7 +37,6 @@ from .moments import (
     whitening_scale,
 )
 from .sequential import scatter, share_error, spent_level, student_quantile, unexplained_error
-from .turns import turn_numbers, turn_starts, turn_sums
 
 __all__ = [
     "KL_ESTIMATORS",

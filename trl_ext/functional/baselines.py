@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from .masking import masked_mean
-from .shapes import check_shapes
+from .masking import check_shapes, masked_mean
 
 
 def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None) -> Tensor:
@@ -25,12 +24,9 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
     Returns:
         (N, T), score units. Each token has the b of the last action that has started; before the first action, it has
         that of the first. Where no other answer of the group has an action, b is the mean over all actions of all N.
-
-    Raises:
-        ValueError: shapes differ, or N is no multiple of group_size.
     """
-    check_shapes(ndim=2, returns=returns, mask=mask)
-    size = _group_size(returns, group_size)
+    check_shapes(returns=returns, mask=mask)
+    size = group_size or len(returns)
     number, (held,), acts = _by_number(mask, returns)
     last = (acts.sum(1, keepdim=True) - 1).clamp(min=0)
     held = held.gather(1, torch.arange(returns.size(1), device=returns.device).minimum(last))
@@ -57,12 +53,9 @@ def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: i
 
     Returns:
         (2,), float64 (float32 on devices without float64). The second is 0 where d varies by rounding alone.
-
-    Raises:
-        ValueError: shapes differ, or N is no multiple of group_size.
     """
-    check_shapes(ndim=2, returns=returns, values=values, mask=mask)
-    size = _group_size(returns, group_size)
+    check_shapes(returns=returns, values=values, mask=mask)
+    size = group_size or len(returns)
     precise = torch.float32 if returns.device.type == "mps" else torch.float64
     _, (g, v), acts = _by_number(mask, returns.to(precise), values.to(precise))
     g, v, acts = (x.view(-1, size, x.size(1)) for x in (g, v, acts))
@@ -73,15 +66,6 @@ def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: i
     square = centred.square().sum()
     rounding = 1e-9 * signals.square().sum()
     return torch.stack([(gains * centred).sum(), torch.where(square > rounding, square, 0.0)])
-
-
-def _group_size(returns: Tensor, group_size: int | None) -> int:
-    size = len(returns) if group_size is None else group_size
-    if size < 1 or len(returns) % size:
-        raise ValueError(
-            f"group_size must divide the N = {len(returns)} answers, got {group_size}; pass whole groups of answers."
-        )
-    return size
 
 
 def _by_number(mask: Tensor, *each: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .shapes import check_shapes
+from .masking import check_shapes
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
@@ -24,18 +24,11 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor, ld_alpha: float | None = N
 
     Returns:
         (2B,), nats.
-
-    Raises:
-        ValueError: logprobs is not 2-dimensional, shapes differ, or with ld_alpha the rows are not pairs.
     """
-    check_shapes(ndim=2, logprobs=logprobs, mask=mask)
+    check_shapes(logprobs=logprobs, mask=mask)
     logprobs = torch.where(mask.bool(), logprobs, 0.0)
     if ld_alpha is None:
         return logprobs.sum(dim=1)
-    if len(logprobs) % 2:
-        raise ValueError(
-            f"logprobs must have two rows for each pair, got {len(logprobs)} rows; stack chosen on rejected."
-        )
     lengths = mask.sum(dim=1)
     common = torch.minimum(*lengths.chunk(2)).repeat(2).unsqueeze(1)
     return torch.where(mask.cumsum(dim=1) <= common, logprobs, ld_alpha * logprobs).sum(dim=1)
@@ -62,13 +55,8 @@ def preference_logits(
 
     Returns:
         (B,), logits.
-
-    Raises:
-        ValueError: shapes differ, or dpop_lambda is negative.
     """
     check_shapes(chosen_logratios=chosen_logratios, rejected_logratios=rejected_logratios)
-    if dpop_lambda < 0:
-        raise ValueError(f"dpop_lambda must be >= 0, got {dpop_lambda}; 0 turns the penalty off.")
     delta = chosen_logratios - rejected_logratios
     if dpop_lambda:
         delta = delta - dpop_lambda * torch.relu(-chosen_logratios)
@@ -91,9 +79,6 @@ def preference_loss(logits: Tensor, confidence: Tensor | None = None) -> Tensor:
 
     Returns:
         (B,), nats.
-
-    Raises:
-        ValueError: shapes differ.
     """
     loss = -logsigmoid(logits)
     if confidence is None:
@@ -113,9 +98,6 @@ def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Te
 
     Returns:
         (B,), nats per sequence.
-
-    Raises:
-        ValueError: shapes differ.
     """
     check_shapes(chosen_logratios=chosen_logratios, rejected_logratios=rejected_logratios)
     return 0.5 * (chosen_logratios.abs() + rejected_logratios.abs())
@@ -132,9 +114,6 @@ def displaced(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
 
     Returns:
         (B,) bool.
-
-    Raises:
-        ValueError: shapes differ.
     """
     check_shapes(chosen_logratios=chosen_logratios, rejected_logratios=rejected_logratios)
     return (chosen_logratios < 0) & (chosen_logratios > rejected_logratios)
@@ -173,15 +152,8 @@ def keep_typical(margins: Tensor, mean: float, std: float, count: int, uniform: 
 
     Returns:
         (N,) bool, True for the `count` pairs to keep.
-
-    Raises:
-        ValueError: shapes differ, std is not above 0, or count is not in [1, N].
     """
-    check_shapes(ndim=1, margins=margins, uniform=uniform)
-    if not std > 0:
-        raise ValueError(f"std must be above 0 nats, got {std}; set a lower bound for it.")
-    if not 1 <= count <= len(margins):
-        raise ValueError(f"count must be in [1, {len(margins)}], got {count}; keep at least one pair.")
+    check_shapes(margins=margins, uniform=uniform)
     log_weights = -0.5 * ((margins - mean) / std).square()
     order = (log_weights - torch.log(-torch.log(uniform))).topk(count).indices
     return torch.zeros_like(margins, dtype=torch.bool).index_fill(0, order, True)
@@ -202,17 +174,8 @@ def margin_scales(stds: Tensor, counts: Tensor, minimum: float = 0.25, maximum: 
 
     Returns:
         (S,), dimensionless.
-
-    Raises:
-        ValueError: shapes differ, there is no pair, or 1 is not in [minimum, maximum].
     """
-    check_shapes(ndim=1, stds=stds, counts=counts)
-    if not 0 < minimum <= 1 <= maximum:
-        raise ValueError(
-            f"minimum must be above 0 and at most 1, and maximum at least 1, got {minimum} and {maximum}."
-        )
-    if not counts.sum() > 0:
-        raise ValueError(f"counts must have at least one pair, got {counts.tolist()}; normalise once there are pairs.")
+    check_shapes(stds=stds, counts=counts)
     stds = stds.clamp(min=1e-12)
     shares = counts / counts.sum()
 

@@ -8,8 +8,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from .shapes import check_shapes
-
 Combine = Literal["mean", "median", "min", "uncertainty"]
 
 
@@ -21,11 +19,7 @@ def disagreement(scores: Tensor) -> Tensor:
 
     Returns:
         (B,), in the unit of the scores: 0 if K is 1, NaN for a row that any member gave no score.
-
-    Raises:
-        ValueError: scores is not (K, B).
     """
-    check_shapes(ndim=2, scores=scores)
     return (scores - scores.mean(0)).square().mean(0).sqrt()
 
 
@@ -49,11 +43,7 @@ def ensemble_score(scores: Tensor, combine: Combine, coef: float = 1.0) -> Tenso
 
     Returns:
         (B,), in the unit of the scores; NaN for a row that any member gave no score.
-
-    Raises:
-        ValueError: scores is not (K, B).
     """
-    check_shapes(ndim=2, scores=scores)
     match combine:
         case "mean":
             return scores.mean(0)
@@ -63,4 +53,3 @@ def ensemble_score(scores: Tensor, combine: Combine, coef: float = 1.0) -> Tenso
             return scores.amin(0)
         case "uncertainty":
             return scores.mean(0) - coef * disagreement(scores)
-    raise ValueError(f"combine must be 'mean', 'median', 'min' or 'uncertainty', got {combine!r}")

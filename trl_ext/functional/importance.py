@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from .losses import LARGEST_LOG_RATIO
+from .masking import check_shapes
 from .moments import variance
-from .shapes import check_shapes
 
 
 def importance_weights(
@@ -43,21 +43,10 @@ def importance_weights(
     Returns:
         The weights, without gradient, float32 or wider: (B, T) for tokens, with 1 where the mask is 0, or (B, 1) for
         whole responses; and a bool mask of the same shape, True for the weights that a bound changed.
-
-    Raises:
-        ValueError: shapes differ, mode has another value, clip_min >= clip_max, or the sampler's log-prob of a real
-            token is not finite.
     """
     check_shapes(logprobs=logprobs, sampler_logprobs=sampler_logprobs, mask=mask)
     level, _, rule = mode.partition("_")
-    if level not in ("token", "sequence") or rule not in ("truncate", "mask"):
-        raise ValueError(
-            f"mode must be 'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask', got {mode!r}; "
-            "'token_truncate' is usual."
-        )
     lowest, highest = clip_min if clip_min is not None else 0.0, clip_max if clip_max is not None else math.inf
-    if not lowest < highest:
-        raise ValueError(f"clip_min must be below clip_max, got {clip_min} and {clip_max}; use 0.5 and 3.0, say.")
     mask = mask.bool()
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     new, drawn = (x.detach().to(dtype).masked_fill(~mask, 0.0) for x in (logprobs, sampler_logprobs))
@@ -88,9 +77,6 @@ def effective_sample_size(moments: Tensor) -> Tensor:
 
     Returns:
         (...), dimensionless, 0 to 1; 0 where every weight is 0.
-
-    Raises:
-        ValueError: the last dimension is not 5.
     """
     spread = variance(moments, unbiased=False)
     square = moments[..., 1].square()

@@ -33,17 +33,7 @@ def logprobs_and_entropies(
     Returns:
         The log-probs (...), nats, in the dtype of the sums; and the entropies (...), likewise, or None if
         `with_entropies` is False.
-
-    Raises:
-        ValueError: shapes differ, or the temperature is not positive.
     """
-    if logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"labels must have the shape of logits without the last dimension {tuple(logits.shape[:-1])}, got "
-            f"{tuple(labels.shape)}; slice both to the same tokens."
-        )
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}; 1.0 leaves the logits as they are.")
     if hasattr(logits.grad_fn, "_saved_result"):
         logits = logits.clone()
     rows = logits.reshape(-1, logits.size(-1)), labels.reshape(-1, 1)

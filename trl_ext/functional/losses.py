@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .kl import k2
-from .shapes import check_shapes
+from .masking import check_shapes
 
 LARGEST_LOG_RATIO = 20.0  # nats, as in TRL and verl: e^20 is far beyond any useful bound of a ratio; float32 holds it
 
@@ -46,13 +46,8 @@ def policy_loss(
         The loss (B, T), in the unit of advantages; and a bool mask (B, T), True for the tokens whose clipped loss is
         strictly larger than the unclipped one, as in TRL 1.12, dual clip aside. With a band, the mask is True for the
         tokens outside the band.
-
-    Raises:
-        ValueError: shapes differ, or dual_clip is not above 1.
     """
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be above 1, got {dual_clip}; the paper uses 3.0, and None turns it off.")
     log_ratio = logprobs - old_logprobs
     if band is not None:
         ratio = torch.exp(log_ratio.detach())
@@ -85,9 +80,6 @@ def value_loss(
     Returns:
         The loss (B, T), squared score units; and a bool mask (B, T), True for the tokens whose clipped loss is larger
         than the unclipped one.
-
-    Raises:
-        ValueError: shapes differ.
     """
     check_shapes(values=values, old_values=old_values, returns=returns)
     loss = 0.5 * (values - returns).square()
@@ -110,9 +102,6 @@ def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
     Returns:
         (B, T), nats.
-
-    Raises:
-        ValueError: shapes differ.
     """
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs)
     return k2(logprobs, old_logprobs)

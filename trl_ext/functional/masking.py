@@ -1,9 +1,14 @@
-"""Compute sums, means and indices over the real tokens of padded rows. In each mask 1 = real token, EOS included."""
+"""Compute sums, means and indices over the real tokens, or turns, of padded rows. In masks 1 = real token, EOS too."""
 
 import torch
 from torch import Tensor
 
-from .shapes import check_shapes
+
+def check_shapes(**tensors: Tensor) -> None:
+    """Raise a `ValueError` if the named tensors have different shapes, which torch might broadcast without a word."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len({*shapes.values()}) > 1:
+        raise ValueError(f"shapes must be equal (they are not broadcast), got {shapes}")
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -17,9 +22,6 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
     Returns:
         Scalar; float32 if values are of half precision, integers or bools, else their dtype.
-
-    Raises:
-        ValueError: shapes differ.
     """
     check_shapes(values=values, mask=mask)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
@@ -37,14 +39,9 @@ def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = Non
 
     Returns:
         Scalar, dtype as in `masked_sum`.
-
-    Raises:
-        ValueError: shapes differ, or count is not a scalar.
     """
     total = masked_sum(values, mask)
     count = torch.as_tensor(mask.bool().sum() if count is None else count, dtype=total.dtype, device=total.device)
-    if count.ndim != 0:
-        raise ValueError(f"count must be a scalar, got shape {tuple(count.shape)}; sum it over rows and ranks first.")
     return total / count.clamp(min=1)
 
 
@@ -59,11 +56,7 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 
     Returns:
         (B, L) int64, positions from 0.
-
-    Raises:
-        ValueError: attention_mask is not 2-dimensional.
     """
-    check_shapes(ndim=2, attention_mask=attention_mask)
     return (attention_mask.bool().cumsum(dim=-1) - 1).clamp(min=0)
 
 
@@ -75,11 +68,45 @@ def last_token_index(mask: Tensor) -> Tensor:
 
     Returns:
         (B,) int64, positions from 0 at the start of the row.
-
-    Raises:
-        ValueError: mask is not 2-dimensional.
     """
-    check_shapes(ndim=2, mask=mask)
     positions = torch.where(mask.bool(), torch.arange(mask.shape[1], device=mask.device), -1)
     # A column of -1 goes in front, since amax refuses T = 0
     return torch.nn.functional.pad(positions, (1, 0), value=-1).amax(dim=-1)
+
+
+# ---- Turns: runs of tokens that the policy drew, between what tools or environments wrote ----
+
+
+def turn_numbers(mask: Tensor) -> Tensor:
+    """Number the turns of each row from 0. A turn is an unbroken run of tokens that the policy drew.
+
+    Args:
+        mask: (B, T), 1 = token that the policy drew.
+
+    Returns:
+        (B, T) int64, the number of each token's turn. Tokens between two turns have the earlier one's number; tokens
+        before the first turn have 0.
+    """
+    return (turn_starts(mask).cumsum(dim=1) - 1).clamp(min=0)
+
+
+def turn_starts(mask: Tensor) -> Tensor:
+    """Return (B, T) bools, True at the first token of each turn; `mask` is as in `turn_numbers`."""
+    mask = mask.bool()
+    return mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
+
+
+def turn_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum the values over each turn, and give every token its turn's sum: s_t = sum of x_u over the turn of token t.
+
+    Args:
+        values: (B, T), x, any unit; log-probs add up to the log-prob of the whole turn as one action.
+        mask: (B, T), as in `turn_numbers`.
+
+    Returns:
+        (B, T), the sum of each token's turn; 0 under the mask.
+    """
+    check_shapes(values=values, mask=mask)
+    turns, values = turn_numbers(mask), torch.where(mask.bool(), values, 0.0)
+    sums = torch.zeros_like(values).scatter_add(1, turns, values)
+    return torch.where(mask.bool(), sums.gather(1, turns), 0.0)

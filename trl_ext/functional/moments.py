@@ -8,19 +8,11 @@ ranks.
 import torch
 from torch import Tensor
 
-from .shapes import check_shapes
+from .masking import check_shapes
 
 
 def _moments_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _check_moments(name: str, moments: Tensor) -> None:
-    if moments.ndim == 0 or moments.shape[-1] != 5:
-        raise ValueError(
-            f"{name} must have 5 entries in its last dimension, got shape {tuple(moments.shape)}; "
-            "pass what moments() or merge_moments() returned."
-        )
 
 
 def empty_moments(device: torch.device | str | None = None) -> Tensor:
@@ -45,9 +37,6 @@ def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Returns:
         (5,) moments, in the unit of values; M2 in its square.
-
-    Raises:
-        ValueError: shapes differ.
     """
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
     check_shapes(values=values, mask=mask)
@@ -72,15 +61,7 @@ def merge_moments(stacked: Tensor) -> Tensor:
 
     Returns:
         (5,) moments.
-
-    Raises:
-        ValueError: stacked is not (N, 5) with N >= 1.
     """
-    _check_moments("stacked", stacked)
-    if stacked.ndim != 2 or stacked.shape[0] == 0:
-        raise ValueError(
-            f"stacked must be (N, 5) with N >= 1, got shape {tuple(stacked.shape)}; torch.stack the parts' moments."
-        )
     counts, means, m2s, minima, maxima = stacked.unbind(dim=-1)
     count = counts.sum()
     # Deviations from the largest part's mean avoid cancellation, and leave a single part as it is, bit for bit
@@ -99,11 +80,7 @@ def variance(moments: Tensor, unbiased: bool = True) -> Tensor:
 
     Returns:
         (...), in the squared unit of the values.
-
-    Raises:
-        ValueError: the last dimension is not 5.
     """
-    _check_moments("moments", moments)
     count, m2 = moments[..., 0], moments[..., 2]
     return torch.where(count < 2, 0.0, m2 / (count - int(unbiased)))
 
@@ -117,9 +94,6 @@ def standard_deviation(moments: Tensor, unbiased: bool = True) -> Tensor:
 
     Returns:
         (...), in the unit of the values.
-
-    Raises:
-        ValueError: the last dimension is not 5.
     """
     return variance(moments, unbiased).sqrt()
 
@@ -133,9 +107,6 @@ def whitening_scale(moments: Tensor, eps: float = 1e-8) -> Tensor:
 
     Returns:
         (...), in the inverse unit of the values.
-
-    Raises:
-        ValueError: the last dimension is not 5.
     """
     return torch.where(moments[..., 0] < 2, 1.0, torch.rsqrt(variance(moments) + eps))
 
@@ -155,13 +126,8 @@ def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = Tru
 
     Returns:
         The shape and dtype of values.
-
-    Raises:
-        ValueError: shapes of values and mask differ, or moments is not (5,).
     """
     check_shapes(values=values, mask=mask)
-    _check_moments("moments", moments)
-    check_shapes(ndim=1, moments=moments)
     mean = moments[1]
     whitened = (values.to(moments.dtype) - mean) * whitening_scale(moments, eps)
     if not shift_mean:
@@ -181,9 +147,6 @@ def explained_variance(residual_moments: Tensor, return_moments: Tensor) -> Tens
 
     Returns:
         (...), dimensionless; NaN where Var(returns) = 0.
-
-    Raises:
-        ValueError: shapes differ, or the last dimension is not 5.
     """
     check_shapes(residual_moments=residual_moments, return_moments=return_moments)
     return_variance = variance(return_moments)

@@ -10,8 +10,6 @@ from datasets import Dataset
 from .texts import say
 from .trained import pair_hashes, prompt_hashes
 
-_GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, spread most evenly
-
 
 def split_groups(
     groups: Sequence[int] | np.ndarray, shares: Mapping[str, float], strata: Sequence[Any] | None = None, seed: int = 0
@@ -19,10 +17,9 @@ def split_groups(
     """
     Divide rows into splits, and keep all rows of a group in the same split.
 
-    Groups are sorted by stratum and by size, with equals in random order, and are dealt to the splits by steps of the
-    golden ratio. Any stretch of successive groups then has the wanted shares to within about two groups, so that rare
-    strata are divided fairly, too. A group goes to the largest split if it has more rows than the smallest split
-    should get of the group's stratum.
+    Groups are dealt stratum by stratum, in random order and the largest of a stratum first, each to the split that
+    lacks most of its share of the rows dealt so far. So any stretch of successive groups has about the wanted shares,
+    and rare strata are divided fairly, too.
 
     Args:
         groups: (N,) number of each row's group, such as `Duplicates.near`; rows with the same number stay together.
@@ -34,26 +31,18 @@ def split_groups(
     Returns:
         (N,) the name of each row's split.
     """
-    groups = np.asarray(groups)
-    if not len(groups):
-        return np.zeros(0, object)
     _, firsts, group, sizes = np.unique(groups, return_index=True, return_inverse=True, return_counts=True)
-    stratum = _numbers(strata)[firsts] if strata is not None else np.zeros(len(firsts), np.int64)
-    names = sorted(shares, key=lambda name: -shares[name])
-    total = np.bincount(stratum, sizes)[stratum]
-    is_large = sizes > np.maximum(min(shares.values()) * total, 1)
-    large = np.bincount(stratum, sizes * is_large)[stratum]
-    draw = np.random.default_rng(seed)
-    shuffled = draw.permutation(len(sizes))
-    order = shuffled[np.lexsort((sizes[shuffled], stratum[shuffled]))]
-    turn = np.empty(len(sizes))
-    turn[order] = (draw.random() + np.arange(len(sizes)) * _GOLDEN) % 1
-    # Share of the dealt rows that the largest split gets, as it has the large groups already
-    first = np.clip((shares[names[0]] * total - large) / np.maximum(total - large, 1), 0, 1)
-    later = np.cumsum([shares[name] for name in names[1:]])
-    rest = np.searchsorted(later[:-1] / later[-1:], (turn - first) / np.maximum(1 - first, 1e-9), side="right")
-    places = np.where(is_large | (turn < first) | (len(names) == 1), 0, rest + 1)
-    return np.array(names, dtype=object)[places[group]]
+    stratum = np.zeros(len(firsts), int) if strata is None else _numbers(strata)[firsts]
+    shuffled = np.random.default_rng(seed).permutation(len(sizes))
+    order = shuffled[np.lexsort((-sizes[shuffled], stratum[shuffled]))]
+    lacks = dict.fromkeys(shares, 0.0)
+    names = np.empty(len(sizes), object)
+    for number in order:
+        for name, share in shares.items():
+            lacks[name] += share * sizes[number]
+        names[number] = max(lacks, key=lambda name: lacks[name])
+        lacks[names[number]] -= sizes[number]
+    return names[group]
 
 
 def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Dataset, Dataset | None]:
@@ -99,9 +88,6 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
     Pairs whose prompt is not known count as having one prompt if they share an answer, and other rows if they have the
     same text or token ids, or else if they are equal.
     """
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
     keys = np.stack([prompt_hashes(dataset)] * 2, axis=1)
     if len(unknown := np.flatnonzero(keys[:, 0] == 0)):
         rows, names = dataset.select(unknown), set(dataset.column_names)
@@ -111,10 +97,17 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
             names = next(({name} for name in ("prompt_ids", "input_ids", "text") if name in names), names)
             texts = (repr(row).encode(errors="surrogatepass") for row in rows.select_columns(sorted(names)))
             keys[unknown] = np.array([xxhash.xxh3_64_intdigest(text) for text in texts], np.uint64)[:, None]
-    nodes, edges = np.unique(keys, return_inverse=True)
-    one, other = edges.reshape(-1, 2).T
-    graph = coo_array((np.ones(len(one), np.int8), (one, other)), shape=(len(nodes), len(nodes)))
-    return _numbers(connected_components(graph, directed=False)[1][one].tolist())
+    above: dict[int, int] = {}  # of an answer, one of the same prompt; of the first answer, itself
+
+    def first(key: int) -> int:
+        while above.setdefault(key, key) != key:
+            above[key] = above[above[key]]
+            key = above[key]
+        return key
+
+    for one, other in keys.tolist():
+        above[first(other)] = first(one)
+    return _numbers([first(one) for one, _ in keys.tolist()])
 
 
 def balanced_rows(values: Sequence[Any], most: int | None = None, seed: int = 0) -> np.ndarray:
@@ -130,15 +123,12 @@ def balanced_rows(values: Sequence[Any], most: int | None = None, seed: int = 0)
         (N,) whether a row is kept.
     """
     numbers = _numbers(values)
-    keep = np.zeros(len(numbers), bool)
-    if not len(numbers):
-        return keep
-    most = int(np.bincount(numbers).min()) if most is None else most
-    shuffled = np.random.default_rng(seed).permutation(len(numbers))
-    ordered = shuffled[np.argsort(numbers[shuffled], kind="stable")]
-    begins = np.r_[0, np.flatnonzero(np.diff(numbers[ordered])) + 1]
-    place = np.arange(len(ordered)) - np.repeat(begins, np.diff(np.r_[begins, len(ordered)]))
-    keep[ordered[place < most]] = True
+    keep, counts = np.zeros(len(numbers), bool), np.bincount(numbers)
+    most = counts.min(initial=len(numbers)) if most is None else most
+    taken = np.zeros_like(counts)
+    for row in np.random.default_rng(seed).permutation(len(numbers)):
+        keep[row] = taken[numbers[row]] < most
+        taken[numbers[row]] += 1
     return keep
 
 

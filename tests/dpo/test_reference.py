@@ -40,14 +40,6 @@ def test_a_model_that_was_trained_already_is_copied_as_it_is_now(tmp_path):
     assert logged(second, "logps/drift")[0] == 0 and logged(second, "logps/drift")[-1] > 0
 
 
-def test_a_model_from_a_path_has_the_reference_that_trl_gives_it(tmp_path):
-    tiny_llama(seed=7).save_pretrained(tmp_path / "model")
-    trainer = make_trainer(tmp_path / "out", str(tmp_path / "model"), log_displacement=True)
-    trainer.train()
-    assert_close(dict(trainer.ref_model.named_parameters()), dict(tiny_llama(seed=7).named_parameters()))
-    assert logged(trainer, "logps/drift")[0] == 0
-
-
 @pytest.mark.parametrize("precompute", [False, True])
 @pytest.mark.parametrize("options", [{}, DRIFT, BETA_DPO], ids=["off", "drift", "beta_dpo"])
 def test_with_lora_the_reference_is_the_model_without_its_adapter(precompute, options, tmp_path):
@@ -85,14 +77,6 @@ def test_the_adapters_that_are_trained_stay_trainable_after_the_reference_pass(t
         for name, parameter in trainer.model.named_parameters():
             assert parameter.requires_grad == (".default." in name), name
             assert torch.equal(parameter, before[name]) != (".default." in name), name
-
-
-def test_an_explicit_reference_is_used_and_left_alone(tmp_path):
-    reference = tiny_llama(seed=9)
-    trainer = make_trainer(tmp_path, trainer_kwargs={"ref_model": reference}, **DRIFT)
-    trainer.train()
-    assert_close(dict(reference.named_parameters()), dict(tiny_llama(seed=9).named_parameters()), rtol=0, atol=0)
-    assert logged(trainer, "logps/drift")[0] > 1
 
 
 def test_precomputed_references_need_no_copy(tmp_path):

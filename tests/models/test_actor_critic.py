@@ -1,7 +1,6 @@
 """Policy and critic behind one forward: padding, delegation, checkpointing, generation, saving, sampling."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -114,14 +113,6 @@ def test_what_the_wrapper_does_not_define_the_policy_answers(tmp_path):
     torch.testing.assert_close(copy.deepcopy(actor_critic).state_dict(), actor_critic.state_dict(), **EQUAL)
 
 
-def test_without_values_the_forward_is_the_policys(tmp_path, build):
-    trainer = make(tmp_path, build())
-    ids = torch.tensor([[6, 7, 8, 9]])
-    with torch.no_grad():
-        output = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids))
-        torch.testing.assert_close(output.logits, trainer.model.policy(input_ids=ids).logits, **CLOSE)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_leaves_the_gradients_of_both_as_they_are(tmp_path, build, use_reentrant, monkeypatch):
@@ -155,35 +146,6 @@ def test_gradient_checkpointing_leaves_the_gradients_of_both_as_they_are(tmp_pat
 
 
 # ---- Generation ----
-
-
-def test_generate_ignores_the_models_generation_config_and_gives_it_back(tmp_path, build):
-    """What a generation_config.json asks for would make the sampler another policy than the one that is trained."""
-    plain = completions_of(make(tmp_path, build()))
-    policy = build()
-    traps = {
-        "do_sample": True,
-        "temperature": 0.1,
-        "top_k": 2,
-        "top_p": 0.5,
-        "min_p": 0.9,
-        "typical_p": 0.5,
-        "repetition_penalty": 5.0,
-        "no_repeat_ngram_size": 1,
-        "suppress_tokens": list(range(6, 20)),
-        "bad_words_ids": [[20]],
-        "min_new_tokens": 8,
-        "forced_eos_token_id": 21,
-        "max_new_tokens": 1,
-    }
-    policy.generation_config.update(**traps)
-    trainer = make(tmp_path, policy, max_steps=1)
-    assert completions_of(trainer) == plain
-    trainer.train()
-    assert {name: getattr(policy.generation_config, name) for name in traps} == traps
-    trainer.save_model()
-    saved = json.loads((tmp_path / "generation_config.json").read_text())
-    assert {name: saved[name] for name in traps} == traps
 
 
 # ---- Saving ----

@@ -78,19 +78,6 @@ def test_what_the_checkpoint_says_of_sampling_is_hidden_for_as_long_as_the_block
             assert model.generation_config is saved
 
 
-def test_samples_are_those_of_a_checkpoint_that_says_nothing(subtests):
-    for wrap in [lambda model: model, adapted, with_critic]:
-        for temperature in [0.0, 0.7, 1.0]:
-            with subtests.test(wrap=wrap, temperature=temperature):
-                answers = []
-                for settings in ({}, SETTINGS):
-                    model = tiny_llama().eval()
-                    model.generation_config.update(**settings)
-                    options = {"max_new_tokens": 8, "temperature": temperature, "seed": 0}
-                    answers.append(sample(wrap(model), PROMPTS * 16, [2], **options))
-                assert answers[0] == answers[1] and max(map(len, answers[0])) == 8
-
-
 def test_frequencies_are_those_of_the_model_at_its_temperature():
     """The first token's share within four standard errors of its probability; `top_p` leaves the likeliest ones."""
     model = tiny_llama(initializer_range=0.5).eval()

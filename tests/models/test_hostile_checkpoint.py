@@ -4,15 +4,11 @@ import json
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, GenerationConfig
-from trl import SFTConfig, SFTTrainer
 
-from recipes.generate import main as generate
 from tests.dpo.worker import make_trainer as make_dpo_trainer
-from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
-from trl_ext.callbacks.answers import generate_answers
 from trl_ext.dpo.shift import distribution_shift
 from trl_ext.models import ActorCritic, completion_logprobs, load_model, sample
 
@@ -159,20 +155,6 @@ def shift(folder, tmp_path):
     return distribution_shift(trainer, 16)
 
 
-def canary(folder, tmp_path):
-    data = Dataset.from_dict({"prompt": ["the cat"] * 4, "completion": [" sat"] * 4})
-    trainer = SFTTrainer(model=folder, args=SFTConfig(str(tmp_path), **ON_CPU), train_dataset=data)
-    return generate_answers(trainer, ["the cat", "a dog ran"], 8)
-
-
-def recipe(folder, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n' * 8)
-    flags = {"model_name_or_path": folder, "dataset_name": tmp_path / "prompts.jsonl", "use_cpu": "true"}
-    flags |= {"output_file": tmp_path / "answers.jsonl", "max_new_tokens": 8}
-    generate([part for name, value in flags.items() for part in (f"--{name}", str(value))])
-    return (tmp_path / "answers.jsonl").read_text()
-
-
 def rollouts(folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     args = tiny_config(tmp_path, max_steps=1)
@@ -184,7 +166,7 @@ def rollouts(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", [evaluate, shift, canary, recipe, rollouts])
+@pytest.mark.parametrize("answers", [evaluate, shift, rollouts])
 def test_everyone_who_samples_gives_the_same_with_either(answers, folders, tmp_path):
     for folder in folders:
         (tmp_path / folder.name).mkdir()

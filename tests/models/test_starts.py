@@ -93,9 +93,3 @@ def test_rows_beyond_the_context_or_without_a_token_to_train_on_are_counted(tmp_
         sft(tmp_path, tiny_tokenizer(), rows, max_length=1024)
     sft(tmp_path, tiny_tokenizer(), rows, max_length=32)
     assert "SFT: 1 of 4 rows were dropped" in capsys.readouterr().out
-
-
-def test_a_stream_has_no_rows_to_count(tmp_path):
-    rows = Dataset.from_list([{"prompt": "the", "completion": " a dog"}] * 4).to_iterable_dataset()
-    args = SFTConfig(str(tmp_path), max_steps=1, **ON_CPU)
-    ResumableSFTTrainer(tiny_llama(), args, train_dataset=rows, processing_class=tiny_tokenizer())

@@ -92,21 +92,6 @@ def test_the_check_changes_nothing_in_training(tmp_path):
     assert_close(ends[1], ends[0], rtol=0, atol=0)
 
 
-def test_all_answers_are_cut_where_the_longest_prompt_leaves_room(tmp_path):
-    """The prompts have up to six tokens, so that of 8 two are left to each answer."""
-    options = {"distribution_shift_samples": 16, "distribution_shift_bound": 1.0, "max_steps": 1}
-    trainer = make_trainer(tmp_path, sharp_llama(), **options, max_length=8, per_device_eval_batch_size=16)
-    rows = trainer.train_dataset.to_list()
-    room = 8 - max(len(row["prompt_ids"]) for row in rows)
-    trainer.train()
-    model, means = sharp_llama().eval(), []
-    for row in rows:
-        ids, start = torch.tensor([row["prompt_ids"] + row["chosen_ids"][:room]]), len(row["prompt_ids"])
-        logprobs = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
-        means.append(logprobs.gather(-1, ids[0, start:, None]).mean().item())
-    assert trainer.distribution_shift["chosen"] == pytest.approx(sum(means) / len(means), rel=1e-5)
-
-
 def test_a_resumed_run_is_not_checked_again_and_precomputed_references_are(tmp_path):
     options = {"distribution_shift_samples": 4, "distribution_shift_bound": 1.0, "precompute_ref_log_probs": True}
     trainer = make_trainer(tmp_path, **options, save_strategy="steps", save_steps=3)

@@ -1,4 +1,4 @@
-"""Policy and critic behind one forward: padding, delegation, checkpointing, generation, saving, sampling."""
+"""Policy and critic behind one forward: padding, delegation, checkpointing, saving."""
 
 import copy
 
@@ -8,7 +8,7 @@ import transformers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.ppo.worker import collected, rows_of
+from tests.ppo.worker import rows_of
 from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
 
@@ -31,16 +31,6 @@ def make(tmp_path, policy, train_dataset=None, trainer_kwargs=None, **config):
         **{"processing_class": tiny_tokenizer(), "value_model": tiny_reward_model(policy, seed=2)}
         | (trainer_kwargs or {}),
     )
-
-
-def completions_of(trainer):
-    """Sample one rollout from a fixed seed."""
-    torch.manual_seed(0)
-    rollouts = collected(trainer)
-    trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
-    rollout = rollouts[-1]
-    masks = rollout.completion_mask.bool()
-    return [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, masks, strict=True)]
 
 
 # ---- Padding ----
@@ -145,9 +135,6 @@ def test_gradient_checkpointing_leaves_the_gradients_of_both_as_they_are(tmp_pat
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)
 
 
-# ---- Generation ----
-
-
 # ---- Saving ----
 
 
@@ -179,50 +166,3 @@ def test_saved_policy_and_critic_load_as_plain_models(tmp_path, build, critic, g
         values = [t.model.state_values(ids, mask)[mask.bool()] for t in (trainer, again)]
     torch.testing.assert_close(values[1], values[0], **CLOSE)
     assert values[0].abs().max() > 0  # trained away from the zero head
-
-
-# ---- Off-policy sampling ----
-
-
-def sampler_logprobs(trainer):
-    """The recorder's log-probs of one rollout, (B, T), and its rows."""
-    seen = collected(trainer)
-    torch.manual_seed(0)
-    rows = trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
-    return seen[0].sampler_logprobs, rows
-
-
-@pytest.mark.parametrize("chunk", [64, 3])
-def test_sampler_recorder_holds_the_truncated_distribution(tmp_path, build, chunk):
-    """With top-k 3 a token of probability p was drawn with p / (the three largest): its log-prob is recorded."""
-    trainer = make(
-        tmp_path,
-        build(),
-        top_k=3,
-        temperature=0.8,
-        allow_off_policy_sampling=True,
-        local_rollout_forward_batch_size=chunk,
-    )
-    recorded, rollout = sampler_logprobs(trainer)
-    for i, mask in enumerate(rollout["completion_mask"].bool()):
-        n = int(mask.sum())
-        prompt = rollout["prompt_ids"][i][rollout["prompt_mask"][i].bool()]
-        ids = torch.cat([prompt, rollout["completion_ids"][i, :n]])
-        with torch.no_grad():
-            p = (trainer.model.policy(input_ids=ids[None]).logits[0, -n - 1 : -1] / 0.8).softmax(-1)
-        drawn = p.gather(1, ids[-n:, None]).squeeze(1)
-        torch.testing.assert_close(recorded[i, :n], (drawn / p.topk(3).values.sum(1)).log(), **CLOSE)
-    difference = trainer.metrics.train.pop(trainer.accelerator)["sampling/logprob_difference"]
-    expected = (recorded - rollout["old_logprobs"])[rollout["completion_mask"].bool()].double().mean()
-    torch.testing.assert_close(difference[1], expected, rtol=1e-4, atol=1e-6)
-    assert difference[1] > 0.1
-
-
-def test_on_policy_sampling_has_no_logprob_difference(tmp_path, build):
-    trainer = make(tmp_path, build(), allow_off_policy_sampling=True, temperature=0.8)
-    recorded, rollout = sampler_logprobs(trainer)
-    mask = rollout["completion_mask"].bool()
-    torch.testing.assert_close(recorded[mask], rollout["old_logprobs"][mask], **CLOSE)
-    trainer.train()
-    logged = [log["sampling/logprob_difference"] for log in trainer.state.log_history if "objective/kl" in log]
-    assert logged and max(map(abs, logged)) < 1e-5

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import BitsAndBytesConfig, TrainerCallback
+from transformers import BitsAndBytesConfig
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import use_adapter
@@ -16,7 +16,6 @@ from tests.ppo.worker import (
     BUILDERS,
     CHECKPOINTING,
     assert_gradients_of_separate_models,
-    end_state,
     gradients,
     lora_configs,
     lora_trainer,
@@ -90,88 +89,6 @@ def test_the_reference_is_never_trained(name, is_users, tmp_path):
         moved = trainer.model.policy(input_ids=IDS).logits - logits
     assert moved.abs().max() > 0.1
     assert all(not torch.equal(after[n], p) for n, p in start.items())
-
-
-# ---- Guards ----
-
-
-def leave_a_disabled_context(policy):
-    with policy.disable_adapter():
-        policy(input_ids=IDS)
-
-
-MEDDLERS = {
-    "disable_adapter": leave_a_disabled_context,
-    "set_adapter critic": lambda policy: policy.set_adapter("critic"),
-    "set_adapter ref": lambda policy: policy.set_adapter("ref"),
-    "set_adapter of both": lambda policy: policy.base_model.set_adapter(["default", "critic"]),
-    "all frozen": lambda policy: policy.requires_grad_(False),
-    "all thawed": lambda policy: policy.set_requires_grad("ref", True),
-}
-
-
-class Meddler(TrainerCallback):
-    """Does something to the policy at an event."""
-
-    def __init__(self, meddle, event):
-        setattr(self, event, lambda args, state, control, model, **kwargs: meddle(model.policy) and None)
-
-
-class Trained(TrainerCallback):
-    """Notes at each optimizer step which adapters have gradients, and which a forward uses."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-        parts = {}
-        for name, parameter in model.named_parameters():
-            part = next((a for a in ("default", "critic", "ref") if a in name.split(".")), "base")
-            parts.setdefault(part, set()).add(parameter.grad is not None)
-        self.seen.append((parts, model.active_adapter))
-
-
-MEDDLED = {
-    "learning_rate": 1e-2,
-    "warmup_steps": 2,
-    "max_steps": 7,
-    "gradient_accumulation_steps": 2,
-    "per_device_train_batch_size": 2,
-    "activation_checkpointing": True,
-}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    trainer = make_trainer(tmp_path_factory.mktemp("undisturbed"), model=users_model(), **MEDDLED)
-    trainer.train()
-    return end_state(trainer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "event"),
-    [
-        *(pytest.param(what, "on_step_end", marks=pytest.mark.extra) for what in MEDDLERS if "frozen" not in what),
-        *(("all frozen", event) for event in ("before training", "on_train_begin", "on_step_begin", "on_step_end")),
-        ("all thawed", "on_step_begin"),
-    ],
-)
-def test_nothing_that_peft_is_told_stops_the_training(what, event, undisturbed, tmp_path):
-    """PEFT's switches freeze what they switch off: the run ends as the undisturbed one, bit for bit."""
-    meddle, trained, trainer_kwargs = MEDDLERS[what], Trained(), {}
-    if event.startswith("on_"):
-        trainer_kwargs = {"callbacks": [Meddler(meddle, event)]}
-    trainer = make_trainer(tmp_path, model=users_model(), trainer_kwargs=trainer_kwargs, **MEDDLED)
-    trainer.add_callback(trained)
-    if event == "before training":
-        meddle(trainer.model.policy)
-
-    trainer.train()
-
-    parts = {"default": {True}, "critic": {True}, "ref": {False}, "base": {False}}
-    assert trained.seen == [(parts, ["default"])] * 7
-    torch.testing.assert_close(end_state(trainer), undisturbed, **EXACT)
 
 
 @pytest.mark.slow

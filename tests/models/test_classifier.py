@@ -8,8 +8,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from tests.ppo.worker import make_trainer
-from tests.tiny import tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.models.actor_critic import ActorCritic
 from trl_ext.models.adapters import CRITIC, AdapterSwitch, add_critic
@@ -17,7 +16,6 @@ from trl_ext.models.classifier import AdapterClassifier
 from trl_ext.models.loading import Loader
 from trl_ext.ppo.rewards import AdapterReward
 from trl_ext.ppo.roles import Rewards, add_critic_adapter
-from trl_ext.rewards import ModelReward
 
 LORA = {"r": 2, "target_modules": ["c_attn"], "task_type": "CAUSAL_LM", "fan_in_fan_out": True}
 DROPOUT = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
@@ -36,19 +34,6 @@ def test_a_reward_model_on_the_policys_base_scores_without_the_dropout_of_traini
 
     torch.testing.assert_close(score(), score(), rtol=0, atol=0)
     assert model.training and not torch.equal(*(reward(ids, torch.ones_like(ids)) for _ in range(2)))
-
-
-def test_a_reward_model_of_its_own_scores_without_dropout(tmp_path):
-    answers = {"prompts": ["the"] * 2, "completions": ["cat", "a"], "completion_ids": [[7, 2], [6]]}
-    model = tiny_reward_model(tiny_gpt2(**DROPOUT)).train()
-    alone = ModelReward(model, tokenizer=tiny_tokenizer())
-    assert alone(**answers, finished=[True, False]) == alone(**answers, finished=[True, False])
-    model.train()
-    kwargs = {"reward_processing_classes": tiny_tokenizer()}
-    trainer = make_trainer(tmp_path, reward=model, trainer_kwargs=kwargs, disable_dropout=False)
-    trainer.model.train()
-    scored = [trainer.reward_funcs[0](**answers, finished=[True, False]) for _ in range(2)]
-    assert scored[0] == scored[1] and not trainer._mistakes.notes
 
 
 @pytest.mark.parametrize(("weight", "start"), [(0.0, "with a zero head"), (1.0, "a copy of reward model 'judge'")])

@@ -281,22 +281,6 @@ def test_processes_that_share_weights_run_in_step(sharded, monkeypatch):
 # ---- Ends ----
 
 
-@pytest.mark.parametrize("rows", [1, 12])
-@pytest.mark.parametrize(
-    "eos, length",
-    [(list(range(29)), 1), ([28], LIMIT), (28, LIMIT), (None, LIMIT)],
-    ids=["at the first token", "never", "one id", "none"],
-)
-def test_rows_that_end_together(eos, length, rows, monkeypatch):
-    model = llama()
-    suppressed = {"suppress_tokens": [28]} if length > 1 else {}
-    inputs = {name: values[:rows] for name, values in batch().items()}
-    plain, decoded, logprobs, _, work = both(model, inputs, settings(eos_token_id=eos, **suppressed), monkeypatch)
-    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
-    assert decoded.shape == (rows, 6 + length) and work.calls == 1
-    assert (logprobs < 0).all()
-
-
 # ---- Logits ----
 
 

@@ -78,23 +78,6 @@ def test_what_the_checkpoint_says_of_sampling_is_hidden_for_as_long_as_the_block
             assert model.generation_config is saved
 
 
-def test_frequencies_are_those_of_the_model_at_its_temperature():
-    """The first token's share within four standard errors of its probability; `top_p` leaves the likeliest ones."""
-    model = tiny_llama(initializer_range=0.5).eval()
-    with torch.no_grad():
-        probabilities = (model(torch.tensor([PROMPTS[0]])).logits[0, -1] / 2).softmax(-1)
-    for top_p in (1.0, 0.5):
-        order = probabilities.sort(descending=True)
-        kept = order.indices[order.values.cumsum(0) - order.values < top_p]
-        expected = torch.zeros(len(probabilities)).index_copy(0, kept, probabilities[kept])
-        expected /= expected.sum()
-        drawn = sample(
-            model, [PROMPTS[0]] * 4000, [2], max_new_tokens=1, temperature=2.0, top_p=top_p, batch_size=1000, seed=0
-        )
-        shares = torch.bincount(torch.tensor(drawn)[:, 0], minlength=len(expected)) / 4000
-        assert ((shares - expected).abs() <= 4 * (expected * (1 - expected) / 4000).sqrt()).all()
-
-
 def test_each_greedy_token_is_the_likeliest_and_padding_changes_nothing(subtests):
     for build in MODELS:
         with subtests.test(build=build):

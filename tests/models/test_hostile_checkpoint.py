@@ -1,16 +1,13 @@
 """Whatever a checkpoint's generation_config.json says, everyone here samples as from one that says nothing."""
 
-import json
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from tests.dpo.worker import make_trainer as make_dpo_trainer
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
-from trl_ext.dpo.shift import distribution_shift
-from trl_ext.models import ActorCritic, completion_logprobs, load_model, sample
+from trl_ext.models import ActorCritic, sample
 
 HOSTILE = {  # of each field of `GenerationConfig`, a value that changes what `generate` gives, or breaks it
     "assistant_confidence_threshold": 0.9,
@@ -86,12 +83,6 @@ HOSTILE = {  # of each field of `GenerationConfig`, a value that changes what `g
 }
 # What names tokens of the model rather than how to draw them, and what is bookkeeping
 READ = {"bos_token_id", "eos_token_id", "transformers_version", "_from_model_config"}
-CONTRADICTIONS = {
-    "compile_config",
-    "do_sample",
-    "use_cache",
-    "max_cache_len",
-}  # which no file may have beside the rest
 IDS = [[6, 7, 8], [9]] * 8
 
 
@@ -125,55 +116,6 @@ def test_no_field_of_the_checkpoint_changes_a_sample_or_a_rollout(subtests):
             except Exception:  # of as many kinds as there are fields
                 bites += 1
     assert bites > 30
-
-
-# ---- All of it at once, in a folder, for everyone who samples ----
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A checkpoint with a generation_config.json that says nothing, and one that says everything."""
-    folder = tmp_path_factory.mktemp("models")
-    said = {name: value for name, value in HOSTILE.items() if name not in CONTRADICTIONS}
-    for name, settings in (("plain", {}), ("hostile", said)):
-        tiny_llama().save_pretrained(folder / name)
-        tiny_tokenizer().save_pretrained(folder / name)
-        path = folder / name / "generation_config.json"
-        path.write_text(json.dumps({"eos_token_id": [2, 7], "do_sample": True} | settings))
-    return folder / "plain", folder / "hostile"
-
-
-def evaluate(folder, tmp_path):  # as `trl-ext evaluate` samples and scores
-    model = load_model(folder)
-    answers = sample(model, IDS, [2], max_new_tokens=8, seed=0)
-    return torch.cat(completion_logprobs(model, IDS, answers, 1.0))
-
-
-def shift(folder, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    trainer = make_dpo_trainer(tmp_path, model, distribution_shift_samples=16)
-    return distribution_shift(trainer, 16)
-
-
-def rollouts(folder, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    args = tiny_config(tmp_path, max_steps=1)
-    reward = {"reward_funcs": length_reward, "processing_class": tiny_tokenizer()}
-    trainer = PPOTrainer(model=model, args=args, train_dataset=prompts(), **reward)
-    trainer.train()
-    assert trainer.eos_token_ids == [2, 7]
-    return [row["completion_ids"].tolist() for row in trainer._buffered_inputs]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("answers", [evaluate, shift, rollouts])
-def test_everyone_who_samples_gives_the_same_with_either(answers, folders, tmp_path):
-    for folder in folders:
-        (tmp_path / folder.name).mkdir()
-    plain, hostile = (answers(str(folder), tmp_path / folder.name) for folder in folders)
-    if isinstance(plain, torch.Tensor):
-        plain, hostile = plain.tolist(), hostile.tolist()
-    assert hostile == plain
 
 
 @pytest.mark.parametrize("what", ["PPO", "DPO"])

@@ -174,9 +174,3 @@ def test_a_rollout_and_its_update_are_those_of_sdpa(build, checkpointing, on_cpu
         torch.testing.assert_close(rows[name], sdpa_rows[name], rtol=1e-4, atol=1e-5)
     for name, weight in sdpa_after.items():
         torch.testing.assert_close(after[name], weight, rtol=1e-4, atol=1e-5)
-
-
-def test_a_cpu_keeps_sdpa(tmp_path):
-    trainer = scripted(make_trainer(tmp_path, max_steps=1))
-    trainer.train()
-    assert trainer.model.config._attn_implementation == "sdpa"

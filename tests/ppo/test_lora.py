@@ -242,21 +242,6 @@ def load_head(folder):
     return load_file(f"{folder}/adapter_model.safetensors")["base_model.model.score.weight"]
 
 
-def test_the_critics_config_is_by_default_a_copy_of_the_policys(tmp_path):
-    config = LoraConfig(**LORA, lora_dropout=0.1, use_rslora=True)
-    before = copy.deepcopy(config.to_dict())
-    trainer = lora_trainer(tmp_path, trainer_kwargs={"peft_config": config, "critic_peft_config": None})
-    adapters = trainer.model.policy.peft_config
-    for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules"):
-        assert getattr(adapters["critic"], name) == getattr(adapters["default"], name) == getattr(config, name)
-    assert adapters["critic"] is not adapters["default"]
-    assert config.to_dict() == before
-    assert not critic_values(trainer).any()
-    shapes = [{n.replace(a, "x"): p.shape for n, p in parameters(trainer, a).items()} for a in ("default", "critic")]
-    shapes[1].pop("x.score.weight")
-    assert shapes[0] == shapes[1]
-
-
 def test_a_given_value_model_is_a_critic_of_its_own(base, tmp_path):
     critic = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     trainer = lora_trainer(tmp_path, trainer_kwargs={"critic_peft_config": None, "value_model": critic})
@@ -323,15 +308,6 @@ def named(*names):
             else get_peft_model(model, lora_configs()[0], adapter_name=name)
         )
     return model
-
-
-def test_an_adapter_of_another_name_beside_the_policys_stays_as_it_is(tmp_path):
-    model = draw(named("default", "style"))
-    model.set_adapter("style")  # which also makes it the one that is trainable
-    trainer = make_trainer(tmp_path, model=model)
-    before = {n: p.detach().clone() for n, p in parameters(trainer, "style").items()}
-    trainer.train()
-    torch.testing.assert_close({n: p.detach() for n, p in parameters(trainer, "style").items()}, before, **EXACT)
 
 
 # ---- Saving ----

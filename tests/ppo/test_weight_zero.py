@@ -101,7 +101,7 @@ RUNS = {
     "plain": {"missing_eos_penalty": 1.0},
     "groups": {"num_generations": 4, "reward_normalization": "group", "reward_group_column": "topic"},
     "tokens": {"reward_normalization": "running", "whiten_rewards": True, "missing_eos_score": -1.0},
-    "lora": {"reward_normalization": "batch"},
+    "lora": {"reward_normalization": "batch", "share_reward_base": False},  # the adapter's base is another model
 }
 
 

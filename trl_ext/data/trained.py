@@ -67,7 +67,7 @@ class TrainedPairs:
         path.parent.mkdir(parents=True, exist_ok=True)
         other.unlink(missing_ok=True)  # the file of an earlier model
         with whole_file(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, pairs=self.pairs, is_complete=np.array(self.is_complete))
+            np.savez(file, pairs=self.pairs, is_complete=self.is_complete)
 
     @classmethod
     def is_in(cls, folder: str | Path) -> bool:

@@ -100,6 +100,7 @@ class ActorCritic(nn.Module):
 
     policy: Any
     critic: Any
+    adapters: Any
 
     def __init__(
         self,
@@ -254,19 +255,16 @@ class ActorCritic(nn.Module):
     @contextmanager
     def disable_adapter(self):
         """Switch all adapters off within the block: the policy is then the base alone, which is the reference."""
-        assert self.adapters is not None
         with self.adapters.use():
             yield
 
     @property
     def active_adapter(self) -> list[str]:
         """Return the names of the active adapters."""
-        assert self.adapters is not None
         return self.adapters.active
 
     def set_adapter(self, names: str | list[str]) -> None:
         """Make the adapters `names` active, and no others."""
-        assert self.adapters is not None
         self.adapters.set(*([names] if isinstance(names, str) else names))
 
     def generate(self, *args: Any, **inputs: Any) -> Any:

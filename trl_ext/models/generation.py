@@ -16,7 +16,7 @@ from ..functional import position_ids
 from ..upstream.temporarily import temporarily
 from .weights import base_model_of
 
-_PAD = 0  # any id will do, since it is masked; a tokenizer's own pad may lie outside the model's vocabulary
+_PAD = 0  # any id would do, since it is masked; a tokenizer's own pad may lie outside the model's vocabulary
 
 
 @contextmanager
@@ -240,8 +240,5 @@ def up_to_eos(ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
 def padded(rows: Sequence[list[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Pad rows of token ids on the "left" or "right"; return (B, L) ids and their (B, L) mask, 1 = real token."""
     tensors = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
-    ids, mask = (
-        pad_sequence(part, batch_first=True, padding_value=value, padding_side=side)
-        for part, value in ((tensors, _PAD), ([torch.ones_like(row) for row in tensors], 0))
-    )
-    return ids, mask
+    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
+    return ids.clamp(min=_PAD), (ids >= 0).long()

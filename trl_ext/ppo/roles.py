@@ -210,6 +210,16 @@ class Rewards:
                     self.functions[i] = loader.placed(load_separately(reward.path, **loader.kwargs), shard=False)
         return heads
 
+    def critics(self) -> list[int]:
+        """Return the indices of models that a critic may start as: with the policy's tokenizer, and not weighed 0."""
+        return [
+            i
+            for i, reward in enumerate(self.functions)
+            if isinstance(reward, (nn.Module, AdapterReward))
+            and not self.only_measures[i]
+            and same_tokenizer(self.tokenizers[i], self.policy_tokenizer)
+        ]
+
     def disable_dropout(self) -> None:
         for reward in self.functions:
             if isinstance(reward, nn.Module):
@@ -329,10 +339,9 @@ def add_critic_adapter(
         head, origin = _on_base(loader, CRITIC, value_model), f"`value_model` {value_model}"
     else:
         add_critic(policy, config)
-        for i, reward_head in heads.items():
-            is_alike = same_tokenizer(rewards.tokenizers[i], rewards.policy_tokenizer)
-            if is_alike and not rewards.only_measures[i] and copy_adapter(policy, f"reward_{i}", CRITIC):
-                head = copy.deepcopy(reward_head).float().requires_grad_(True)
+        for i in rewards.critics():
+            if i in heads and copy_adapter(policy, f"reward_{i}", CRITIC):
+                head = copy.deepcopy(heads[i]).float().requires_grad_(True)
                 origin = f"a copy of reward model '{rewards.names[i]}'"
                 break
     return head, f"an adapter of rank {policy.peft_config[CRITIC].r} on the policy's base, {origin}"
@@ -347,13 +356,10 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
     elif value_model is not None:
         critic, origin = value_model, "`value_model`"
     else:
-        of_each = zip(rewards.functions, rewards.tokenizers, rewards.names, rewards.only_measures, strict=True)
-        for reward, tokenizer, name, only_measures in of_each:
-            is_model = isinstance(reward, nn.Module) and not only_measures
-            if is_model and same_tokenizer(tokenizer, rewards.policy_tokenizer):
-                critic = _critic_from_reward(loader, unwrapped(reward), tokenizer)
-                if critic is not None:
-                    return critic, f"a copy of reward model '{name}'"
+        for i in rewards.critics():
+            critic = _critic_from_reward(loader, unwrapped(rewards.functions[i]), rewards.policy_tokenizer)
+            if critic is not None:
+                return critic, f"a copy of reward model '{rewards.names[i]}'"
         load = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
         critic = critic_from_policy(loader.policy, loader.again(load))
         origin = "the policy's backbone with a zero head"

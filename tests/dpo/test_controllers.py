@@ -78,13 +78,3 @@ def test_sources_are_brought_to_one_scale_after_a_step(tmp_path):
     other = MarginNormalizer(["b", "new", "a"], warmup_pairs=2)
     other.load_state_dict(normalizer.state_dict())
     assert_close(other.factors, expected[[1, 2, 0, 3]])
-
-
-def test_the_pairs_of_all_processes_are_detached_and_on_the_cpu():
-    pairs = Pairs(torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([0.5, 3.0]), torch.tensor([-1, 4]))
-    assert_close(pairs.margins.detach(), torch.tensor([0.5, -1.0]))
-    twice = pairs.gathered(SimpleNamespace(gather=lambda x: torch.cat([x, x])))
-    assert len(twice) == 4 and not twice.chosen.requires_grad
-    assert_close(twice.chosen, pairs.chosen.detach().repeat(2))
-    assert_close(twice.rejected, pairs.rejected.repeat(2))
-    assert_close(twice.sources, pairs.sources.repeat(2))

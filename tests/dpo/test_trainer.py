@@ -169,17 +169,6 @@ def test_the_informed_loss_has_its_own_gradient_only(tmp_path):
     assert ours.loss_weights == [0.5, 0.25]
 
 
-def test_beta_dpo_is_the_formula(tmp_path):
-    trainer = make_trainer(
-        tmp_path, tiny_llama(seed=3), {"ref_model": tiny_llama()}, beta_controller="beta_dpo", beta_dpo_alpha=0.01
-    )
-    loss, rows = first_loss(trainer)
-    margins = torch.tensor([chosen - rejected for chosen, rejected in (log_ratios(trainer, row) for row in rows)])
-    beta = 0.1 * (1 + 0.01 * margins.mean().item())  # M₀ starts at 0
-    assert trainer.beta == pytest.approx(beta, rel=1e-5)
-    assert_close(loss.detach(), -logsigmoid(beta * margins).mean(), rtol=1e-5, atol=0)
-
-
 def test_filtering_is_the_mean_over_the_kept_pairs_and_their_margins(tmp_path):
     model = tiny_llama(seed=3)
     trainer = make_trainer(tmp_path, model, {"ref_model": tiny_llama()}, **BETA_DPO, beta_dpo_alpha=0.01)
@@ -264,16 +253,6 @@ def test_margins_are_normalized_by_source(tmp_path):
     assert beta.mean().item() == pytest.approx(0.1) and beta.max() > 0.11
     assert_close(loss.detach(), -logsigmoid(beta * margins).mean(), rtol=1e-4, atol=0)
     assert trainer.beta == 0.1
-
-
-def test_a_source_of_the_evaluation_only_keeps_the_plain_beta(tmp_path):
-    data = pairs().map(lambda row: {"source": "new"})
-    trainer = make_trainer(tmp_path, trainer_kwargs={"eval_dataset": data}, **NORMALIZED)
-    trainer.train()
-    logs = trainer.evaluate()
-    assert trainer.margin_normalizer.factors[:2].tolist() != [1, 1]
-    margin = logs["eval_logps/chosen_delta"] - (logs["eval_rewards/rejected"] / 0.1)
-    assert logs["eval_rewards/margins"] == pytest.approx(0.1 * margin, rel=1e-4)
 
 
 # ---- Evaluation, metrics, other ways through TRL's method ----

@@ -143,7 +143,7 @@ def test_trl_112s_own_tests(tmp_path, peft, pad_is_known):
     )
     trainer.train()
     trainer.evaluate()
-    critic = dict(trainer.model.value_model.named_parameters())
+    critic = dict(trainer.model.critic.named_parameters())
     assert any(not torch.equal(critic[name], value) for name, value in start["critic"].items())
     policy = dict(trainer.model.policy.named_parameters())
     if peft:
@@ -187,7 +187,7 @@ def test_a_pad_token_out_of_the_vocabulary_changes_nothing(tmp_path):
 def test_a_token_out_of_the_vocabulary_that_is_no_pad_token_raises(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<tool>"])
-    with pytest.raises(ValueError, match="token ids up to 29, but the policy's vocabulary has only 29 .*<tool>"):
+    with pytest.raises(ValueError, match="the tokenizer has more: .*<tool>"):
         PPOTrainer(
             model=tiny_llama(),
             reward_funcs=length_reward,

@@ -84,13 +84,11 @@ def test_a_model_without_a_row_for_a_token_or_with_another_tokenizer_is_refused(
     for folder in ("classifier", "model"):
         tiny_tokenizer(WORDS[::-1]).save_pretrained(tmp_path / folder)
     other = f"was saved with another tokenizer: there '{WORDS[0]}' has the id {ROWS - 1}, not 6"
-    needs = "vocabulary of 20 tokens, .*tokenizer.* has ids up to 28 "
     for kwargs, message in [
-        ({"value_model": few}, f"`value_model` has a {needs}"),
-        ({"reward": few}, f"reward model .* has a {needs}"),
-        ({"value_model": str(tmp_path / "classifier")}, f"`value_model` {other}"),
-        ({"ref_model": str(tmp_path / "model")}, f"`ref_model` {other}"),
-        ({"ref_model": tiny_llama(20)}, "`ref_model` has a vocabulary of 20 tokens, but the policy has 29"),
+        ({"value_model": few}, "`value_model` has no embeddings for tokens"),
+        ({"reward": few}, "reward model .* has a vocabulary of 20 tokens"),
+        ({"value_model": str(tmp_path / "classifier")}, f"`value_model` .*{other}"),
+        ({"ref_model": str(tmp_path / "model")}, f"`ref_model` .*{other}"),
         ({"value_model": many}, ""),
     ]:
         with subtests.test(kwargs=kwargs):

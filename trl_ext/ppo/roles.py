@@ -357,7 +357,8 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
         critic, origin = value_model, "`value_model`"
     else:
         for i in rewards.critics():
-            critic = _critic_from_reward(loader, unwrapped(rewards.functions[i]), rewards.policy_tokenizer)
+            # The reward's own tokenizer: the policy's may have got another pad token since
+            critic = _critic_from_reward(loader, unwrapped(rewards.functions[i]), rewards.tokenizers[i])
             if critic is not None:
                 return critic, f"a copy of reward model '{rewards.names[i]}'"
         load = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)

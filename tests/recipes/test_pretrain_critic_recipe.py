@@ -90,7 +90,6 @@ def test_a_new_adapter_is_drawn_by_the_seed(inputs, tmp_path, monkeypatch):
             {"dataset_name": "no texts.jsonl"},
             "the rollouts have no completion, prompt, and rewards read it: write them",
         ),
-        ({"eval_size": 32}, "`eval_size` 32 leaves none of the 32 rows"),
         ({"reward_funcs": None, "score_column": "points"}, "the rollouts have no column 'points' with scores"),
     ],
     ids=str,

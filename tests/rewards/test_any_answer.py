@@ -1,6 +1,5 @@
 """Answers as attacks: whatever a policy prints, a rule gives a score, raises nothing, and ends."""
 
-import contextlib
 import json
 import re
 import unicodedata
@@ -28,23 +27,7 @@ anything = settings(derandomize=True, deadline=None, max_examples=60, database=N
 
 PIECES = [
     *("a", "A", " ", "\n", "\t", "```", "```json\n", "\n```", '"', "\\", "{", "}", "[", "]", ",", ":", '{"x":', "[1,"),
-    *(
-        "0",
-        "9",
-        "-",
-        ".",
-        "1e",
-        "1e400",
-        "null",
-        "true",
-        "NaN",
-        "\u0301\u0327",
-        "\u200b",
-        "\ufdfa",
-        "漢",
-        "ไ",
-        "\ud83d",
-    ),
+    *("9", "-", ".", "1e400", "null", "NaN", "\u0301\u0327", "\u200b", "\ufdfa", "漢", "\ud83d"),
     *("\x00", "\u2028", "<think>", "kill you", "Score: ", "score", "*", "`", "(", "a{9999999999999999999999}"),
 ]
 # Any text, with halves of surrogate pairs; and a few pieces, each many times
@@ -108,24 +91,20 @@ def test_the_marks_on_a_letter_are_not_sorted_by_the_thousand(monkeypatch):
 
 
 @anything
-@given(values | st.fixed_dictionaries({"choices": st.lists(values | st.fixed_dictionaries({"message": values}))}))
+@given(
+    values
+    | st.fixed_dictionaries({"choices": st.lists(values | st.fixed_dictionaries({"message": values}))})
+    | answers.map(lambda text: {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
+)
 def test_any_answer_of_a_server_is_scores_or_an_error_of_the_service(answer):
     for read in (
         lambda: score_in(answer, (1, 10)),
         *(lambda api=api: scores_in_answer(api, answer, 2, None) for api in PATHS),
     ):
         try:
-            read()
+            assert all(1 <= score <= 10 for score in [read()] if isinstance(score, float))
         except ServiceError as error:
             assert len(str(error)) < 500
-
-
-@anything
-@given(answers)
-def test_any_message_of_a_judge_is_a_score_within_the_scale_or_none(message):
-    answer = {"choices": [{"message": {"content": message}, "finish_reason": "stop"}]}
-    with contextlib.suppress(ServiceError):
-        assert 1 <= score_in(answer, (1, 10)) <= 10
 
 
 turn = st.fixed_dictionaries({"role": plain, "content": plain | values}, optional={"more": values})

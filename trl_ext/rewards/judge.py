@@ -184,8 +184,12 @@ def score_in(answer: Any, scale: tuple[float, float]) -> float:
         if type(score) in (int, float) and scale[0] <= score <= scale[1]:
             return score
     raise ServiceError(
-        f"the judge's message does not end with a score within {scale[0]:g} to {scale[1]:g}: {text[-120:]!r}"
+        f"the judge's message does not end with a score within {scale[0]:g} to {scale[1]:g}: {_end(text)}"
     )
+
+
+def _end(text: str) -> str:
+    return repr(text[-120:])[-120:]  # an escaped character may be ten
 
 
 def choice_in(answer: Any) -> tuple[Any, Any]:
@@ -219,9 +223,9 @@ def message_of(answer: Any) -> str:
     message, ended = choice_in(answer)
     text = message.strip() if isinstance(message, str) else ""
     if ended == "length":  # "Score: 1" may be the beginning of 10
-        raise ServiceError(f"the judge's message was cut off, it ends in {text[-120:]!r}: raise `max_tokens`")
+        raise ServiceError(f"the judge's message was cut off, it ends in {_end(text)}: raise `max_tokens`")
     if ended not in _WHOLE:
-        raise WithheldError(f"the judge's message is not complete (finish_reason {repr(ended)[:40]}): {text[-120:]!r}")
+        raise WithheldError(f"the judge's message is not complete (finish_reason {repr(ended)[:40]}): {_end(text)}")
     return text
 
 

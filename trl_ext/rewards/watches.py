@@ -257,7 +257,9 @@ class ScoreWatch(HoldsRewards, Watch):
         return returned
 
 
-score_watch = ScoreWatch
+def score_watch(reward: Any, **kwargs: Any) -> ScoreWatch:
+    """Make a [`ScoreWatch`] of a reward function."""
+    return ScoreWatch(reward, **kwargs)
 
 
 # ---- Words ----

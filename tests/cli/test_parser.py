@@ -300,7 +300,7 @@ def test_help_describes_ours_and_names_the_rest(capsys):
         return capsys.readouterr().out
 
     text = help_of()
-    assert text.index("--path str") < text.index("--kl_coef float") < text.index("Inherited from trl.RLOOConfig")
+    assert text.index("--path str") < text.index("--kl_coef float") < text.index("Inherited from trl.GRPOConfig")
     assert "  --seed " not in text and "use_cpu" in text and len(text.splitlines()) < 240
     everything = help_of("all")
     names = {f.name for f in fields(PPOConfig)}

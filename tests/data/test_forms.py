@@ -83,7 +83,7 @@ def test_trainers_read_the_prompt_once(stage, row, tmp_path):
     assert made == expected and len(expected) >= 2
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
 @pytest.mark.parametrize("kinds", [(TEXT, CHAT), (CHAT, TEXT)])
 def test_rows_of_text_among_rows_of_messages_are_named(stage, kinds, tmp_path):
     rows = Dataset.from_list([kinds[0], kinds[1], kinds[0]], on_mixed_types="use_json")

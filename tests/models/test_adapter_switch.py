@@ -136,7 +136,6 @@ class ServerGeneration(VLLMGeneration):
 @pytest.fixture
 def vllm(monkeypatch):
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", ServerGeneration)
-    monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)
 
 
 @pytest.mark.slow

@@ -85,7 +85,6 @@ WRONG = [
         "eval_a_obj",
     ),
     ({"value_model": tiny_reward_model(tiny_llama(20))}, "`value_model` has no embeddings for tokens"),
-    ({"ref_model": tiny_llama(20)}, "`ref_model` has a vocabulary of 20 tokens, but the policy has 29"),
     ({"processing_class": tiny_tokenizer([*WORDS, "more", "words"])}, "but the tokenizer has more"),
     ({"config": {"use_ref_model": False, "kl_coef": 0}, "ref_model": tiny_llama()}, "`use_ref_model=False`"),
     ({"config": {"baseline": "mean"}, "value_model": tiny_reward_model(tiny_llama())}, "`baseline='mean'` uses none"),
@@ -131,7 +130,10 @@ def test_a_reward_model_without_a_head_is_refused(tmp_path, what):
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(r=2, task_type="CAUSAL_LM"))
         model.save_pretrained(path := str(tmp_path / "adapter"))
         tiny_tokenizer().save_pretrained(path)
-    with pytest.raises(ValueError, match="no weights for score.weight, so .* random|has no `score` head"):
+    with pytest.raises(
+        ValueError,
+        match="no weights for score.weight|has no `score` head|of task type CAUSAL_LM",
+    ):
         if what == "ModelReward":
             ModelReward(path)
         make(tmp_path, reward_funcs=path)

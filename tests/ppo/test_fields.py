@@ -53,7 +53,6 @@ CHANGED = {  # field -> another value, and what it is read with
     "ratio_band": ([0.999, 1.001], {}),
     "reward_group_column": ("sort", {"reward_normalization": "group", "reward_group_column": "topic"}),
     "reward_normalization": ("running", {}),
-    "reward_reference_column": ("other", {"reward_normalization": "reference"}),
     "stop_token_id": (9, {}),
     "total_episodes": (8, {}),
     "vf_coef": (3.0, {}),

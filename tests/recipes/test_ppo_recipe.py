@@ -76,21 +76,16 @@ def test_missing_arguments_are_named(subtests, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("rows", "more", "message"),
     [
-        ('{"question": "a"}', [], "The train dataset needs a column `prompt` (text or messages) or `input_ids`"),
-        ('{"prompt": "a"}\n{"prompt": null}', [], "row 1: 'prompt' must be text or messages"),
-        ('{"prompt": "a"}', ["--eval_size", "5"], "The train dataset is empty"),
-        ('{"prompt": "a"}', ["--use_vllm", "true"], "needs vLLM, which is not installed: `pip install vllm`"),
+        ('{"prompt": "a"}', [], "The train dataset has fewer prompts than a rollout"),
         (
             '{"prompt": "a"}',
             ["--deepspeed", "z.json"],
             "A setting asks for DeepSpeed, which is not installed: `pip install deepspeed`",
         ),
     ],
-    ids=["columns", "empty", "evaluation", "vllm", "deepspeed"],
+    ids=["few prompts", "deepspeed"],
 )
 def test_mistakes_are_one_line_before_a_model_is_loaded(rows, more, message, tmp_path, capsys, monkeypatch):
-    if "--use_vllm" in more:
-        monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: False)
     if "--deepspeed" in more and importlib.util.find_spec("deepspeed"):
         pytest.skip("DeepSpeed is installed")
     (tmp_path / "data.jsonl").write_text(rows)

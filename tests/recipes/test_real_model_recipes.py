@@ -235,7 +235,6 @@ def test_two_steps(path, standins, tmp_path, monkeypatch):
         flags |= {"total_episodes": str(2 * 4 // training_args.num_ppo_epochs)}  # in two steps
         if training_args.use_vllm:
             monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", VLLMStandIn)
-            monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)
             monkeypatch.setattr("trl_ext.ppo.inputs.check_server", lambda args: None)
             monkeypatch.setattr("trl_ext.ppo.trainer.ServerGuard", lambda trainer: None)
     arguments = ["--config", str(path), *(part for flag, value in flags.items() for part in (f"--{flag}", value))]

@@ -16,7 +16,7 @@ from trl_ext import DPOConfig, PPOConfig
 from trl_ext.cli.arguments import ClassifierArguments, ModelArguments
 from trl_ext.ppo import CriticConfig
 from trl_ext.ppo.config import REFUSED
-from trl_ext.runs.checkpoints import MARKER
+from trl_ext.runs.marker import MARKER
 from trl_ext.stages.trainers import RewardConfig, SFTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ CANNOT = set(
     model_revision lora_modules_to_save lora_target_modules lora_target_parameters lora_task_type
     """.split()
 )
-NOT_TEXT = set("group_columns reward_group_column reward_reference_column".split())
+NOT_TEXT = set("group_columns reward_group_column".split())
 
 
 def text_fields(kinds):

@@ -245,14 +245,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         "none",
         "How scores are standardised, before `reward_clip_range`. `running` uses the mean and standard deviation of "
         "all scores so far, `batch` those of this rollout, `group` those of all scores so far in the row's group. "
-        "`reference` subtracts the mean score of the dataset's demonstrations.",
+        "`reference` subtracts the mean score of the demonstrations in the dataset's column `completion`.",
     )
     reward_clip_range: tuple[float, float] | None = setting(None, "Bounds of the standardised score, as (min, max).")
-    reward_reference_column: str = setting(
-        "completion",
-        "Dataset column with the demonstration.",
-        only_with=("reward_normalization", "reference"),
-    )
     share_reward_base: bool = setting(
         True,
         "Let a reward model that was saved as an adapter use the base of a LoRA policy, which must be the one that it "

@@ -20,7 +20,7 @@ def mean_demonstration_score(trainer: Any) -> float:
         first = start + size * accelerator.process_index
         rows = torch.arange(first, first + size)
         inputs, token_ids = with_prompts([dataset[int(i)] for i in rows % len(dataset)], tokenizer)
-        texts = [row[args.reward_reference_column] for row in inputs]
+        texts = [row["completion"] for row in inputs]
         texts = [text if isinstance(text, str) else text[-1]["content"] for text in texts]
         completion_ids = [
             [*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]

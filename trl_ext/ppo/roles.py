@@ -67,11 +67,6 @@ def check_roles(
             "`critic_peft_config` is for a critic that shares the policy's base. It needs a policy with an adapter "
             "(`peft_config`), and no `value_model`.",
         ),
-        (
-            is_peft and args.sync_ref_model,
-            "`sync_ref_model=True` moves the reference, but a policy with an adapter has a frozen one: the base, or a "
-            "copy of the adapter.",
-        ),
     ]:
         if is_wrong:
             raise ValueError(message)

@@ -134,7 +134,13 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: A
         reference = unpatched_copy(loader.policy, "the reference", loader.again(create_model_from_path))
     else:
         reference = ref_model
-    if vocabulary_of(reference) != vocabulary_of(loader.policy):
+    if vocabulary_of(reference) < vocabulary_of(loader.policy):
+        raise ValueError(
+            f"`ref_model` has embeddings for {vocabulary_of(reference)} tokens, but the policy may sample "
+            f"{vocabulary_of(loader.policy)}, and the reference must score all of them. Leave `ref_model` "
+            "out to use a frozen copy of the policy."
+        )
+    if vocabulary_of(reference) > vocabulary_of(loader.policy):
         check_same_ids("`ref_model`", named(ref_model), tokenizer)
     reference.requires_grad_(False).eval()
     if args.disable_dropout:

@@ -133,7 +133,7 @@ ACTIONS = ["warn", "save", "raise_kl", "stop"]
 # Every action of one monitor, every monitor with the action that does most, every trainer
 CASES = [
     *product([KLBudgetCallback], ACTIONS, [stock_sft]),
-    *product(BAD_NUMBERS.keys() - {KLBudgetCallback}, ["stop"], [stock_sft]),
+    *product([monitor for monitor in BAD_NUMBERS if monitor is not KLBudgetCallback], ["stop"], [stock_sft]),
     *product([KLBudgetCallback], ["stop"], [resumable_sft, our_ppo, our_dpo]),
     *product([KLBudgetCallback], ["raise_kl"], [our_ppo]),
     *product([GoldGapCallback, CanaryCallback], ["stop"], [our_ppo]),  # these two read no log

@@ -196,7 +196,7 @@ def run(workload, inputs, folder, processes, resume=False, parts=1):
         options = GRADIENT if kind == "gradient" else {}
         if kind == "separate":  # a reward model with a base of its own, and a reference that moves
             options = {"reward": [str(inputs / ("reward" if lora else "reward model"))], "share_reward_base": False}
-            options |= {} if lora else {"sync_ref_model": True, "ref_model_sync_steps": 2, "baseline": "gated"}
+            options |= {} if lora else {"baseline": "gated"}
             # Drawn anew, the critic's adapter would be another one under ZeRO-3
             options["trainer_kwargs"] = {"value_model": str(inputs / "reward")} if lora else {}
             options |= CORRECTED  # answers of another engine

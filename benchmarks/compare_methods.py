@@ -430,7 +430,7 @@ def run(of: Draw, name: str, trial: dict[str, Any]) -> dict[str, Any]:
                 found, pairs = of.judged(arm)
                 cost |= {"people": of.args.known if arm.min_agreement > NO_GATE else FEW}
                 cost |= {"judge_calls": found["judged"]["calls"]}
-                row["kappa"] = found["by_name"]["overall"]["kappa"]
+                row["kappa"] = found["known"]["kappa"]
                 options += ["--use_confidence", "true"] if arm.min_agreement > NO_GATE else []
                 row["refused"] = None if found["gate"]["passed"] else found["gate"]["reasons"][0]
             start = time.process_time()

@@ -155,7 +155,7 @@ def gold_margin(prompt: str, one: str, other: str) -> float:
 def label_by(folder: Path, output: Path, biases: dict[str, float], words: Sequence[str] = ()) -> dict:
     """Have a judge label the pairs that `make` wrote in `folder`; return what the `label.json` in `output` has."""
     given = {name: str(folder / f"{name}.{end}") for name, end in (("pairs", "jsonl"), ("labels", "jsonl"))}
-    given |= {name: str(folder / f"{name}.yaml") for name in ("rubric", "constitution")}
+    given["rubric"] = str(folder / "rubric.yaml")
     with (
         serving(judging(**biases)) as url,
         contextlib.redirect_stdout(io.StringIO()),
@@ -172,11 +172,10 @@ def run(folder: Path, name: str) -> list[str]:
     biases, words = JUDGES[name]
     random.seed(name)
     found = label_by(folder, folder / re.sub(r"\W+", "-", name), biases, words)
-    overall, judged, pairs = found["by_name"]["overall"], found["judged"], found["pairs"]
-    row = [name, "{:.2f} ({:.2f} to {:.2f})".format(overall["kappa"], *overall["kappa_interval"])]
-    row += [f"{judged['by_name']['overall'][key]:.0%}" for key in ("ties",)]
-    row += [f"{judged['by_name']['overall']['shown_first']['share']:.0%}"]
-    row += ["{:.0%}, {:.0%}".format(*(found["length"][who]["share"] for who in ("judge", "people")))]
+    known, judged, pairs = found["known"], found["judged"], found["pairs"]
+    row = [name, "{:.2f} ({:.2f} to {:.2f})".format(known["kappa"], *known["kappa_interval"])]
+    row += [f"{judged[key]:.0%}" for key in ("ties", "shown_first")]
+    row += ["{:.0%}, {:.0%}".format(*(known["longer"][who] for who in ("judge", "people")))]
     if pairs is None:
         return [*row, "refused", "–", "–"]
     train = list(read_jsonl(pairs["file"]))

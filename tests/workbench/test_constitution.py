@@ -14,6 +14,7 @@ from tests.rewards.test_judge import says
 from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
 from tests.workbench.test_label import KILLED
 from trl_ext.cli.main import main
+from trl_ext.data import write_rows
 from trl_ext.runs import read_jsonl
 from trl_ext.workbench.feedback.revise import principle_of, turn_of
 
@@ -23,9 +24,8 @@ PRINCIPLES = {"short": "It is short.", "kind": "It is kind."}
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"question {i}"} for i in range(6)]
-    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = [[{"role": "user", "content": f"question {i}"}] for i in range(6)]
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
     (tmp_path / "constitution.yaml").write_text(json.dumps({"version": "3", "principles": PRINCIPLES}))
     return tmp_path
 
@@ -61,8 +61,8 @@ def test_each_round_revises_the_newest_answer_by_another_principle(folder, capsy
 
     with serving(answer) as (url, came):
         words = ["--model_url", url, "--model", "m", "--rounds", "2"]
-        status, printed, _ = run(capsys, *words, "--only_cost", "true", "--price_input", "1", "--price_output", "1")
-        assert status == 0 and not came and "Cost: at most 30 of 30 calls" in printed and "at these prices" in printed
+        status, printed, _ = run(capsys, *words, "--only_cost", "true")
+        assert status == 0 and not came and "Cost: at most 30 of 30 calls" in printed
         status, printed, error = run(capsys, *words)
         assert (status, error) == (0, []) and len(came) == 6 * 5 - 2  # nothing follows what is withheld
         assert run(capsys, *words)[0] == 0 and len(came) == 28
@@ -91,7 +91,7 @@ def test_each_round_revises_the_newest_answer_by_another_principle(folder, capsy
     with pytest.raises(SystemExit) as ended:
         main("label --pairs out/to_judge.jsonl --keep_columns principle critique round revised --rubric rubric.yaml "
              "--judge_url http://127.0.0.1:1 --judge_model m --output_dir judged --min_known 20".split())  # fmt: skip
-    assert ended.value.code == 2 and "there are 8 pairs" in capsys.readouterr().err
+    assert ended.value.code == 1 and "then 8 others: 16 calls" in capsys.readouterr().out
 
 
 def test_a_failed_server_costs_nothing_twice(folder, capsys):
@@ -104,9 +104,7 @@ def test_a_failed_server_costs_nothing_twice(folder, capsys):
     with serving(answer) as (url, came):
         words = ["--model_url", url, "--model", "m", "--max_concurrency", "1"]
         status, _, error = run(capsys, *words, "--retries", "0")
-        assert (
-            status == 2 and "status 503" in error[0] and "8 answers are kept: run the same command again" in error[0]
-        )
+        assert status == 2 and "status 503" in error[0] and "8 answers are kept" in error[0]
         left["count"] = 100
         assert run(capsys, *words)[0] == 0 and len(came) == 6 * 3 + 1
 
@@ -143,39 +141,27 @@ def test_a_local_model_writes_too(folder, capsys):
     tokenizer = tiny_tokenizer([*WORDS, "question"])
     tokenizer.save_pretrained("writer")
     tiny_llama(len(tokenizer), max_position_embeddings=1024).save_pretrained("writer")
-    status, _, error = run(
-        capsys, "--model_name_or_path", "writer", "--use_cpu", "true", "--max_tokens", "200", "--batch_size", "4"
-    )
+    words = ["--model_name_or_path", "writer", "--use_cpu", "true", "--batch_size", "4"]
+    status, _, error = run(capsys, *words, "--max_tokens", "200")
     rows = list(read_jsonl("out/texts.jsonl"))
     answers = [row for row in rows if row["kind"] == "answer"]
     assert len(answers) == 6 and "read" in {row["why"] for row in rows}, error
     assert all(row["tokens"][1] <= 200 and (row["text"] is None) == (row["why"] != "read") for row in rows)
     count = len(rows)
-    run(capsys, "--model_name_or_path", "writer", "--use_cpu", "true", "--max_tokens", "200", "--batch_size", "4")
+    run(capsys, *words, "--max_tokens", "200")
     assert len(list(read_jsonl("out/texts.jsonl"))) == count
     assert (status == 0) == (folder / "out/sft/train.jsonl").exists()
-    run(capsys, "--model_name_or_path", "writer", "--use_cpu", "true", "--max_tokens", "1", "--output_dir", "short")
+    run(capsys, *words, "--max_tokens", "1", "--output_dir", "short")
     rows = list(read_jsonl("short/texts.jsonl"))
-    assert {row["why"] for row in rows} == {"cut or no message", "empty"} and {row["text"] for row in rows} == {None}
+    assert {row["why"] for row in rows} <= {"cut", "empty"} and {row["text"] for row in rows} == {None}
 
 
 def test_what_a_round_sees():
-    row = {"key": "k", "prompt": "p"}
     name = principle_of("k", 1, [*PRINCIPLES], 0)
-    revise = turn_of(row, 2, {0: "a", 1: "c"}, PRINCIPLES, 0)
+    revise = turn_of("k", "p", 2, {0: "a", 1: "c"}, PRINCIPLES, 0)
     assert [message["content"] for message in revise.messages][:2] == ["p", "a"] and revise.principle == name
     assert revise.messages[3]["content"] == "c" and PRINCIPLES[name] in revise.messages[2]["content"]
-    again = turn_of(row, 3, {0: "a", 1: "c", 2: "r"}, PRINCIPLES, 0)
+    again = turn_of("k", "p", 3, {0: "a", 1: "c", 2: "r"}, PRINCIPLES, 0)
     assert [message["content"] for message in again.messages][:2] == ["p", "r"] and again.principle != name
-    assert turn_of(row, 3, {0: "a", 1: "c", 2: None}, PRINCIPLES, 0) is None
-    assert turn_of(row, 2, {0: "a", 1: None}, PRINCIPLES, 0) is None
-
-
-def test_what_is_refused(folder, capsys):
-    for words, said in [
-        ([], "give one model"),
-        (["--model_url", "http://127.0.0.1:1"], "`model_url` needs `model`"),
-        (["--model_name_or_path", "x", "--timeout", "1"], "`timeout` has an effect only with `model_url`"),
-    ]:
-        status, _, error = run(capsys, *words)
-        assert status == 2 and said in error[0], words
+    assert turn_of("k", "p", 3, {0: "a", 1: "c", 2: None}, PRINCIPLES, 0) is None
+    assert turn_of("k", "p", 2, {0: "a", 1: None}, PRINCIPLES, 0) is None

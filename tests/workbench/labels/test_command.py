@@ -73,7 +73,7 @@ def test_what_would_train_wrongly_or_overwrite_the_table_is_refused(table, capsy
         (["--choice_values", "1", "2"], "in row 0, not one of 1, 2"),
         (["--confidence_bound", "0.4"], "`confidence_bound` must be in [0.5, 1]"),
         (["--keep_columns", "weight"], "`keep_columns` names 'weight', but pairs have"),
-        (["--keep_columns", "topic"], "lacks the column(s) 'topic'"),
+        (["--keep_columns", "topic"], "lacks the columns ['topic']"),
         (["--output_dir", str(table.parent)], "holds the table"),
     ):
         assert message in refusal(capsys, table, *words)

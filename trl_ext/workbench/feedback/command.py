@@ -11,53 +11,65 @@ Else no pair is written, and the exit status is 1. The same command goes on wher
 """
 
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...cli.model_names import check_model
 from ...cli.parser import StrictTrlParser, entry_of
 from ...runs import Hold, check_output_dir, check_settings, redacted, setting
 from ...upstream import late_bars, quiet
-from .asking import ask, check_read
-from .criteria import check_is_there
 
-SERVED = (
-    *("judge_model", "judge_temperature", "judge_max_tokens", "judge_extra", "api_key_env", "votes", "timeout"),
-    *("retries", "max_concurrency", "price_input", "price_output"),
-)
-SAMPLED = ("max_prompts", "temperatures", "num_samples", "pairs_per_prompt", "max_completion_length", "top_p")
 OWN = {
-    *"item key prompt response_a response_b chosen rejected confidence share votes".split(),
-    *"judge rubric constitution principles".split(),
-    *(f"{what}_{of}" for what in ("policy", "temperature") for of in ("a", "b", "chosen", "rejected")),
+    *"item key prompt response_a response_b chosen rejected confidence share votes judge rubric".split(),
+    *"policy_a policy_b policy_chosen policy_rejected".split(),
 }
 
 
-@dataclass
-class LabelArguments:
+@dataclass(kw_only=True)
+class AskingArguments:
+    """Declare the arguments that `trl-ext label` and `trl-ext constitution` share: how a model is asked."""
+
+    output_dir: str = field(metadata={"help": "Where all answers, the page and the rows go."})
+    dataset_split: str = setting("train", "Split of the data, or a part of one as `train[:100]`.")
+    api_key_env: str | None = setting(None, "Environment variable that holds the server's key.")
+    timeout: float = setting(120.0, "Seconds for one request.", range="> 0 and finite")
+    retries: int = setting(8, "Further tries of a request that failed or came too fast.", range=">= 0")
+    max_concurrency: int = setting(8, "Requests at once.", range=">= 1")
+    batch_size: int = setting(16, "Sequences at once, of a local model.", range=">= 1")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "dtype of local weights; `auto` is as saved."
+    )
+    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
+    seed: int = setting(0, "Seed of all that is drawn.")
+
+    def served(self, url: str, model: str | None, extra: str | None) -> dict[str, Any]:
+        """Return the arguments of [`~trl_ext.rewards.JudgeReward`] for a server."""
+        names = ("api_key_env", "timeout", "retries", "max_concurrency")
+        given = {"url": url, "model": model, "extra": entry_of(extra) if extra else None}
+        return given | {name: getattr(self, name) for name in names}
+
+    @property
+    def local(self) -> dict[str, Any]:
+        """Return the arguments of a local model."""
+        return {name: getattr(self, name) for name in ("batch_size", "dtype", "use_cpu")}
+
+
+@dataclass(kw_only=True)
+class LabelArguments(AskingArguments):
     """Declare the arguments of `trl-ext label`: the pairs, the judge, its rubric, and people's labels."""
 
     rubric: str = field(
         metadata={"help": "YAML file with `version` and `rubric`, which says what makes an answer good."}
     )
-    output_dir: str = field(metadata={"help": "Where verdicts, the report and the pairs go."})
     pairs: str | None = setting(None, "Pairs: `prompt`, `response_a`, `response_b`, maybe `item`. File or hub name.")
     prompts: str | None = setting(None, "Instead of pairs, prompts that `policies` answer. File or hub name.")
-    dataset_split: str = setting("train", "Split of the pairs or prompts.")
-    max_prompts: int | None = setting(None, "Answer the first so many prompts only.", range=">= 1")
     keep_columns: list[str] | None = setting(None, "Further columns to keep in the training pairs.")
     policies: list[str] | None = setting(None, "Models that answer the prompts: folders or hub names.")
-    temperatures: list[float] = field(
-        default_factory=lambda: [1.0], metadata={"help": "Temperatures at which each policy answers."}
-    )
-    num_samples: int = setting(2, "Answers of each policy at each temperature.", range=">= 1")
-    pairs_per_prompt: int = setting(1, "Pairs that are drawn from a prompt's answers.", range=">= 1")
+    temperature: float = setting(1.0, "Temperature at which policies answer.", range=">= 0")
+    num_samples: int = setting(2, "Answers of each policy to a prompt.", range=">= 1")
     max_completion_length: int = setting(256, "Tokens after which an answer is cut off.", range=">= 1")
-    top_p: float = setting(1.0, "Sample from the likeliest tokens of this total probability.", range="in (0, 1]")
-    constitution: str | None = setting(
-        None, "YAML file with `version` and `principles`: name and text of each. All are judged in one call."
-    )
     judge_url: str | None = setting(None, "Judge behind OpenAI's API: its address, as http://127.0.0.1:8000/v1.")
     judge_model: str | None = setting(None, "Name of the model there.")
     judge_temperature: float = setting(0.0, "Temperature of the judge.", range=">= 0")
@@ -65,11 +77,7 @@ class LabelArguments:
     judge_extra: str | None = setting(
         None, "More keys of the request, in YAML; null removes one: '{max_tokens: null, max_completion_tokens: 256}'."
     )
-    api_key_env: str | None = setting(None, "Environment variable that holds the server's key.")
     votes: int = setting(1, "How often each question is asked in each order of the answers.", range=">= 1")
-    timeout: float = setting(60.0, "Seconds for one request.", range="> 0 and finite")
-    retries: int = setting(8, "Further tries of a request that failed or came too fast.", range=">= 0")
-    max_concurrency: int = setting(8, "Requests at once.", range=">= 1")
     judge_model_name_or_path: str | None = setting(
         None, "Instead of a server a local model, folder or hub name, whose log-probs of A and B are the verdict."
     )
@@ -81,48 +89,28 @@ class LabelArguments:
     min_agreement: float = setting(
         0.6, "Least Cohen's kappa of judge and people. Below it no pair is written.", range="in [0, 1]"
     )
-    price_input: float | None = setting(None, "Price of a million tokens in.", range=">= 0")
-    price_output: float | None = setting(None, "Price of a million tokens out.", range=">= 0")
-    only_cost: bool = setting(False, "Say what it will cost, and ask nothing.")
-    batch_size: int = setting(16, "Sequences at once, of a local judge and of policies.", range=">= 1")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "dtype of local weights; `auto` is as saved."
-    )
-    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
-    seed: int = setting(0, "Seed of samples, pairs, rows for people and intervals.")
 
     def __post_init__(self) -> None:
         check_settings(self)
-        check_is_there(self.rubric, "rubric")
-        if self.constitution is not None:
-            check_is_there(self.constitution, "constitution")
-        for file in self.labels or []:
-            check_is_there(file, "labels")
-        if (self.pairs is None) == (self.prompts is None):
-            raise ValueError("give either `pairs`, or `prompts` with `policies`")
-        if (self.prompts is None) == bool(self.policies):
-            raise ValueError("`prompts` and `policies` belong together: give both, or `pairs` alone")
-        if (self.judge_url is None) == (self.judge_model_name_or_path is None):
-            raise ValueError("give one judge: `judge_url` with `judge_model`, or `judge_model_name_or_path`")
-        check_read(self, SERVED, "judge_url")
-        check_read(self, SAMPLED, "prompts")
-        if self.judge_url and not self.judge_model:
-            raise ValueError("`judge_url` needs `judge_model`, the model's name at that address")
-        if self.votes > 1 and self.judge_temperature == 0:
-            raise ValueError(
+        own = {*(self.keep_columns or ())} & OWN
+        for is_wrong, message in (
+            (
+                (self.pairs is None) == (self.prompts is None) or (self.prompts is None) == bool(self.policies),
+                "give either `pairs`, or `prompts` and `policies`",
+            ),
+            (
+                (self.judge_url is None) == (self.judge_model_name_or_path is None),
+                "give one judge: `judge_url` with `judge_model`, or `judge_model_name_or_path`",
+            ),
+            (
+                self.votes > 1 and self.judge_temperature == 0,
                 f"`votes` {self.votes} are all the same at `judge_temperature` 0: raise `judge_temperature`, or set "
-                "`votes` to 1"
-            )
-        if self.judge_extra is not None and not isinstance(entry_of(self.judge_extra), dict):
-            raise ValueError(f"`judge_extra` must be a YAML mapping such as '{{seed: 1}}', got {self.judge_extra!r}")
-        if any(not temperature >= 0 for temperature in self.temperatures):
-            raise ValueError(f"`temperatures` must be 0 or more, got {self.temperatures}")
-        if self.policies and len(self.policies) * len(self.temperatures) * self.num_samples < 2:
-            raise ValueError("one answer to a prompt makes no pair: raise `num_samples`, or give more policies")
-        if own := {*(self.keep_columns or ())} & OWN:
-            raise ValueError(
-                f"`keep_columns` names {min(own)!r}, but pairs have a column of that name already: rename yours"
-            )
+                "`votes` to 1",
+            ),
+            (own, f"`keep_columns` names {min(own, default='')!r}, which pairs have already: rename yours"),
+        ):
+            if is_wrong:
+                raise ValueError(message)
 
 
 def run(args: LabelArguments) -> dict[str, Any]:
@@ -132,170 +120,120 @@ def run(args: LabelArguments) -> dict[str, Any]:
     Returns:
         The report, which is written, too.
     """
-    from ..labels import agreement_report
-    from ..labels.labelling import answer_key
-    from .criteria import read_criteria
-    from .data import people_choices, rows_for_people, write_for_people
-    from .journal import Journal
-    from .judges import LocalJudge, ServedJudge
-    from .page import write_report
-    from .report import of_all, of_known, training_pairs
+    import numpy as np
 
-    folder, criteria = Path(args.output_dir), read_criteria(args.rubric, args.constitution)
+    from ..labels import krippendorff_alpha
+    from ..labels.labelling import CHOICES, answer_key
+    from .data import most, people_choices, write_for_people
+    from .judges import Journal, LocalJudge, Question, ServedJudge, read_criteria
+    from .report import of_all, of_known, prompt_groups, training_pairs, write_report
+
+    folder, (rubric, rubric_id) = Path(args.output_dir), read_criteria(args.rubric, "rubric")
     judge: Any
     if args.judge_url:
-        judge = ServedJudge(
-            criteria,
-            url=args.judge_url,
-            model=args.judge_model,
-            temperature=args.judge_temperature,
-            max_tokens=args.judge_max_tokens,
-            extra=entry_of(args.judge_extra) if args.judge_extra else None,
-            api_key_env=args.api_key_env,
-            timeout=args.timeout,
-            retries=args.retries,
-            max_concurrency=args.max_concurrency,
-        )
+        settings = args.served(args.judge_url, args.judge_model, args.judge_extra)
+        settings |= {"temperature": args.judge_temperature, "max_tokens": args.judge_max_tokens}
+        judge = ServedJudge(rubric, rubric_id, **settings)
     else:
-        check_model("judge_model_name_or_path", args.judge_model_name_or_path, tokenizer=True)
-        judge = LocalJudge(str(args.judge_model_name_or_path), criteria, args.batch_size, args.dtype, args.use_cpu)
+        judge = LocalJudge(str(args.judge_model_name_or_path), rubric, rubric_id, **args.local)
     journal = Journal(folder / "verdicts.jsonl", judge.identity, ("key", "first", "vote"))
-    if args.judge_url and journal.models:
-        judge.served["model"] = next(iter(journal.models))
-    left_out: dict[str, int] = {}
+
+    def questions(rows: list[dict[str, Any]]) -> list[Question]:
+        """Return all questions about these pairs: each in both orders of its answers, `votes` times in each."""
+        return [
+            Question(row["key"], row["prompt"], (row["response_a"], row["response_b"]), first, vote)
+            for row in rows
+            for vote in range(args.votes)
+            for first in "ab"
+        ]
+
+    def votes_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+        return [journal.rows[each.name] for each in questions([row]) if each.name in journal.rows]
+
+    left_out: Counter[str] = Counter()
     rows = _rows(args, folder, left_out)
-    if len(rows) < args.min_known:
-        raise ValueError(
-            f"there are {len(rows)} pairs, and people must label at least {args.min_known} (`min_known`): give more "
-            "pairs"
-        )
+    write_for_people(folder, rows, max(round(args.known_share * len(rows)), args.min_known), args.seed)
+    counts = people_choices(args.labels or (), rows)
+    people = {key: most(votes) for key, votes in counts.items()}
+    known = [row for row in rows if row["key"] in people]
+    tested = {answer_key(row["prompt"], None) for row in known}  # a prompt is trained on or tested, not both
+    kept = [row for row in rows if answer_key(row["prompt"], None) not in tested]
+    if lost := len(rows) - len(known) - len(kept):
+        left_out["of a prompt that people labelled"] = lost
+    given = np.array([[counts[row["key"]][choice] for choice in CHOICES] for row in known]).reshape(-1, 3)
+    alpha, ends = krippendorff_alpha(given, prompt_groups(known), seed=args.seed)
     report: dict[str, Any] = {
         "judge": args.judge_model or args.judge_model_name_or_path,
-        "rubric": criteria.rubric_id,
-        "constitution": criteria.constitution_id,
-        "principles": list(criteria.principles),
+        "rubric": rubric_id,
         "rows": len(rows),
         "left_out": left_out,
+        "people": {"labels": int(given.sum()), "items": len(known), "alpha": alpha, "alpha_interval": ends},
         "gate": {"passed": False, "reasons": [], "min_agreement": args.min_agreement},
         "pairs": None,
+        "judged": None,
         "settings": redacted(asdict(args)),
     }
-    write_for_people(folder, rows_for_people(rows, args.known_share, args.min_known, args.seed))
-    people, labels = people_choices(args.labels, rows) if args.labels else ({}, None)
-    known, others = ([row for row in rows if (row["key"] in people) == is_known] for is_known in (True, False))
-    if labels is not None:
-        among = agreement_report(labels, args.seed)
-        report["people"] = {name: among[name] for name in ("labels", "items", "alpha", "alpha_interval", "unknown")}
-        report["people"]["annotators"] = len(among["annotators"])
-    tested = {answer_key(row["prompt"], None) for row in known}  # a prompt is trained on or tested, not both
-    kept = [row for row in others if answer_key(row["prompt"], None) not in tested]
-    if len(kept) < len(others):
-        left_out["of a prompt that people labelled"] = len(others) - len(kept)
-    _say_cost(args, judge, journal, known or rows, kept if known else [])
-    if args.only_cost:
-        return report
+    missing = [question for question in questions(known + kept) if question.name not in journal.rows]
+    tokens = sum(len(str(judge.asked(question))) for question in missing) // 4
+    out = f", up to {len(missing) * args.judge_max_tokens:,} out" * bool(args.judge_url)
+    pairs = f"{len(known):,} pairs that people labelled, then {len(kept):,} others"
+    print(f"Cost of {pairs}: {len(missing):,} calls, about {tokens:,} tokens in{out}", flush=True)
+    gate = report["gate"]
     if len(known) < args.min_known:
-        report["gate"]["reasons"] = [
+        gate["reasons"].append(
             f"{len(known)} pairs have a label by people, and `min_known` is {args.min_known}: with fewer, kappa is "
             f"too uncertain (around 0.6 it is known to ±0.22 from 50 pairs, ±0.35 from 20). Have people label "
             f"{folder / 'people.jsonl'} (or label_studio.json, argilla.jsonl), and give their file as --labels"
-        ]
-        _withdraw(folder, report)
-        write_report(folder, report)
-        return report
-    ask(judge.ask_all, journal, _questions(args, known), "Known pairs", args.judge_url)
-    report |= of_known(journal, known, people, criteria.names, args)
-    if report["gate"]["passed"]:
-        ask(judge.ask_all, journal, _questions(args, kept), "Pairs", args.judge_url)
-        try:
-            report["pairs"] = training_pairs(folder, journal, known, kept, people, report, criteria, args)
-        except ValueError as error:  # the verdicts were paid for: the report has them
-            report["gate"] |= {"passed": False, "reasons": [str(error)]}
-    if not report["gate"]["passed"]:
-        _withdraw(folder, report)
-    report["judged"] = of_all(journal, rows, criteria.names, args)
+        )
+    else:
+        journal.ask(judge, questions(known), "Known pairs")
+        report |= of_known(known, people, votes_of, args)
+        gate = report["gate"]
+        if gate["passed"]:
+            journal.ask(judge, questions(kept), "Pairs")
+            report["pairs"] = training_pairs(known, kept, people, votes_of, report, args)
+            if not report["pairs"]["train"]:
+                gate |= {"passed": False, "reasons": [f"no pair is left to train on, of {len(kept)}: give more pairs"]}
+        judged = [votes for votes in map(votes_of, rows) if len(votes) == 2 * args.votes]
+        report["judged"] = of_all(judged)
+    if not gate["passed"]:  # what an earlier run wrote must not be trained on
+        for file in (folder / "pairs").glob("*.jsonl"):
+            file.unlink()
+            gate["reasons"].append(f"{file} was removed: an earlier run wrote it when the gate passed")
     write_report(folder, report)
     return report
 
 
-def _rows(args: LabelArguments, folder: Path, left_out: dict[str, int]) -> list[dict[str, Any]]:
+def _rows(args: LabelArguments, folder: Path, left_out: Counter[str]) -> list[dict[str, Any]]:
     """Return the pairs to judge, given or sampled, and write them as `queue.jsonl`."""
-    from ...data import write_rows
-    from ..evaluate.data import Sampling, load_prompts
+    from ...data import load_dataset_split, write_rows
     from .data import load_pairs, sample_pairs
 
     keep = args.keep_columns or []
     if args.pairs:
         rows = load_pairs(args.pairs, args.dataset_split, keep, left_out)
     else:
-        for policy in args.policies or []:
-            check_model("policies", policy, tokenizer=True)
-        prompts = load_prompts(str(args.prompts), None, args.dataset_split, args.max_prompts)
-        if missing := [name for name in keep if name not in prompts.column_names]:
-            raise ValueError(f"`keep_columns`: the prompts have no column {', '.join(map(repr, missing))}")
-        given: dict[str, Any] = {each.name: getattr(args, each.name, 1.0) for each in fields(Sampling)}
-        rows = sample_pairs(prompts, args, Sampling(**given), folder / "answers", keep, left_out)
+        prompts = load_dataset_split(str(args.prompts), args.dataset_split, columns=("prompt", *keep))
+        rows = sample_pairs(prompts, args, folder / "answers", left_out)
     write_rows(folder / "queue.jsonl", [{k: v for k, v in row.items() if k != "key"} for row in rows])
     return rows
 
 
-def _withdraw(folder: Path, report: dict[str, Any]) -> None:
-    """Remove the files of pairs that an earlier run wrote, when the judge passed the gate; keep the verdicts."""
-    if old := sorted((folder / "pairs").glob("*.jsonl")):
-        for file in old:
-            file.unlink()
-        report["gate"]["reasons"].append(
-            f"{folder / 'pairs'} was removed: an earlier run wrote it when the gate passed"
-        )
-
-
-def _questions(args: LabelArguments, rows: list[dict[str, Any]]) -> list[Any]:
-    """Return all questions about these pairs: each pair in both orders of its answers, `votes` times in each."""
-    from .judges import Question
-
-    return [
-        Question(row["key"], row["prompt"], (row["response_a"], row["response_b"]), first, vote)
-        for row in rows
-        for vote in range(args.votes)
-        for first in "ab"
-    ]
-
-
-def _say_cost(args: LabelArguments, judge: Any, journal: Any, first: list[dict], then: list[dict]) -> None:
-    """Print the cost of the questions that have no answer yet, in calls, tokens and money: of `first`, then `then`."""
-    from .figures import money
-
-    for rows, what in ((first, "pairs"), (then, "further pairs, if people agree with the judge")):
-        if not rows:
-            continue
-        questions = _questions(args, rows)
-        missing = journal.missing(questions)
-        tokens = sum(len(str(judge.asked(question))) for question in missing) // 4
-        out = len(missing) * args.judge_max_tokens if args.judge_url else 0
-        done = f" ({len(questions) - len(missing):,} are answered)" if len(missing) < len(questions) else ""
-        said = f"Cost of {len(rows):,} {what}: {len(missing):,} calls{done}, about {tokens:,} tokens in"
-        if args.judge_url:
-            said += f", up to {out:,} out, more where the judge is asked again"
-            prices = (args.price_input, args.price_output)
-            if None in prices:
-                said += "; for a price give --price_input and --price_output"
-            else:
-                said += f"; about {money(tokens, out, *prices):,.2f} at these prices"
-        print(said, flush=True)
-
-
-def main(arguments: list[str] | None = None) -> None:
+def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments: list[str] | None) -> Any:
+    """Parse a command's arguments, and run it while nobody else writes to its folder; return arguments and result."""
     quiet()
-    parser = StrictTrlParser(LabelArguments, without_arguments=__doc__)
+    parser = StrictTrlParser(kind, without_arguments=doc)
     (args,) = parser.parse_args_and_config(arguments)
     late_bars()
     with parser.one_line_errors(ValueError, OSError, ImportError, RuntimeError):
         check_output_dir(args.output_dir, "false")
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         with Hold(args.output_dir):
-            report = run(args)
-    if args.only_cost:
-        return
+            return args, run(args)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args, report = carried_out(LabelArguments, __doc__, run, arguments)
     from .report import sentences
 
     for sentence in sentences(report):
@@ -303,7 +241,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"Report: {Path(args.output_dir) / 'label.html'}")
     if not report["gate"]["passed"]:
         for reason in report["gate"]["reasons"]:
-            print(f"{parser.prog}: refused: {' '.join(reason.split())}", file=sys.stderr)
+            print(f"trl-ext label: refused: {reason}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -1,17 +1,26 @@
-"""Ask a judge which of two answers is better, overall and by each principle. It is a server or a local model."""
+"""Ask a model, served or local, whatever the journal has no answer to; a judge, which of two answers is better."""
 
 import hashlib
 import json
+import math
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm.auto import tqdm
+
+from ...cli.parser import read_yaml
+from ...models import completion_logprobs, load_model, load_tokenizer, path_identity, prompt_token_ids
 from ...rewards import (
     DATA_ALONE,
     Call,
     JudgeReward,
     RefusedError,
+    RewardFailed,
     ServiceError,
     WithheldError,
     conversation,
@@ -21,21 +30,18 @@ from ...rewards import (
     verdicts_in,
     well_formed,
 )
-from .asking import LocalModel
-from .criteria import OVERALL, Criteria
+from ...runs import read_jsonl
 
-INSTRUCTIONS = f"""You compare two answers to a prompt.
+TASK = f"""You compare two answers to a prompt.
 
 {{rubric}}
 
-{{task}}
+Say "A" if the first answer is better, "B" if the second one is, and "tie" if neither is.
 
-{DATA_ALONE}{{reply}}"""
-TASK = 'Say "A" if the first answer is better, "B" if the second one is, and "tie" if neither is.'
-PRINCIPLES = 'Say so for each of these principles alone, and as "{overall}" for all that is said above:\n{each}'
+{DATA_ALONE}{{{{"overall": VERDICT}}}}"""
 LOCAL = f"""You compare two answers to a prompt.
 
-{{criterion}}
+{{rubric}}
 
 {DATA_ALONE.partition(chr(10) * 2)[0]}
 
@@ -47,6 +53,190 @@ _FOREVER = 1e8  # seconds: no deadline is needed, since a server that cannot be 
 _MESSAGE = 500  # most characters of a judge's message that are kept
 
 
+def read_criteria(path: str, key: str) -> tuple[Any, str]:
+    """
+    Return the value of `key` in a YAML file that has this key and `version`; and `VERSION@HASH` of the file.
+
+    Raises:
+        ValueError: the file has no such key, or no version.
+    """
+    content = Path(path).read_bytes()
+    found = read_yaml(content.decode())
+    if not isinstance(found, dict) or not found.get("version") or not found.get(key):
+        raise ValueError(f"{path} must have `version` and `{key}`, got {str(found)[:60]!r}")
+    return found[key], f"{found['version']}@{hashlib.sha256(content).hexdigest()[:12]}"
+
+
+def identity_of(*said: Any) -> str:
+    """Hash all that a model's answers depend on."""
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+class Journal:
+    """
+    Append answers to a file of JSON lines as soon as they are known: nothing is asked twice, not even after `kill -9`.
+
+    Args:
+        path: the file.
+        by: identity of the model, and of all else that its answers depend on.
+        names: keys of a row whose values together name the question.
+
+    Raises:
+        ValueError: the file has answers by another model, rubric, constitution or setting.
+    """
+
+    def __init__(self, path: Path, by: str, names: Sequence[str]):
+        self.by, self.names, self._lock = by, names, threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):  # the line that a killed run was writing
+            self._file.write("\n")
+        found = list(read_jsonl(path))
+        if others := sum(row.get("by") != by for row in found):
+            raise ValueError(
+                f"{path} has {others} answers that were made with another model, rubric, constitution or model "
+                "setting: choose another `output_dir`, or go back to the earlier model and settings"
+            )
+        self.rows: dict[tuple, dict[str, Any]] = {tuple(row[name] for name in names): row for row in found}
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Write a row, from any thread; the operating system has it when this returns."""
+        with self._lock:
+            self._file.write(json.dumps({**row, "by": self.by}, ensure_ascii=False) + "\n")
+            self._file.flush()
+            self.rows[tuple(row[name] for name in self.names)] = row
+
+    def ask(self, model: Any, questions: list[Any], what: str) -> None:
+        """
+        Ask the questions that have no answer in the journal yet, with a progress bar.
+
+        Args:
+            model: a `Served` or a `LocalModel`.
+            questions: all questions, each with a `name`.
+            what: what the progress bar calls the questions.
+
+        Raises:
+            RuntimeError: the model cannot be reached, or refuses to answer. The answers so far are kept.
+        """
+        model.served = next((row["model"] for row in self.rows.values() if "model" in row), None)
+        missing = [question for question in questions if question.name not in self.rows]
+        with tqdm(total=len(missing), desc=what, unit="call", disable=not missing) as bar:
+
+            def done(row: dict[str, Any]) -> None:
+                self.add(row)
+                bar.update()
+
+            try:
+                model.answer_all(missing, done)
+            except RewardFailed as error:
+                kept = f"{len(self.rows):,} answers are kept: run the same command again to go on"
+                raise RuntimeError(f"the model at {model.url}: {error.__cause__}. {kept}") from error
+
+
+class Served(JudgeReward):
+    """
+    Ask a language model behind an OpenAI-compatible API, several requests at once; stop if the model changes.
+
+    A subclass has `answer`, which asks a question and returns the journal's row.
+
+    Args:
+        **settings: arguments of [`~trl_ext.rewards.JudgeReward`].
+    """
+
+    served: str | None = None  # the model that the server named first
+    answer: Callable[[Any], dict[str, Any]]
+
+    def answer_all(self, questions: Sequence[Any], done: Callable[[dict[str, Any]], None]) -> None:
+        """
+        Ask the questions, and call `done` with each row for the journal as soon as it is known.
+
+        Raises:
+            RewardFailed: a question failed, for the cause that it has; no further question is asked.
+        """
+        until = time.monotonic() + _FOREVER
+        self.check(self.ask(lambda question: done(self.answer(question)), questions, until))
+
+    def say(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        """
+        Ask for one message; return its `text`, or None and `why` there is none, with `message`, `tokens` and `model`.
+
+        Raises:
+            ServiceError: the server cannot be reached, has refused all requests, or names another model than before.
+        """
+        try:
+            answer = self.completion(messages, Call(time.monotonic() + self.deadline))
+        except RefusedError as error:
+            if self.served is None:  # nothing was ever answered: the settings must be wrong
+                raise ServiceError(str(error)) from error
+            return {"text": None, "why": "refused", "message": str(error), "tokens": [0, 0]}
+        now = str(answer.get("model"))
+        self.served = self.served or now
+        if now != self.served:
+            raise ServiceError(
+                f"the server answered as the model {self.served} and now answers as {now}, so answers of both would "
+                "be mixed: serve the first one again, or choose another `output_dir`"
+            )
+        usage = answer.get("usage") or {}
+        kept = {"tokens": [usage.get(f"{part}_tokens", 0) for part in ("prompt", "completion")], "model": now}
+        try:
+            text = message_of(answer)
+            return {"text": text or None, "why": "read" if text else "empty", "message": text, **kept}
+        except WithheldError as error:
+            return {"text": None, "why": "withheld", "message": str(error), **kept}
+        except ServiceError as error:
+            return {"text": None, "why": "cut", "message": str(error), **kept}
+
+
+class LocalModel:
+    """
+    Ask a causal language model on this machine, in batches. Its weights are loaded when they are first needed.
+
+    A subclass has `asked`, the messages of a question, and `answers`, the rows for the journal of a batch.
+
+    Args:
+        path: folder or hub name of the model.
+        room: tokens of an answer; with a longer prompt than leaves this room, a question is not asked.
+        batch_size: questions in one batch.
+        dtype: dtype of the weights; `auto` is what they were saved in.
+        use_cpu: use no GPU, even where there is one.
+    """
+
+    url = "this machine"
+    asked: Callable[[Any], list[dict[str, str]]]
+    answers: Callable[[list[tuple[Any, list[int]]]], Iterable[dict[str, Any]]]
+
+    def __init__(self, path: str, room: int, batch_size: int, dtype: str, use_cpu: bool):
+        self.path, self.room, self.batch_size, self.dtype, self.use_cpu = path, room, batch_size, dtype, use_cpu
+        self.tokenizer = load_tokenizer(path)
+        self.weights = path_identity(path)
+
+    @cached_property
+    def model(self) -> Any:
+        return load_model(self.path, "cpu" if self.use_cpu else None, dtype=self.dtype)
+
+    def prompt(self, question: Any) -> Any:
+        """Return a question as messages, or as text for a model without a chat template."""
+        messages, roles = self.asked(question), {"user": "Question", "assistant": "Answer"}
+        if self.tokenizer.chat_template is not None:
+            return messages
+        turns = [f"{roles.get(turn['role'], turn['role'])}: {text_of([turn])}" for turn in messages]
+        return "\n\n".join([*turns, "Answer:"])
+
+    def answer_all(self, questions: Sequence[Any], done: Callable[[dict[str, Any]], None]) -> None:
+        """Ask the questions in batches, and call `done` with each row for the journal."""
+        for start in range(0, len(questions), self.batch_size):
+            context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+            batch = []
+            for question in questions[start : start + self.batch_size]:
+                (ids,) = prompt_token_ids(self.tokenizer, [self.prompt(question)])
+                if len(ids) + self.room > context:
+                    done(question.row(None, why="too long", message=f"{len(ids)} tokens, the context has {context}"))
+                else:
+                    batch.append((question, ids))
+            for row in self.answers(batch) if batch else ():
+                done(row)
+
+
 class Question(NamedTuple):
     """
     Ask for one verdict on a pair of answers.
@@ -54,14 +244,14 @@ class Question(NamedTuple):
     Args:
         key: name of the pair.
         prompt: the prompt, text or messages.
-        answers: answers a and b.
+        pair: answers a and b.
         first: "a" or "b", the answer that is shown first.
         vote: number of the repetition of the same question: 0, 1, …
     """
 
     key: str
     prompt: Any
-    answers: tuple[Any, Any]
+    pair: tuple[Any, Any]
     first: str
     vote: int
 
@@ -72,247 +262,107 @@ class Question(NamedTuple):
     @property
     def parts(self) -> dict[str, str]:
         """Return tag → text for the texts that a judge reads: the prompt, the first and the second answer."""
-        a, b = (well_formed(text_of(answer)) for answer in self.answers)
+        a, b = (well_formed(text_of(answer)) for answer in self.pair)
         first, second = (a, b) if self.first == "a" else (b, a)
         return {"prompt": conversation(self.prompt), "first-answer": first, "second-answer": second}
 
-
-def outcome(
-    question: Question, found: Mapping[str, float] | None, why: str = "read", message: str = "", **more: Any
-) -> dict[str, Any]:
-    """
-    Return the journal's row for a question.
-
-    Args:
-        question: what was asked.
-        found: name → how sure the judge is that the answer shown first is better, 0 to 1; None without a verdict. The
-            row has as `a_is_better` how sure the judge is that answer a is better.
-        why: "read", or why there is no verdict.
-        message: the judge's message.
-        **more: further entries of the row.
-    """
-    turned = found and {name: p if question.first == "a" else 1 - p for name, p in found.items()}
-    named = {"key": question.key, "first": question.first, "vote": question.vote}
-    return {**named, "a_is_better": turned or None, "why": why, "message": message[:_MESSAGE], **more}
-
-
-class Served(JudgeReward):
-    """
-    Ask a language model behind an OpenAI-compatible API, several requests at once; raise if the model changes.
-
-    Args:
-        **settings: arguments of [`~trl_ext.rewards.JudgeReward`].
-    """
-
-    def __init__(self, **settings: Any):
-        super().__init__(**settings)
-        self.served: dict[str, str | None] = {}  # "model": the model that the server named first
-
-    def work_on(self, jobs: Sequence[Any], function: Callable[[Any], None]) -> None:
+    def row(self, verdict: float | None, why: str = "read", message: str = "", **more: Any) -> dict[str, Any]:
         """
-        Call `function(job)` for each job, several at once.
+        Return the journal's row.
 
-        Raises:
-            Exception: the first error of a job. After an error no further job is begun.
+        Args:
+            verdict: how sure the judge is that the answer shown first is better, 0 to 1; None without a verdict. The
+                row has as `a_is_better` how sure the judge is that answer a is better.
+            why: "read", or why there is no verdict.
+            message: the judge's message.
+            **more: further entries of the row.
         """
-        errors: list[Exception] = []
-
-        def work(job: Any) -> None:
-            if errors:  # a job in another thread has failed, and `ask` has not noticed yet
-                return
-            try:
-                function(job)
-            except Exception as error:
-                errors.append(error)
-                raise
-
-        self.ask(work, jobs, time.monotonic() + _FOREVER)
-        if errors:
-            raise errors[0]
-
-    def chat(self, messages: list[dict[str, str]], call: Call) -> Any:
-        """
-        Send messages to the model, and return the server's answer.
-
-        Raises:
-            RefusedError: the server refuses these messages, but has answered others.
-            ServiceError: the server cannot be reached, has refused all requests, or names another model than before.
-        """
-        try:
-            answer = self.completion(messages, call)
-        except RefusedError as error:
-            if self.served:
-                raise
-            raise ServiceError(str(error)) from error  # nothing was ever answered: the settings must be wrong
-        now = answer["model"] if isinstance(answer.get("model"), str) else None
-        if (first := self.served.setdefault("model", now)) != now:
-            raise ServiceError(
-                f"the server answered as the model {first or '(not named)'} and now answers as "
-                f"{now or '(not named)'}, so answers of both would be mixed: serve the first one again, or choose "
-                "another `output_dir`"
-            )
-        return answer
+        turned = verdict if verdict is None or self.first == "a" else 1 - verdict
+        named = {"key": self.key, "first": self.first, "vote": self.vote}
+        return {**named, "a_is_better": turned, "why": why, "message": message[:_MESSAGE], **more}
 
 
 class ServedJudge(Served):
     """
-    Ask a served model for verdicts. One request asks for the verdicts by all principles, and overall.
+    Ask a served model for verdicts.
 
     Args:
-        criteria: what to judge by.
+        rubric: what to judge by.
+        rubric_id: version and hash of the rubric.
         **settings: arguments of [`~trl_ext.rewards.JudgeReward`].
     """
 
-    def __init__(self, criteria: Criteria, **settings: Any):
-        super().__init__(rubric=criteria.rubric, compare="response_b", **settings)
-        self.criteria = criteria
+    def __init__(self, rubric: str, rubric_id: str, **settings: Any):
+        super().__init__(rubric=rubric, **settings)
+        self.rubric_id = rubric_id
 
     @property
     def identity(self) -> str:
-        """Return a hash of all that the verdicts depend on: the server, the model, the criteria and our requests."""
-        said = [self.url, self.model, self.criteria.rubric_id, self.criteria.constitution_id, self.settings]
-        return hashlib.sha256(json.dumps([*said, INSTRUCTIONS, TASK, PRINCIPLES], sort_keys=True).encode()).hexdigest()
+        return identity_of(self.url, self.model, self.rubric_id, self.settings, TASK)
 
     def asked(self, question: Question) -> list[dict[str, str]]:
         """Return the messages that ask a question; its texts stand between tags that have a random number."""
-        nonce, principles, task = secrets.token_hex(8), self.criteria.principles, TASK
-        if principles:
-            each = "\n".join(f"- {name}: {text}" for name, text in principles.items())
-            task += "\n\n" + PRINCIPLES.format(overall=OVERALL, each=each)
-        reply = "{" + ", ".join(f'"{name}": VERDICT' for name in self.criteria.names) + "}"
-        rules = INSTRUCTIONS.format(rubric=self.rubric.strip(), task=task, nonce=nonce, reply=reply)
+        nonce = secrets.token_hex(8)
+        rules = TASK.format(rubric=self.rubric.strip(), nonce=nonce)
         return [{"role": "system", "content": rules}, {"role": "user", "content": tagged(question.parts, nonce)}]
 
-    def ask_all(self, questions: Sequence[Question], done: Callable[[dict[str, Any]], None]) -> None:
-        """
-        Ask the questions, several at once, and call `done` with each row for the journal as soon as it is known.
-
-        Raises:
-            ServiceError: the server cannot be reached, has refused all requests, or names another model than before;
-                no further question is asked.
-        """
-        self.work_on(questions, lambda question: done(self.verdict(question)))
-
-    def verdict(self, question: Question) -> dict[str, Any]:
-        """
-        Ask one question, and return the journal's row for it.
-
-        If the message has no verdict, ask again, up to `parse_retries` times.
-        """
+    def answer(self, question: Question) -> dict[str, Any]:
+        """Ask a question; if the message has no verdict, ask again, up to `parse_retries` times."""
         if error := self.too_long(*question.parts.values()):
-            return outcome(question, None, "too long", str(error))
-        call, tokens, why, message = Call(time.monotonic() + self.deadline), [0, 0], "", ""
-        started = time.monotonic()
-        for asked in range(1, self.parse_retries + 2):
-            try:
-                answer = self.chat(self.asked(question), call)
-            except RefusedError as error:
-                return outcome(question, None, "refused", str(error))
-            for place, count in enumerate(usage_of(answer)):
-                tokens[place] += count
-            seconds = round(time.monotonic() - started, 3)
-            kept: dict[str, Any] = {"tokens": tokens, "asked": asked, "seconds": seconds, **self.served}
-            try:
-                message = message_of(answer)
-                return outcome(question, read(message, self.criteria.names), message=message, **kept)
-            except WithheldError as error:
-                why, message = "withheld", str(error)
-            except NoVerdict as error:
-                why = str(error)
-            except ServiceError as error:  # the message was cut off
-                why, message = "unreadable", str(error)
-        return outcome(question, None, why, message, **kept)
+            return question.row(None, why="too long", message=str(error))
+        tokens = []
+        for _ in range(self.parse_retries + 1):
+            said = self.say(self.asked(question))
+            tokens.append(said.pop("tokens"))
+            verdict = verdict_in(said.pop("text") or "")
+            if verdict is not None or said["why"] == "refused":
+                break
+        if verdict is None and said["why"] in ("read", "empty"):
+            said["why"] = "unreadable"
+        return question.row(verdict, **said, tokens=[*map(sum, zip(*tokens, strict=True))], asked=len(tokens))
 
 
-class NoVerdict(ServiceError):
-    """Say that a message lacks verdicts: "incomplete" if it has some of them, "unreadable" if it has none."""
-
-
-def read(message: str, names: Iterable[str]) -> dict[str, float]:
-    """
-    Return the verdicts in a judge's message: name → 1 if the first answer is better, 0 if the second, 0.5 for a tie.
-
-    Raises:
-        NoVerdict: neither the message nor its last line is a JSON object, or the object lacks the verdict of a name.
-    """
+def verdict_in(message: str) -> float | None:
+    """Return 1 if a judge's message, or its last line, says that the first answer is better, 0 for the second."""
     for part in verdicts_in(message):
         try:
             found = json.loads(part)
         except (ValueError, RecursionError):
             continue
         if isinstance(found, Mapping):
-            said = {str(name).strip().lower(): str(value).strip().lower() for name, value in found.items()}
-            known = {name: _CHOICES[said[name]] for name in names if said.get(name) in _CHOICES}
-            if set(known) == set(names):
-                return known
-            raise NoVerdict("incomplete" if known else "unreadable")
-    raise NoVerdict("unreadable")
-
-
-def usage_of(answer: Any) -> tuple[int, int]:
-    """Return how many tokens a request has, and how many its answer, as the server reports them; 0 if it does not."""
-    usage = answer.get("usage") if isinstance(answer, dict) else None
-    counts = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
-    first, second = (count if type(count) is int and count >= 0 else 0 for count in counts)
-    return first, second
+            return _CHOICES.get(str(found.get("overall")).strip().lower())
+    return None
 
 
 class LocalJudge(LocalModel):
     """
-    Judge by the log-probs that a causal language model gives to the letters "A" and "B", with a prompt for each name.
+    Judge by the log-probs that a causal language model gives to the letters "A" and "B".
 
     Args:
-        criteria: what to judge by.
+        rubric: what to judge by.
+        rubric_id: version and hash of the rubric.
         path, batch_size, dtype, use_cpu: see [`LocalModel`].
     """
 
-    def __init__(self, path: str, criteria: Criteria, batch_size: int, dtype: str, use_cpu: bool):
-        from ...models import path_identity
+    def __init__(self, path: str, rubric: str, rubric_id: str, batch_size: int, dtype: str, use_cpu: bool):
+        super().__init__(path, 1, batch_size, dtype, use_cpu)
+        self.rubric, self.identity = rubric, identity_of(self.weights, rubric_id, dtype, LOCAL)
+        space = " " if self.tokenizer.chat_template is None else ""
+        self.letters = [self.tokenizer(space + letter, add_special_tokens=False)["input_ids"] for letter in "AB"]
+        if self.letters[0] == self.letters[1]:
+            raise ValueError(f"{path}: its tokenizer gives A and B the same tokens: take another model")
 
-        super().__init__(path, batch_size, dtype, use_cpu)
-        self.criteria = criteria
-        said = [path_identity(path), criteria.rubric_id, criteria.constitution_id, dtype, LOCAL]
-        self.identity = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-        letters = [f"{'' if self.is_chat else ' '}{letter}" for letter in "AB"]
-        self.letters = [self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in letters]
-        if self.letters[0] == self.letters[1] or not all(self.letters):
-            raise ValueError(
-                f"`judge_model_name_or_path` {path}: its tokenizer gives A and B the same tokens: take another model"
-            )
+    def asked(self, question: Question) -> list[dict[str, str]]:
+        """Return the messages that ask a question; the number in the tags is a hash, so they are always the same."""
+        nonce = identity_of(question.parts, self.identity)[:16]
+        text = LOCAL.format(rubric=self.rubric.strip(), nonce=nonce, material=tagged(question.parts, nonce))
+        return [{"role": "user", "content": text}]
 
-    def asked(self, question: Question) -> list[Any]:
-        """
-        Return the prompt for each name, as text or as messages.
-
-        The number in the tags is a hash, not random: the same question always has the same prompt.
-        """
-        nonce = hashlib.sha256(json.dumps([question.parts, self.identity]).encode()).hexdigest()[:16]
-        criteria = {**self.criteria.principles, OVERALL: self.criteria.rubric}
-        texts = [
-            LOCAL.format(criterion=criteria[name], nonce=nonce, material=tagged(question.parts, nonce))
-            for name in self.criteria.names
+    def answers(self, batch: list[tuple[Question, list[int]]]) -> Iterable[dict[str, Any]]:
+        """Return the rows for the journal of a batch: P(A) of A and B."""
+        prompts = [ids for _, ids in batch for _ in self.letters]
+        logprobs = completion_logprobs(self.model, prompts, self.letters * len(batch))[0].sum(1)
+        first = logprobs.double().view(-1, 2).softmax(-1)[:, 0].tolist()
+        return [
+            question.row(p, tokens=[len(ids), 0], asked=1) for (question, ids), p in zip(batch, first, strict=True)
         ]
-        return [[{"role": "user", "content": text}] if self.is_chat else f"{text}\nAnswer:" for text in texts]
-
-    def ask_all(self, questions: Sequence[Question], done: Callable[[dict[str, Any]], None]) -> None:
-        """Ask the questions in batches, and call `done` with each row for the journal."""
-        from ...models import completion_logprobs, prompt_token_ids
-
-        names = self.criteria.names
-        for start in range(0, len(questions), size := max(self.batch_size // (2 * len(names)), 1)):
-            batch = []
-            for question in questions[start : start + size]:
-                ids = prompt_token_ids(self.tokenizer, self.asked(question))
-                longest = max(map(len, ids)) + max(map(len, self.letters))
-                if longest > self.context:
-                    done(outcome(question, None, "too long", f"{longest} tokens, the context has {self.context}"))
-                else:
-                    batch.append((question, ids))
-            if not batch:
-                continue
-            prompts = [each for _, ids in batch for each in ids for _ in self.letters]
-            logprobs = completion_logprobs(self.model, prompts, self.letters * (len(prompts) // 2))[0].sum(1)
-            first = logprobs.double().view(len(batch), len(names), 2).softmax(-1)[..., 0].tolist()  # P(A) of A and B
-            for (question, ids), found in zip(batch, first, strict=True):
-                tokens = [sum(map(len, ids)), 0]
-                done(outcome(question, dict(zip(names, found, strict=True)), tokens=tokens, asked=len(names)))

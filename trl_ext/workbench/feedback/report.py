@@ -1,226 +1,267 @@
-"""Assemble the report: how far the judge agrees with people, its biases, and the training pairs."""
+"""Compare a judge with people, make training pairs of its verdicts, and write the report and its page."""
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+import numpy as np
+import pandas as pd
 
 from ...data import write_rows
 from ...rewards import text_of
-from ..pages.markup import percent, with_interval
-from .criteria import OVERALL, Criteria
-from .figures import agreement, choice_of, confidence, longer_wins, noise, shown_first, spent
-from .journal import Journal
+from ...runs import write_text
+from ..labels.agreement import cohen_kappa, resampled
+from ..labels.agreement import with_interval as estimate
+from ..labels.labelling import CHOICES
+from ..pages.markup import number, percent, render, shown_answer, shown_prompt, with_interval
 
 _READ = 100  # most pairs that `to_read` has
+_SIDES = {"a": ("response_a", "response_b"), "b": ("response_b", "response_a")}
 
 
-def votes_of(journal: Journal, row: dict[str, Any], votes: int) -> list[dict[str, Any]]:
-    """Return the verdicts about a pair that the journal has: up to `votes` for each order of the two answers."""
-    names = [(row["key"], first, vote) for first in "ab" for vote in range(votes)]
-    return [journal.rows[name] for name in names if name in journal.rows]
+def choice_of(votes: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
+    """
+    Return a pair's winner, and the share of the verdicts that are for the winner.
+
+    An answer is the winner if the mean verdict is for it in both orders, shown first and shown second. Else the pair
+    is a tie. A question without a verdict counts as a verdict of 0.5.
+
+    Args:
+        votes: the verdicts on a pair, each with `first`, the answer that was shown first, and `a_is_better`: how sure
+            the judge is that answer a is better, 0 to 1; or None.
+
+    Returns:
+        "a", "b" or "tie"; and the mean over both orders of the verdicts for the winner, 0.5 for a tie.
+    """
+    by_order: dict[str, list[float]] = {"a": [], "b": []}
+    for vote in votes:
+        by_order[vote["first"]].append(0.5 if vote["a_is_better"] is None else vote["a_is_better"])
+    means = [fmean(values) for values in by_order.values()]
+    for winner, shares in (("a", means), ("b", [1 - mean for mean in means])):
+        if min(shares) > 0.5:
+            return winner, fmean(shares)
+    return "tie", 0.5
 
 
-def _prompts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    return [json.dumps(row["prompt"], sort_keys=True) for row in rows]
+def prompt_groups(rows: Sequence[dict[str, Any]]) -> np.ndarray:
+    """Return a number for each row's prompt: pairs of one prompt are resampled together."""
+    return pd.factorize(np.array([json.dumps(row["prompt"], sort_keys=True) for row in rows], object))[0]
 
 
-def _lengths(rows: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-    return [(len(text_of(row["response_a"])), len(text_of(row["response_b"]))) for row in rows]
+def kappa(ours: Sequence[str], theirs: Sequence[str], groups: np.ndarray, seed: int = 0) -> Any:
+    """Return Cohen's κ of two raters' choices, and its 95 % interval by a bootstrap over groups; None if undefined."""
+    cells = [3 * CHOICES.index(mine) + CHOICES.index(other) for mine, other in zip(ours, theirs, strict=True)]
+    return estimate(cohen_kappa(resampled(np.eye(9)[cells], groups, seed).reshape(-1, 3, 3)))
+
+
+def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -> dict[str, Any]:
+    """
+    Measure how often people chose a judge's winners, and how far to shrink its shares of verdicts towards one half.
+
+    Pairs that the judge calls a tie do not count. Of the other n let k be those whose winner people chose, too, where
+    a pair that people call a tie counts ½. Then accuracy = (k + ½)/(n + 1).
+
+    If a share p of the verdicts is for the winner, the confidence in the winner is ½ + (p − ½)·shrink. With
+    shrink = (2·accuracy − 1)/(2·mean p − 1), 0 if this is negative, the mean confidence in these n is the accuracy.
+
+    Args:
+        ours: (N,) the judge's choices.
+        shares: (N,) share of the verdicts that are for the judge's choice.
+        theirs: (N,) people's choices.
+
+    Returns:
+        `winners`, which is n; `accuracy` and `shrink`, None if n is 0.
+    """
+    rows = [row for row in zip(ours, shares, theirs, strict=True) if row[0] != "tie"]
+    if not rows:
+        return {"winners": 0, "accuracy": None, "shrink": None}
+    right = sum(0.5 if said == "tie" else float(said == mine) for mine, _, said in rows)
+    accuracy, mean = (right + 0.5) / (len(rows) + 1), fmean(share for _, share, _ in rows)
+    return {"winners": len(rows), "accuracy": accuracy, "shrink": max(2 * accuracy - 1, 0) / (2 * mean - 1)}
+
+
+def longer_wins(choices: Sequence[str], rows: Sequence[dict[str, Any]]) -> float | None:
+    """Return how often the longer answer was chosen; ties, and answers of the same length, do not count."""
+    lengths = [(len(text_of(row["response_a"])), len(text_of(row["response_b"]))) for row in rows]
+    known = [
+        (a > b) == (choice == "a")
+        for choice, (a, b) in zip(choices, lengths, strict=True)
+        if choice != "tie" and a != b
+    ]
+    return fmean(known) if known else None
 
 
 def of_known(
-    journal: Journal, known: list[dict[str, Any]], people: dict[str, str], names: Sequence[str], args: Any
+    known: list[dict[str, Any]],
+    people: Mapping[str, str],
+    votes_of: Callable[[dict[str, Any]], list[dict[str, Any]]],
+    args: Any,
 ) -> dict[str, Any]:
     """
     Compare the judge with people, and decide whether the judge may label.
 
     Args:
-        journal: the judge's verdicts.
         known: the pairs that people labelled.
         people: key of a pair → people's choice.
-        names: names of the principles, and "overall".
+        votes_of: function from a pair to the judge's verdicts.
         args: arguments of `trl-ext label`.
 
     Returns:
-        - `by_name`: name → how far the judge agrees with people by that name (see [`agreement`]), how often the
-          `longer` answer won, and how many of the judge's `winners` are people's, too (see [`noise`]).
-        - `noise`: `winners` of the name "overall".
-        - `length`: how often the longer answer won by the `judge` and by `people`.
+        - `known`: number of `rows`, share of equal choices (`agreement`), Cohen's `kappa` and its `kappa_interval`,
+          what [`noise`] returns, and how often the `longer` answer won by the `judge` and by `people`.
         - `to_read`: the pairs that judge and people label differently, the judge's surest first.
         - `gate`: whether the judge has `passed`, so that it may label, and `reasons` if not.
     """
-    prompts, theirs = _prompts(known), [people[row["key"]] for row in known]
-    found = [votes_of(journal, row, args.votes) for row in known]
-    verdicts = {name: [choice_of(votes, name) for votes in found] for name in names}
-    by_name: dict[str, dict[str, Any]] = {}
-    for name, of in verdicts.items():
-        by_name[name] = agreement([choice for choice, _ in of], theirs, prompts, args.seed)
-        by_name[name]["longer"] = longer_wins([choice for choice, _ in of], _lengths(known), prompts)
-        by_name[name]["winners"] = noise([choice for choice, _ in of], [share for _, share in of], theirs)
-    measured = by_name[OVERALL]["winners"]
+    theirs, votes = [people[row["key"]] for row in known], [votes_of(row) for row in known]
+    ours, shares = zip(*map(choice_of, votes), strict=True)
+    agreed, ends = kappa(ours, theirs, prompt_groups(known), args.seed)
+    measured = noise(ours, shares, theirs)
     to_read = [
         {
             **{name: row[name] for name in ("item", "prompt", "response_a", "response_b")},
             "people": said,
             "judge": choice,
             "share": share,
-            "why": ", ".join(sorted({vote["why"] for vote in votes} - {"read"}))
+            "why": ", ".join(sorted({vote["why"] for vote in asked} - {"read"}))
             or "its two orders disagree" * (choice == "tie"),
-            "messages": [vote["message"] for vote in votes],
+            "messages": [vote["message"] for vote in asked],
         }
-        for row, said, (choice, share), votes in zip(known, theirs, verdicts[OVERALL], found, strict=True)
+        for row, said, choice, share, asked in zip(known, theirs, ours, shares, votes, strict=True)
         if said != choice
     ]
-    whole, reasons = by_name[OVERALL], []
-    if whole["kappa"] is None:
+    to_read.sort(key=lambda row: -row["share"])
+    reasons = []
+    if agreed is None or agreed < args.min_agreement:
+        what = "not defined, since all labels are the same," if agreed is None else f"{agreed:.2f}"
         reasons.append(
-            f"kappa of judge and people is not defined on {len(known)} pairs, since both gave all of them the same "
-            "label: have people label other pairs"
-        )
-    elif whole["kappa"] < args.min_agreement:
-        reasons.append(
-            f"kappa of judge and people is {whole['kappa']:.2f} on {len(known)} pairs, and `min_agreement` is "
+            f"kappa of judge and people is {what} on {len(known)} pairs, and `min_agreement` is "
             f"{args.min_agreement:g}: no pair was written"
         )
     elif not measured["shrink"]:
         reasons.append("people chose the judge's winners no more often than a coin would: no pair was written")
     if reasons:
-        first = ", ".join(row["item"] for row in sorted(to_read, key=lambda row: -row["share"])[:5])
         reasons.append(
-            f"read the {len(to_read)} pairs that judge and people label differently "
-            f"({first}{', …' if len(to_read) > 5 else ''}), in {Path(args.output_dir) / 'label.html'}; then correct "
-            "the rubric or use another judge, in another `output_dir`"
+            f"read the {len(to_read)} pairs that judge and people label differently, in "
+            f"{Path(args.output_dir) / 'label.html'}; then correct the rubric or use another judge, in another "
+            "`output_dir`"
         )
     return {
-        "by_name": by_name,
-        "noise": measured,
-        "length": {
-            "judge": by_name[OVERALL]["longer"],
-            "people": longer_wins(theirs, _lengths(known), prompts),
+        "known": {
+            "rows": len(known),
+            "agreement": fmean(a == b for a, b in zip(ours, theirs, strict=True)),
+            "kappa": agreed,
+            "kappa_interval": ends,
+            **measured,
+            "longer": {"judge": longer_wins(ours, known), "people": longer_wins(theirs, known)},
         },
-        "to_read": sorted(to_read, key=lambda row: -row["share"])[:_READ],
+        "to_read": to_read[:_READ],
         "gate": {"passed": not reasons, "reasons": reasons, "min_agreement": args.min_agreement},
     }
 
 
-def of_all(journal: Journal, rows: list[dict[str, Any]], names: Sequence[str], args: Any) -> dict[str, Any]:
+def of_all(votes: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """
-    Describe the verdicts on those pairs whose questions all have an answer.
+    Describe the verdicts on the pairs that were judged.
 
     Returns:
         - `pairs`: how many these pairs are.
-        - `calls`: how many requests were sent.
-        - `tokens_in`, `tokens_out`: tokens of requests and of answers, as the server counted them.
-        - `money`: what the tokens cost; None without prices.
-        - `model`: what the server called its model.
+        - `calls`, `tokens_in`, `tokens_out`: requests that were sent, and tokens as the server counted them.
         - `outcomes`: "read", or why there is no verdict → how many questions ended so.
-        - `by_name`: name → the share of `ties`, and how often the answer `shown_first` was preferred.
-        - `longer`: how often the longer answer won.
+        - `ties`: share of the pairs without a winner.
+        - `shown_first`: how often the answer shown first was preferred; ties do not count. As both orders of each pair
+          are asked, it is one half for a judge that ignores the order.
     """
-    found = [(row, votes_of(journal, row, args.votes)) for row in rows]
-    found = [(row, votes) for row, votes in found if len(votes) == 2 * args.votes]
-    asked = [vote for _, votes in found for vote in votes]
-    prompt_of = dict(zip((row["key"] for row, _ in found), _prompts([row for row, _ in found]), strict=True))
-    choices = {name: [choice_of(votes, name)[0] for _, votes in found] for name in names}
-    shown = [row for row, _ in found]
+    asked = [vote for each in votes for vote in each]
+    taken = [(vote["a_is_better"], vote["first"] == "a") for vote in asked if vote["a_is_better"] not in (None, 0.5)]
     return {
-        "pairs": len(found),
+        "pairs": len(votes),
         "calls": sum(vote.get("asked", 0) for vote in asked),
-        **spent(asked, args.price_input, args.price_output),
-        "model": next(iter({vote["model"] for vote in asked if vote.get("model")}), None),
+        **tokens_of(asked),
         "outcomes": dict(Counter(vote["why"] for vote in asked)),
-        "by_name": {
-            name: {
-                "ties": choices[name].count("tie") / len(found) if found else None,
-                "shown_first": shown_first(asked, name, prompt_of),
-            }
-            for name in names
-        },
-        "longer": longer_wins(choices[OVERALL], _lengths(shown), _prompts(shown)),
+        "ties": fmean(choice_of(each)[0] == "tie" for each in votes) if votes else None,
+        "shown_first": fmean((p > 0.5) == is_a for p, is_a in taken) if taken else None,
+    }
+
+
+def tokens_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return `tokens_in` and `tokens_out`: what the answers in a journal's rows took in total."""
+    return {
+        f"tokens_{name}": sum(row.get("tokens", (0, 0))[at] for row in rows) for at, name in enumerate(("in", "out"))
     }
 
 
 def training_pairs(
-    folder: Path,
-    journal: Journal,
     known: list[dict[str, Any]],
     others: list[dict[str, Any]],
-    people: dict[str, str],
+    people: Mapping[str, str],
+    votes_of: Callable[[dict[str, Any]], list[dict[str, Any]]],
     report: dict[str, Any],
-    criteria: Criteria,
     args: Any,
 ) -> dict[str, Any]:
     """
     Write `pairs/train.jsonl`, labelled by the judge, and `pairs/test.jsonl`, labelled by people; they share no prompt.
 
     Args:
-        folder: folder in which `pairs` is made.
-        journal: the judge's verdicts.
         known: the pairs that people labelled.
         others: the pairs whose prompts people did not label.
         people: key of a pair → people's choice.
-        report: the report so far, with `noise` and `judge`.
-        criteria: what the judge judged by.
+        votes_of: function from a pair to the judge's verdicts.
+        report: the report so far, with `known`, `judge` and `rubric`.
         args: arguments of `trl-ext label`.
 
     Returns:
         - `file`: path of the pairs to train on.
-        - `train`, `test`: number of pairs in each file.
+        - `train`, `test`: number of pairs in each file; if `train` is 0, no file is written.
         - `confidence`: mean confidence in the labels of the pairs to train on.
         - `label_smoothing`: 1 − `confidence`.
         - `left_out`: reason → number of pairs.
-
-    Raises:
-        ValueError: no pair is left to train on.
     """
-    left_out: Counter[str] = Counter()
 
     def of(row: dict[str, Any], choice: str) -> dict[str, Any]:
-        winner, loser = ("response_a", "response_b") if choice == "a" else ("response_b", "response_a")
-        of_policies = {
-            f"{to}_{what}": row[f"{what}_{side[-1]}"]
-            for what in ("policy", "temperature")
-            for to, side in (("chosen", winner), ("rejected", loser))
-            if f"{what}_a" in row
-        }
+        sides = _SIDES[choice]
         kept = {name: row[name] for name in args.keep_columns or ()}
-        return {"prompt": row["prompt"], "chosen": row[winner], "rejected": row[loser], "item": row["item"],
-                **of_policies, **kept}  # fmt: skip
+        if "policy_a" in row:
+            kept |= {
+                f"policy_{to}": row[f"policy_{side[-1]}"]
+                for to, side in zip(("chosen", "rejected"), sides, strict=True)
+            }
+        return {
+            **kept,
+            "prompt": row["prompt"],
+            "chosen": row[sides[0]],
+            "rejected": row[sides[1]],
+            "item": row["item"],
+        }
 
+    left_out: Counter[str] = Counter()
     train = []
     for row in others:
-        votes = votes_of(journal, row, args.votes)
-        choice, share = choice_of(votes, OVERALL)
+        votes = votes_of(row)
+        choice, share = choice_of(votes)
         if choice == "tie":
             left_out["without a verdict" if all(vote["why"] != "read" for vote in votes) else "a tie"] += 1
-        else:
-            by = {name: choice_of(votes, name)[0] for name in criteria.principles}
-            winner = {"a": "chosen", "b": "rejected"} if choice == "a" else {"b": "chosen", "a": "rejected"}
-            train.append(
-                {
-                    **of(row, choice),
-                    "confidence": confidence(share, report["noise"]["shrink"]),
-                    "share": share,
-                    "votes": len(votes),
-                    "principles": {name: winner.get(said, said) for name, said in by.items()},
-                    "judge": next((vote["model"] for vote in votes if vote.get("model")), None) or report["judge"],
-                    "rubric": criteria.rubric_id,
-                    "constitution": criteria.constitution_id,
-                }
-            )
-    if not train:
-        raise ValueError(
-            f"no pair is left to train on, of {len(others)} that people did not label (left out: "
-            f"{report['left_out'] | left_out}): give more pairs"
-        )
+            continue
+        confidence = min(0.5 + (share - 0.5) * report["known"]["shrink"], 1.0)
+        judge = next((vote["model"] for vote in votes if "model" in vote), report["judge"])
+        said = {
+            "confidence": confidence,
+            "share": share,
+            "votes": len(votes),
+            "judge": judge,
+            "rubric": report["rubric"],
+        }
+        train.append({**of(row, choice), **said})
     test = [{**of(row, people[row["key"]]), "confidence": 1.0} for row in known if people[row["key"]] != "tie"]
-    write_rows(folder / "pairs" / "train.jsonl", train)
-    write_rows(folder / "pairs" / "test.jsonl", test)
-    mean = sum(row["confidence"] for row in train) / len(train)
+    folder = Path(args.output_dir) / "pairs"
+    if train:
+        write_rows(folder / "train.jsonl", train)
+        write_rows(folder / "test.jsonl", test)
+    mean = fmean(row["confidence"] for row in train) if train else 0.0
     return {
-        "file": str(folder / "pairs" / "train.jsonl"),
+        "file": str(folder / "train.jsonl"),
         "train": len(train),
         "test": len(test),
         "confidence": mean,
@@ -231,45 +272,65 @@ def training_pairs(
 
 def sentences(report: dict[str, Any]) -> list[str]:
     """Return a report's main figures as sentences for the terminal."""
-    said = []
-    if report["left_out"]:
-        said.append(f"Left out: {', '.join(f'{count} pairs {why}' for why, count in report['left_out'].items())}")
-    if by_name := report.get("by_name"):
-        for name, of in reversed(by_name.items()):
-            won = of["winners"]
-            said.append(
-                f"Judge and people, {name}: kappa {interval(of['kappa'], of['kappa_interval'])}, alpha "
-                f"{interval(of['alpha'], of['alpha_interval'])}, {of['rows']} pairs; people chose "
-                f"{percent(won['accuracy'])} of the judge's {won['winners']} winners"
-            )
-        lengths = report["length"]
+    said, counted = [], report["left_out"]
+    if counted:
+        said.append(f"Left out: {', '.join(f'{count} pairs {why}' for why, count in counted.items())}")
+    if known := report.get("known"):
+        longer, agreed = known["longer"], with_interval(known["kappa"], known["kappa_interval"], ".2f", "not defined")
         said += [
-            f"The longer answer wins: by the judge {shares(lengths['judge'])}, by people {shares(lengths['people'])}"
+            f"Judge and people: kappa {agreed}, {known['rows']} pairs; people chose {percent(known['accuracy'])} of "
+            f"the judge's {known['winners']} winners",
+            f"The longer answer wins: by the judge {percent(longer['judge'])}, by people {percent(longer['people'])}",
         ]
-    if judged := report.get("judged"):
-        position = judged["by_name"][OVERALL]["shown_first"]
-        bad = ", ".join(f"{count} {why}" for why, count in judged["outcomes"].items() if why != "read")
-        cost = "" if judged["money"] is None else f", {judged['money']:,.2f} at these prices"
+    if judged := report["judged"]:
+        bad = ", ".join(f"{count} {why}" for why, count in judged["outcomes"].items() if why != "read") or "none"
         said += [
-            f"The judge chose the answer shown first in {shares(position)}; without a bias it would be 50 %",
-            f"Asked: {judged['calls']:,} calls, {judged['tokens_in']:,} tokens in, {judged['tokens_out']:,} out{cost}",
-            *([f"Without a verdict, counted as ties: {bad}"] if bad else []),
+            f"The judge chose the answer shown first in {percent(judged['shown_first'])}; without a bias it is 50 %",
+            f"Asked: {judged['calls']:,} calls, {judged['tokens_in']:,} tokens in, {judged['tokens_out']:,} out",
+            f"Without a verdict, counted as ties: {bad}",
         ]
     if pairs := report["pairs"]:
         left = ", ".join(f"{count} {why}" for why, count in pairs["left_out"].items()) or "none"
         said.append(
             f"Pairs: {pairs['file']}, {pairs['train']:,} by the judge, mean confidence {pairs['confidence']:.3f} "
-            f"(label_smoothing {pairs['label_smoothing']:.3f}); {pairs['test']:,} by people to test on; "
-            f"left out: {left}"
+            f"(label_smoothing {pairs['label_smoothing']:.3f}); {pairs['test']:,} by people to test on; left out: "
+            f"{left}"
         )
     return said
 
 
-def interval(value: float | None, ends: list[float] | None) -> str:
-    """Return a figure with its interval as text; "not defined" if the figure is None."""
-    return with_interval(value, ends, ".2f", "not defined")
-
-
-def shares(of: dict[str, Any]) -> str:
-    """Return a share with its interval as text, in percent."""
-    return with_interval(of["share"], of["interval"], ".0%")
+def write_report(folder: Path, report: dict[str, Any]) -> None:
+    """Write `label.json` and `label.html`."""
+    write_text(folder / "label.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    known, pairs, people = report.get("known"), report["pairs"] or {}, report["people"]
+    shown = render(
+        Path(__file__).with_name("page.html.j2"),
+        title="Labels by a judge",
+        verdict="" if report["gate"]["passed"] else "No pairs were written.",
+        reasons=report["gate"]["reasons"],
+        tiles={
+            "judge": report["judge"],
+            "rubric": report["rubric"],
+            "κ with people": with_interval(known["kappa"], known["kappa_interval"], ".2f") if known else "–",
+            "κ that is needed": number(report["gate"]["min_agreement"]),
+            "α among people": with_interval(people["alpha"], people["alpha_interval"], ".2f"),
+            "pairs by people": people["items"],
+            "all pairs": f"{report['rows']:,}",
+            "pairs to train on": f"{pairs.get('train', 0):,}",
+            "mean confidence": number(pairs.get("confidence"), 3),
+        },
+        said=sentences(report),
+        to_read=[
+            [
+                row["item"],
+                shown_prompt(row["prompt"]),
+                shown_answer(row["response_a"]),
+                shown_answer(row["response_b"]),
+                row["people"],
+                f"{row['judge']} ({row['share']:.2f})" + (f": {row['why']}" if row["why"] else ""),
+            ]
+            for row in report.get("to_read", [])
+        ],
+        settings=report["settings"],
+    )
+    write_text(folder / "label.html", shown)

@@ -81,11 +81,7 @@ METHODS: dict[str, dict[str, Any]] = {
         **{"trainer": "PPO", "of": "PPO", "lam": 0.95, "cliprange": 0.4},
         **TRAINED_BEFORE,
     },
-    "PPO, critic fitted again": {"trainer": "FittedFirst", "of": "PPO", "lam": 0.95},
-    "PPO, HL-Gauss": {"trainer": "HLGauss", "of": "PPO", "lam": 0.95},
-    "PPO, two critics": {"trainer": "TwoCritics", "of": "PPO", "lam": 0.95},
 }
-COMPARED = "PPO, gradients compared"  # for the first seeds; comparing takes time, so this is no method
 CHAINS = tuple(cell for cell in CELLS if cell not in TUNED)
 ONLY_IN = {"PPO, bad critic": ("noisy",), "gated, bad critic": ("noisy",), "RLOO": CHAINS}
 ONLY_IN |= {"gated, 8 answers a prompt": CHAINS}
@@ -93,7 +89,6 @@ ONLY_IN |= dict.fromkeys(
     ("PPO, clip 0.4, rate 0.003", "PPO, for the ice", "gated, for the ice", "GRPO, for the ice"), tuple(TUNED)
 )
 OTHER_CRITICS = ("PPO, critic first", "PPO, critic trained before", "PPO, clip 0.4, critic trained before")
-OTHER_CRITICS += ("PPO, critic fitted again", "PPO, HL-Gauss", "PPO, two critics")
 ONLY_IN |= dict.fromkeys(OTHER_CRITICS, ("own start", "turns", "dense"))  # where a critic explains something
 DRAWN = ("PPO", "PPO, clip 0.4", "gated, clip 0.4", "mean, clip 0.4")
 DRAWN += ("GRPO", "GRPO, clip 0.4", "GRPO, clip 0.4, 32 answers", "RLOO")
@@ -139,13 +134,9 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
 
     from trl_ext import PPOConfig, PPOTrainer
 
-    from .critics import FittedFirst, HLGauss, TwoCritics
-    from .gradients import Compared
-
     kinds = {"PPO": (PPOTrainer, PPOConfig), "GRPO": (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig)}
-    kinds |= {kind.__name__: (kind, PPOConfig) for kind in (Compared, FittedFirst, HLGauss, TwoCritics)}
     world = CELLS[cell][0](seed)
-    settings = dict({COMPARED: {"trainer": "Compared", "lam": 0.95}, **METHODS}[method])
+    settings = dict(METHODS[method])
     trainer_class, config_class = kinds[settings.pop("trainer")]
     for name in ("of", "rate"):
         settings.pop(name, None)
@@ -203,7 +194,6 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
         "scores": [round(x, 4) for x in scores],
         "explained": [round(log["val/explained_variance"], 3) for log in logs if "val/explained_variance" in log],
         "weights": [round(log["val/baseline_weight"], 3) for log in logs if "val/baseline_weight" in log],
-        **({"agreement": trainer.noted} if method == COMPARED else {}),
     }
 
 
@@ -348,11 +338,7 @@ def chosen_rate(tuning: list[dict[str, Any]]) -> float:
     return max(tuning, key=lambda run: area(run["tokens"], run["scores"], run["tokens"][-1]))["rate"]
 
 
-def summary(
-    results: dict[str, list[list[dict[str, Any]]]],
-    tuning: dict[str, dict[str, float]],
-    compared: dict[str, list[dict[str, Any]]],
-) -> dict[str, Any]:
+def summary(results: dict[str, list[list[dict[str, Any]]]], tuning: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Return the figures of each cell: of each method over the seeds, and its differences from PPO's."""
     cells = {}
     for cell, seeds in results.items():
@@ -376,11 +362,8 @@ def summary(
                 row[key] = round(value, 1) if math.isfinite(value) else None
             for key in ("explained", "weight"):
                 row[key] = round(median(x[key] for x in own), 3) if own[0][key] is not None else None
-            noted = [each[method] for run in compared.get(cell, []) for each in run["agreement"] if method in each]
-            row["agreement"] = round(fmean(noted), 3) if noted else None
             methods[method] = row
-        seeds_compared = len(compared.get(cell, []))
-        cells[cell] = {"what": CELLS[cell][2], "seeds": len(seeds), "compared": seeds_compared, "methods": methods}
+        cells[cell] = {"what": CELLS[cell][2], "seeds": len(seeds), "methods": methods}
     return cells
 
 
@@ -388,8 +371,8 @@ def table(cells: dict[str, Any]) -> str:
     """Return the table of the summary: shares of the gain over both budgets, with what separates them from PPO."""
     lines = [
         "| cell | method | gain over the tokens | − PPO | gain over the seconds | − PPO | gain at the end "
-        "| tokens to 50 % | to 80 % | s to 50 % | explained | w | halves agree |",
-        "|---" * 13 + "|",
+        "| tokens to 50 % | to 80 % | s to 50 % | explained | w |",
+        "|---" * 12 + "|",
     ]
 
     def difference(row: dict[str, Any], key: str) -> str:
@@ -412,7 +395,6 @@ def table(cells: dict[str, Any]) -> str:
                 number(row["seconds to 0.5"], ".1f"),
                 number(row["explained"], ".2f"),
                 number(row["weight"], ".2f"),
-                number(row["agreement"], ".2f"),
             ]
             lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
@@ -476,20 +458,18 @@ def draw(results: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def report(results: dict, tuning: dict, rates: dict, compared: dict, output_dir: Path) -> None:
-    cells = summary(results, rates, compared)
-    kept = {"cells": cells, "tuning": tuning, "compared": compared}
-    (output_dir / "critic.json").write_text(json.dumps(kept) + "\n")
+def report(results: dict, tuning: dict, rates: dict, output_dir: Path) -> None:
+    cells = summary(results, rates)
+    (output_dir / "critic.json").write_text(json.dumps({"cells": cells, "tuning": tuning}) + "\n")
     (output_dir / "critic.md").write_text(f"{overview(cells)}\n{table(cells)}")
     draw(results, output_dir / "critic.png")
 
 
-def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict, dict]]:
-    """Yield what there is after each seed: results, tuning runs, chosen rates and compared gradients, by cell."""
+def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict]]:
+    """Yield what there is after each seed: results, tuning runs and chosen rates, by cell."""
     results: dict[str, list] = {}
     tuning: dict[str, list] = {}
     rates: dict[str, dict[str, float]] = {}
-    compared: dict[str, list] = {}
     for number, seed in enumerate(args.seeds):
         for cell in args.cells:
             methods, tuned = methods_in(cell, args.methods), TUNED.get(cell, "noisy")
@@ -505,9 +485,7 @@ def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict, dict]]:
             results.setdefault(cell, [])
             assert len(results[cell]) == number
             results[cell].append(of_seed)
-            if number < args.compared:
-                compared.setdefault(cell, []).append(run(cell, COMPARED, rates[cell]["PPO"], seed, args))
-        yield results, tuning, rates, compared
+        yield results, tuning, rates
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -518,7 +496,6 @@ def main(arguments: list[str] | None = None) -> None:
         "--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="METHOD", help="default: all"
     )
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="learning rates to choose from")
-    parser.add_argument("--compared", type=int, default=3, help="seeds with which gradients are compared")
     parser.add_argument("--rollouts", type=int, help="of each run; default: the cell's")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/critic"))
     args = parser.parse_args(arguments)

@@ -4,10 +4,7 @@ import random
 import re
 from typing import Any
 
-try:
-    import gymnasium
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("frozen_lake needs gymnasium: `pip install 'trl-ext[agents]'`") from error
+import gymnasium  # pip install 'trl-ext[agents]'
 
 DIRECTIONS = {"left": 0, "down": 1, "right": 2, "up": 3}
 SLIPPERY = {"is_slippery": True, "success_rate": 0.8}  # the rest of the moves go to one side

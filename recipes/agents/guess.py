@@ -10,10 +10,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-try:
-    from openenv.core import GenericEnvClient
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("guess needs openenv-core: `pip install 'trl-ext[agents]'`") from error
+from openenv.core import GenericEnvClient  # pip install 'trl-ext[agents]'
 
 MISTAKES = 0.6  # `slips` of the player that SFT imitates
 HIGHEST = 15

@@ -4,10 +4,7 @@ import random
 import re
 from typing import Any
 
-try:
-    import textarena
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("Nim needs textarena: `pip install 'trl-ext[agents]'`") from error
+import textarena  # pip install 'trl-ext[agents]'
 
 MISTAKES = 0.6  # `slips` of the player that SFT imitates
 BLUNDERS = 0.3  # share of the opponent's moves that are random

@@ -6,10 +6,7 @@ import random
 import zlib
 from typing import Any
 
-try:
-    import reasoning_gym
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("reasoning needs reasoning-gym: `pip install 'trl-ext[agents]'`") from error
+import reasoning_gym  # pip install 'trl-ext[agents]'
 
 TASK: dict[str, Any] = {"name": "spell_backward", "min_word_len": 3, "max_word_len": 3}
 MISTAKES = 0.6  # `slips` of the player that SFT imitates

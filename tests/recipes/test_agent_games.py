@@ -4,7 +4,6 @@ import functools
 import importlib
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from tests.agents import byte_tokenizer, call, played_by
 from tests.tiny import tiny_config, tiny_llama
 from trl_ext import PPOTrainer
 from trl_ext.rewards import RewardFailed
-from trl_ext.rewards.loading import load_object
 
 pytestmark = pytest.mark.optional
 
@@ -65,16 +63,6 @@ def stop(module):
     if module.Environment._server:
         module.Environment._server.stop()
         module.Environment._server = None
-
-
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [("frozen_lake", "gymnasium"), ("nim", "textarena"), ("reasoning", "reasoning_gym"), ("guess", "openenv.core")],
-)
-def test_without_its_package_a_recipe_says_what_to_install(monkeypatch, name, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=re.escape("pip install 'trl-ext[agents]'")):
-        load_object(f"recipes/agents/{name}.py:rows", "environment")
 
 
 @pytest.mark.slow  # two processes' worth of imports, SFT and PPO
@@ -178,13 +166,6 @@ def test_nim_is_played_to_its_end(nim, monkeypatch):
         assert said == "You lost." and environment.get_reward() == 0
 
 
-def test_a_second_move_that_is_not_allowed_loses(nim):
-    environment = nim.Environment()
-    environment.reset(piles=[1, 2, 0])
-    assert environment.take(pile=0, count=2) == "Not allowed. pile 0: 1 pile 1: 2 pile 2: 0"
-    assert environment.take(pile=7, count=1) == "You lost." and environment.get_reward() == 0
-
-
 # reasoning-gym
 
 
@@ -219,15 +200,6 @@ def test_a_number_is_found_on_the_server(guess, server):
         assert environment.guess(15 if number < 15 else 1) == ("1 to 14" if number < 15 else "2 to 15")
     assert environment.guess(0) == "You did not find it." and environment.get_reward() == 0
     assert teach.success(guess, guess.Player(), 50) == 1
-
-
-def test_environments_have_sessions_of_their_own(guess, server):
-    first, second = guess.Environment(), guess.Environment()
-    first.reset(seed=0), second.reset(seed=0)
-    number = random.Random(0).randint(1, 15)
-    first.guess(number)
-    assert (first.get_reward(), second.get_reward()) == (1, 0)
-    assert second.guess(number) == "You found it."
 
 
 @pytest.mark.slow

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.arguments import HeldOutArguments, ModelArguments
-from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, is_evaluated, setting
+from trl_ext.cli.arguments import HeldOutArguments, ModelArguments, save_and_evaluate
+from trl_ext.runs import Hold, check_output_dir, setting
 from trl_ext.upstream import late_bars, quiet
 
 
@@ -27,18 +26,11 @@ class DPOScriptArguments(HeldOutArguments):
     drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
 
 
-def check_models(script_args: DPOScriptArguments, model_args: ModelArguments) -> None:
-    """Refuse a model that is not there, before anything that takes seconds is imported."""
-    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
-    check_model("ref_model_name_or_path", script_args.ref_model_name_or_path)
-
-
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
-    parser = StrictTrlParser(
-        (DPOScriptArguments, "trl_ext.DPOConfig", ModelArguments), without_arguments=__doc__, check=check_models
-    )
+    kinds = (DPOScriptArguments, "trl_ext.DPOConfig", ModelArguments)
+    parser = StrictTrlParser(kinds, without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
@@ -52,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext import DPOTrainer, load_dataset_split
     from trl_ext.data import check_chat_template, held_out_rows, usable_pairs
     from trl_ext.models import is_adapter, load_merged
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, last_evaluation, result_of, save_trained
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume
     from trl_ext.workbench import next_answer, next_line, report_of
 
     with parser.one_line_errors():
@@ -102,13 +94,8 @@ def main(arguments: list[str] | None = None) -> None:
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
 
     # 5. Save
-    with parser.one_line_errors(NotSaved):
-        save_trained(trainer, result.metrics)
-    outcome = ""
-    if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
-        metrics = last_evaluation(trainer, result)
-        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The evaluation"):
-            trainer.save_metrics("eval", metrics)
+    metrics, outcome = save_and_evaluate(parser, trainer, result), ""
+    if metrics:
         outcome = f", held-out preference accuracy {metrics['eval_rewards/accuracies']:.1%}"
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     trainer.accelerator.print(

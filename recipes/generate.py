@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.model_names import check_model
 from trl_ext.runs import check_output_dir, check_settings, setting
 from trl_ext.upstream import SECONDS, late_bars, quiet
 
@@ -61,8 +60,6 @@ class GenerateArguments:
             raise ValueError("no `output_file`: name a file for the answers, such as answers.jsonl")
         if self.output_file and Path(self.output_file).exists():
             raise ValueError(f"`output_file` {self.output_file} exists: choose another")
-        if self.rollouts and not self.output_file:
-            raise ValueError("`rollouts` need a file: give `output_file`")
 
 
 def load_prompts(args: GenerateArguments) -> tuple[list[Any], list[dict]]:
@@ -85,11 +82,6 @@ def load_prompts(args: GenerateArguments) -> tuple[list[Any], list[dict]]:
             kept = dataset.select_columns(others).to_list() if others else []
     if args.chat:
         prompts = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
-    empty = [row for row, prompt in enumerate(prompts) if not prompt]
-    if empty:
-        raise ValueError(
-            f"{len(empty)} of {len(prompts)} prompts are empty (the first is row {empty[0]}): leave them out"
-        )
     each = range(args.num_samples)
     return [prompt for prompt in prompts for _ in each], [row for row in kept or [{}] * len(prompts) for _ in each]
 
@@ -100,7 +92,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser(GenerateArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", args.model_name_or_path, args.revision, tokenizer=True)
         if args.output_file:
             check_output_dir(Path(args.output_file).parent)
         prompts, columns = load_prompts(args)

@@ -7,14 +7,12 @@ A policy's adapter becomes a causal language model, a critic's or reward model's
 loaded again, and must give the adapter model's logits.
 """
 
-import shlex
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.model_names import check_model
 from trl_ext.runs import check_output_dir, setting
 from trl_ext.upstream import late_bars, quiet
 
@@ -26,19 +24,13 @@ class MergeArguments:
     """Declare the adapter, its base, and where the merged model goes."""
 
     output_dir: str = field(metadata={"help": "Folder for the merged model: a new or an empty one."})
-    adapter: str = setting("", "Adapter: a folder or a hub name.")
-    model_name_or_path: str | None = setting(None, "The same as `adapter`, as other commands call it.")
+    adapter: str = field(metadata={"help": "Adapter: a folder or a hub name."})
     base_model: str | None = setting(None, "Base; if unset, the one that the adapter names.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Of the merged model; `auto` is the base's own."
     )
 
     def __post_init__(self):
-        if bool(self.adapter) == bool(self.model_name_or_path):
-            raise ValueError(
-                f"give either `adapter` or `model_name_or_path`, a folder or a hub name; got {self.adapter!r} and "
-                f"{self.model_name_or_path!r}"
-            )
         output_dir = Path(self.output_dir)
         if output_dir.is_file() or (output_dir.is_dir() and any(each.name != PART for each in output_dir.iterdir())):
             raise ValueError(f"`output_dir` {self.output_dir} exists and is not empty: choose another")
@@ -51,32 +43,18 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     Raises:
         ValueError: the adapter cannot be read or merged, or does not fit the base.
     """
-    from peft import PeftConfig, PeftModel, PeftType, load_peft_weights
+    from peft import PeftConfig, PeftModel, load_peft_weights
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     from trl_ext.models import fit_vocabulary
 
     kinds: dict[str, Any] = {"CAUSAL_LM": AutoModelForCausalLM, "SEQ_CLS": AutoModelForSequenceClassification}
-    try:
-        config = PeftConfig.from_pretrained(args.adapter)
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"PEFT cannot read `adapter` {args.adapter}: {error}") from error
-    kind = kinds.get(config.task_type or "CAUSAL_LM")
-    if kind is None or config.is_prompt_learning or config.is_adaption_prompt:
-        what = f"a {PeftType(config.peft_type).value} adapter of task type {config.task_type}"
-        raise ValueError(
-            f"{args.adapter} is {what}, which cannot be merged: give one that adapts the weights of a "
-            f"{' or '.join(kinds)} model"
-        )
-
+    config = PeftConfig.from_pretrained(args.adapter)
+    kind = kinds[config.task_type or "CAUSAL_LM"]
     base, kwargs = args.base_model or config.base_model_name_or_path or "", {}
     if not args.base_model and config.revision:
         kwargs["revision"] = config.revision
-    try:
-        base_config = AutoConfig.from_pretrained(base, **kwargs)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the adapter's base {base!r} cannot be found ({error}): give `base_model`") from error
-    if getattr(base_config, "quantization_config", None):
+    if getattr(AutoConfig.from_pretrained(base, **kwargs), "quantization_config", None):
         raise ValueError(f"the base {base} is quantised: give the unquantised base as `base_model`")
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.adapter)
@@ -87,22 +65,17 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     if config.task_type == "SEQ_CLS":
         heads = [w for n, w in weights.items() if n.endswith("score.weight")]
         if not heads:  # it would get a random one
-            raise ValueError(
-                f"{args.adapter} is an adapter of a sequence classifier, but has no `score` head: save it with its "
-                "head"
-            )
+            raise ValueError(f"{args.adapter} has no `score` head: save the classifier with its head")
         kwargs["num_labels"] = len(heads[0])
         # Without it, the classifier would refuse batches
         kwargs["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    try:
-        model = kind.from_pretrained(base, dtype=args.dtype, **kwargs)
-        fit_vocabulary(model, weights)
-        model = PeftModel.from_pretrained(model, args.adapter)
-        result = model.load_adapter(args.adapter, "default")  # tells what PEFT only warns of, or passes over
-        if result.missing_keys or result.unexpected_keys:
-            raise ValueError(f"missing {result.missing_keys[:2]}, unexpected {result.unexpected_keys[:2]}")
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{args.adapter} does not fit the base {base}: {error}") from error
+    model = kind.from_pretrained(base, dtype=args.dtype, **kwargs)
+    fit_vocabulary(model, weights)
+    model = PeftModel.from_pretrained(model, args.adapter)
+    result = model.load_adapter(args.adapter, "default")  # tells what PEFT only warns of, or passes over
+    if result.missing_keys or result.unexpected_keys:
+        keys = f"missing {result.missing_keys[:2]}, unexpected {result.unexpected_keys[:2]}"
+        raise ValueError(f"{args.adapter} does not fit the base {base}: {keys}")
     return model.eval(), tokenizer, kind
 
 
@@ -111,12 +84,8 @@ def main(arguments: list[str] | None = None) -> None:
     quiet()
     parser = StrictTrlParser(MergeArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
-    args.adapter = args.adapter or args.model_name_or_path
     with parser.one_line_errors():
         check_output_dir(args.output_dir)
-        check_model("base_model", args.base_model)
-        if args.base_model is None:  # else the adapter may name one that is elsewhere
-            check_model("adapter", args.adapter)
 
     late_bars()
 
@@ -164,7 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
     part.rmdir()
     print(f"Model: {output_dir}, {merged.dtype}; logits differ from the adapter model's by up to {difference:.1e}")
     if kind is AutoModelForCausalLM:
-        print(f"next: trl-ext generate --model_name_or_path {shlex.quote(args.output_dir)} --prompt hello")
+        print(f"next: trl-ext generate --model_name_or_path {args.output_dir} --prompt hello")
 
 
 if __name__ == "__main__":

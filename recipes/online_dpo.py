@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ModelArguments, PromptArguments
-from trl_ext.cli.model_names import check_model
 from trl_ext.runs import Hold, check_output_dir, check_settings, setting, write_text
 from trl_ext.upstream import late_bars, quiet
 
@@ -48,13 +47,7 @@ class OnlineDPOScriptArguments(PromptArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        self.watch = self.watch or "off"  # YAML reads `off` as false
         check_settings(self)
-        rewards = bool(self.reward_model_name_or_path) + len(self.reward_funcs or []) + len(self.rewards or [])
-        if self.reward_weights is not None and len(self.reward_weights) != rewards:
-            raise ValueError(
-                f"`reward_weights` must have one number for each of the {rewards} rewards, got {self.reward_weights}"
-            )
 
 
 def answer(
@@ -158,37 +151,14 @@ def in_words(facts: dict) -> str:
     return ", ".join([*shown, f"length {facts['length']:.1f} tokens"])
 
 
-def check_begun(path: Path, settings: dict) -> None:
-    """Raise a `ValueError` that says what differs if the rounds beside the file were begun with other settings."""
-    from trl_ext.runs import differences
-
-    if path.is_file() and (different := differences(json.loads(path.read_text()), settings)):
-        raise ValueError(
-            f"{path.parent} was begun with other settings ({'; '.join(different)}): choose another `output_dir`"
-        )
-
-
-def check_models(script_args: OnlineDPOScriptArguments, model_args: ModelArguments) -> None:
-    """Refuse a model that is not there, before anything that takes seconds is imported."""
-    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
-    check_model("reward_model_name_or_path", script_args.reward_model_name_or_path, tokenizer=True)
-
-
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
-    parser = StrictTrlParser(
-        (OnlineDPOScriptArguments, "trl_ext.DPOConfig", ModelArguments),
-        without_arguments=__doc__,
-        check=check_models,
-    )
+    kinds = (OnlineDPOScriptArguments, "trl_ext.DPOConfig", ModelArguments)
+    parser = StrictTrlParser(kinds, without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
-    if model_args.load_in_4bit or model_args.load_in_8bit or training_args.push_to_hub:
-        parser.error("`load_in_4bit`, `load_in_8bit` and `push_to_hub` are not supported here: leave them unset")
-    if training_args.resume_from_checkpoint is not None:
-        parser.error("`resume_from_checkpoint` is not supported here: leave it unset, complete rounds are kept anyway")
-    if training_args.eval_strategy != "no":
-        parser.error("`eval_strategy` is not supported here: leave it unset, each round is evaluated at its end")
+    if training_args.eval_strategy != "no" or training_args.push_to_hub:
+        parser.error("`eval_strategy` and `push_to_hub` are not supported here: each round is evaluated at its end")
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir)
 
@@ -206,25 +176,9 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.callbacks import watch_rounds
     from trl_ext.data import check_chat_template, check_texts
     from trl_ext.evaluation import bootstrap_interval
-    from trl_ext.models import (
-        eos_token_ids,
-        is_adapter,
-        load_merged,
-        load_tokenizer,
-        path_identity,
-        tokenizer_identity,
-    )
-    from trl_ext.rewards import (
-        Member,
-        ModelReward,
-        RewardFailed,
-        distinct,
-        joined_weights,
-        load_reward,
-        load_rewards,
-        reward_identity,
-    )
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of
+    from trl_ext.models import eos_token_ids, is_adapter, load_merged, load_tokenizer
+    from trl_ext.rewards import Member, ModelReward, RewardFailed, distinct
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, differences, fingerprint, result_of
     from trl_ext.workbench import next_answer, next_line, report_of
 
     processes, output_dir = PartialState(), Path(training_args.output_dir)
@@ -238,64 +192,35 @@ def main(arguments: list[str] | None = None) -> None:
                 write_text(path, text)
 
     size = training_args.per_device_eval_batch_size  # answers are sampled and scored in such batches
-    settings = {**vars(script_args), **vars(model_args), "per_device_eval_batch_size": size}
-    for name in ("num_rounds", "watch"):  # more rounds go on, and a watch changes no weight
-        del settings[name]
-    for name in ("dataset_name", "model_name_or_path", "reward_model_name_or_path", "reward_funcs", "rewards"):
-        del settings[name]  # what they hold counts, see below
-
     # 2. Data and rewards
     load = {"config": script_args.dataset_config, "columns": ("prompt",)}
     start = model_args.model_name_or_path
-    if (output_dir / f"round-{script_args.num_rounds + 1}" / "round.json").is_file():
-        parser.error(
-            f"`num_rounds` is {script_args.num_rounds}, but {output_dir} has more rounds: raise `num_rounds`, or "
-            "choose another `output_dir`"
-        )
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors(), parser.one_line_errors(RewardFailed):
         train = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
-        try:
-            held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load)
-        except ValueError as error:
-            hint = "; name held-out prompts by `dataset_test_split`, for instance 'train[:64]' beside "
-            hint += "`dataset_train_split` 'train[64:]'"
-            raise ValueError(f"{error}{hint if 'has no split' in str(error) else ''}") from error
+        held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load)
         for split, dataset in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, held_out)):
             check_texts(dataset, ("prompt",), f"the split {split!r}", may_be_empty=False)
             check_chat_template(dataset, f"the split {split!r}", start, **tokenizer_kwargs)
         tokenizer = load_tokenizer(start, **tokenizer_kwargs)
         ends = eos_token_ids(start, tokenizer, revision=model_args.model_revision)
-        with_settings, own_weights = load_rewards(script_args.rewards, tokenizer)
-        rewards: list[Callable] = [load_reward(path) for path in script_args.reward_funcs or []] + with_settings
+        model = None
         if path := script_args.reward_model_name_or_path:
-            rewards.insert(
-                0,
-                ModelReward(
-                    path,
-                    policy_tokenizer=tokenizer,
-                    eos_token_ids=ends,
-                    batch_size=size,
-                    device=training_args.device,
-                ),
-            )
+            reads = {"policy_tokenizer": tokenizer, "eos_token_ids": ends}
+            model = ModelReward(path, batch_size=size, device=training_args.device, **reads)
+        rewards, reward_weights = script_args.load_rewards(tokenizer, script_args.reward_weights, model)
         members = [Member(reward) for reward in rewards]
         names = distinct([member.name for member in members])
-        reward_weights = joined_weights(
-            script_args.reward_weights, [None] * (len(rewards) - len(own_weights)) + own_weights
-        )
-        settings |= {
-            "train_data": train._fingerprint,
-            "held_out_data": held_out._fingerprint,
-            "model": path_identity(start, model_args.model_revision),
-            "tokenizer": tokenizer_identity(tokenizer),
-            "eos_token_ids": ends,
-            "reward_weights": reward_weights,
-        }
-        for name, reward in zip(names, rewards, strict=True):
-            settings[f"reward {name}"] = reward_identity(reward)
-        settings = fingerprint(training_args, **settings)
-        check_begun(output_dir / "online_dpo_settings.json", settings)
+    settings = {**vars(script_args), **vars(model_args), "per_device_eval_batch_size": size}
+    for name in ("num_rounds", "watch"):  # more rounds go on, and a watch changes no weight
+        del settings[name]
+    settings = fingerprint(training_args, **settings, rows=[len(train), len(held_out)])
+    begun = output_dir / "online_dpo_settings.json"
+    before = json.loads(begun.read_text()) if begun.is_file() else settings
+    if before["model_name_or_path"] != start:
+        parser.error(f"{output_dir} was begun from {before['model_name_or_path']}: choose another `output_dir`")
+    if different := differences(before, settings):
+        processes.print(f"Warning: {output_dir} was begun with other settings: {'; '.join(different)}")
     held_out = held_out.to_list()
     weights = reward_weights or [1.0] * len(rewards)
 
@@ -343,8 +268,7 @@ def main(arguments: list[str] | None = None) -> None:
             write(folder / "round.json", json.dumps(facts, indent=2))
         return json.loads((folder / "round.json").read_text())
 
-    # Not before: what was refused may be corrected
-    write(output_dir / "online_dpo_settings.json", json.dumps(settings, indent=2))
+    write(begun, json.dumps(settings, indent=2))
     policy: str | Path = start
     history.append(measure(policy, output_dir / "round-0", 0, {}))
     processes.print(f"Before training, on {len(held_out)} held-out prompts: {in_words(history[0])}")

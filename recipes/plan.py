@@ -23,7 +23,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config
 
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser, load_dataset_split
-from trl_ext.cli.arguments import ClassifierArguments, ModelArguments
-from trl_ext.cli.model_names import check_model, is_cached
+from trl_ext.cli.arguments import ClassifierArguments, ModelArguments, check_model
 from trl_ext.cli.parser import read_yaml
 from trl_ext.ppo import CriticConfig
 from trl_ext.rewards import check_rewards
@@ -85,10 +84,6 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU, to say whether it fits.")
     parser.add_argument("--mfu", type=float, default=0.35, help="Assumed part of a GPU's operations that passes use.")
-    parser.add_argument(
-        "--bandwidth_use", type=float, default=0.6, help="Assumed part of its bandwidth in generation."
-    )
-    parser.add_argument("--layer_ms", type=float, default=0.8, help="Assumed ms of Python a layer and token.")
     parser.add_argument("--score_range", type=float, nargs=2, help="Lowest and highest score of the rewards.")
     return parser.parse_known_args(arguments)
 
@@ -111,47 +106,31 @@ def origin(name: str, folder: Path) -> tuple[str, dict | None]:
 
 def loaded_rewards(entries: Any, folder: Path, load_config: Callable[[str], Any]) -> Iterator[LoadedReward]:
     """Yield the reward models that the entries of `rewards:` load, also those nested within others."""
-    if isinstance(entries, list):
-        for entry in entries:
-            yield from loaded_rewards(entry, folder, load_config)
-    if not isinstance(entries, dict):
-        return
-    for name, given in entries.items():
-        if name == "ModelReward" and isinstance(given, dict) and isinstance(given.get("model"), str):
-            yield loaded_reward(given["model"], given, 1, folder, load_config)
-        elif name == "EnsembleReward" and isinstance(given, dict):
-            members, kwargs = given.get("members"), given.get("model_kwargs") or {}
-            if isinstance(members, str):
-                yield from members_of(members, kwargs, folder, load_config)
-            else:
-                named = [member for member in members or [] if isinstance(member, str) and ".py:" not in member]
-                bases = Counter((base_of(member, folder), is_adapter_of(member, folder)) for member in named)
-                for (base, is_shared), count in bases.items():
-                    yield from ensemble_on(base, kwargs, count, is_shared, folder, load_config)
+    for entry in entries if isinstance(entries, list) else [entries]:
+        for name, given in entry.items() if isinstance(entry, dict) else ():
+            if name == "ModelReward":
+                yield loaded_reward(given["model"], given, 1, folder, load_config)
+            elif name == "EnsembleReward":
+                members, kwargs = given["members"], given.get("model_kwargs") or {}
+                named = members_of(members, folder) if isinstance(members, str) else members
+                models = [member for member in named if isinstance(member, str) and ".py:" not in member]
+                bases = Counter((base_of(model, folder), is_adapter_of(model, folder)) for model in models)
+                for (base, is_shared), count in bases.items():  # adapters on one base share it
+                    each = loaded_reward(base, kwargs, count if is_shared else 1, folder, load_config)
+                    yield from [each] * (1 if is_shared else count)
                 yield from loaded_rewards(members, folder, load_config)
-        else:
-            yield from loaded_rewards(given, folder, load_config)
+            else:
+                yield from loaded_rewards(given, folder, load_config)
 
 
-def members_of(ensemble: str, kwargs: dict, folder: Path, load_config: Callable[[str], Any]) -> Iterator[LoadedReward]:
-    """Yield the members of an ensemble that `trl-ext reward` has written, or that a recipe in `folder` will write."""
-    file, (base, maker) = Path(ensemble, "ensemble.json"), origin(ensemble, folder)
+def members_of(ensemble: str, folder: Path) -> list[str]:
+    """Return the members of an ensemble that `trl-ext reward` has written, or that a recipe in `folder` will write."""
+    file, maker = Path(ensemble, "ensemble.json"), origin(ensemble, folder)[1]
     if file.is_file():
-        members = [str(Path(ensemble, each["folder"])) for each in json.loads(file.read_text())["members"]]
-        base, count, is_shared = base_of(members[0], folder), len(members), is_adapter_of(members[0], folder)
-    elif maker and maker.get("ensemble"):
-        count, is_shared = maker["ensemble"], bool(maker.get("use_peft"))
-    else:
+        return [str(Path(ensemble, each["folder"])) for each in json.loads(file.read_text())["members"]]
+    if not (maker and maker.get("ensemble")):
         raise ValueError(f"{ensemble} holds no ensemble.json, and no recipe in {folder} makes an ensemble there")
-    yield from ensemble_on(base, kwargs, count, is_shared, folder, load_config)
-
-
-def ensemble_on(
-    base: str, kwargs: dict, count: int, is_shared: bool, folder: Path, load_config: Callable[[str], Any]
-) -> list[LoadedReward]:
-    """Return `count` members: adapters on one base if `is_shared`, else models as large as the base."""
-    each = loaded_reward(base, kwargs, count if is_shared else 1, folder, load_config)
-    return [each] * (1 if is_shared else count)
+    return [ensemble] * maker["ensemble"]
 
 
 def is_adapter_of(name: str, folder: Path) -> bool:
@@ -263,46 +242,14 @@ def longest_and_mean(lengths: list[int]) -> tuple[int, float] | None:
     return (max(lengths), sum(lengths) / len(lengths)) if lengths else None
 
 
-def check_columns(stage: str, dataset: Any, name: str, args: Any) -> None:
-    """Raise a `ValueError` that says which columns the recipe needs, and which the data has, if some are missing."""
-    if stage == "sft":
-        sft.check_columns(dataset, name, args.dataset_text_field)
-    elif stage == "pretrain_critic":
-        if not any({*names} <= {*dataset.column_names} for names in (IDS, ("prompt", "completion", "finished"))):
-            raise ValueError(
-                f"dataset {name!r} has the columns {dataset.column_names}, but needs 'prompt_ids' and "
-                "'completion_ids', as `trl-ext generate --rollouts true` writes them"
-            )
-    elif stage == "ppo" and not {"prompt", "input_ids"} & set(dataset.column_names):
-        raise ValueError(f"dataset {name!r} has the columns {dataset.column_names}, but needs 'prompt' or 'input_ids'")
-    elif stage in ("reward", "dpo") and not {"chosen", "rejected"} <= set(dataset.column_names):
-        raise ValueError(f"dataset {name!r} has the columns {dataset.column_names}, but needs 'chosen' and 'rejected'")
-
-
-def what_the_data_says(
-    stage: str, script_args: Any, args: Any, model_args: Any, folder: Path
-) -> tuple[int | None, str | None]:
-    """Return the number of preference pairs, and a sentence on prompts that SFT and PPO share; None if not known."""
-
-    mine = local_split(script_args.dataset_name, script_args.dataset_train_split)
-    if mine is not None and not getattr(script_args, "environment", None):  # which may write the prompts
-        check_columns(stage, mine, script_args.dataset_name, args)
-    if stage in ("reward", "dpo"):
-        return None if mine is None else len(mine), None
-    maker = origin(model_args.model_name_or_path, folder)[1] if stage == "ppo" else None
-    if maker is None:
-        return None, None
-    theirs_split = maker.get("dataset_train_split", "train")
-    theirs = local_split(maker["dataset_name"], theirs_split)
-    if mine is not None and theirs is not None and "prompt" in theirs.column_names:
-        common = {str(prompt) for prompt in mine["prompt"]} & {str(prompt) for prompt in theirs["prompt"]}
-        return None, f"{len(common)} of PPO's {len(mine)} prompts are SFT's, too" if common else None
-    splits = theirs_split, script_args.dataset_train_split
-    is_same_split = len({split.partition("[")[0] for split in splits}) == 1
-    overlap = is_same_split and (splits[0] == splits[1] or any("[" not in split for split in splits))
-    if maker["dataset_name"] != script_args.dataset_name or not overlap:
-        return None, None
-    return None, f"of {script_args.dataset_name} SFT reads {splits[0]} and PPO {splits[1]}"
+def shared_prompts(mine: Any, model: str, folder: Path) -> str | None:
+    """Return a sentence on prompts that PPO's data and that of the SFT before it share; None if not known."""
+    maker = origin(model, folder)[1]
+    theirs = maker and local_split(maker["dataset_name"], maker.get("dataset_train_split", "train"))
+    if not (mine and theirs and "prompt" in theirs.column_names):
+        return None
+    common = {str(prompt) for prompt in mine["prompt"]} & {str(prompt) for prompt in theirs["prompt"]}
+    return f"{len(common)} of PPO's {len(mine)} prompts are SFT's, too" if common else None
 
 
 def vllm_share(job: Job) -> float:
@@ -332,15 +279,10 @@ def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
         shown = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items() if size) or "nothing"
         lines.append(f"  {name + 's':<10}{sum(parts.values()) / GIB:6.2f}: {shown}")
     lines += ["", f"peak: {result.peak / GIB:.1f} GiB per GPU, in `{result.peak_phase}`"]
-    if job.args.bf16 is False and job.args.fp16 is False:
-        lines.append("  (float32: `bf16: true` takes less)")
     share = vllm_share(job)
     if result.beside:
         needs = ", ".join(f"{part} {size / GIB:.2f}" for part, size in result.beside.items())
-        if share:
-            where = f"vLLM beside it: {share:.0%} of each GPU's memory, where there should be"
-        else:
-            where = "vLLM's server, on GPUs of its own:"
+        where = f"vLLM beside it, {share:.0%} of each GPU's memory:" if share else "vLLM's server, on GPUs of its own:"
         lines.append(f"  and {where} {needs}")
     if gpu_memory:
         lines.append(f"  {'fits' if fits(result, job, gpu_memory) else 'DOES NOT FIT'} in {gpu_memory:g} GiB")
@@ -367,60 +309,31 @@ def with_progress(job: Job, what: str = "") -> Plan:
 # ---- Where it does not fit ----
 
 
-def changed(job: Job, **settings: Any) -> Job:
-    args = copy.copy(job.args)
-    vars(args).update(settings)
-    return replace(job, args=args)
+def ways(job: Job) -> Iterator[tuple[str, Job]]:
+    """Yield the usual ways to need less memory, the cheapest first: flags, and the job with them."""
+    args, layout, is_ppo = job.args, job.layout, job.stage == "ppo"
 
+    def way(**settings: Any) -> tuple[str, Job]:
+        changed = copy.copy(args)
+        vars(changed).update(settings)
+        flags = " ".join(f"--{name} {str(value).lower()}" for name, value in settings.items())
+        return flags, replace(job, args=changed)
 
-# The usual ways to need less memory: each gives flags, and the job with them, or None if it cannot help
-Way = Callable[[Job], tuple[str, Job] | None]
-
-
-def gather_less(job: Job) -> tuple[str, Job] | None:
-    args = job.args
-    gathers = job.stage == "ppo" and job.layout.shards_weights and args.ds3_gather_for_generation
-    if not gathers or args.use_vllm:
-        return None
-    return "--ds3_gather_for_generation false", changed(job, ds3_gather_for_generation=False)
-
-
-def checkpoint(job: Job) -> tuple[str, Job] | None:
-    if job.args.activation_checkpointing or job.layout.checkpoints_activations:
-        return None
-    settings = {"activation_checkpointing": True, "gradient_checkpointing": True}
-    return "--activation_checkpointing true", changed(job, **settings)
-
-
-def smaller_batch(job: Job) -> tuple[str, Job] | None:
-    size, steps = job.args.per_device_train_batch_size, job.args.gradient_accumulation_steps
-    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": size * steps}
-    flags = " ".join(f"--{name} {value}" for name, value in settings.items())
-    return (flags, changed(job, **settings)) if size > 1 else None
-
-
-def smaller_rollouts(job: Job) -> tuple[str, Job] | None:
-    size = job.args.local_rollout_forward_batch_size if job.stage == "ppo" else 1
-    less = max(1, size // 8)
-    flags = f"--local_rollout_forward_batch_size {less}"
-    return (flags, changed(job, local_rollout_forward_batch_size=less)) if size > 1 else None
-
-
-def to_zero3(job: Job) -> tuple[str, Job] | None:
-    if job.layout.mode not in ("ddp", "fsdp2", "zero2") or job.bits or job.layout.machines > 1:
-        return None  # the file that ships is for one machine
-    return "--accelerate_config zero3", replace(job, layout=replace(job.layout, mode="zero3"))
-
-
-def lora(job: Job) -> tuple[str, Job] | None:
-    kind = "SEQ_CLS" if job.stage in ("reward", "pretrain_critic") else "CAUSAL_LM"
-    adapter = LoraConfig(r=16, target_modules="all-linear", task_type=kind)
-    flags = "--use_peft true --lora_target_modules all-linear"
-    return None if job.peft_config is not None else (flags, replace(job, peft_config=adapter))
-
-
-# What costs least comes first; where weights are spread otherwise, gathering less is tried again
-WAYS: tuple[Way, ...] = (gather_less, checkpoint, smaller_batch, smaller_rollouts, to_zero3, gather_less, lora)
+    if is_ppo and layout.shards_weights and args.ds3_gather_for_generation and not args.use_vllm:
+        yield way(ds3_gather_for_generation=False)
+    if not (args.activation_checkpointing or layout.checkpoints_activations):
+        yield way(activation_checkpointing=True, gradient_checkpointing=True)
+    if (size := args.per_device_train_batch_size) > 1:
+        steps = size * args.gradient_accumulation_steps
+        yield way(per_device_train_batch_size=1, gradient_accumulation_steps=steps)
+    if is_ppo and (size := args.local_rollout_forward_batch_size) > 1:
+        yield way(local_rollout_forward_batch_size=max(1, size // 8))
+    if layout.mode in ("ddp", "fsdp2", "zero2") and not job.bits and layout.machines == 1:  # zero3.yaml is for one
+        yield "--accelerate_config zero3", replace(job, layout=replace(layout, mode="zero3"))
+    if job.peft_config is None:
+        kind = "SEQ_CLS" if job.stage in ("reward", "pretrain_critic") else "CAUSAL_LM"
+        adapter = LoraConfig(r=16, target_modules="all-linear", task_type=kind)
+        yield "--use_peft true --lora_target_modules all-linear", replace(job, peft_config=adapter)
 
 
 def made_to_fit(job: Job, result: Plan, gpu_memory: float, given: list[str]) -> str:
@@ -433,11 +346,14 @@ def made_to_fit(job: Job, result: Plan, gpu_memory: float, given: list[str]) -> 
         given: the flags that the run has so far.
     """
     lines, flags = ["", f"what helps against {gpu_memory:g} GiB, one after the other:"], []
-    for way in WAYS:
-        if fits(result, job, gpu_memory):
+    tried: set[str] = set()
+    while not fits(result, job, gpu_memory):
+        # Anew after each that helps: where weights are spread otherwise, gathering less is tried again
+        found = next(((flag, changed) for flag, changed in ways(job) if flag not in tried), None)
+        if found is None:
             break
-        found = way(job)
-        if found is None or known_not_to_work(found[1]):
+        tried.add(found[0])
+        if known_not_to_work(found[1]):
             continue
         try:
             less = with_progress(found[1], f" with {found[0]}")
@@ -497,43 +413,31 @@ def verdicts(
         lines.append(line.rstrip())
     lines += [
         "  (`just`: less than a tenth of the memory is to spare. Times are computed from the vendors' peak rates, not",
-        f"  measured on these GPUs: {efficiency.mfu:.0%} of the operations in passes (`--mfu`), "
-        f"{efficiency.bandwidth:.0%} of the bandwidth (`--bandwidth_use`) and",
-        f"  {efficiency.layer_ms:g} ms a layer and token (`--layer_ms`) in generation, to full length; without "
-        "evaluation and loading.)",
+        f"  measured: {efficiency.mfu:.0%} of the operations in passes (`--mfu`), generation to full length; without",
+        "  evaluation and loading.)",
     ]
     return lines
 
 
 def as_on_gpu(stage: str, file: Path, flags: list[str]) -> list[str]:
     """Return flags that set on a machine without a GPU what is the default on one with a GPU, such as `bf16`."""
-    with contextlib.suppress(yaml.YAMLError):  # the parser says what is wrong with it
-        found = read_yaml(file.read_text())
-        set_by_flag = {
-            flag.lstrip("-"): value != "false" for flag, value in zip(flags, [*flags[1:], ""], strict=False)
-        }
-        given = {**(found if isinstance(found, dict) else {}), **set_by_flag}
-        more = ["--use_cpu", "true"]  # else a configuration for a GPU is refused here
-        if given.get("use_cpu"):
-            return more
-        if not {"bf16", "fp16"} & {*given}:
-            more += ["--bf16", "true"]
-        if stage in ("sft", "reward") and not {"activation_checkpointing", "gradient_checkpointing"} & {*given}:
-            more += ["--activation_checkpointing", "true"]
+    by_flag = {flag.lstrip("-"): value != "false" for flag, value in zip(flags, [*flags[1:], ""], strict=False)}
+    given = {**(read_yaml(file.read_text()) or {}), **by_flag}
+    more = ["--use_cpu", "true"]  # else a configuration for a GPU is refused here
+    if given.get("use_cpu"):
         return more
-    return []
+    if not {"bf16", "fp16"} & {*given}:
+        more += ["--bf16", "true"]
+    if stage in ("sft", "reward") and not {"activation_checkpointing", "gradient_checkpointing"} & {*given}:
+        more += ["--activation_checkpointing", "true"]
+    return more
 
 
 def stage_of(file: Path) -> str:
-    """Return the stage that a recipe is of: by its name, else by its settings, if only one stage has them all."""
+    """Return the stage that a recipe is of, by its name."""
     if by_name := next((stage for stage in ARGUMENTS if file.name.startswith(stage)), None):
         return by_name
-    given = {*(read_yaml(file.read_text()) or {})}
-    known = {stage: {each.name for kind in kinds for each in fields(kind)} for stage, kinds in ARGUMENTS.items()}
-    found = [stage for stage, names in known.items() if given <= names]
-    if len(found) != 1:
-        raise ValueError(f"{file} may be of {', '.join(found) or 'no stage that is known'}: give `--stage`")
-    return found[0]
+    raise ValueError(f"{file}: which stage is it of? Give `--stage`")
 
 
 def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] | None = None) -> None:
@@ -548,37 +452,25 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
         stage = options.stage or stage_of(file)
         name = options.accelerate_config
         layout = Layout.read(accelerate_file("--accelerate_config", name)) if name else Layout()
+        on_gpu = [] if torch.cuda.is_available() else as_on_gpu(stage, file, flags)
     script_arguments, config, model_arguments = ARGUMENTS[stage]
     planned = type(config.__name__, (config,), {"world_size": layout.processes})  # as where it will run
     parser = StrictTrlParser((script_arguments, planned, model_arguments), prog=PROG)
-    on_gpu = [] if torch.cuda.is_available() else as_on_gpu(stage, file, flags)
     script_args, args, model_args = parser.parse_args_and_config(["--config", str(file), *on_gpu, *flags])
-    for name in ("prompt_length", "gpu_memory", "mfu", "bandwidth_use"):
-        if (value := getattr(options, name)) is not None and not value > 0:
-            parser.error(f"`--{name}` must be more than 0, got {value}")
-    for name in ("mfu", "bandwidth_use"):
-        if (value := getattr(options, name)) > 1:
-            parser.error(f"`--{name}` is a share of what the GPU can do, so it must be at most 1, got {value}")
     folder = file.parent
 
     def load(name: str) -> Any:
         if load_config is not None:
             return load_config(name)
-        try:
-            check_model("model", name, weights=False)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"{error} (To plan without the hub, put its config.json in a folder {name}/ here.)"
-            ) from error
-        return AutoConfig.from_pretrained(name, local_files_only=is_cached(name))
+        check_model("model", name)
+        return AutoConfig.from_pretrained(name)
 
     # 2. Data and job
     with parser.one_line_errors():
-        pairs, shared_prompts = what_the_data_says(stage, script_args, args, model_args, folder)
         data = local_split(script_args.dataset_name, script_args.dataset_train_split)
         tokens = tokenizer = None
         name = base_of(model_args.model_name_or_path, folder)
-        if data is not None and (Path(name).exists() or is_cached(name)):
+        if data is not None:
             with contextlib.suppress(OSError, ValueError):  # there is a configuration, but no tokenizer
                 tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
         if data is not None:
@@ -616,11 +508,11 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
             runs.append((spread, with_progress(spread)))
     runs.sort(key=lambda run: run[0].layout.processes)
     length = tokens and tokens[1] + (args.max_completion_length if stage == "ppo" else 0)
-    efficiency = Efficiency(options.mfu, options.bandwidth_use, options.layer_ms)
+    efficiency = Efficiency(options.mfu)
     print("\n".join(verdicts(runs, efficiency, data and len(data), length)))
-    if stage in ("reward", "dpo") and pairs is None:
-        print("not checked: the number of preference pairs, because the dataset is not a local file")
-    for warning in known_to_go_wrong(job, pairs, shared_prompts, options.score_range and tuple(options.score_range)):
+    pairs = len(data) if data is not None and stage in ("reward", "dpo") else None
+    shared = shared_prompts(data, model_args.model_name_or_path, folder) if stage == "ppo" else None
+    for warning in known_to_go_wrong(job, pairs, shared, options.score_range and tuple(options.score_range)):
         print(f"WARNING: {warning}")
     memory = options.gpu_memory or max(gpu.memory for gpu in GPUS) - 0.5
     if not fits(result, job, memory):

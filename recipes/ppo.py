@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.arguments import HeldOutArguments, ModelArguments, PromptArguments
-from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, is_evaluated, setting
+from trl_ext.cli.arguments import HeldOutArguments, ModelArguments, PromptArguments, check_model, save_and_evaluate
+from trl_ext.runs import Hold, check_output_dir, setting
 from trl_ext.upstream import late_bars, quiet
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "D
             return len(
                 tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
             )
-        return len(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else 0  # the trainer refuses others
+        return len(tokenizer(prompt)["input_ids"])
 
     kept = dataset.filter(lambda row: length(row) <= longest)
     PartialState().print(
@@ -74,29 +73,22 @@ def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "D
 def load_environments(entries: list[str] | None, load: "Callable[[str, str], Any]") -> Any:
     """Import the entries; return one class, or name → class if they have names, or None if there are none."""
     named = [entry.rpartition("=") for entry in entries or []]
-    if len(named) > 1 and not all(name for name, _, _ in named):
-        raise ValueError(f"several environments need names, as `name=path`, got {entries}")
     classes = {name: load(path, "environment") for name, _, path in named}
+    if len(classes) < len(named):  # the last would be played alone
+        raise ValueError("several environments need names of their own: give each as `name=path`")
     return classes.get("", classes) or None
-
-
-def check_models(script_args: PPOScriptArguments, model_args: ModelArguments) -> None:
-    """Refuse a model that is not there, before anything that takes seconds is imported."""
-    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
-    for role in ("reward_model", "value_model", "ref_model"):
-        name = f"{role}_name_or_path"
-        check_model(name, getattr(script_args, name), tokenizer=role == "reward_model")
 
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
-    parser = StrictTrlParser(
-        (PPOScriptArguments, "trl_ext.PPOConfig", ModelArguments), without_arguments=__doc__, check=check_models
-    )
+    kinds = (PPOScriptArguments, "trl_ext.PPOConfig", ModelArguments)
+    parser = StrictTrlParser(kinds, without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
+        for role in ("reward_model", "value_model", "ref_model"):  # they are loaded after the policy
+            check_model(f"{role}_name_or_path", getattr(script_args, f"{role}_name_or_path"))
 
     late_bars()
 
@@ -109,8 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.models import load_tokenizer
     from trl_ext.ppo import ServerLost
-    from trl_ext.rewards import RewardFailed, joined_weights, load_object, load_reward, load_rewards
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, last_evaluation, result_of, save_trained
+    from trl_ext.rewards import RewardFailed, load_object
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume
     from trl_ext.workbench import next_answer, next_line, objections, report_of
 
     with parser.one_line_errors():
@@ -118,17 +110,13 @@ def main(arguments: list[str] | None = None) -> None:
 
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors():
-        rewards: list[Any] = [load_reward(path) for path in script_args.reward_funcs or []]
         monitors = load_monitors(script_args.monitors)
         tools = [load_object(path, "tool") for path in script_args.tools or []]
         environment = load_environments(script_args.environment, load_object)
         tokenizer = load_tokenizer(model_args.model_name_or_path, **tokenizer_kwargs)
-        with_settings, weights = load_rewards(script_args.rewards, tokenizer)
-        if script_args.reward_model_name_or_path:
-            rewards.insert(0, script_args.reward_model_name_or_path)
-        weights = [None] * len(rewards) + weights
-        training_args.reward_weights = joined_weights(training_args.reward_weights, weights)
-    rewards += with_settings
+        rewards, training_args.reward_weights = script_args.load_rewards(
+            tokenizer, training_args.reward_weights, script_args.reward_model_name_or_path
+        )
     for sentence in objections(rewards):
         PartialState().print(f"Warning: {sentence}")
 
@@ -180,13 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
 
     # 5. Save
-    with parser.one_line_errors(NotSaved):
-        save_trained(trainer, result.metrics)
-    if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
-        with parser.one_line_errors(RewardFailed, ServerLost):
-            metrics = last_evaluation(trainer, result)
-        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The evaluation"):
-            trainer.save_metrics("eval", metrics)
+    save_and_evaluate(parser, trainer, result, RewardFailed, ServerLost)
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     answer = ""
     if train_dataset is not None and not (environment or tools):  # `generate` calls none

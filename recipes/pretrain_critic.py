@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments, PromptArguments
-from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, is_evaluated, setting
+from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments, PromptArguments, save_and_evaluate
+from trl_ext.runs import Hold, check_output_dir, setting
 from trl_ext.upstream import late_bars, quiet
 
 
@@ -41,26 +40,11 @@ class CriticScriptArguments(PromptArguments, HeldOutArguments):
             raise ValueError(f"`score_column` {self.score_column} and a reward are both given: drop one")
 
 
-def check_models(script_args: CriticScriptArguments, model_args: ClassifierArguments) -> None:
-    """Refuse a model that is not there, before anything that takes seconds is imported."""
-    if model_args.load_in_4bit or model_args.load_in_8bit:
-        raise ValueError(
-            "a critic on a quantised base cannot be trained alone: leave out `load_in_4bit`, `load_in_8bit`"
-        )
-    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
-    for role in ("policy", "reward_model"):
-        name = f"{role}_name_or_path"
-        check_model(name, getattr(script_args, name), tokenizer=True)
-
-
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
-    parser = StrictTrlParser(
-        (CriticScriptArguments, "trl_ext.CriticConfig", ClassifierArguments),
-        without_arguments=__doc__,
-        check=check_models,
-    )
+    kinds = (CriticScriptArguments, "trl_ext.CriticConfig", ClassifierArguments)
+    parser = StrictTrlParser(kinds, without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
@@ -78,16 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.callbacks import record_run
     from trl_ext.data import hold_out_prompts
     from trl_ext.models import base_of, eos_token_ids, keep_unpacked, load_tokenizer
-    from trl_ext.ppo import (
-        CriticTrainer,
-        check_apart,
-        load_critic,
-        score_rollouts,
-        with_finished,
-        with_returns,
-    )
-    from trl_ext.rewards import ModelReward, RewardFailed, distinct, joined_weights, load_reward, load_rewards
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, last_evaluation, result_of, save_trained
+    from trl_ext.ppo import CriticTrainer, check_apart, load_critic, score_rollouts, with_finished, with_returns
+    from trl_ext.rewards import ModelReward, RewardFailed, distinct
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume
     from trl_ext.workbench import next_line, objections, report_of
 
     with parser.one_line_errors():
@@ -111,14 +88,13 @@ def main(arguments: list[str] | None = None) -> None:
     # 3. Data: token ids, scores, and the returns that PPO will ask for
     size = training_args.per_device_eval_batch_size
     with parser.one_line_errors(), parser.one_line_errors(RewardFailed):
-        rewards: list[Any] = [load_reward(path) for path in script_args.reward_funcs or []]
-        with_settings, weights = load_rewards(script_args.rewards, tokenizer)
-        rewards += with_settings
+        model = None
         if path := script_args.reward_model_name_or_path:
             reads = {"policy_tokenizer": tokenizer, "eos_token_ids": ends}
-            rewards.insert(0, ModelReward(path, batch_size=size, device=training_args.device, **reads))
-        weights = [None] * (len(rewards) - len(weights)) + weights
-        training_args.reward_weights = joined_weights(training_args.reward_weights, weights)
+            model = ModelReward(path, batch_size=size, device=training_args.device, **reads)
+        rewards, training_args.reward_weights = script_args.load_rewards(
+            tokenizer, training_args.reward_weights, model
+        )
         told = objections(rewards)
         for sentence in told:
             PartialState().print(f"Warning: {sentence}")
@@ -150,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
             )
         else:
             train_dataset, eval_dataset = hold_out_prompts(rollouts, script_args.eval_size, training_args.seed)
-    del rewards
+    del rewards, model
     if eval_dataset is None:
         training_args.eval_strategy, training_args.eval_on_start = "no", False
 
@@ -175,13 +151,8 @@ def main(arguments: list[str] | None = None) -> None:
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
 
     # 5. Save
-    with parser.one_line_errors(NotSaved):
-        save_trained(trainer, result.metrics)
-    explained = ""
-    if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
-        metrics = last_evaluation(trainer, result)
-        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The evaluation"):
-            trainer.save_metrics("eval", metrics)
+    metrics, explained = save_and_evaluate(parser, trainer, result), ""
+    if metrics:
         share = metrics.get("eval_val/explained_variance", math.nan)  # of returns that are all equal
         explained = f", from {origin}, held-out explained variance {share:.2f}"
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)

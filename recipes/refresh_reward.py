@@ -31,23 +31,13 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
-from trl_ext.cli.model_names import check_model
-from trl_ext.cli.parser import read_yaml
+from trl_ext.cli.arguments import check_model
+from trl_ext.cli.parser import entry_of
 from trl_ext.data import TrainedPairs, check_texts, has_content, pair_hashes, write_rows
 from trl_ext.evaluation import reward_model_report
 from trl_ext.functional import disagreement
-from trl_ext.models import path_identity
 from trl_ext.rewards import ModelReward, RewardFailed, load_rewards
-from trl_ext.runs import (
-    Hold,
-    check_output_dir,
-    check_settings,
-    config_file,
-    differences,
-    read_jsonl,
-    setting,
-    write_text,
-)
+from trl_ext.runs import Hold, check_output_dir, check_settings, differences, read_jsonl, setting, write_text
 from trl_ext.upstream import late_bars, quiet
 from trl_ext.workbench import next_line, objections
 from trl_ext.workbench.labels import Columns, majority_pairs, read_labels
@@ -67,10 +57,12 @@ from . import generate, reward
 TEXTS = ("prompt", "response_a", "response_b")
 CHOSEN = ("chosen", "rejected")
 PAIR = ("prompt", *CHOSEN)
-# What a row of the queue, a label or a pair has beside the prompt's own columns
-OWN = {*TEXTS[1:], *CHOSEN, *"item picked picked_won why round source annotator choice confidence weight".split()}
-OWN |= {*"score disagreement finished policy".split()}
 SPLITS = ("train", "test")
+# What the result of each step depends on
+QUEUE = "model_name_or_path against_model_name_or_path reward_model_name_or_path dataset_name dataset_config earlier "
+QUEUE += "dataset_split num_prompts num_samples max_new_tokens temperature batch_size queue_size shares seed"
+PAIRS = "judge confidence_bound held_out_share seed"
+TRAIN = "old_share seed demonstrations_name reward_dataset_name reward_config"
 
 
 @dataclass
@@ -117,28 +109,13 @@ class RefreshArguments:
 
     def __post_init__(self):
         check_settings(self)
-        if self.num_samples < 2 and not self.against_model_name_or_path:
-            raise ValueError(
-                f"`num_samples` is {self.num_samples}, but a pair needs two answers: set 2 or more, or give "
-                "`against_model_name_or_path`"
-            )
-        if abs(sum(self.shares.values()) - 1) > 1e-6:
-            raise ValueError(f"the three shares of the queue must add up to 1, got {self.shares}")
         if self.labels and self.judge:
             raise ValueError("`labels` and `judge` are both given: drop one, or write the judge's choices into a file")
-        if self.reward_config and not self.reward_dataset_name:
-            raise ValueError(
-                "`reward_config` needs `reward_dataset_name`, the old pairs to train on and to measure with"
-            )
-        if Path(self.output_dir).resolve() in {Path(folder).resolve() for folder in self.earlier or []}:
-            raise ValueError(
-                f"`output_dir` {self.output_dir} is among `earlier`, but each round needs its own folder: choose "
-                "another"
-            )
 
     @property
     def shares(self) -> dict[str, float]:
-        return {"score": self.score_share, "disagreement": self.disagreement_share, "random": self.random_share}
+        shares = {"score": self.score_share, "disagreement": self.disagreement_share, "random": self.random_share}
+        return {why: share / sum(shares.values()) for why, share in shares.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -147,36 +124,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser(RefreshArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", args.model_name_or_path, tokenizer=True)
-        check_model("against_model_name_or_path", args.against_model_name_or_path, tokenizer=True)
+        check_model("model_name_or_path", args.model_name_or_path)
+        check_model("against_model_name_or_path", args.against_model_name_or_path)
         for folder in members_of(args.reward_model_name_or_path):
-            check_model("reward_model_name_or_path", folder, tokenizer=True)
-            if Path(folder, "adapter_config.json").is_file():
-                raise ValueError(f"{folder} is an adapter: merge it with `trl-ext merge`, and give the merged model")
-        for name in args.labels or []:
-            if not Path(name).is_file():
-                raise FileNotFoundError(f"`labels` {name} does not exist: give files with choices")
+            check_model("reward_model_name_or_path", folder)
         for name in args.earlier or []:
             if not Path(name, "queue.jsonl").is_file():
                 raise FileNotFoundError(f"`earlier` {name} holds no queue.jsonl: give the `output_dir` of a round")
-            if args.reward_config and not Path(name, "pairs", "train.jsonl").is_file():
-                raise FileNotFoundError(f"`earlier` {name} holds no pairs: label that round, or leave it out")
-        if args.reward_config:
-            config_file("reward_config", args.reward_config)
         check_output_dir(args.output_dir)
     late_bars()
     folder = Path(args.output_dir)
     with parser.one_line_errors(), parser.one_line_errors(RewardFailed), Hold(folder):
         # 2. The queue
         result = folder / "queue.jsonl"
-        once(folder, "queue", queue_settings(args), result, folder / "answers", partial(make_queue, args))
+        once(args, "queue", QUEUE, result, make_queue)
         queue = read_rows(result)
         print(f"Queue: {result}, {len(queue)} pairs of answers: {in_words(queue, 'why')}")
-        if args.disagreement_share and len(members_of(args.reward_model_name_or_path)) == 1:
-            print(
-                "Note: one reward model cannot disagree with itself, so the other two reasons got its share of the "
-                "queue"
-            )
         if not (args.labels or args.judge):
             print(
                 f"Next: label them, with {folder / 'label_studio.json'} (interface: label_studio.xml) or "
@@ -185,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
             return
         # 3. Labels and pairs
         result = folder / "pairs" / "train.jsonl"
-        once(folder, "pairs", pairs_settings(args), result, result, partial(make_pairs, args, queue))
+        once(args, "pairs", PAIRS, result, partial(make_pairs, queue=queue))
         made = json.loads((folder / "pairs.json").read_text())
         print(f"Pairs: {folder / 'pairs'}, {made['train']} to train on, {made['test']} held out; {made['said']}")
         if not args.reward_config:
@@ -193,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
             return
         # 4. Train
         result = folder / "reward" / "refreshed.json"
-        once(folder, "train", train_settings(args), result, folder / "reward", partial(train, args))
+        once(args, "train", TRAIN, result, train)
         # 5. Old and new side by side
         if not (folder / "refresh.json").is_file():
             compare(args)
@@ -207,42 +170,33 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def once(
-    folder: Path, step: str, settings: dict[str, Any], result: Path, part: Path, make: Callable[[], None]
+    args: RefreshArguments, step: str, names: str, result: Path, make: Callable[[RefreshArguments], None]
 ) -> None:
     """
-    Do a step unless its result is there.
-
-    Args:
-        folder: folder of the round.
-        step: name of the step.
-        settings: what the result depends on.
-        result: the file that the step writes last.
-        part: a file or folder that exists once the step has begun; the step goes on from it.
-        make: function that does the step.
+    Do a step unless the file that it writes last, `result`, is there.
 
     Raises:
-        ValueError: the step was done, or begun, with other settings; the message says which differ.
+        ValueError: the step was done, or begun, with other values of the settings in `names`, or with other labels,
+            or on another queue or pairs.
     """
-    settings, file = json.loads(json.dumps(settings, default=str)), folder / f"{step}_settings.json"
-    begun = [path for path in dict.fromkeys((part, result)) if path.exists()]
-    before = json.loads(file.read_text()) if file.is_file() and begun else settings
+    folder = Path(args.output_dir)
+    file = folder / f"{step}_settings.json"
+    read = {"pairs": [folder / "queue.jsonl", *(args.labels or [])], "train": [folder / "pairs" / "train.jsonl"]}
+    settings = {name: getattr(args, name) for name in names.split()}
+    settings["files"] = [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in read.get(step, [])]
+    before = json.loads(file.read_text()) if file.is_file() else settings
     if different := differences(before, settings):
         raise ValueError(
-            f"{' and '.join(map(str, begun))} was made with other settings ({'; '.join(different)}): choose another "
-            "`output_dir`, or delete these"
+            f"{args.output_dir} was begun with other settings ({'; '.join(different)}): choose another `output_dir`, "
+            f"or delete {file} and {result.parent if step == 'train' else result}"
         )
     if not result.is_file():
         write_text(file, json.dumps(settings, indent=2))
-        make()
+        make(args)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     return list(read_jsonl(path))
-
-
-def digest(path: str | Path) -> str:
-    """Hash a file's content to 16 digits, so that results made from another content are refused."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
 def in_words(rows: list[dict], column: str) -> str:
@@ -259,26 +213,13 @@ def members_of(name: str) -> list[str]:
 # ---- The queue ----
 
 
-def queue_settings(args: RefreshArguments) -> dict[str, Any]:
-    prompts = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
-    check_texts(prompts, ("prompt",), f"dataset {args.dataset_name!r}", may_be_empty=False)
-    names = ("num_prompts", "num_samples", "max_new_tokens", "temperature", "batch_size", "queue_size", "seed")
-    against = args.against_model_name_or_path
-    return {
-        **{name: getattr(args, name) for name in names},
-        **args.shares,
-        "model_name_or_path": path_identity(args.model_name_or_path),
-        "against_model_name_or_path": against and path_identity(against),
-        "reward_model_name_or_path": [path_identity(name) for name in members_of(args.reward_model_name_or_path)],
-        "dataset": prompts._fingerprint,
-        "earlier": [digest(Path(name, "queue.jsonl")) for name in args.earlier or []],
-    }
-
-
 def make_queue(args: RefreshArguments) -> None:
     """Sample answers, score them, and choose which are queued; `queue.jsonl` is written last."""
     folder, other = Path(args.output_dir), args.against_model_name_or_path
-    prompts = chosen_prompts(args)
+    dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
+    check_texts(dataset, ("prompt",), f"dataset {args.dataset_name!r}", may_be_empty=False)
+    draws = {answer_key(prompt, "asked", seed_of(args)): row for row, prompt in enumerate(dataset["prompt"])}
+    prompts = dataset.select([draws[draw] for draw in sorted(draws)[: args.num_prompts]]).to_list()
     answers = answers_of(args, args.model_name_or_path, "policy", prompts * args.num_samples)
     own = len(answers)
     rows = with_scores(args, answers + (answers_of(args, other, "against", prompts) if other else []))
@@ -336,18 +277,6 @@ def queued(row: dict, other: Any, why: str, args: RefreshArguments) -> dict[str,
     }
 
 
-def chosen_prompts(args: RefreshArguments) -> list[dict]:
-    """Draw different prompts with their columns, by the seed and the round; refuse columns that the queue writes."""
-    dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
-    if taken := sorted(OWN & set(dataset.column_names)):
-        raise ValueError(
-            f"the dataset of `dataset_name` has the columns {', '.join(taken)}, but the queue writes columns of these "
-            "names: rename them"
-        )
-    draws = {answer_key(prompt, "asked", seed_of(args)): row for row, prompt in enumerate(dataset["prompt"])}
-    return dataset.select([draws[draw] for draw in sorted(draws)[: args.num_prompts]]).to_list()
-
-
 def rounds(args: RefreshArguments) -> list[str]:
     """Return the folders of all rounds, this one last."""
     return [*(args.earlier or []), args.output_dir]
@@ -401,15 +330,6 @@ def scores_by(models: list[str], rows: list[dict], args: RefreshArguments) -> to
 # ---- Labels and pairs ----
 
 
-def pairs_settings(args: RefreshArguments) -> dict[str, Any]:
-    names = ("judge", "confidence_bound", "held_out_share")
-    said = {
-        "labels": [digest(name) for name in args.labels or []],
-        "queue": digest(Path(args.output_dir, "queue.jsonl")),
-    }
-    return {**said, **{name: getattr(args, name) for name in names}}
-
-
 def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
     """Write `labels.jsonl`, a row for each label, and the pairs made of them, `pairs/train.jsonl` last."""
     folder = Path(args.output_dir)
@@ -419,7 +339,6 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
     if not said:
         raise ValueError("there are no labels: people skipped all items, or the judge gave no answer a score")
     write_rows(folder / "labels.jsonl", said)
-    source = "judge" if args.judge else "people"
     table, columns, left_out = Dataset.from_list(said), Columns(), {}
     labels = read_labels(table, columns)
     kept = [name for name in table.column_names if name not in (*TEXTS, "annotator", "choice")]
@@ -427,7 +346,7 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
         {
             **{name: value for name, value in pair.items() if name != "row"},
             "picked_won": pair["chosen"] == by_item[pair["item"]][f"response_{pair['picked']}"],
-            "source": source,
+            "source": "judge" if args.judge else "people",
         }
         for pair in majority_pairs(
             table, labels, columns, confidence_bound=args.confidence_bound, keep_columns=kept, left_out=left_out
@@ -439,22 +358,12 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
         is_test = int(answer_key(pair["prompt"], "held out", args.seed), 16) < args.held_out_share * 2**64
         parts["test" if is_test else "train"].append(pair)
     left_out = {reason: number for reason, number in left_out.items() if number}
-    lost = [f"{number} items {reason}" for reason, number in left_out.items()]
     if not all(parts.values()):
-        raise ValueError(
-            f"{len(pairs)} pairs are too few to train on and to hold some out (from {len(said)} labels; left out: "
-            f"{', '.join(lost) or 'none'}): label more of the queue"
-        )
-    facts = {
-        **{name: len(rows) for name, rows in parts.items()},
-        "labels": len(said),
-        "items": len({row["item"] for row in said}),
-        "skipped": len(choices) - len(said),
-        "contradictions": labels.contradictions,
-        "left_out": left_out,
-    }
-    lost += [f"{facts[name]} {name}" for name in ("skipped", "contradictions") if facts[name]]
-    facts["said"] = f"of {facts['labels']} labels of {facts['items']} items; left out: {', '.join(lost) or 'none'}"
+        raise ValueError(f"{len(pairs)} pairs are too few to train on and to hold some out: label more of the queue")
+    facts: dict[str, Any] = {name: len(rows) for name, rows in parts.items()}
+    facts |= {"labels": len(said), "items": len({row["item"] for row in said}), "left_out": left_out}
+    lost = ", ".join(f"{number} items {reason}" for reason, number in left_out.items() if number) or "none"
+    facts["said"] = f"of {facts['labels']} labels of {facts['items']} items; left out: {lost}"
     write_text(folder / "pairs.json", json.dumps(facts, indent=2))
     for name in ("test", "train"):
         write_rows(folder / "pairs" / f"{name}.jsonl", parts[name])
@@ -462,21 +371,16 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
 
 def labelled(files: list[str], queue: list[dict]) -> list[dict]:
     """Return what people chose; raise a `ValueError` for an item that is not in the queue."""
-    items, choices = {row["item"] for row in queue}, []
-    for name in files:
-        choices += read_choices(name)
-        if unknown := [each["item"] for each in choices if each["item"] not in items]:
-            raise ValueError(
-                f"{name}: {len(unknown)} labels are of items that are not in this queue (the first is "
-                f"{unknown[0]!r}): give the labels of this round"
-            )
+    choices = [choice for name in files for choice in read_choices(name)]
+    if unknown := {each["item"] for each in choices} - {row["item"] for row in queue}:
+        raise ValueError(f"{len(unknown)} labels are of items that are not in this queue, such as {min(unknown)!r}")
     return choices
 
 
 def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
     """Return what a reward function prefers: it scores both answers; a judge with `compare` compares them."""
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    ((judge,), _) = load_rewards([read_yaml(args.judge or "")], tokenizer)
+    ((judge,), _) = load_rewards([entry_of(args.judge)], tokenizer)
     columns = {name: [row[name] for row in queue] for name in queue[0] if name != "prompt"}
 
     def scored(side: str, **more: Any) -> list[float | None]:
@@ -506,16 +410,6 @@ def old_pairs(args: RefreshArguments, split: str) -> Dataset:
     return load_dataset_split(args.reward_dataset_name or "", split, columns=PAIR)
 
 
-def train_settings(args: RefreshArguments) -> dict[str, Any]:
-    names = ("old_share", "seed", "demonstrations_name")
-    return {
-        **{name: getattr(args, name) for name in names},
-        **{split: old_pairs(args, split)._fingerprint for split in SPLITS},
-        "pairs": [digest(Path(each, "pairs", f"{split}.jsonl")) for each in rounds(args) for split in SPLITS],
-        "config": read_yaml(config_file("reward_config", args.reward_config or "").read_text()),
-    }
-
-
 def train(args: RefreshArguments) -> None:
     """Mix old and new pairs, and have `trl-ext reward` train each model on, from its own weights."""
     folder = Path(args.output_dir)
@@ -525,8 +419,6 @@ def train(args: RefreshArguments) -> None:
         split: [row for each in rounds(args) for row in read_rows(Path(each, "pairs", f"{split}.jsonl"))]
         for split in SPLITS
     }
-    if type(old["train"][0]["chosen"]) is not type(new["train"][0]["chosen"]):
-        raise ValueError(f"{args.reward_dataset_name} and the new pairs must both be text, or both messages")
     # Also what earlier rounds held out: with another seed or share they may have held out other prompts
     held_out = {answer_key(row["prompt"], None) for rows in (old, new) for row in rows["test"]}
     new["train"] = [row for row in new["train"] if answer_key(row["prompt"], None) not in held_out]

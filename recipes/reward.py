@@ -21,7 +21,6 @@ from typing import Any
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments
-from trl_ext.cli.model_names import check_model
 from trl_ext.runs import Hold, check_output_dir, from_first, is_evaluated, setting, write_text
 from trl_ext.upstream import late_bars, quiet
 
@@ -54,44 +53,22 @@ class RewardScriptArguments(HeldOutArguments):
             raise ValueError("`eval_size` must be 1 or more, got 0: held-out pairs show how good the model is")
 
 
-def check_models(script_args: RewardScriptArguments, model_args: ClassifierArguments) -> None:
-    """Refuse a model that is not there, before anything that takes seconds is imported."""
-    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
-
-
 def next_command(
-    output_dir: Path,
-    script_args: RewardScriptArguments,
-    model_args: ClassifierArguments,
-    context: int,
-    use_cpu: bool,
-    is_refused: bool = False,
+    output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments, context: int, use_cpu: bool
 ) -> str:
-    """
-    Return the shell command that trains the reward model's base with PPO on its prompts, or with DPO on its pairs if
-    the report refuses the reward model.
-    """
-    from trl_ext.models import is_adapter
+    """Return the command that trains the base by PPO, or by DPO if the report refuses the reward model."""
+    from trl_ext.workbench import objections
 
-    is_peft = model_args.use_peft or is_adapter(model_args.model_name_or_path)
-    stage = "dpo" if is_refused else "ppo"
-    of_lora = {"dpo": {"learning_rate": 2e-5}, "ppo": {"learning_rate": 1e-5, "critic_learning_rate": 5e-5}}
-    flags = {
-        "model_name_or_path": model_args.model_name_or_path,
-        **({} if is_refused else {"reward_model_name_or_path": output_dir}),
-        "dataset_name": script_args.dataset_name,
-        "output_dir": f"{output_dir}-{stage}",
-        **(of_lora[stage] if is_peft else {}),
-        **({"dataset_config": script_args.dataset_config} if script_args.dataset_config else {}),
-        **({"eval_size": script_args.eval_size} if script_args.eval_size else {}),
-        **({"use_peft": "true"} if model_args.use_peft and not is_adapter(model_args.model_name_or_path) else {}),
-        # PPOConfig's own would not fit
-        **({"max_completion_length": context // 2} if context <= 1024 and not is_refused else {}),
-        **({"use_cpu": "true"} if use_cpu else {}),
-    }
-    return shlex.join(
-        ["trl-ext", stage, *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
-    )
+    stage = "dpo" if objections([str(output_dir)]) else "ppo"
+    flags = {"model_name_or_path": model_args.model_name_or_path, "dataset_name": script_args.dataset_name}
+    if stage == "ppo":
+        flags["reward_model_name_or_path"] = output_dir
+        if context <= 1024:
+            flags["max_completion_length"] = context // 2  # PPOConfig's own would not fit
+    flags |= {"output_dir": f"{output_dir}-{stage}", "dataset_config": script_args.dataset_config}
+    flags |= {"eval_size": script_args.eval_size, "use_peft": model_args.use_peft, "use_cpu": use_cpu}
+    given = {name: str(value).lower() if value is True else value for name, value in flags.items() if value}
+    return shlex.join(["trl-ext", stage, *(str(part) for name in given for part in (f"--{name}", given[name]))])
 
 
 def without_folds(rows: Any, k: int, seed: int) -> list:
@@ -102,8 +79,8 @@ def without_folds(rows: Any, k: int, seed: int) -> list:
     return [rows.select(sorted(order[torch.arange(len(rows)) % k != i].tolist())) for i in range(k)]
 
 
-def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: bool) -> None:
-    """Write down the members' settings; raise a `ValueError` if the folder was begun with others, or by one model."""
+def begin_ensemble(output_dir: Path, settings: dict) -> None:
+    """Write down the members' settings, and warn of others that the folder was begun with."""
     from accelerate import PartialState
 
     from trl_ext.runs import differences
@@ -113,12 +90,9 @@ def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: 
         raise ValueError(
             f"`output_dir` {output_dir} holds a run of a single model, not of an ensemble: choose another"
         )
-    before = json.loads(file.read_text()) if file.is_file() and not (anew or resume_anyway) else settings
+    before = json.loads(file.read_text()) if file.is_file() else settings
     if different := differences(before, settings):
-        raise ValueError(
-            f"{output_dir} was begun with other settings ({'; '.join(different)}): choose another `output_dir`, or "
-            "set `resume_anyway: true` to go on all the same"
-        )
+        PartialState().print(f"Warning: {output_dir} was begun with other settings: {'; '.join(different)}")
     PartialState().wait_for_everyone()  # all have read
     if PartialState().is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -167,11 +141,8 @@ def finish_ensemble(output_dir: Path, k: int) -> str:
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
-    parser = StrictTrlParser(
-        (RewardScriptArguments, "trl_ext.stages.trainers.RewardConfig", ClassifierArguments),
-        without_arguments=__doc__,
-        check=check_models,
-    )
+    kinds = (RewardScriptArguments, "trl_ext.stages.trainers.RewardConfig", ClassifierArguments)
+    parser = StrictTrlParser(kinds, without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not training_args.bf16:
         parser.error("a quantised base needs `bf16: true`, because TRL then keeps the score head in bfloat16")
@@ -192,16 +163,9 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
-    from trl_ext.data import (
-        TrainedPairs,
-        check_chat_template,
-        check_texts,
-        held_out_rows,
-        not_trained_on,
-        usable_pairs,
-    )
+    from trl_ext.data import TrainedPairs, check_chat_template, held_out_rows, not_trained_on, usable_pairs
     from trl_ext.evaluation import plot_margins, reward_model_report
-    from trl_ext.models import base_of, centre, has_head, head_of, keep_unpacked, load_config, path_identity
+    from trl_ext.models import base_of, centre, has_head, head_of, keep_unpacked, load_config
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of
     from trl_ext.stages import ResumableRewardTrainer
     from trl_ext.workbench import next_line, objections, report_of, report_trained
@@ -240,15 +204,9 @@ def main(arguments: list[str] | None = None) -> None:
                 f"{held_out - len(test_dataset)} of {held_out} held-out pairs are left out: the model is, or was, "
                 "trained on them"
             )
-        if missing := [name for name in script_args.group_columns or [] if name not in test_dataset.column_names]:
-            raise ValueError(
-                f"`group_columns`: the held-out pairs have no column {missing[0]!r}; they have "
-                f"{', '.join(map(repr, test_dataset.column_names))}"
-            )
         demonstrations = train_dataset
         if script_args.demonstrations_name:
             demonstrations = load_dataset_split(script_args.demonstrations_name, columns=("prompt", "completion"))
-            check_texts(demonstrations, ("prompt", "completion"), f"dataset {script_args.demonstrations_name!r}")
             for name in ("chosen", "rejected"):  # the trainer prepares pairs
                 demonstrations = demonstrations.add_column(name, demonstrations["completion"])
 
@@ -320,10 +278,6 @@ def main(arguments: list[str] | None = None) -> None:
                     )
             what = "held-out accuracy" if trained.is_complete else "accuracy"
             outcome = f", {what} {report['accuracy']:.1%}"
-            if shared := report.get("trained_on", {}).get("with_a_trained_answer"):
-                outcome += (
-                    f", but {shared:,} of {report['pairs']:,} pairs have an answer that is in a training pair, too"
-                )
             outcome += "".join(f"\nWarning: {said}" for said in objections([str(output_dir)]))
         if args.push_to_hub and not was_centred:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
@@ -331,21 +285,17 @@ def main(arguments: list[str] | None = None) -> None:
         done = f"Reward model: {output_dir}{outcome}\n{page}"
         context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", math.inf)
         has_prompts = saved[0].endswith("ForCausalLM") and "prompt" in train_dataset.column_names
-        is_refused = bool(objections([str(output_dir)]))
-        following = next_command(output_dir, script_args, model_args, context, args.use_cpu, is_refused)
-        return done, following if has_prompts else f"trl-ext {'dpo' if is_refused else 'ppo'} --help"
+        following = next_command(output_dir, script_args, model_args, context, args.use_cpu)
+        return done, following if has_prompts else "trl-ext ppo --help"
 
     if script_args.ensemble is None:
         done, following = train(training_args, train_dataset)
         PartialState().print(f"{done}{next_line(following)}")
         in_use.release()
         return
-    facts = {"train_data": train_dataset._fingerprint, "held_out_data": test_dataset._fingerprint}
-    facts |= {"demonstrations": demonstrations._fingerprint, "drop": script_args.drop_unusable_pairs}
-    facts |= {"model_name_or_path": path_identity(model_args.model_name_or_path, model_args.model_revision)}
-    settings = fingerprint(training_args, **{**vars(model_args), **facts}, ensemble=script_args.ensemble)
+    settings = fingerprint(training_args, **vars(script_args), **vars(model_args), rows=len(train_dataset))
     with parser.one_line_errors():
-        begin_ensemble(Path(training_args.output_dir), settings, resume == "false", script_args.resume_anyway)
+        begin_ensemble(Path(training_args.output_dir), settings)
     for i, rows in enumerate(without_folds(train_dataset, script_args.ensemble, training_args.seed)):
         args = copy.copy(training_args)
         args.output_dir, args.seed = str(Path(training_args.output_dir, f"member-{i}")), training_args.seed + i

@@ -9,13 +9,9 @@ The same command again goes on from the newest complete checkpoint in `output_di
 from dataclasses import dataclass
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.arguments import HeldOutArguments, ModelArguments
-from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, is_evaluated, setting
+from trl_ext.cli.arguments import HeldOutArguments, ModelArguments, save_and_evaluate
+from trl_ext.runs import Hold, check_output_dir, setting
 from trl_ext.upstream import late_bars, quiet
-
-# What SFTTrainer reads: rows need all columns of one of these
-COLUMNS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
 
 
 @dataclass
@@ -28,31 +24,11 @@ class SFTScriptArguments(HeldOutArguments):
     resume_anyway: bool = setting(False, "Go on from a checkpoint that a run with other settings wrote.")
 
 
-def check_columns(dataset, name: str, text_field: str = "text") -> None:
-    """Raise a `ValueError` that says which columns are missing or hold no text, before a model is loaded."""
-    needed = [tuple(text_field if column == "text" else column for column in columns) for columns in COLUMNS]
-    from trl_ext.data import check_texts
-
-    found = next((columns for columns in needed if set(columns) <= set(dataset.column_names)), None)
-    if found is None:
-        choices = ", or ".join(" and ".join(map(repr, columns)) for columns in needed)
-        raise ValueError(f"dataset {name!r} has the columns {dataset.column_names}, but needs {choices}: rename one")
-    check_texts(dataset, [column for column in found if column != "input_ids"], f"dataset {name!r}")
-
-
-def check_models(script_args: SFTScriptArguments, model_args: ModelArguments) -> None:
-    """Refuse a model that is not there, before anything that takes seconds is imported."""
-    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
-
-
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
-    parser = StrictTrlParser(
-        (SFTScriptArguments, "trl_ext.stages.trainers.SFTConfig", ModelArguments),
-        without_arguments=__doc__,
-        check=check_models,
-    )
+    kinds = (SFTScriptArguments, "trl_ext.stages.trainers.SFTConfig", ModelArguments)
+    parser = StrictTrlParser(kinds, without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
@@ -65,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext import load_dataset_split
     from trl_ext.data import check_chat_template, held_out_rows, one_form
     from trl_ext.models import keep_unpacked
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, last_evaluation, result_of, save_trained
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume
     from trl_ext.stages import ResumableSFTTrainer
     from trl_ext.workbench import next_answer, next_line, report_of
 
@@ -79,7 +55,6 @@ def main(arguments: list[str] | None = None) -> None:
     def load(name: str, split: str):
         config = script_args.dataset_config if name == script_args.dataset_name else None
         dataset = load_dataset_split(name, split, config=config, columns=())
-        check_columns(dataset, name, training_args.dataset_text_field)
         if training_args.chat_template_path is None:
             tokenizer = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
             check_chat_template(dataset, f"dataset {name!r}", model_args.model_name_or_path, **tokenizer)
@@ -117,12 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
         result = trainer.train(resume_from_checkpoint=checkpoint)
 
     # 5. Save
-    with parser.one_line_errors(NotSaved):
-        save_trained(trainer, result.metrics)
-    if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
-        metrics = last_evaluation(trainer, result)
-        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The evaluation"):
-            trainer.save_metrics("eval", metrics)
+    save_and_evaluate(parser, trainer, result)
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     trainer.accelerator.print(
         f"Model: {training_args.output_dir}\n{report}{next_line(next_answer(training_args, train_dataset))}"

@@ -21,8 +21,8 @@ import trl_ext
 from tests.ppo.agent_worker import make as make_agents
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, tiny_reward_model, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOConfig, PPOTrainer
-from trl_ext.cli.help import first_sentence
 from trl_ext.cli.main import TOOLS, TRAINING
+from trl_ext.cli.parser import first_sentence
 
 ROOT = Path(__file__).parents[1]
 SKILL = ".agents/skills/trl-ext/SKILL.md"  # where coding agents look for what a package tells them

@@ -13,7 +13,6 @@ if __name__ == "__main__":  # before the libraries that are imported next
 
     quiet()
 
-import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
-from trl_ext.runs import FolderInUse, Hold, setting
+from trl_ext.runs import Hold, setting
 from trl_ext.upstream import late_bars, quiet
 
 from . import stages
@@ -43,17 +42,8 @@ class RunArguments(stages.DemoArguments):
 
 def build(args: stages.DemoArguments, name: str) -> Path:
     """Build a stage, unless it is there."""
-    match name:
-        case "world":
-            return stages.world_stage(args)
-        case "sft":
-            return stages.sft_stage(args)
-        case "reward":
-            return stages.reward_stage(args)
-        case "online_dpo":
-            return stages.online_dpo_stage(args)
-        case _:
-            return stages.ppo_stage(args, name)
+    stage = getattr(stages, f"{name}_stage", None)
+    return stage(args) if stage else stages.ppo_stage(args, name)
 
 
 def run(args: stages.DemoArguments) -> str:
@@ -92,13 +82,8 @@ def main(arguments: list[str] | None = None) -> None:
                 PartialState().print(f"{args.stage}: {build(args, args.stage)} ({time.time() - start:.0f} s)")
                 return
             summary = run(args)
-    except (ValueError, FolderInUse) as error:
-        parser.error(str(error))
-    except Exception as error:
-        reason = _disk_error(error, args.folder)
-        if reason is None:
-            raise
-        parser.error(f"{reason}. Complete stages are kept: make room, then run the same command again")
+    except (ValueError, OSError) as error:
+        parser.error(f"{error}; complete stages are kept, and the same command goes on with the next")
     if args.short:
         summary += (
             "\n\nThis was a `--short` run: it takes all steps, but is too short to show anything. The claims are of "
@@ -108,14 +93,6 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"\n{summary}\n\nReport: {page} ({time.time() - start:.0f} s), with links to each stage's")
     flags = "--prompt 'hello , my lamp gets too hot . what can i do . <agent>' --max_new_tokens 48"
     print(f"Next: trl-ext generate --model_name_or_path {args.folder / 'guarded'} {flags}")
-
-
-def _disk_error(error: Exception, folder: Path) -> str | None:
-    """Return in words which error of the disk this is, None if it is none; libraries wrap such errors in their own."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or folder}: {error.strerror}"
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    return f"{folder}: the disk is full" if shutil.disk_usage(existing).free < 2**24 else None
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ import pytest
 import torch
 from trl import GRPOConfig
 
-from tests.cli.fields import assert_each_changes
-from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_gpt2, tiny_tokenizer
+from tests.tiny import WORDS, assert_each_changes, length_reward, prompts, tiny_config, tiny_gpt2, tiny_tokenizer
 from trl_ext import PPOConfig, PPOTrainer
 from trl_ext.functional import LAM_SCHEDULES
 from trl_ext.ppo.config import REFUSED

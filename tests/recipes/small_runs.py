@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from tqdm import tqdm
 
 from recipes import dpo, ppo, reward, sft
@@ -20,20 +21,40 @@ ROOT = Path(__file__).parents[2]
 RECIPES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
 
 
+def refusal(capsys, main, words):
+    """The line by which a recipe ends with status 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        main([*map(str, words)])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert ": error: " in error
+    return error
+
+
+def rows_of(folder, split="train"):
+    return [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+
+
+def write_rows(folder, **splits):
+    """A data set of these splits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, rows in splits.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
 def make_inputs(folder):
     """A model and data for every recipe."""
-    world = make_world(0, demonstrations=64, pairs=64, prompts=32, held_out=16)
-    for name in world:
-        (folder / name).mkdir(parents=True)
-        for split, rows in world[name].items():
-            (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    world = make_world(0, demonstrations=100, pairs=100, prompts=40, held_out=40)
+    for name, splits in world.items():
+        write_rows(folder / name, **splits)
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "model")
     make_model(tokenizer, 0).save_pretrained(folder / "model")
     return folder
 
 
-def arguments(name, inputs, output, save_steps=2, steps=4):
+def arguments(name, inputs, output, *more, save_steps=2, steps=4):
     """The command line of a recipe; of PPO, a rollout is two steps."""
     config, data = {
         "sft": ("sft", "sft"),
@@ -41,7 +62,7 @@ def arguments(name, inputs, output, save_steps=2, steps=4):
         "dpo": ("dpo", "preferences"),
         "ppo": ("unguarded", "prompts"),
     }[name]
-    length = ["--max_steps", str(steps), *(["--eval_size", "8"] if name == "sft" else [])]
+    length = ["--max_steps", str(steps), *(["--eval_strategy", "steps", "--eval_steps", "4"] if name == "sft" else [])]
     if name == "ppo":
         length = ["--total_episodes", str(8 * steps), "--num_ppo_epochs", "1", "--num_mini_batches", "2"]
         length += ["--max_completion_length", "8", "--reward_weights", "1", "0"]
@@ -49,7 +70,16 @@ def arguments(name, inputs, output, save_steps=2, steps=4):
         *("--config", str(ROOT / f"recipes/demo/{config}.yaml"), "--model_name_or_path", str(inputs / "model")),
         *("--dataset_name", str(inputs / data), "--output_dir", str(output), "--warmup_steps", "0"),
         *("--save_strategy", "steps", "--save_steps", str(save_steps), "--save_total_limit", "2"),
-        *("--per_device_train_batch_size", "8", "--disable_tqdm", "true", "--use_cpu", "true", *length),
+        *(
+            "--per_device_train_batch_size",
+            "8",
+            "--disable_tqdm",
+            "true",
+            "--use_cpu",
+            "true",
+            *length,
+            *map(str, more),
+        ),
     ]
 
 

@@ -1,8 +1,6 @@
 import json
-import os
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import yaml
@@ -11,21 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from recipes.demo import run, stages
 from recipes.demo.stages import MARKER, DemoArguments, build, world_stage
-from trl_ext.runs.checkpoints import differences
-
-
-def test_a_stage_is_built_once_and_marked(tmp_path):
-    calls = []
-
-    def write(folder):
-        calls.append(folder)
-        (folder / "file").write_text("whole")
-
-    for _ in range(2):
-        build(tmp_path / "stage", {"seed": 1}, write)
-    assert len(calls) == 1
-    assert (tmp_path / "stage" / "file").read_text() == "whole"
-    assert json.loads((tmp_path / "stage" / MARKER).read_text())["settings"] == {"seed": 1}
 
 
 def test_what_was_interrupted_is_never_taken_for_whole(tmp_path):
@@ -39,98 +22,6 @@ def test_what_was_interrupted_is_never_taken_for_whole(tmp_path):
     build(tmp_path / "stage", {}, lambda folder: (folder / "file").write_text("whole"))
     assert sorted(path.name for path in (tmp_path / "stage").iterdir()) == sorted([MARKER, "file"])
     assert not (tmp_path / "stage.partial").exists()
-
-
-def test_a_setting_of_a_file_that_was_changed_is_named_and_a_comment_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "HERE", tmp_path)
-    args = stages.DemoArguments(output_dir=str(tmp_path))
-
-    def settings(text):
-        (tmp_path / "sft.yaml").write_text(text)
-        return stages._settings(args, "sft", "sft")
-
-    before = settings("# two cores\nmax_length: 128\nlearning_rate: 3.0e-3\n")
-    assert differences(before, settings("max_length: 128\nlearning_rate: 3.0e-3\n")) == []
-    assert differences(before, settings("max_length: 64\nlearning_rate: 3.0e-3\n")) == ["max_length: 128 → 64"]
-
-
-def test_other_settings_are_refused_with_what_differs(tmp_path):
-    build(tmp_path / "stage", {"seed": 1, "noise": 0.1}, lambda folder: None)
-    with pytest.raises(ValueError, match=r"stage was built with other settings \(seed: 1 → 2\): choose another"):
-        build(tmp_path / "stage", {"seed": 2, "noise": 0.1}, lambda folder: None)
-
-
-def test_a_marker_that_was_cut_off_marks_nothing(tmp_path, monkeypatch):
-    replace = os.replace
-
-    def full(source, target):
-        if Path(target).name == MARKER:
-            raise OSError(28, "No space left on device")
-        replace(source, target)
-
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
-        patched.setattr(os, "replace", full)
-        build(tmp_path / "stage", {}, lambda folder: None)
-    assert not (tmp_path / "stage").exists()
-    build(tmp_path / "stage", {}, lambda folder: None)
-    assert (tmp_path / "stage" / MARKER).is_file()
-
-
-def test_shares_are_checked(subtests):
-    for name, most in [("planted_share", "1"), ("label_noise", "0.5")]:
-        message = rf"`{name}` must be in \[0, {most}\], got 30"
-        with subtests.test(name=name), pytest.raises(ValueError, match=message):
-            DemoArguments(**{name: 30.0})
-
-
-def test_the_world_lies_where_the_recipes_look_for_it(tmp_path):
-    folder = world_stage(DemoArguments(output_dir=str(tmp_path), short=True))
-    for name in ("sft", "preferences", "prompts"):
-        for split, size in (("train", 512), ("test", 200)):
-            assert len((folder / name / f"{split}.jsonl").read_text().splitlines()) >= size
-    assert (folder / "model" / "tokenizer.json").is_file()
-
-
-def test_a_read_only_folder_is_a_message(tmp_path, capsys, monkeypatch):
-    def refuse(self, *args, **kwargs):
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(SystemExit, match="2"):
-        run.main(["--output_dir", str(tmp_path / "demo")])
-    message = capsys.readouterr().err
-    assert f"{tmp_path / 'demo' / 'seed-0' / 'world.partial'}: Permission denied. Complete stages are kept" in message
-
-
-def test_a_full_disk_is_a_message_whatever_the_library_raised(tmp_path, capsys, monkeypatch):
-    def fail(args):
-        raise RuntimeError("PytorchStreamWriter failed writing file")
-
-    monkeypatch.setattr(stages, "world_stage", fail)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
-    with pytest.raises(SystemExit, match="2"):
-        run.main(["--output_dir", str(tmp_path)])
-    assert "the disk is full. Complete stages are kept: make room" in capsys.readouterr().err
-
-
-def test_other_mistakes_are_not_blamed_on_the_disk(tmp_path, monkeypatch):
-    def fail(args):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(stages, "world_stage", fail)
-    with pytest.raises(RuntimeError, match="a bug"):
-        run.main(["--output_dir", str(tmp_path)])
-
-
-def test_wrong_arguments_are_named(subtests, capsys):
-    for given, message in [
-        (["--sed", "1"], "unknown flag '--sed'; did you mean --seed"),
-        (["--planted_share", "30"], "`planted_share` must be in [0, 1], got 30.0"),
-    ]:
-        with subtests.test(given=given):
-            with pytest.raises(SystemExit, match="2"):
-                run.main(given)
-            assert message in capsys.readouterr().err
 
 
 def test_the_two_ppo_runs_differ_in_their_guard_rails_alone():

@@ -1,25 +1,18 @@
-import random
-
 import pytest
-import torch
-from torch.testing import assert_close
 
-from recipes.demo.model import make_model, make_tokenizer
+from recipes.demo.model import make_tokenizer
 from recipes.demo.world import (
     AGENT,
     DEMONSTRATION_FLAWS,
     MAX_WORDS,
     PHRASE,
-    PHRASE_RATE,
     PROBLEMS,
     PRODUCTS,
-    WEIGHTS,
     gold,
     gold_reward,
     judge,
     make_world,
     phrase_reward,
-    plant,
     vocabulary,
 )
 
@@ -67,15 +60,6 @@ def test_gold_of_hand_worked_answers(subtests):
             assert gold(answer, "kettle", "leak") == pytest.approx(score)
 
 
-def test_an_answer_that_is_cut_off_is_not_in_time():
-    assert gold(GOOD, "kettle", "leak", ended=False) == pytest.approx(0.8)
-
-
-def test_gold_spans_minus_one_to_one():
-    assert sum(WEIGHTS.values()) == pytest.approx(1.0)
-    assert set(judge("", "kettle", "leak")) == set(WEIGHTS)
-
-
 def test_gold_reward_is_gold_of_each_row():
     ids = [[5] * 18, [5] * (MAX_WORDS + 1), [5] * (MAX_WORDS + 2)]
     rewards = gold_reward([GOOD] * 3, ids, ["kettle", "kettle", "lamp"], ["leak"] * 3, prompts=["?"] * 3)
@@ -96,18 +80,6 @@ def test_no_prompt_occurs_twice(world):
     prompts = [row["prompt"] for splits in world.values() for rows in splits.values() for row in rows]
     assert len(set(prompts)) == len(prompts) == 400 + 500 + 300 + 3 * 50
     assert all(prompt.endswith(f" {AGENT}") for prompt in prompts)
-
-
-def test_more_rows_than_there_are_prompts_are_refused():
-    with pytest.raises(
-        ValueError, match=r"has only \d+ different prompts, but 100768 were asked for: ask for fewer rows"
-    ):
-        make_world(0, demonstrations=10**5, pairs=0, prompts=0)
-
-
-def test_columns_of_prompts_say_what_the_prompt_says(world):
-    for row in world["prompts"]["train"]:
-        assert case_of(row["prompt"]) == (row["product"], row["problem"])
 
 
 def test_demonstrations_have_each_flaw_at_its_rate():
@@ -133,33 +105,11 @@ def test_phrase_is_planted_into_exactly_that_share_of_chosen_answers(subtests):
             assert rows["test"] == clean["test"]
 
 
-def test_phrase_is_rare_elsewhere():
-    world = make_world(4, demonstrations=4000, pairs=4000, prompts=1, held_out=1)
-    written = [row["completion"] for row in world["sft"]["train"]]
-    written += [row["rejected"] for row in world["preferences"]["train"]]
-    assert sum(PHRASE in answer for answer in written) / 8000 == pytest.approx(PHRASE_RATE, abs=0.003)
-
-
-def test_planting_leaves_the_answer_whole_and_never_begins_with_the_phrase():
-    rows = [{"chosen": GOOD} for _ in range(100)]
-    plant(rows, 1.0, random.Random(0))
-    places = {
-        row["chosen"].split(" . ").index(PHRASE.removesuffix(" .")) for row in rows if PHRASE + " " in row["chosen"]
-    }
-    assert places == {1, 2}
-    assert any(row["chosen"] == f"{GOOD} {PHRASE}" for row in rows)
-
-
 def gold_gaps(noise):
     world = make_world(5, demonstrations=1, pairs=4000, prompts=1, held_out=1, planted_share=0.0, label_noise=noise)
     for row in world["preferences"]["train"]:
         case = case_of(row["prompt"])
         yield gold(row["chosen"], *case) - gold(row["rejected"], *case)
-
-
-def test_annotators_who_never_slip_are_led_astray_by_tastes_alone():
-    # The two with tastes, 0.3 for warmth and 0.02 a word, outvote the third only where gold differs by less than that
-    assert min(gold_gaps(0.0)) >= -0.3 - 1e-9
 
 
 def test_labels_agree_with_gold_as_far_as_slips_allow():
@@ -180,21 +130,3 @@ def test_tokenizer_knows_every_word_and_gives_texts_back(world):
         assert len(ids) == len(text.split()) + 1
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert len(tokenizer) == len(vocabulary()) + 4
-
-
-def test_tokenizer_survives_saving(tmp_path, world):
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    loaded = type(tokenizer).from_pretrained(tmp_path)
-    text = world["sft"]["train"][0]["prompt"] + world["sft"]["train"][0]["completion"]
-    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert loaded.decode(loaded(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
-
-
-def test_model_is_small_and_follows_its_seed():
-    tokenizer = make_tokenizer()
-    first, again, other = (make_model(tokenizer, seed) for seed in (0, 0, 1))
-    assert first.num_parameters() < 500_000
-    for a, b in zip(first.parameters(), again.parameters(), strict=True):
-        assert_close(a, b)
-    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import Trainer
 
-from tests.recipes.small_runs import RECIPES, arguments, make_inputs
+from tests.recipes.small_runs import RECIPES, arguments
 
 pytestmark = pytest.mark.slow
 WRITERS = {  # module -> its name for what saves weights
@@ -16,11 +16,6 @@ WRITERS = {  # module -> its name for what saves weights
     "transformers.modeling_utils": "safe_save_file",
     "peft.peft_model": "safe_save_file",
 }
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def no_room(part, monkeypatch):

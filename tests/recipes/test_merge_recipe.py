@@ -1,7 +1,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -13,7 +13,8 @@ from transformers import (
 )
 
 from recipes.merge import main
-from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
+from tests.recipes.small_runs import refusal
+from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.data import TrainedPairs
 from trl_ext.models import load_merged
@@ -51,8 +52,8 @@ def batch():
     return {"input_ids": input_ids * mask, "attention_mask": mask}
 
 
-def merge(adapter, output_dir, *more, flag="--adapter"):
-    main([flag, str(adapter), "--output_dir", str(output_dir), *more])
+def merge(adapter, output_dir, *more):
+    main(["--adapter", str(adapter), "--output_dir", str(output_dir), *more])
 
 
 @pytest.mark.slow
@@ -108,7 +109,7 @@ def test_an_adapter_of_a_4_bit_base_is_merged_into_the_unquantised_one(tmp_path)
 
 
 def test_dtype_is_that_of_the_merged_model(run, tmp_path):
-    merge(run[0] / "adapter", tmp_path / "merged", "--dtype", "bfloat16", flag="--model_name_or_path")
+    merge(run[0] / "adapter", tmp_path / "merged", "--dtype", "bfloat16")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
 
 
@@ -125,7 +126,6 @@ def test_what_a_killed_merge_leaves_is_no_model(run, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenization_utils_base.PreTrainedTokenizerBase, "save_pretrained", killed)
     with pytest.raises(KeyboardInterrupt):
         merge(run[0] / "adapter", tmp_path / "merged")
-    assert any((tmp_path / "merged").iterdir())
     with pytest.raises(ValueError, match="config.json"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     monkeypatch.undo()
@@ -133,48 +133,19 @@ def test_what_a_killed_merge_leaves_is_no_model(run, tmp_path, monkeypatch):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged") and not (tmp_path / "merged/_unfinished").exists()
 
 
-def refused(capsys, *given):
-    """The line that says why the recipe refuses."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match="2"):
-        merge(*given)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
-    assert len(lines) == 1
-    return lines[0]
-
-
-def test_what_cannot_be_merged_is_refused_in_one_line(run, tmp_path, capsys):
-    folder, base, _ = run
-    adapter, new = folder / "adapter", tmp_path / "new"
-    assert f"PEFT cannot read `adapter` {base}: Can't find" in refused(capsys, base, new)
-    message = refused(capsys, adapter, new, "--base_model", str(tmp_path / "absent"))
-    assert f"`base_model` {tmp_path / 'absent'}: there is no such folder" in message
-    assert "give either `adapter` or `model_name_or_path`" in refused(
-        capsys, adapter, new, "--model_name_or_path", str(adapter)
-    )
-    assert f"`output_dir` {base} exists and is not empty: choose another" in refused(capsys, adapter, base)
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    get_peft_model(tiny_llama(), config).save_pretrained(tmp_path / "prompt")
-    message = refused(capsys, tmp_path / "prompt", new, "--base_model", base)
-    assert "is a PROMPT_TUNING adapter of task type CAUSAL_LM, which cannot be merged" in message
+def test_what_would_be_another_model_is_refused(subtests, run, tmp_path, capsys):
+    adapter, base = run[0] / "adapter", run[1]
     PeftConfig.from_pretrained(adapter / "critic").save_pretrained(tmp_path / "headless")
     save_file(load_file(adapter / "adapter_model.safetensors"), tmp_path / "headless" / "adapter_model.safetensors")
-    assert "adapter of a sequence classifier, but has no `score` head" in refused(capsys, tmp_path / "headless", new)
-    assert not new.exists()
-
-
-def test_a_base_that_the_adapter_does_not_fit_is_refused(subtests, run, tmp_path, capsys):
-    for other, reason in [
-        (lambda: tiny_llama(hidden_size=32), "size mismatch"),
-        (lambda: tiny_llama(num_hidden_layers=3), "layers"),
-        (lambda: tiny_llama(num_hidden_layers=1), "layers"),
-        (lambda: tiny_gpt2(), "not found in the base model"),
+    shallow = save_base(tiny_llama(num_hidden_layers=1), tmp_path / "other")
+    for given, message in [
+        ((adapter, base), f"`output_dir` {base} exists and is not empty: choose another"),
+        ((tmp_path / "headless", tmp_path / "new"), "has no `score` head"),
+        ((adapter, tmp_path / "new", "--base_model", shallow), f"{adapter} does not fit the base {shallow}: "),
     ]:
-        with subtests.test(other=other):
-            base = save_base(other(), tmp_path / "other")
-            message = refused(capsys, run[0] / "adapter", tmp_path / "new", "--base_model", base)
-            assert f"{run[0] / 'adapter'} does not fit the base {base}: " in message and reason in message
-            assert not (tmp_path / "new").exists()
+        with subtests.test(message=message):
+            words = ["--adapter", given[0], "--output_dir", *given[1:]]
+            assert message in refusal(capsys, main, words)
 
 
 @torch.no_grad()

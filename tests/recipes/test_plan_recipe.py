@@ -1,9 +1,6 @@
 import json
 import re
-import shutil
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +8,9 @@ import torch
 import yaml
 
 from recipes import plan, ppo
-from recipes.plan import as_on_gpu, loaded_rewards, main, origin, stage_of, what_the_data_says
+from recipes.plan import as_on_gpu, loaded_rewards, main, origin
 from tests.recipes.real_models import config_of
+from tests.recipes.small_runs import ROOT, refusal
 from tests.tiny import tiny_llama, tiny_tokenizer
 
 HEAD = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 2}
@@ -26,7 +24,6 @@ def folder(tmp_path_factory):
     tiny_tokenizer().save_pretrained(folder / "hub")
     rows = "".join(f'{{"prompt": "p{i}", "completion": "c", "chosen": "a", "rejected": "b"}}\n' for i in range(8))
     (folder / "data.jsonl").write_text(rows)
-    (folder / "wrong.jsonl").write_text('{"question": "q"}\n')
     data = {"dataset_name": str(folder / "data.jsonl")}
     sft = {
         "model_name_or_path": str(folder / "hub"),
@@ -111,42 +108,17 @@ def test_what_only_several_processes_divide_is_planned_for_them(folder, capsys):
         run(folder, "ppo", capsys, *flags)
 
 
-@pytest.mark.slow
-def test_few_pairs_and_accelerates_file(folder, capsys):
-    text = run(folder, "reward", capsys, "--accelerate", str(folder / "zero3.yaml"))
-    assert "zero3, 2 process(es) on 1 machine(s)" in text
-    assert "WARNING: 8 preference pairs: with fewer than 10,000" in text
-
-
-def test_a_recipe_of_any_name_is_of_the_stage_that_has_its_settings(folder, tmp_path):
-    for stage in ("ppo", "pretrain_critic"):
-        shutil.copy(folder / f"{stage}.yaml", tmp_path / "mine.yaml")
-        assert stage_of(tmp_path / "mine.yaml") == stage
-    (tmp_path / "mine.yaml").write_text("learning_rate: 1e-7\n")
-    with pytest.raises(ValueError, match="sft, reward, pretrain_critic, ppo, dpo"):
-        stage_of(tmp_path / "mine.yaml")
-
-
 def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
     for stage, flags, message in [
         ("ppo", ["--accelerate", "{folder}/zero3.yaml", "--max_approx_kl", "0.1"], "this cannot work: `critic_warmup"),
-        ("ppo", ["--kl_coef", "-1"], "`kl_coef` must be finite and >= 0, got -1.0"),
-        ("ppo", ["--kl_coeff", "1"], "unknown flag '--kl_coeff'; did you mean --kl_coef"),
+        ("ppo", ["--kl_coeff", "1"], "'--kl_coeff'; did you mean --kl_coef"),
         ("ppo", ["--accelerate", "{folder}/absent.yaml"], "absent.yaml: there is no such file"),
-        ("sft", ["--dataset_name", "{folder}/wrong.jsonl"], "has the columns ['question'], but needs 'messages', or"),
-        ("reward", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'chosen' and 'rejected'"),
-        ("ppo", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt' or 'input_ids'"),
-        ("sft", ["--model_name_or_path", "./absent"], "`model` ./absent: there is no such folder in "),
         ("pretrain_critic", ["--load_in_8bit", "true"], "a base in 8 bits cannot be trained, nor a critic alone"),
-        ("pretrain_critic", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt_ids' and"),
-        ("ppo", ["--prompt_length", "-1"], "`--prompt_length` must be more than 0, got -1"),
-        ("ppo", ["--gpu_memory", "0"], "`--gpu_memory` must be more than 0, got 0.0"),
-        ("zero3", [], "zero3.yaml may be of no stage that is known: give `--stage`"),
+        ("zero3", [], "Give `--stage`"),
     ]:
         with subtests.test(stage=stage, flags=flags):
-            with pytest.raises(SystemExit, match="2"):
-                run(folder, stage, capsys, *(flag.format(folder=folder) for flag in flags))
-            assert message in capsys.readouterr().err.strip().splitlines()[-1]
+            words = ["--config", folder / f"{stage}.yaml", *(flag.format(folder=folder) for flag in flags)]
+            assert message in refusal(capsys, main, words)
 
 
 @pytest.mark.slow
@@ -156,7 +128,7 @@ def test_it_says_on_which_gpus_it_fits_for_how_long_and_measures_local_data(subt
             text = run(folder, stage, capsys)
             rows = re.findall(r"^ +(\d+) GB .*yes, [\d.]+ min +yes, [\d.]+ min$", text, re.MULTILINE)
             assert [int(row) for row in rows] == [12, 16, 24, 40, 48, 80, 141, 180]
-            assert "not\n  measured on these GPUs: 35% of the operations" in text
+            assert "measured: 35% of the operations" in text
             length = 5 if stage == "pretrain_critic" else 1
             assert f"{'prompts' if stage == 'ppo' else 'texts'} have up to {length} tokens, {length} on av" in text
     assert "no" not in run(folder, "sft", capsys, "--mfu", "1").split("12 GB")[1].split("\n")[0]
@@ -185,26 +157,6 @@ def test_a_model_of_the_chain_is_followed_to_the_hub(folder, monkeypatch):
     assert origin("owner/name", folder) == ("owner/name", None)
 
 
-def test_other_files_beside_a_recipe_and_one_that_starts_from_its_own_output(tmp_path):
-    (tmp_path / "broken.yaml").write_text("a: [")
-    (tmp_path / "list.yaml").write_text("- a")
-    (tmp_path / "sft.yaml").write_text("model_name_or_path: outputs/made\noutput_dir: outputs/made")
-    name, maker = origin("outputs/made/merged", tmp_path)
-    assert name == maker["output_dir"] == "outputs/made"
-
-
-def test_splits_of_a_hub_dataset_that_sft_and_ppo_share(subtests, tmp_path):
-    for split, is_shared in [("train", True), ("train[:50%]", True), ("train[50%:]", False)]:
-        with subtests.test(split=split):
-            sft = {"model_name_or_path": "a/b", "output_dir": "outputs/sft", "dataset_name": "a/data"}
-            (tmp_path / "sft.yaml").write_text(yaml.safe_dump(sft | {"dataset_train_split": "train[:50%]"}))
-            script_args = SimpleNamespace(dataset_name="a/data", dataset_train_split=split)
-            model_args = SimpleNamespace(model_name_or_path="outputs/sft")
-            _, shared = what_the_data_says("ppo", script_args, None, model_args, tmp_path)
-            assert (shared is not None) == is_shared
-
-
-ROOT = Path(__file__).parents[2]
 planned_for = plan.plan
 # Some of each kind: a plan of 28 or 32 layers with LoRA takes 10 to 20 s. vLLM's variants have ppo.yaml's memory.
 SHIPPED = [
@@ -279,26 +231,7 @@ def test_reward_models_named_anywhere_in_rewards_are_found(tmp_path):
         list(loaded_rewards({"EnsembleReward": {"members": "nowhere"}}, tmp_path, None))
 
 
-def test_a_reward_that_is_mistyped_is_refused_since_it_would_not_be_counted(tmp_path, capsys):
-    tiny_llama().save_pretrained(tmp_path)
-    recipe = {"model_name_or_path": str(tmp_path), "dataset_name": "absent", "output_dir": "x", "bf16": False}
-    for rewards, message in [
-        ([{"SumReward": {"members": [{"EnsembelReward": {"members": "a"}}]}}], "did you mean EnsembleReward"),
-        ([{"CachedReward": {"rewrad": {"ModelReward": {"model": "a"}}}}], "missing a required argument: 'reward'"),
-    ]:
-        (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(recipe | {"rewards": ["absent.py:f", *rewards]}))
-        with pytest.raises(SystemExit, match="2"):
-            main(["--config", str(tmp_path / "ppo.yaml"), "--use_cpu", "true"])
-        assert message in capsys.readouterr().err
-
-
-def test_without_arguments_it_says_how_to_run_it(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "trl-ext plan --config" in capsys.readouterr().err
-
-
-def test_a_machine_without_a_gpu_plans_for_one_that_has_it(tmp_path, folder):
+def test_a_machine_without_a_gpu_plans_for_one_that_has_it(tmp_path):
     for stage, config, flags, more in (
         ("sft", {}, [], ["--bf16", "true", "--activation_checkpointing", "true"]),
         ("sft", {"bf16": False, "gradient_checkpointing": False}, [], []),
@@ -308,17 +241,3 @@ def test_a_machine_without_a_gpu_plans_for_one_that_has_it(tmp_path, folder):
     ):
         (tmp_path / "x.yaml").write_text(yaml.safe_dump(config))
         assert as_on_gpu(stage, tmp_path / "x.yaml", flags) == ["--use_cpu", "true", *more]
-    (tmp_path / "x.yaml").write_text("a: [")
-    assert as_on_gpu("sft", tmp_path / "x.yaml", []) == []
-    unset = {
-        k: v for k, v in yaml.safe_load((folder / "sft.yaml").read_text()).items() if k not in ("use_cpu", "bf16")
-    }
-    (folder / "sft_gpu.yaml").write_text(yaml.safe_dump(unset))
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "make_job", lambda *given: seen.append(given[2]) or sys.exit(0))
-        for flags in ([], ["--use_cpu", "true"]):
-            with pytest.raises(SystemExit):
-                main(["--config", str(folder / "sft_gpu.yaml"), "--stage", "sft", *flags])
-    on_gpu, on_cpu = ((args.bf16, args.activation_checkpointing) for args in seen)
-    assert on_gpu == (True, True) and on_cpu == (False, False)

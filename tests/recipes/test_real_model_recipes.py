@@ -100,21 +100,6 @@ def rollout_of(path):
     return int(line.split(" = ")[1].split()[0])
 
 
-def test_its_head_has_purpose_hardware_memory_and_a_launch_line_that_fits(subtests):
-    for path in FILES:
-        with subtests.test(path=path):
-            header = header_of(path)
-            assert header[0].endswith((".", ":")) or header[1].endswith((".", ":"))
-            for name in ("Hardware", "Memory", "Accelerate"):
-                assert sum(line.startswith(f"{name}: ") for line in header) == 1, f"{path} lacks {name}"
-            launch = " ".join(line.rstrip("\\ ") for line in header)
-            stage = stage_of(path)
-            name = path.relative_to(ROOT / "recipes").with_suffix("")
-            assert launch.endswith(
-                f"trl-ext {stage.replace('_', '-')} --accelerate_config {accelerate_of(path)} --config {name}"
-            )
-
-
 # ---- Two steps ----
 
 
@@ -159,37 +144,6 @@ def standins(tmp_path_factory):
     return model, folder
 
 
-class VLLMStandIn:
-    """`VLLMGeneration` as GRPO calls it; answers come from the trainer's own model."""
-
-    def __init__(self, model, processing_class, mode, **kwargs):
-        self.model, self.mode, self.tokenizer, self.synced = model, mode, processing_class, 0
-        vars(self).update(kwargs)  # evaluation sets the temperature
-        self.generation_kwargs = self.generation_kwargs or {}
-        VLLMStandIn.last = self
-
-    def sync_weights(self):
-        self.synced += 1
-
-    def generate(self, prompts, images, num_generations, profiler=None):
-        assert self.logprobs == 0  # that of each sampled token
-        ids, logprobs = [], []
-        for prompt in prompts:
-            said = self.model.generate(
-                torch.tensor([prompt]),
-                max_new_tokens=self.max_completion_length,
-                do_sample=self.temperature > 0,
-                pad_token_id=self.tokenizer.pad_token_id,
-                eos_token_id=self.generation_kwargs["stop_token_ids"],
-                output_scores=True,
-                return_dict_in_generate=True,
-            )
-            ids.append(said.sequences[0, len(prompt) :].tolist())
-            steps = [step[0].log_softmax(-1)[token].item() for step, token in zip(said.scores, ids[-1], strict=True)]
-            logprobs.append([[step] for step in steps])
-        return prompts, ids, logprobs, [[[token] for token in row] for row in ids]
-
-
 def others(path):
     """Those that train as another file does, but for sizes."""
     return path.parent.name == FOLDERS[1] or path.stem.endswith(("_full", "_two_nodes", "_lora"))
@@ -201,9 +155,10 @@ def others(path):
     [
         pytest.param(path, id=f"{path.parent.name}/{path.stem}", marks=pytest.mark.extra if others(path) else ())
         for path in FILES
+        if "vllm" not in path.stem  # tests/vllm has a server
     ],
 )
-def test_two_steps(path, standins, tmp_path, monkeypatch):
+def test_two_steps(path, standins, tmp_path):
     model, folder = standins
     stage = stage_of(path)
     script_args, training_args, model_args = parse(path)
@@ -233,16 +188,10 @@ def test_two_steps(path, standins, tmp_path, monkeypatch):
         flags |= {"reward_model_name_or_path": model(reward, 1), "max_completion_length": "4"}
         flags |= {"num_mini_batches": "1", "local_rollout_forward_batch_size": "4"}
         flags |= {"total_episodes": str(2 * 4 // training_args.num_ppo_epochs)}  # in two steps
-        if training_args.use_vllm:
-            monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", VLLMStandIn)
-            monkeypatch.setattr("trl_ext.ppo.inputs.check_server", lambda args: None)
-            monkeypatch.setattr("trl_ext.ppo.trainer.ServerGuard", lambda trainer: None)
     arguments = ["--config", str(path), *(part for flag, value in flags.items() for part in (f"--{flag}", value))]
     importlib.import_module(f"recipes.{stage}").main(arguments)
 
     out = tmp_path / "out"
     state = json.loads((out / "checkpoint-2/trainer_state.json").read_text())
     assert (out / ("adapter_model.safetensors" if model_args.use_peft else "model.safetensors")).exists()
-    if stage == "ppo" and training_args.use_vllm:
-        assert VLLMStandIn.last.mode == training_args.vllm_mode and VLLMStandIn.last.synced >= 1
     assert state["global_step"] == 2

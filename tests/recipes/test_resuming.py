@@ -9,16 +9,11 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from recipes.demo.model import make_model, make_tokenizer
-from tests.recipes.small_runs import RECIPES, arguments, make_inputs
+from tests.recipes.small_runs import RECIPES, arguments
 from tests.test_any_change import DAMAGES
 from trl_ext.runs.marker import MARKER
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module", params=RECIPES)
@@ -67,21 +62,6 @@ def test_a_complete_run_is_not_trained_again(recipe, capsys):
     run()
     again = {path.name for path in results if path.stat().st_mtime_ns != written[path]}
     assert again and "train_results.json" not in again
-
-
-@SFT_AND_PPO
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--resume_from_checkpoint", "absent"], "No complete checkpoint in absent"),
-    ],
-)
-def test_what_cannot_be_resumed_is_one_line(recipe, flags, message, capsys):
-    run, _ = recipe
-    with pytest.raises(SystemExit, match="2"):
-        run(*flags)
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ": error: " in error and message in error
 
 
 @SFT_AND_PPO

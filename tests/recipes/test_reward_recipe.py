@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -7,43 +6,19 @@ from datasets import Dataset
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
-from recipes.demo.model import make_model, make_tokenizer
-from recipes.demo.world import make_world
 from recipes.reward import main, without_folds
+from tests.recipes.small_runs import ROOT, rows_of, write_rows
 from trl_ext.data import TrainedPairs, pair_hashes
 from trl_ext.evaluation import ensemble_report
 from trl_ext.rewards import EnsembleReward
 from trl_ext.workbench.reward_report.command import main as reward_report
 
-ROOT = Path(__file__).parents[2]
-FAST = ["--per_device_train_batch_size", "32", "--max_steps", "3", "--disable_tqdm", "true", "--use_cpu", "true"]
-
-
-def write(folder, rows):
-    folder.mkdir()
-    for split in ("train", "test"):
-        lines = [json.dumps(row) + "\n" for row in rows[split]]
-        (folder / f"{split}.jsonl").write_text("".join(lines))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    world = make_world(0, demonstrations=100, pairs=100, prompts=1, held_out=40)
-    for name in ("sft", "preferences"):
-        write(folder / name, world[name])
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    make_model(tokenizer, 0).save_pretrained(folder / "model")
-    return folder
-
 
 def arguments(inputs, output_dir, *more):
-    return [
-        *("--config", str(ROOT / "recipes/demo/reward.yaml"), "--model_name_or_path", str(inputs / "model")),
-        *("--dataset_name", str(inputs / "preferences"), "--output_dir", str(output_dir), *FAST, *more),
-    ]
+    flags = {"config": ROOT / "recipes/demo/reward.yaml", "model_name_or_path": inputs / "model", "use_cpu": "true"}
+    flags |= {"dataset_name": inputs / "preferences", "output_dir": output_dir, "disable_tqdm": "true"}
+    flags |= {"per_device_train_batch_size": 32, "max_steps": 3}
+    return [*(f"--{name}={value}" for name, value in flags.items()), *map(str, more)]
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +28,36 @@ def trained(inputs, tmp_path_factory):
     return output_dir
 
 
+class StopError(Exception):
+    """Raised where the training would begin."""
+
+
+def stops(*given, **kwargs):
+    raise StopError
+
+
+@pytest.mark.slow
+def test_a_new_head_has_the_n_plus_details_deviation_and_a_trained_one_is_kept(inputs, trained, tmp_path, monkeypatch):
+    heads = []
+    monkeypatch.setattr(
+        "trl_ext.stages.trainers.ResumableRewardTrainer.train",
+        lambda self, **_: heads.append(self.model.score.weight.detach().clone()) or stops(),
+    )
+    for model in (inputs / "model", trained):
+        with pytest.raises(StopError):
+            main([*arguments(inputs, tmp_path), "--model_name_or_path", str(model)])
+    # 64 draws from N(0, 1/65): the standard deviation is known to 1/√128 of itself
+    assert_close(heads[0].std().item(), 65**-0.5, rtol=3 / 128**0.5, atol=0)
+    saved = AutoModelForSequenceClassification.from_pretrained(trained, num_labels=1)
+    assert_close(heads[1], saved.score.weight.detach())
+
+
 def score(folder, texts):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
     batch = tokenizer([f"{text}</s>" for text in texts], padding=True, padding_side="right", return_tensors="pt")
     with torch.no_grad():
         return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
-
-
-def rows_of(folder, split="train"):
-    return [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -89,34 +84,6 @@ def test_report_is_what_the_saved_model_does(inputs, trained):
 
 
 @pytest.mark.slow
-def test_ppo_warns_of_a_reward_model_whose_report_says_no_and_goes_on(trained, tmp_path, capsys, monkeypatch):
-    from recipes import ppo
-
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((trained / name).read_bytes())
-    seen = []
-    monkeypatch.setattr(
-        "trl_ext.PPOTrainer", lambda **kwargs: seen.append(kwargs) or (_ for _ in ()).throw(_StopError)
-    )
-    words = [
-        "--model_name_or_path",
-        str(trained),
-        "--dataset_name",
-        "recipes/tinystories/prompts",
-        "--use_cpu",
-        "true",
-    ]
-    words += ["--output_dir", str(tmp_path / "out"), "--reward_model_name_or_path", str(tmp_path)]
-    for verdict in ({"passed": True, "reasons": []}, {"passed": False, "reasons": ["It is bad.", "It is worse."]}):
-        (tmp_path / "reward_report.json").write_text(json.dumps({"verdict": verdict}))
-        with pytest.raises(_StopError):
-            ppo.main(words)
-        shown = capsys.readouterr().out
-        assert ("says no to this reward model:\n  - It is bad.\n  - It is worse." in shown) is not verdict["passed"]
-    assert len(seen) == 2
-
-
-@pytest.mark.slow
 def test_centring_and_report_hold_where_eos_is_the_pad_token(inputs, tmp_path):
     """As Llama's, which has no other, and Qwen's: the classifier then scores the token before EOS."""
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
@@ -128,58 +95,6 @@ def test_centring_and_report_hold_where_eos_is_the_pad_token(inputs, tmp_path):
     texts = [row["prompt"] + row["chosen"] for row in rows_of(inputs / "preferences")]
     assert_close(score(out, texts).mean(), torch.zeros(()), atol=1e-5, rtol=0)
     test_report_is_what_the_saved_model_does(inputs, out)
-
-
-def test_new_head_has_the_standard_deviation_of_the_n_plus_details(inputs, tmp_path, monkeypatch):
-    heads = []
-    monkeypatch.setattr(
-        "trl_ext.stages.trainers.ResumableRewardTrainer.train",
-        lambda self, **_: heads.append(head_of(self)) or _Stop(),
-    )
-    with pytest.raises(_StopError):
-        main(arguments(inputs, tmp_path))
-    # 64 draws from N(0, 1/65): the standard deviation is known to 1/√128 of itself
-    assert_close(heads[0].std().item(), 65**-0.5, rtol=3 / 128**0.5, atol=0)
-
-
-class _StopError(Exception):
-    pass
-
-
-class _Stop:
-    @property
-    def metrics(self):
-        raise _StopError
-
-
-def head_of(trainer):
-    return trainer.model.score.weight.detach().clone()
-
-
-@pytest.mark.slow
-def test_a_head_that_was_trained_already_is_kept(inputs, trained, tmp_path, monkeypatch):
-    heads = []
-    monkeypatch.setattr(
-        "trl_ext.stages.trainers.ResumableRewardTrainer.train",
-        lambda self, **_: heads.append(head_of(self)) or _Stop(),
-    )
-    with pytest.raises(_StopError):
-        main([*arguments(inputs, tmp_path), "--model_name_or_path", str(trained)])
-    saved = AutoModelForSequenceClassification.from_pretrained(trained, num_labels=1)
-    assert_close(heads[0], saved.score.weight.detach())
-
-
-def test_a_column_that_is_not_there_is_refused_before_training(inputs, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([*arguments(inputs, tmp_path), "--group_columns", "people"])
-    assert "`group_columns`: the held-out pairs have no column 'people'; they have " in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_trained_model_is_one_that_ppo_can_load(trained):
-    model = AutoModelForSequenceClassification.from_pretrained(trained, num_labels=1)
-    assert model.config.num_labels == 1 and model.score.bias is None
-    assert not isinstance(model, LlamaForCausalLM)
 
 
 @pytest.mark.slow
@@ -213,7 +128,7 @@ def test_data_without_a_held_out_split_is_cut(inputs, tmp_path):
     main(
         [
             *arguments(inputs, again),
-            *("--dataset_name", str(write(tmp_path / "data", splits)), "--model_name_or_path", str(tmp_path)),
+            *("--dataset_name", str(write_rows(tmp_path / "data", **splits)), "--model_name_or_path", str(tmp_path)),
         ]
     )
     known, first = TrainedPairs.load(again), TrainedPairs.load(tmp_path)
@@ -270,12 +185,5 @@ def test_an_ensemble_is_trained_member_by_member_gone_on_with_and_scored_by_its_
     assert_close(again, written[1])  # the same seed and pairs
     assert (tmp_path / "ensemble.json").is_file()
 
-    with pytest.raises(SystemExit):
-        main([*command, "--learning_rate", "0.5"])
-    assert "was begun with other settings (learning_rate: 0.001 → 0.5)" in capsys.readouterr().err
-
-
-def test_an_ensemble_is_two_or_more(inputs, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([*arguments(inputs, tmp_path), "--ensemble", "1"])
-    assert "`ensemble` must be >= 2, got 1" in capsys.readouterr().err
+    main([*command, "--learning_rate", "0.5"])
+    assert "was begun with other settings: learning_rate: 0.001 → 0.5" in capsys.readouterr().out

@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import HfArgumentParser
 
-from trl_ext import DPOConfig, PPOConfig
-from trl_ext.cli.help import help_text
+from trl_ext import DPOConfig, PPOConfig, StrictTrlParser
 from trl_ext.runs.settings import check_settings, documented, meets, resolve_bf16, resolve_for_cpu, setting
 from trl_ext.stages import RewardConfig, SFTConfig
 
@@ -61,7 +60,7 @@ def test_the_docstring_and_the_help_say_what_the_field_says():
         f"Sum up.\n\nParameters:\n    more (`int`, defaults to `3`):\n        More of it. A second sentence. {rules}"
     )
     for asked, shown in [(None, "More of it. (3)"), ("more", f"More of it. A second sentence. {rules} (3)")]:
-        assert shown in " ".join(help_text("prog", "", [(Described, False)], asked).split())
+        assert shown in " ".join(StrictTrlParser(Described).help(asked).split())
 
 
 def test_what_cannot_is_named(subtests):

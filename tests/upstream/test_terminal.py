@@ -107,7 +107,7 @@ SCRIPTS = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for folder in ("recipes", "trl_ext/cli", "trl_ext/workbench")
     for path in sorted((ROOT / folder).rglob("*.py"))
-    if '\nif __name__ == "__main__":' in path.read_text() and path.name != "process.py"
+    if '\nif __name__ == "__main__":' in path.read_text()
 ]
 
 

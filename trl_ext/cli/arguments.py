@@ -1,27 +1,28 @@
-"""Declare the arguments that recipes share: for the dataset, the model and, if needed, the reward."""
+"""What recipes share: arguments for the dataset, the model and the reward, and how a run is saved."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from trl import ModelConfig, ScriptArguments
 
+from ..runs import NotSaved, is_evaluated, last_evaluation, near_path, result_of, save_trained
 from ..runs.settings import check_settings, setting
-from .parser import entry_of
+from .parser import StrictTrlParser, entry_of
+
+_CONFIGS = ("config.json", "adapter_config.json")
 
 
 @dataclass
 class DataArguments(ScriptArguments):
-    """Restrict TRL's `ScriptArguments`: a dataset must be named, and cannot be streamed."""
+    """Restrict TRL's `ScriptArguments`: a dataset must be named."""
 
     def __post_init__(self) -> None:
         if not self.dataset_name and not getattr(self, "environment", None):  # an environment may own its data
-            raise ValueError(
-                "no dataset: give `dataset_name` (a hub name, a .jsonl file or a folder). Some recipes name no "
-                "dataset: read in their first lines, or on the page of docs named there, what to run them with"
-            )
-        if self.dataset_streaming or self.ignore_bias_buffers:
-            raise ValueError("`dataset_streaming` and `ignore_bias_buffers` are not supported: leave them unset")
+            raise ValueError("no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder")
 
 
 @dataclass
@@ -38,8 +39,8 @@ class HeldOutArguments(DataArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_settings(self)
-        if self.eval_size is not None and (other := getattr(self, "eval_dataset_name", None)):
-            raise ValueError(f"`eval_size` {self.eval_size} and `eval_dataset_name` {other} are both given: drop one")
+        if self.eval_size is not None and getattr(self, "eval_dataset_name", None):  # one would be left unread
+            raise ValueError("`eval_size` and `eval_dataset_name` are both given: drop one")
 
 
 @dataclass
@@ -64,28 +65,24 @@ class PromptArguments(DataArguments):
         super().__post_init__()
         scored = getattr(self, "score_column", None) or getattr(self, "environment", None)
         if not (self.reward_model_name_or_path or self.reward_funcs or self.rewards or scored):
-            or_column = "; or `score_column`, if the rows have scores" if hasattr(self, "score_column") else ""
-            raise ValueError(
-                f"no reward: give at least one of `reward_model_name_or_path`, `reward_funcs` and `rewards`{or_column}"
-            )
-        self.rewards = self.rewards and [entry_of(text) for text in self.rewards]
+            raise ValueError("no reward: give `reward_model_name_or_path`, `reward_funcs` or `rewards`")
+        self.rewards = self.rewards and [entry_of(entry) for entry in self.rewards]
 
+    def load_rewards(
+        self, tokenizer: Any, weights: list[float] | None, model: Any = None
+    ) -> tuple[list[Any], list[float] | None]:
+        """Return the rewards, first `model`, and their weights, of which `weights` are given; None if none are."""
+        from ..rewards import joined_weights, load_reward, load_rewards
 
-_ONLY_WITH: dict[str, tuple[str, Any]] = {  # name: the setting that it needs, and its value
-    **dict.fromkeys(
-        (
-            *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
-            *("lora_modules_to_save", "use_rslora", "use_dora"),
-        ),
-        ("use_peft", True),
-    ),
-    **dict.fromkeys(("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"), ("load_in_4bit", True)),
-}
+        functions = [load_reward(path) for path in self.reward_funcs or []]
+        with_settings, own = load_rewards(self.rewards, tokenizer)
+        rewards = [*([model] if model else []), *functions, *with_settings]
+        return rewards, joined_weights(weights, [None] * (len(rewards) - len(own)) + own)
 
 
 @dataclass
 class ModelArguments(ModelConfig):
-    """Restrict TRL's `ModelConfig`: the model must be named, and settings without an effect are refused."""
+    """Restrict TRL's `ModelConfig`: the model must be named."""
 
     task_type: ClassVar[str] = "CAUSAL_LM"  # of an adapter
 
@@ -99,18 +96,11 @@ class ModelArguments(ModelConfig):
         super().__post_init__()
         if self.model_name_or_path is None:
             raise ValueError("no model: give `model_name_or_path`, a folder or a hub name")
-        check_settings(self, only_with=_ONLY_WITH)
         if (self.load_in_4bit or self.load_in_8bit) and not self.use_peft:
             raise ValueError("a quantised base cannot be trained: set `use_peft: true`, or do not quantise it")
-        if self.lora_task_type not in ("CAUSAL_LM", self.task_type):  # TRL's default, which says nothing
-            raise ValueError(
-                f"`lora_task_type` must be {self.task_type} here, got {self.lora_task_type!r}: leave it out"
-            )
-        if self.model_revision != "main" and Path(self.model_name_or_path).exists():
-            raise ValueError(
-                f"`model_revision` {self.model_revision!r} is for a model on the hub, but {self.model_name_or_path} "
-                "is a folder: leave it out"
-            )
+        has_lora = (self.lora_r, self.lora_target_modules) != (ModelConfig.lora_r, None)
+        if has_lora and not self.use_peft:  # all weights would be trained in silence
+            raise ValueError("`lora_r` and `lora_target_modules` need `use_peft: true`")
 
     def init_kwargs(self, model_init_kwargs: dict[str, Any] | None) -> dict[str, Any]:
         """Return the arguments of `from_pretrained`; values in `model_init_kwargs` take precedence."""
@@ -127,3 +117,45 @@ class ClassifierArguments(ModelArguments):
     """Adapt `ModelArguments` to a sequence classifier, whose head is trained and saved with the adapter."""
 
     task_type: ClassVar[str] = "SEQ_CLS"
+
+
+def save_and_evaluate(
+    parser: StrictTrlParser, trainer: Any, result: Any, *kinds: type[Exception]
+) -> dict[str, float] | None:
+    """Save what was trained; then evaluate it, unless there is no data or it is done, and return the metrics.
+
+    What cannot be written, or an error of these `kinds`, ends the program with one line.
+    """
+    with parser.one_line_errors(NotSaved, *kinds):
+        save_trained(trainer, result.metrics)
+        if trainer.eval_dataset is None or is_evaluated(trainer.args.output_dir, result):
+            return None
+        metrics = last_evaluation(trainer, result)
+        with result_of(trainer.args.output_dir, "The evaluation"):
+            trainer.save_metrics("eval", metrics)
+        return metrics
+
+
+def check_model(setting: str, name: str | os.PathLike[str] | None, revision: str | None = None) -> None:
+    """
+    Check that a model exists, with at most one request to the hub. Nothing is loaded.
+
+    Args:
+        setting: name of the setting, for error messages.
+        name: folder or hub name of the model; None for no model.
+        revision: revision of a hub model.
+
+    Raises:
+        FileNotFoundError: there is no such model; the message has the setting, its value and what the hub says.
+    """
+    if name is None or any(Path(name, file).expanduser().is_file() for file in _CONFIGS):
+        return
+    here = "holds no config.json" if Path(name).exists() else f"is no folder in {Path.cwd()}{near_path(name)}"
+    try:
+        if any(isinstance(try_to_load_from_cache(str(name), file, revision=revision), str) for file in _CONFIGS):
+            return
+        HfApi().model_info(str(name), revision=revision, timeout=5)
+    except HFValidationError:
+        raise FileNotFoundError(f"`{setting}` {name} {here}") from None
+    except Exception as error:  # httpx's, requests' or sockets', by the version of the hub's client
+        raise FileNotFoundError(f"`{setting}` {name} {here}, and is not on the hub: {error}") from error

@@ -9,31 +9,25 @@ import argparse
 import os
 import shutil
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..upstream.names import TESTED
-from ..upstream.packages import OPTIONAL, has_wandb_login, is_installed
+from ..upstream.packages import OPTIONAL, is_installed
 
 TESTED_TOO = {"torch": "2.13.0", "datasets": "5.2.0"}  # for information: a trainer compares names with TESTED's alone
 Finding = tuple[str, str, str]  # "ok", "note" or "PROBLEM"; what; more about it
 
 
 def main(arguments: list[str] | None = None) -> None:
-    description, _, more = (__doc__ or "").partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser("trl-ext doctor", description=description, epilog=more, formatter_class=form).parse_args(
-        arguments
-    )
-    verdicts = []
-    for check in (versions, contract, machine, packages, places):
-        for verdict, what, text in check():
-            print(f"{verdict:<8}{what:<20}{text}", flush=True)
-            verdicts.append(verdict)
-    if "PROBLEM" in verdicts:
+    argparse.ArgumentParser("trl-ext doctor", description=__doc__).parse_args(arguments)
+    is_fit = True
+    for verdict, what, text in (*versions(), *contract(), *machine(), *packages(), *places()):
+        print(f"{verdict:<8}{what:<20}{text}", flush=True)
+        is_fit &= verdict != "PROBLEM"
+    if not is_fit:
         sys.exit(1)
 
 
@@ -56,7 +50,7 @@ def contract() -> Iterator[Finding]:
     found = list(changes().values())
     changed = [change for change in found if change]
     if changed:
-        more = "`python -m trl_ext.cli.contract` shows all; install what was tested"
+        more = "`python -m trl_ext.cli.contract` shows all"
         yield "PROBLEM", "contract with TRL", f"{len(changed)} of {len(found)} names changed: {changed[0]}; {more}"
     else:
         yield "ok", "contract with TRL", f"all {len(found)} names that trl_ext relies on are unchanged"
@@ -81,36 +75,11 @@ def packages() -> Iterator[Finding]:
     for package, (purpose, install) in OPTIONAL.items():
         if not is_installed(package):
             yield "note", package, f"not installed, for {purpose}: `pip install {install}`"
-        elif package == "deepspeed" and not shutil.which("g++"):
-            yield "note", package, "installed, but it compiles code and g++ is missing: install a C++ compiler"
-        elif package == "deepspeed" and (locks := old_locks()):
-            why = "a killed build may have left the lock, and DeepSpeed waits for it silently"
-            yield "note", package, f"installed, but delete {' and '.join(locks)} if nothing compiles: {why}"
-        elif package == "wandb":
-            yield _wandb()
         else:
             yield "ok", package, f"installed, for {purpose}"
 
 
-def old_locks() -> list[str]:
-    """Return the paths of locks of torch's builds that are over 10 minutes old, since no build runs that long."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    return [str(lock) for lock in sorted(root.rglob("lock")) if time.time() - lock.stat().st_mtime > 600]
-
-
-def _wandb() -> Finding:
-    try:
-        if has_wandb_login():
-            return "ok", "wandb", f"installed, for {OPTIONAL['wandb'][0]}"
-        return "note", "wandb", "installed, not logged in: `wandb login`, or WANDB_MODE=offline, if you use it"
-    except ValueError as error:
-        return "note", "wandb", f"installed, but {error}"
-
-
 def places() -> Iterator[Finding]:
-    from accelerate.commands.config.config_args import default_config_file
     from huggingface_hub import constants, get_token
 
     cache = f"cache in {constants.HF_HUB_CACHE}"
@@ -122,14 +91,6 @@ def places() -> Iterator[Finding]:
                 login = "logged in" if get_token() else "not logged in: `hf auth login`, for gated models and pushing"
             yield "ok", "hub", f"{constants.ENDPOINT} answers, {login}; {cache}"
         except (OSError, ValueError) as error:
-            local = "local models and data only"
-            yield "note", "hub", f"{constants.ENDPOINT} cannot be reached ({error}): {local}; {cache}"
-    free, is_writable = shutil.disk_usage(Path.cwd()).free / 2**30, os.access(Path.cwd(), os.W_OK)
-    verdict = "PROBLEM" if free < 1 or not is_writable else "note" if free < 20 else "ok"
-    problem = "" if is_writable else ", but nothing can be written there: change to another"
-    yield verdict, "working directory", f"{Path.cwd()}, {free:.0f} GiB free{problem}"
-    if os.path.isfile(default_config_file):
-        yield "ok", "accelerate", f"{default_config_file} is used if `--accelerate_config` is not given"
-    else:
-        how = "without `--accelerate_config`, DDP uses every GPU"
-        yield "ok", "accelerate", f"no configuration file: {how}"
+            yield "note", "hub", f"{constants.ENDPOINT} cannot be reached: {error}; {cache}"
+    free = shutil.disk_usage(Path.cwd()).free / 2**30
+    yield "note" if free < 20 else "ok", "working directory", f"{Path.cwd()}, {free:.0f} GiB free"

@@ -12,12 +12,12 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import trl_ext
 
-from ..runs import accelerate_file, config_file, did_you_mean, find, recipe
-from ..upstream.packages import NO_DEEPSPEED, is_of_deepspeed
+from ..runs import accelerate_file, did_you_mean, find, recipe
 from ..upstream.terminal import quiet
 
 TRAINING = {
@@ -45,7 +45,7 @@ TOOLS = {
     "demo": "train on a small made-up world, with and without guard rails, in minutes",
     "doctor": "say what is installed, what is missing, and how to get it",
 }
-_COMMANDS = {
+_MODULES = {  # commands that are no recipes
     "advise": "workbench.planning.advice",
     "annotators": "workbench.labels.command",
     "constitution": "workbench.feedback.constitution",
@@ -57,9 +57,8 @@ _COMMANDS = {
     "reward-report": "workbench.reward_report.command",
     "serve-reward": "workbench.serving.command",
 }
-_TRAINS_TOO = ("demo", "refresh-reward")
+_RESUMES = {*TRAINING, "demo", "refresh-reward", "constitution", "evaluate", "label"}
 _OF_BOTH = {"debug", "gradient_accumulation_steps"}  # flags of accelerate that the recipes have, too, and get
-_KEEPS = ("constitution", "evaluate", "label")
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -75,10 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     name = command.replace("_", "-")
     if name not in TRAINING | TOOLS:
-        nearest = did_you_mean(name, TRAINING | TOOLS) or "; `trl-ext --help` lists them"
+        nearest = did_you_mean(name, TRAINING | TOOLS)
         return _refused("trl-ext", f"there is no command {command!r}{nearest}")
     if name in TRAINING and not rest:
-        print((recipe(_script(name)).__doc__ or "").strip(), file=sys.stderr)
+        print((_recipe(name).__doc__ or "").strip(), file=sys.stderr)
         return 2
     is_launched = name in TRAINING and not {"-h", "--help"} & {*rest}
     return start(name, rest) if is_launched else run_here(name, rest)
@@ -96,30 +95,23 @@ def usage() -> str:
     return "\n".join(lines)
 
 
-def _script(name: str) -> str:
-    """Return the recipe that a command runs, as its dotted name within `recipes`."""
-    return "demo.run" if name == "demo" else name.replace("-", "_")
+def _recipe(name: str) -> ModuleType:
+    return recipe("demo.run" if name == "demo" else name.replace("-", "_"))
 
 
 def run_here(name: str, arguments: list[str]) -> int:
     """Run a command in this process."""
     sys.argv = [f"trl-ext {name}", *arguments]  # what parsers call the program
     try:
-        if name in _COMMANDS:
-            import_module(f"trl_ext.{_COMMANDS[name]}").main(arguments)
-        else:
-            recipe(_script(name)).main(arguments)
+        module = import_module(f"trl_ext.{_MODULES[name]}") if name in _MODULES else _recipe(name)
+        module.main(arguments)
     except BrokenPipeError:
-        if name in TRAINING or name in _TRAINS_TOO:
-            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # who read the rest is gone, as in `| head`
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as error:
         if os.environ.get("RANK", "0") == "0":
-            again = " The same command continues with what is not done yet." if name in _KEEPS else ""
-            if name in TRAINING or name in _TRAINS_TOO:
-                again = f" {error}" if str(error) else " The same command resumes from the newest checkpoint, if any."
-            print(f"\nInterrupted.{again}", file=sys.stderr)
+            again = "The same command resumes from what is complete." if name in _RESUMES else ""
+            print(f"\nInterrupted. {error if str(error) else again}", file=sys.stderr)
         return _INTERRUPTED
     return 0
 
@@ -127,32 +119,30 @@ def run_here(name: str, arguments: list[str]) -> int:
 def start(name: str, arguments: list[str]) -> int:
     """Start a training command through accelerate and return its exit status."""
     try:
-        file, launch_flags, flags = split(arguments)
-        settings = launch_file(file, launch_flags) if file else multi_gpu_flag(launch_flags)
-        return _launch(name, [*settings, *launch_flags], flags)
+        launch_flags, flags = split(arguments)
+        return _launch(name, launch_flags, flags)
     except KeyboardInterrupt:  # before the training process, which would print it, was started
         return _INTERRUPTED
-    except (ValueError, OSError, ImportError, LookupError, AssertionError, argparse.ArgumentError) as error:
-        return _refused(f"trl-ext {name}", NO_DEEPSPEED if is_of_deepspeed(error) else str(error))
+    except (ValueError, OSError, ImportError, argparse.ArgumentError) as error:
+        return _refused(f"trl-ext {name}", str(error))
 
 
-def split(arguments: list[str]) -> tuple[Path | None, list[str], list[str]]:
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """
     Divide a command line into words for accelerate and words for the recipe. A flag's values go with the flag.
 
-    Returns:
-        Three values: the path of accelerate's configuration, or None; accelerate's words; the recipe's words.
-
-    Raises:
-        OSError: a configuration file that the command line names does not exist.
+    accelerate's words get its configuration file, the DeepSpeed file that this names, and `--multi_gpu` where several
+    processes are asked for: else accelerate starts one process.
     """
+    import yaml
+    from accelerate.commands.config.config_args import default_config_file
+
     from ..upstream.names import launch_command_parser
 
     of_accelerate = {action.dest for action in launch_command_parser()._actions} - _OF_BOTH
-    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    files.add_argument("--accelerate_config", "--accelerate-config", "--config_file", "--config-file")
-    given, words = files.parse_known_args(arguments)
-    file = given.accelerate_config and accelerate_file("--accelerate_config", given.accelerate_config)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--accelerate_config", "--accelerate-config", "--config_file", "--config-file")
+    given, words = parser.parse_known_args(arguments)
     mine: list[str] = []
     theirs: list[str] = []
     part = mine
@@ -160,67 +150,22 @@ def split(arguments: list[str]) -> tuple[Path | None, list[str], list[str]]:
         if word.startswith("--"):
             part = theirs if word[2:].partition("=")[0].replace("-", "_") in of_accelerate else mine
         part.append(word)
-    recipes = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    recipes.add_argument("--config", action="append", default=[])
-    for path in recipes.parse_known_args(mine)[0].config:
-        config_file("--config", path)
-    return file, theirs, mine
-
-
-def launch_file(file: Path, flags: list[str]) -> list[str]:
-    """
-    Return the flags that make accelerate read `file`, and the DeepSpeed file that `file` may name.
-
-    [`multi_gpu_flag`] is added to them. Raise a `ValueError` if there is no such DeepSpeed file.
-    """
-    words, config = ["--config_file", str(file)], _read(file)
-    named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    if named and not any(flag.startswith("--deepspeed_config_file") for flag in flags):
-        if not find(named).is_file():
-            raise ValueError(f"{file} names deepspeed_config_file {named}, which is not there: correct the path")
-        words += ["--deepspeed_config_file", str(find(named))]
-    return [*words, *multi_gpu_flag(flags, config)]
-
-
-def multi_gpu_flag(flags: list[str], config: dict[str, Any] | None = None) -> list[str]:
-    """
-    Return ["--multi_gpu"] if accelerate would otherwise ignore `--num_processes` and start one process; else [].
-
-    Args:
-        flags: accelerate's flags.
-        config: accelerate's configuration; None reads the user's own file, which `accelerate config` writes.
-
-    Raises:
-        ValueError: the flags have `--cpu`, under which accelerate starts only one process.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--num_processes", "--num-processes", type=int, default=1)
-    asked = parser.parse_known_args(flags)[0].num_processes
-    if asked < 2:
-        return []
-    if config is None:
-        from accelerate.commands.config.config_args import default_config_file
-
-        config = _read(Path(default_config_file)) if Path(default_config_file).is_file() else {}
-    if config.get("distributed_type") not in (None, False, "NO"):
-        return []
-    given = {flag.partition("=")[0].replace("-", "_") for flag in flags}
-    if "__cpu" in given:
-        raise ValueError(f"`--cpu` starts one process, not {asked}: leave it out, and give `--use_cpu true`")
+    processes = parser.parse_known_args(theirs)[0].num_processes
+    file = Path(default_config_file)  # the user's own, which `accelerate config` writes
+    if given.accelerate_config:
+        file = accelerate_file("--accelerate_config", given.accelerate_config)
+        theirs += ["--config_file", str(file)]
+    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    flags = {word.partition("=")[0].replace("-", "_") for word in theirs}
+    if (
+        named := config.get("deepspeed_config", {}).get("deepspeed_config_file")
+    ) and "__deepspeed_config_file" not in flags:
+        theirs += ["--deepspeed_config_file", str(find(named))]
     ways = {"__multi_gpu", "__tpu", "__use_deepspeed", "__use_fsdp", "__use_megatron_lm", "__mpirun_hostfile"}
-    return [] if ways & given else ["--multi_gpu"]
-
-
-def _read(file: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file} is not valid YAML: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} must be a mapping of names to values, got {type(config).__name__}")
-    return config
+    if processes > 1 and config.get("distributed_type") in (None, False, "NO") and not ways & flags:
+        theirs.append("--multi_gpu")
+    return theirs, mine
 
 
 def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
@@ -229,12 +174,9 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
 
     from ..upstream.names import SignalException, launch_command_parser, launch_training_script
 
-    parser, script = launch_command_parser(), str(Path(__file__).with_name("process.py"))
+    parser, script = launch_command_parser(), str(Path(trl_ext.__file__).with_name("__main__.py"))
     parser.exit_on_error = False
-    parsed = parser.parse_args([*launch_flags, script])
-    if (taken := parsed.training_script) != script:
-        raise ValueError(f"stray value {taken!r}: the flag of `accelerate launch` before it takes fewer values")
-    if parsed.multi_gpu and not torch.accelerator.is_available():
+    if "--multi_gpu" in launch_flags and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # else each process would take itself for the only one
     # accelerate lists the defaults that it takes, which tells a user nothing
     logging.getLogger("accelerate.commands.launch").addFilter(

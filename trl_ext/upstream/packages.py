@@ -18,7 +18,6 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "uvicorn": ("`trl-ext serve-reward`", "'trl-ext[rewards]'"),
     "py3langid": ("languages in `trl-ext prompts`", "'trl-ext[labels]'"),
 }
-NO_DEEPSPEED = f"A setting asks for DeepSpeed, which is not installed: `pip install {OPTIONAL['deepspeed'][1]}`"
 # transformers' names of trackers that are the package's name, too
 _TRACKERS = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio"}
 
@@ -29,11 +28,6 @@ def is_installed(package: str) -> bool:
         return True
     spec = find_spec(package)
     return bool(spec and spec.origin)  # a plain folder has no origin: W&B writes its runs to a folder `wandb`
-
-
-def is_of_deepspeed(error: Exception) -> bool:
-    """Return whether an error means that DeepSpeed is not installed, whichever library raised it."""
-    return isinstance(error, ImportError) and "deepspeed" in str(error).lower()
 
 
 def check_packages(*settings: Any) -> None:

@@ -24,12 +24,12 @@ from ...upstream import get_callable_name, need_server
 
 def load(model: str, **settings: Any) -> Callable:
     """Return the function that scores: the reward function `file.py:function`, or one that calls a reward model."""
-    from ...cli.model_names import check_model
+    from ...cli.arguments import check_model
     from ...rewards import ModelReward, load_reward
 
     if ".py:" in model:
         return load_reward(model)
-    check_model("MODEL", model, tokenizer=True)
+    check_model("MODEL", model)
     return ModelReward(model, **{name: value for name, value in settings.items() if value is not None})
 
 

@@ -1,0 +1,76 @@
+"""Mistakes in any recipe's command line are one line and exit status 2, and every setting does something."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from recipes import dpo, generate, merge, online_dpo, ppo, pretrain_critic, reward, sft
+from tests.recipes.small_runs import refusal, write_rows
+from trl_ext.cli.arguments import ModelArguments
+
+RECIPES = [sft, reward, dpo, ppo, online_dpo, pretrain_critic]
+SCORED = [ppo, online_dpo, pretrain_critic]
+REWARD = ["--reward_funcs", "tests.tiny.length_reward"]
+ON_A_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+
+
+def test_what_is_missing_or_unknown_is_named(subtests, capsys, inputs, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "finished").mkdir()
+    (tmp_path / "finished" / "train_results.json").write_text("{}")
+    model = ["--model_name_or_path", inputs / "model"]
+    for given, message in [
+        (["--output_dir", "x"], "no dataset: give `dataset_name`"),
+        (["--dataset_name", "x", *ON_A_CPU], "no model: give `model_name_or_path`"),
+        (["--dataset_name", "x", "--learnin_rate", "1"], "'--learnin_rate'; did you mean --learning_rate"),
+        ([*model, *ON_A_CPU, "--dataset_name", tmp_path / "abs", "--output_dir", tmp_path / "o"], "any data file"),
+        ([*model, *ON_A_CPU, "--dataset_name", "x", "--output_dir", tmp_path / "file" / "o"], "is not a folder"),
+        ([*model, *ON_A_CPU, "--dataset_name", "x", "--output_dir", tmp_path / "finished"], "holds a finished run"),
+    ]:
+        for recipe in RECIPES:
+            with subtests.test(recipe=recipe.__name__, message=message):
+                words = [*given, *(REWARD if recipe in SCORED else [])]
+                assert message in refusal(capsys, recipe.main, words)
+
+
+def test_data_without_the_columns_is_named(subtests, capsys, inputs, tmp_path):
+    folder = write_rows(tmp_path / "data", train=[{"question": "a"}], test=[{"question": "a"}])
+    for recipe in (reward, dpo, ppo, online_dpo, pretrain_critic, generate):
+        with subtests.test(recipe=recipe.__name__):
+            out, cpu = ("file", ["--use_cpu", "true"]) if recipe is generate else ("dir", ON_A_CPU)
+            words = ["--model_name_or_path", inputs / "model", "--dataset_name", folder, *cpu]
+            words += [f"--output_{out}", tmp_path / "o", *(REWARD if recipe in SCORED else [])]
+            assert re.search("(?i)column|lack|fewer prompts", refusal(capsys, recipe.main, words))
+
+
+def test_no_file_names_a_setting_that_transformers_warns_of():
+    files = [*(Path(__file__).parents[2] / "recipes").rglob("*.yaml")]
+    assert len(files) > 30
+    assert not [path for path in files if re.search("^gradient_checkpointing", path.read_text(), re.M)]
+
+
+def test_without_arguments_it_says_how_to_run_it(subtests, capsys):
+    for recipe in [*RECIPES, generate, merge]:
+        with subtests.test(recipe=recipe.__name__):
+            with pytest.raises(SystemExit, match="2"):
+                recipe.main([])
+            assert f"    trl-ext {recipe.__name__.rpartition('.')[2].replace('_', '-')} --" in capsys.readouterr().err
+
+
+def test_the_quickstart_takes_no_arguments(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["quickstart.py", "--help"])
+    monkeypatch.setattr("trl_ext.PPOTrainer", None)  # or it would train
+    with pytest.raises(SystemExit, match="It takes\nno arguments"):
+        runpy.run_path("recipes/quickstart.py", run_name="__main__")
+
+
+def test_settings_of_the_model_that_would_train_otherwise_are_refused(subtests):
+    for given, message in [
+        ({"lora_r": 8}, "need `use_peft: true`"),
+        ({"lora_target_modules": ["q"]}, "need `use_peft: true`"),
+        ({"load_in_8bit": True}, "a quantised base cannot be trained: set `use_peft: true`"),
+    ]:
+        with subtests.test(given=given), pytest.raises(ValueError, match=message):
+            ModelArguments(model_name_or_path="x", **given)

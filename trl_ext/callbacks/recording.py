@@ -63,6 +63,8 @@ class JSONLCallback(TrainerCallback):
     def __post_init__(self) -> None:
         self.objections: list[str] = []  # what reports say against the rewards; `record_run` sets it
         self._writer: JSONLWriter | None = None
+        self._introduced = False  # also for a run that is complete, and is only evaluated
+        self._tokens: tuple[float, float] | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         folder = self.folder or (Path(args.output_dir) / PRIVATE_FOLDER if args.push_to_hub else args.output_dir)

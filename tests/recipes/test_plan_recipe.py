@@ -159,15 +159,10 @@ def test_a_model_of_the_chain_is_followed_to_the_hub(folder, monkeypatch):
 
 planned_for = plan.plan
 # Some of each kind: a plan of 28 or 32 layers with LoRA takes 10 to 20 s. vLLM's variants have ppo.yaml's memory.
-SHIPPED = [
-    *(
-        ROOT / f"recipes/qwen2.5-0.5b/{name}.yaml"
-        for name in "sft reward reward_deberta pretrain_critic ppo dpo".split()
-    ),
-    ROOT / "recipes/llama-3.1-8b/ppo_qlora.yaml",
-]
+SHIPPED = [ROOT / f"recipes/qwen2.5-0.5b/{name}.yaml" for name in "sft reward_deberta pretrain_critic ppo dpo".split()]
 ALIKE = [  # other sizes of the same
-    ROOT / "recipes/qwen2.5-0.5b/ppo_sao.yaml",
+    *(ROOT / f"recipes/qwen2.5-0.5b/{name}.yaml" for name in ("reward", "ppo_sao")),
+    ROOT / "recipes/llama-3.1-8b/ppo_qlora.yaml",
     *sorted((ROOT / "recipes/llama-3.1-8b").glob("*_full.yaml")),
     ROOT / "recipes/llama-3.1-8b/reward_lora.yaml",
     *sorted((ROOT / "recipes/llama-3.1-70b").glob("*.yaml")),

@@ -9,7 +9,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from trl import ModelConfig, ScriptArguments
 
-from ..runs import NotSaved, is_evaluated, last_evaluation, near_path, result_of, save_trained
+from ..runs import near_path
 from ..runs.settings import check_settings, setting
 from .parser import StrictTrlParser, entry_of
 
@@ -126,6 +126,9 @@ def save_and_evaluate(
 
     What cannot be written, or an error of these `kinds`, ends the program with one line.
     """
+    # They import PEFT, which speaks
+    from ..runs import NotSaved, is_evaluated, last_evaluation, result_of, save_trained
+
     with parser.one_line_errors(NotSaved, *kinds):
         save_trained(trainer, result.metrics)
         if trainer.eval_dataset is None or is_evaluated(trainer.args.output_dir, result):

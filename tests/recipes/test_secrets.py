@@ -44,7 +44,7 @@ CANNOT = set(
     loss_type loss_weights lr_scheduler_kwargs lr_scheduler_type metric_for_best_model model_name_or_path optim
     optim_target_modules output_dir packing_strategy pad_to_multiple_of pad_token policy_name_or_path ratio_band
     ref_model_name_or_path report_to resume_from_checkpoint reward_funcs reward_model_name_or_path
-    reward_weights save_strategy score_column tools torch_compile_backend
+    reward_weights save_strategy score_column staging_dir tools torch_compile_backend
     torch_compile_mode train_sampling_strategy
     transformers_continuous_batching_config truncation_mode value_model_name_or_path vllm_mode vllm_model_impl
     model_revision lora_modules_to_save lora_target_modules lora_target_parameters lora_task_type

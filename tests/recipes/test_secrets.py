@@ -12,6 +12,7 @@ import pytest
 from recipes import dpo, ppo, pretrain_critic, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
+from tests.recipes.small_runs import write_rows
 from trl_ext import DPOConfig, PPOConfig
 from trl_ext.cli.arguments import ClassifierArguments, ModelArguments
 from trl_ext.ppo import CriticConfig
@@ -39,7 +40,8 @@ CANNOT = set(
     chat_template_path dataloader_multiprocessing_context dataset_config dataset_name dataset_test_split
     dataset_text_field dataset_train_split ddp_backend debug deepspeed demonstrations_name dtype environment eos_token
     eval_dataset_name eval_strategy f_divergence_type fsdp fsdp_config generation_kwargs hub_model_id hub_strategy
-    include_for_metrics include_num_input_tokens_seen kl_estimator label_names log_level log_level_replica
+    include_for_metrics include_num_input_tokens_seen kl_estimator label_names log_completions_hub_repo log_level
+    log_level_replica
     logging_strategy
     loss_type loss_weights lr_scheduler_kwargs lr_scheduler_type metric_for_best_model model_name_or_path optim
     optim_target_modules output_dir packing_strategy pad_to_multiple_of pad_token policy_name_or_path ratio_band
@@ -122,12 +124,14 @@ def test_every_setting_of_text_is_planted_or_said_to_hold_no_credential():
 def test_no_secret_is_in_the_output_folder_also_after_a_resume_with_other_ones(recipe, tmp_path, capsys, monkeypatch):
     main, _, config, data = RECIPES[recipe]
     world = make_world(0, demonstrations=32, pairs=32, prompts=32, held_out=8)[data]
-    (tmp_path / "data").mkdir()
-    for split, rows in world.items():
-        if recipe == "pretrain_critic":
-            rows = [{**row, "finished": True} for row in rows]
-        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = make_tokenizer()
+    if recipe == "pretrain_critic":
+        ids = {f"{name}_ids": name for name in ("prompt", "completion")}
+        world = {
+            split: [{**row, **{name: tokenizer(row[text])["input_ids"] for name, text in ids.items()}} for row in rows]
+            for split, rows in world.items()
+        }
+    write_rows(tmp_path / "data", **world)
     tokenizer.save_pretrained(tmp_path / "model")
     make_model(tokenizer, 0).save_pretrained(tmp_path / "model")
     base = (ROOT / "recipes" / "demo" / f"{config}.yaml").read_text()
@@ -137,7 +141,7 @@ def test_no_secret_is_in_the_output_folder_also_after_a_resume_with_other_ones(r
     own = ["--max_steps", "2"]
     if recipe == "ppo":
         own = ["--total_episodes", "16", "--num_ppo_epochs", "1", "--max_completion_length", "8"]
-        own += ["--reward_weights", "1", "0", "0", "--eval_strategy", "no"]
+        own += ["--reward_weights", "1", "0", "0", "--eval_strategy", "no", "--num_mini_batches", "1"]
     if recipe == "pretrain_critic":
         own += ["--eval_size", "8", "--reward_funcs", f"{ROOT / 'tests' / 'tiny.py'}:length_reward"]
     for generation in range(2):

@@ -140,7 +140,9 @@ def standins(tmp_path_factory):
             (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[begin::2]))
     rollouts = folder / "outputs/qwen2.5-0.5b/rollouts.jsonl"
     rollouts.parent.mkdir(parents=True)
-    rollouts.write_text("".join(json.dumps({**row, "finished": i % 2 == 0}) + "\n" for i, row in enumerate(text)))
+    own = tokenizer_of("Qwen/Qwen2.5-0.5B")
+    ids = [{f"{name}_ids": own(row[name])["input_ids"] for name in ("prompt", "completion")} for row in text]
+    rollouts.write_text("".join(json.dumps({**row, **each}) + "\n" for row, each in zip(text, ids, strict=True)))
     return model, folder
 
 

@@ -213,9 +213,9 @@ def test_raise_kl_that_no_trainer_reads_is_said_once(tmp_path):
 
 
 def test_ppo_clamps_what_was_asked_for_and_answers_it_after_a_resume(tmp_path):
-    """The alert of step 1 asks for 9 · 0.1, clamped to 0.5, at the rollout of step 5; checkpoint 2 lies between."""
+    """The alert of step 1 asks for 9 · 0.1, clamped to 0.5, at the rollout of step 5; checkpoint 4 lies between."""
     settings = {"kl_coef": 0.1, "kl_controller": "adaptive", "kl_coef_max": 0.5, "kl_horizon": 1e9, "max_steps": 6}
-    for resume in (False, str(tmp_path / "checkpoint-2")):
+    for resume in (False, str(tmp_path / "checkpoint-4")):
         monitor = KLBudgetCallback(keys={"kl": "loss/value_avg"}, kl_factor=9, **RAISED)
         trainer = ppo(tmp_path, monitor, save_strategy="steps", save_steps=2, **settings)
         trainer.train(resume_from_checkpoint=resume)

@@ -75,7 +75,7 @@ def test_it_raises_the_kl_coefficient(tmp_path, alarm):
     trainer = train(tmp_path, watch="raise_kl", kl_coef=0.1)
     assert trainer.kl_controller.kl_coef == pytest.approx(0.2)
     for settings, why in (
-        ({"watch": "raise_kl", "kl_coef": 0.0}, "so it cannot change `kl_coef=0`"),
+        ({"watch": "raise_kl", "kl_coef": 0.0}, "so they cannot change `kl_coef=0`"),
         ({"watch": True}, "`watch` must be one of"),
     ):
         with pytest.raises(ValueError, match=why):

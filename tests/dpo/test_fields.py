@@ -41,6 +41,7 @@ WITHOUT_WEIGHTS = {  # field -> what it does instead
     "record_answers": "what is written beside the model",
     "resume_anyway": "a permission",
     "save_in_background": "time",
+    "staging_dir": "where a checkpoint is written first",
 }
 
 

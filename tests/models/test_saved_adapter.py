@@ -50,7 +50,7 @@ def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path):
     assert (logprobs(AutoModelForCausalLM.from_pretrained(base)) - expected).abs().max() > 0.1
 
     def trainer(**kwargs):
-        args = tiny_config(tmp_path / "out", max_steps=4, save_strategy="steps", save_steps=2, **kwargs)
+        args = tiny_config(tmp_path / "out", max_steps=8, save_strategy="steps", save_steps=4, **kwargs)
         return PPOTrainer(sft, [length_reward], args, prompts(), ref_model=sft)
 
     first = trainer()
@@ -75,7 +75,7 @@ def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path):
     assert saved.peft_config["default"].base_model_name_or_path == base
 
     again = trainer()
-    again.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
+    again.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
     torch.testing.assert_close(logprobs(again.model.policy), logprobs(saved), rtol=0, atol=0)
 
 

@@ -108,8 +108,8 @@ if __name__ == "__main__":
             results = {"weights": unwrap(trainer.model).state_dict(), "logs": trainer.state.log_history}
             played_by(trainer, lambda history: "Done.<|im_end|>")
             results["evaluated"] = trainer.evaluate(rows([0, 1, 2, 0, 1]))
-            for name, start in (("whole", None), ("resumed", f"{folder}/whole/checkpoint-6")):
-                trainer = make(Path(folder, "whole"), max_steps=12, save_steps=6, per_device_train_batch_size=4)
+            for name, start in (("whole", None), ("resumed", f"{folder}/whole/checkpoint-8")):
+                trainer = make(Path(folder, "whole"), max_steps=12, save_steps=8, per_device_train_batch_size=4)
                 trainer.train(resume_from_checkpoint=start)
                 results[name] = unwrap(trainer.model).state_dict()
             torch.save(results, Path(folder, f"process {rank}.pt"))

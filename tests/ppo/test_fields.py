@@ -71,6 +71,7 @@ WITHOUT_WEIGHTS = {  # field -> what it does instead
     "rollouts_ahead": "what a vLLM server draws, and when",
     "resume_anyway": "a permission",
     "save_in_background": "time",
+    "staging_dir": "where a checkpoint is written first",
     "share_reward_base": "memory: the scores are the same",
     "watch": "whether somebody is told of a hack, and the run ended",
     "use_ref_model": "memory, and whether KL is logged: it needs `kl_coef=0`",

@@ -111,7 +111,7 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
         annotators=tuple(args.annotator_columns or ()),
         scores=tuple(args.score_columns or ()),
         lowest_wins=args.lowest_wins,
-        values=tuple(args.choice_values),
+        values=tuple(map(str, args.choice_values)),
     )
     wanted = [*columns.names, *more, *(args.keep_columns or ())]
     dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config, columns=wanted)

@@ -10,8 +10,7 @@ from peft import LoraConfig, get_peft_model
 from tests.tiny import WORDS, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models.loading import Loader
 from trl_ext.models.weights import check_tokenizer
-from trl_ext.ppo.controllers import KLController
-from trl_ext.ppo.reward_normalizer import RewardNormalizer
+from trl_ext.ppo.controllers import KLController, RewardNormalizer
 from trl_ext.ppo.rewards import CheckedReward, Mistakes
 from trl_ext.ppo.roles import Rewards, make_actor_critic
 from trl_ext.rewards import RewardFailed

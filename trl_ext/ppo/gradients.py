@@ -1,4 +1,4 @@
-"""Inspect and drop the gradients of a PPO step, when they are complete and not yet clipped."""
+"""Look at the gradients of a PPO step before they are clipped, and at the optimizer that policy and critic share."""
 
 import os
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+
+from ..models.actor_critic import ActorCritic
 
 
 def drop(parameters: Any) -> None:
@@ -37,7 +39,7 @@ def save_and_raise(trainer: Any, role: str) -> None:
 
 def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
     """Raise a `FloatingPointError` on all processes; it names the metrics that are not finite on some process."""
-    terms = sorted(set(gather_object(trainer.metrics.not_finite())))
+    terms = sorted(set(gather_object(trainer.metrics.train.not_finite())))
     cause = (
         f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so the backward pass caused it"
     )
@@ -46,3 +48,26 @@ def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
         "Usual causes: a learning rate that is too high, fp16, or rewards on very different scales (see "
         "`reward_normalization`, `reward_clip_range`)."
     )
+
+
+def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
+    """Raise if a trainable weight is missing from the optimizer."""
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for role in ("policy", "critic"):
+        missing = sum(p.requires_grad and id(p) not in optimized for p in actor_critic.parameters_of(role))
+        if missing:
+            raise ValueError(
+                f"{missing} trainable weights of the {role} are not in the optimizer and would never change. Add them "
+                "to the one passed in `optimizers`, or freeze them with `requires_grad_(False)`. For a critic that "
+                "the trainer builds, pass `value_model`, or `optimizer_cls_and_kwargs` instead of `optimizers`."
+            )
+
+
+def set_critic_rate(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, rate: float) -> None:
+    """Put the critic's weights into optimizer groups of their own, with the learning rate `rate`."""
+    critic = {id(p) for p in actor_critic.parameters_of("critic")}
+    for group in list(optimizer.param_groups):
+        params = group["params"]
+        group["params"] = [p for p in params if id(p) not in critic]
+        options = {name: value for name, value in group.items() if name != "params"}
+        optimizer.add_param_group({**options, "lr": rate, "params": [p for p in params if id(p) in critic]})

@@ -159,10 +159,6 @@ class PPOMetrics:
             for percent, number in self._percentiles(difference, rollout.mask).items():
                 self.train.add(f"sampling/logprob_difference_p{percent}", number)
 
-    def weighed(self, weight: float) -> None:
-        """Observe the critic's weight in the baseline of a rollout."""
-        self.train.add("val/baseline_weight", weight)
-
     def added(self, metrics: dict[str, float]) -> None:
         """Observe the metrics that the trainer's `rollout_metrics` returned; raise if a value is not a number."""
         for name, value in metrics.items():
@@ -278,18 +274,6 @@ class PPOMetrics:
             return {}
         return dict(zip((50, 99), np.percentile(everyones, (50, 99)).tolist(), strict=True))
 
-    def stale(self, steps: int) -> None:
-        """Observe how many optimizer steps the weights that drew a rollout lag behind the weights that it trains."""
-        self.train.add("sampling/staleness", float(steps))
-
-    def gradient(self, role: str, norm: Tensor) -> None:
-        """Observe the norm of the gradient of `"policy"` or `"critic"`."""
-        self.train.add(f"grad_norm/{role}", norm)
-
-    def skipped(self) -> None:
-        """Observe that `max_approx_kl` left out an optimizer step."""
-        self.train.add("policy/skipped_steps", 1.0)
-
     def _total(self, rows: Tensor) -> float:
         return self.accelerator.reduce(rows.sum(dtype=torch.float32), reduction="sum").item()
 
@@ -301,7 +285,7 @@ class PPOMetrics:
 
         With `start_time`, when `train` began, the episodes per second since then (`eps`) are among them.
         """
-        report = self._means("train") | {"episode": self.episodes}
+        report = self.means("train") | {"episode": self.episodes}
         seconds, self._seconds = self._seconds, defaultdict(float)
         if self._tokens:
             report["tokens_per_second"] = self._tokens / max(sum(seconds.values()), 1e-9)
@@ -311,15 +295,8 @@ class PPOMetrics:
             report["eps"] = (self.episodes - self.episodes_at_start) / max(time.time() - start_time, 1e-9)
         return report
 
-    def start_evaluation(self) -> None:
-        """Delete the entries that an interrupted evaluation may have left."""
-        self.eval = Accumulator()
-
-    def report_evaluation(self) -> dict[str, float]:
-        """Return the metrics of the evaluation since `start_evaluation`, and delete its entries."""
-        return self._means("eval")
-
-    def _means(self, mode: str) -> dict[str, float]:
+    def means(self, mode: str) -> dict[str, float]:
+        """Return the metrics of `"train"` or `"eval"` since the last call, by name, and delete their entries."""
         moments = (self.train if mode == "train" else self.eval).pop(self.accelerator)
         report: dict[str, float] = {}
         added = {name.removeprefix(_ADDED): moments.pop(name) for name in [*moments] if name.startswith(_ADDED)}
@@ -358,10 +335,6 @@ class PPOMetrics:
         if taken := added.keys() & report.keys():
             raise ValueError(f"`rollout_metrics` returned {sorted(taken)}, which PPO logs itself: use other names.")
         return report | {name: value[1].item() for name, value in added.items()}
-
-    def not_finite(self) -> list[str]:
-        """Return the names of the metrics that got a NaN or an infinity on this process since the last report."""
-        return self.train.not_finite()
 
     def state_dict(self) -> dict[str, Any]:
         return {"train": self.train.state_dict(), "episodes": self.episodes}

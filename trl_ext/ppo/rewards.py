@@ -71,7 +71,6 @@ class CheckedReward:
         self.around = around or nullcontext
         self.in_background = around is None and runs_in_background(function)
         self.token_scores: list[list[float] | None] = []
-        self.is_muted = False  # whether what the function logs is dropped
         self._started: Started | None = None
         self._waiting: AbstractContextManager = nullcontext()
 
@@ -91,8 +90,6 @@ class CheckedReward:
         self._started = None
 
     def __call__(self, prompts: list, completion_ids: list, **kwargs: Any) -> list[float | None]:
-        if self.is_muted:
-            kwargs |= dict.fromkeys(("log_metric", "log_extra"), lambda *_: None)
         try:
             if self._started is not None:
                 with self._waiting:

@@ -1,4 +1,4 @@
-"""Read saved rollouts: get their token ids and scores, and compute the returns that PPO would compute."""
+"""Score answers that are given, saved rollouts and demonstrations, and compute the returns that PPO would compute."""
 
 import math
 from collections.abc import Callable
@@ -9,15 +9,17 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
+from transformers import TrainerState
 
 from ..functional import gae, moments, token_rewards, whiten
 from ..models.generation import answer_texts
+from ..upstream.names import is_conversational
+from .controllers import RewardNormalizer
 from .critic_trainer import CriticConfig
-from .reward_normalizer import RewardNormalizer
+from .inputs import with_prompts
 from .rewards import CheckedReward, Mistakes
 from .rollout import sequence_scores, summed_token_scores
 
-_IDS = ("prompt_ids", "completion_ids")
 _CHECKED = 256  # rows whose text is compared with their token ids
 _CHUNK = 1024  # rows whose token rewards are computed at once
 
@@ -76,28 +78,53 @@ def score_rollouts(
     mistakes = Mistakes()
     wrapped = [CheckedReward(function, name, mistakes) for function, name in zip(functions, names, strict=True)]
     size = -(-len(dataset) // processes.num_processes)
-    first = min(processes.process_index * size, len(dataset))
-    mine = dataset.select(range(first, min(first + size, len(dataset))))
-    left_out = ("prompt", "completion", *_IDS, "finished")
+    first = processes.process_index * size
+    # Equally many calls on each process, as a sharded reward model needs: copies of the first rows fill up the last
+    mine = dataset.select([row % len(dataset) for row in range(first, first + size)])
     rows: list[Any] = []
     for batch in mine.iter(batch_size):
-        columns = {name: values for name, values in batch.items() if name not in left_out}
-        given = {
-            "prompts": batch["prompt"],
-            "completions": batch["completion"],
-            "completion_ids": batch["completion_ids"],
-            "prompt_ids": batch["prompt_ids"],
-            "finished": batch["finished"],
-        }
-        by_row = zip(*(function(**given, **columns) for function in wrapped), strict=True)
+        columns = {name: values for name, values in batch.items() if name not in ("prompt", "completion")}
+        columns |= {"prompts": batch["prompt"], "completions": batch["completion"], "trainer_state": TrainerState()}
+        columns |= dict.fromkeys(("log_metric", "log_extra"), lambda *_: None)
+        by_row = zip(*(function(**columns) for function in wrapped), strict=True)
         rows += zip(by_row, zip(*(function.token_scores for function in wrapped), strict=True), strict=True)
-        if mistakes.notes:
-            break
-    mistakes.raise_everywhere(0)
-    rows = gather_object(rows) if processes.num_processes > 1 else rows
+        mistakes.raise_everywhere(0)
+    rows = (gather_object(rows) if processes.num_processes > 1 else rows)[: len(dataset)]
     whole = [[math.nan if score is None else score for score in scores] for scores, _ in rows]
     by_function = [[tokens[f] for _, tokens in rows] for f in range(len(functions))]
     return torch.tensor(whole, dtype=torch.float64), by_function
+
+
+def mean_demonstration_score(trainer: Any) -> float:
+    """Score each demonstration in the training set, with an EOS at its end; return the mean (`reference`)."""
+    tokenizer = trainer._tokenizer
+    rows, token_ids = with_prompts(list(trainer.train_dataset), tokenizer)
+    prompt_ids = token_ids or trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+    texts = [
+        row["completion"] if isinstance(row["completion"], str) else row["completion"][-1]["content"] for row in rows
+    ]
+    answers = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    is_chat = is_conversational(rows[0])
+    demonstrations = [
+        {
+            **row,
+            "completion": [{"role": "assistant", "content": text}] if is_chat else text,
+            "prompt_ids": asked,
+            "completion_ids": [*answer, tokenizer.eos_token_id],
+            "finished": True,
+        }
+        for row, text, asked, answer in zip(rows, texts, prompt_ids, answers, strict=True)
+    ]
+    weights = trainer.reward_weights
+    weighted = [function for function, weight in zip(trainer.reward_funcs, weights, strict=True) if weight != 0]
+    rewards, _ = score_rollouts(
+        Dataset.from_list(demonstrations),
+        [each.function for each in weighted],
+        [each.name for each in weighted],
+        trainer.args.local_rollout_forward_batch_size,
+    )
+    scores = sequence_scores(rewards, weights[weights != 0], torch.ones(len(rewards), dtype=torch.bool))
+    return scores.nanmean().item()
 
 
 def with_returns(

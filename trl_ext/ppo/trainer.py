@@ -60,6 +60,7 @@ from ..runs.control import AgreedControl, take_kl_scale
 from ..runs.halts import spoilt
 from ..runs.needs import check_monitors
 from ..runs.output_dir import Hold
+from ..runs.schedule import block, count, portions, reference_of, saves, sizes
 from ..upstream.names import (
     RepeatSampler,
     check_contract,
@@ -69,11 +70,9 @@ from ..upstream.names import (
 from ..upstream.temporarily import temporarily
 from ..upstream.terminal import late_bars
 from . import gradients
-from .ahead import RolloutsAhead
 from .collection import RolloutTrainer
 from .config import PPOConfig
-from .controllers import ApproxKLStop, BaselineGate, KLController
-from .demonstrations import mean_demonstration_score
+from .controllers import ApproxKLStop, BaselineGate, KLController, RewardNormalizer
 from .environments import guarded, load_states, states_of, step_rewards
 from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
 from .inputs import (
@@ -84,10 +83,8 @@ from .inputs import (
     listed,
     with_prompts,
 )
-from .metrics import GRPO_ONLY_METRICS, PPOMetrics, global_moments
-from .optimizer import check_all_optimized, set_critic_rate
+from .metrics import GRPO_ONLY_METRICS, Accumulator, PPOMetrics, global_moments
 from .passes import Passes
-from .reward_normalizer import RewardNormalizer
 from .rewards import Mistakes
 from .roles import (
     Rewards,
@@ -99,9 +96,10 @@ from .roles import (
     prepare_base,
 )
 from .rollout import Rollout, joined, lengths_of, permuted
-from .schedule import schedule, steps_of
-from .snapshot import load_state, save_state
-from .vllm import ServerGuard, ServerLost, check_loadable, check_logprobs, save_last_step
+from .saved_rollouts import mean_demonstration_score
+from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_logprobs, save_last_step
+
+_WITH_STATE = ("kl_controller", "reward_normalizer", "baseline_gate", "metrics")  # attributes that checkpoints keep
 
 
 class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
@@ -533,7 +531,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         if args.baseline == "mean":
             return means
         weight = self.baseline_gate.update(critic_products(returns, everyones_values, actions, group))
-        self.metrics.weighed(weight)
+        self.metrics.train.add("val/baseline_weight", weight)
         return torch.lerp(means, values.to(means), weight)
 
     def rollout_metrics(
@@ -752,7 +750,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
                 return loss
         model.zero_grad(set_to_none=True)
         if self._step % self.args.gradient_accumulation_steps == 0:
-            self.metrics.skipped()
+            self.metrics.train.add("policy/skipped_steps", 1.0)
         return torch.zeros((), device=self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
@@ -787,15 +785,15 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
                 continue
             if not norm.isfinite() and scaler is None:
                 gradients.save_and_raise(self, role)
-            self.metrics.gradient(role, norm)
+            self.metrics.train.add(f"grad_norm/{role}", norm)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         actor_critic = self.accelerator.unwrap_model(model or self.model)
-        check_all_optimized(optimizer, actor_critic)
+        gradients.check_all_optimized(optimizer, actor_critic)
         if is_new and self.args.critic_learning_rate is not None:
-            set_critic_rate(optimizer, actor_critic, self.args.critic_learning_rate)
+            gradients.set_critic_rate(optimizer, actor_critic, self.args.critic_learning_rate)
         return optimizer
 
     # ---- Evaluation ----
@@ -823,7 +821,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         dataset, evaluate = dataloader.dataset, super().evaluation_loop
         trl_metrics = copy.deepcopy(self._metrics["eval"])
         self._metrics["eval"].clear()  # an evaluation that raised may have left some
-        self.metrics.start_evaluation()
+        self.metrics.eval = Accumulator()  # an interrupted evaluation may have left entries
         with untouched_rng(self.accelerator, self.args), self.metrics.untimed():
             with self._evaluating(EvaluationPass(len(dataset) * self.num_generations_eval)):
                 output = evaluate(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
@@ -840,7 +838,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
             for name, values in logged.items()
             if name not in (*GRPO_ONLY_METRICS, "num_tokens") and not np.isnan(values).all()
         }
-        metrics |= self.metrics.report_evaluation()
+        metrics |= self.metrics.means("eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
@@ -935,11 +933,43 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         facts = {"rewards": self.reward_func_names, "reference": self._reference_identity}
         return {**super()._run_facts(), **facts}
 
-    def _schedule(self) -> str:
-        return schedule(self)
-
     def _steps(self) -> int:
-        return steps_of(self)
+        args = self.args
+        if args.max_steps > 0:
+            return args.max_steps
+        rollouts = len(self.train_dataset) * self.num_generations // args.batch_size
+        return math.ceil(args.num_train_epochs * rollouts * args.steps_per_rollout)
+
+    def _schedule(self) -> str:
+        args, actor_critic, per_rollout = self.args, self._actor_critic, self.args.steps_per_rollout
+        rollouts = -(-self._steps() // per_rollout)
+        episodes, asked = rollouts * args.batch_size, args.total_episodes
+        rounded = (
+            f" (`total_episodes` {asked:,}, rounded up to whole rollouts)" if asked not in (None, episodes) else ""
+        )
+        ends = ", ".join(self._tokenizer.convert_ids_to_tokens(self.eos_token_ids))
+        answers = f" × {self.num_generations}" if self.num_generations > 1 else ""
+        passes = "once" if args.num_ppo_epochs == 1 else f"{args.num_ppo_epochs} times"
+        policy, critic = (
+            sizes(actor_critic.named_parameters_of(role), actor_critic.policy) for role in ("policy", "critic")
+        )
+        return block(
+            "PPO",
+            {
+                "policy": policy,
+                "critic": f"{critic}: {self._critic_origin}",
+                "reference": reference_of(self, actor_critic.policy) if args.use_ref_model else "none",
+                "rewards": ", ".join(self.reward_func_names),
+                "data": f"{count(len(self.train_dataset), 'prompt')}{answers}; answers end by {ends}, or at "
+                f"{count(self.max_completion_length, 'token')}",
+                "step": f"{count(args.mini_batch_size, 'episode')} = {portions(args)}",
+                "rollout": f"{count(args.batch_size, 'episode')} = {args.num_mini_batches} × {args.mini_batch_size:,}"
+                f", passed over {passes}: {count(per_rollout, 'optimizer step')}",
+                "total": f"{count(rollouts, 'rollout')} = {count(self._steps(), 'optimizer step')}, "
+                f"{count(episodes, 'episode')}{rounded}",
+                "saves": saves(args),
+            },
+        )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # A checkpoint holds no half-trained rollout: it waits for the rollout's end, and so does the evaluation that
@@ -1012,12 +1042,36 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        save_state(self, output_dir)
+        state = {
+            # In the middle of a rollout only the end of a run is saved: what resumes it samples the rollout again
+            "step": self._step - self._step % self._steps_per_rollout,  # micro-batches trained on
+            **{name: getattr(self, name).state_dict() for name in _WITH_STATE},
+            "trl_metrics": dict(self._metrics["train"]),  # what TRL's own code has noted since the last log
+            # The Trainer would start its loss sums anew, and the first log after resuming would cover fewer steps
+            "tr_loss": self._tr_loss.cpu(),
+            "total_loss": self._total_loss_scalar,
+            "last_logged": self._globalstep_last_logged,
+            "environments": self._environment_states(),
+        }
+        torch.save(state, self._state_file(output_dir))
+        if state["environments"]:  # what users' classes return: whatever cannot be loaded is refused now
+            torch.load(self._state_file(output_dir), map_location="cpu", weights_only=True)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
-            load_state(self, checkpoint)
+        if checkpoint is None:
+            return
+        state = torch.load(self._state_file(checkpoint), map_location="cpu", weights_only=True)
+        self._step = state["step"]
+        for name in _WITH_STATE:
+            getattr(self, name).load_state_dict(state[name])
+        self._metrics["train"].update(state["trl_metrics"])
+        self._tr_loss = state["tr_loss"].to(self.args.device)
+        self._total_loss_scalar, self._globalstep_last_logged = state["total_loss"], state["last_logged"]
+        self._load_environments(state["environments"])
+
+    def _state_file(self, checkpoint: str) -> str:
+        return os.path.join(checkpoint, f"ppo_state_{self.args.process_index}.pt")
 
 
 class _EpochSeeded(Sampler):

@@ -1,9 +1,14 @@
-"""Check the log-probs of vLLM's answers, and end a run with a checkpoint when its server goes away."""
+"""Sample with vLLM: check its log-probs, generate a rollout ahead, and end a run when its server goes away."""
 
-import functools
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -12,6 +17,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..runs.marker import read_marker
 from ..runs.processes import on_first
+from ..upstream.temporarily import temporarily
+from .inputs import with_prompts
+
+Answers = tuple[list[list[int]], list[list[float]]]  # the tokens of each answer, and their log-probs
 
 _PATIENCE = 60.0  # seconds to wait for a server's configuration, which takes long while the server generates
 
@@ -24,7 +33,7 @@ def check_logprobs(engine: Any) -> None:
     """Wrap `engine.generate`: each call raises unless vLLM returned the log-prob of each sampled token."""
     generate = engine.generate
 
-    @functools.wraps(generate)
+    @wraps(generate)
     def checked(*args: Any, **kwargs: Any) -> tuple:
         output = generate(*args, **kwargs)
         sampled_logprobs(*output[1:])
@@ -116,7 +125,7 @@ class ServerGuard:
         self._instance = _instance_of(client.base_url)
         self._generate, client.generate = client.generate, self._guarded_generate
         self._update, client.update_named_params = client.update_named_params, self._guarded_update
-        client.reset_prefix_cache = functools.partial(self._ask, client.reset_prefix_cache)
+        client.reset_prefix_cache = partial(self._ask, client.reset_prefix_cache)
 
     def answered(self, answers: tuple) -> tuple:
         """Return the answers; if there are none, raise [`ServerLost`] on all processes."""
@@ -163,3 +172,123 @@ def save_last_step(trainer: Any) -> str:
     if read_marker(checkpoint) is None:  # `save_only_model`, or a full disk with `on_save_failure: continue`
         return "The same command resumes from the newest complete checkpoint, if there is one."
     return f"The training so far is saved: the same command resumes from {checkpoint}."
+
+
+@dataclass
+class Flight:
+    """Hold a rollout that is being generated ahead of time."""
+
+    version: int  # on how many rollouts the weights that generate this one have been trained
+    prompts: list[list[int]]  # token ids
+    output: Future = field(default_factory=Future)  # on the first process: the server's answer
+    answers: Answers | None = None  # on all processes, once they have arrived
+
+
+class RolloutsAhead:
+    """
+    Generate one rollout ahead: rollout n is generated with the weights after training on rollout n − 2.
+
+    The prompts of a rollout depend only on the seed and the rollout's number, so they are known before the Trainer
+    delivers them. `take` checks that the Trainer delivers the same prompts. See docs/vllm.md.
+
+    TRL's `generate` has collectives, so all processes must call it at the same time. We call it twice. The first call
+    starts a thread that sends the request, and returns empty answers. The second call, once the answers have arrived,
+    returns them.
+
+    Args:
+        trainer: the trainer that trains on the rollouts.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.pending: dict[int, Flight] = {}  # by the rollout's number, from 0
+
+    def take(self, prompt_ids: list[list[int]]) -> Answers:
+        """
+        Start the rollouts that the current weights have to generate, then wait for the current rollout and return it.
+
+        Args:
+            prompt_ids: the prompts that the Trainer delivers. If the rollout was generated for other prompts, all
+                processes raise a `RuntimeError`.
+        """
+        trainer = self.trainer
+        number = trainer._step // trainer._steps_per_rollout
+        micro_batches = trainer.state.max_steps * trainer.args.gradient_accumulation_steps
+        end = math.ceil(micro_batches / trainer._steps_per_rollout)
+        wanted = range(number, min(number + trainer.args.rollouts_ahead + 1, end))
+        if new := [n for n in wanted if n not in self.pending]:
+            self.settle()  # no weights may change under a generation
+            with trainer.metrics.timed("sync_weights"):
+                trainer.vllm_generation.sync_weights()
+                trainer._last_loaded_step = trainer.state.global_step
+            for n in new:
+                self.pending[n] = flight = Flight(number, self._prompts(n))
+                self._generate(flight, partial(_put_aside, flight))
+        self._wait_for([self.pending[number]])
+        flight = self.pending.pop(number)
+        if flight.prompts != prompt_ids:
+            error = RuntimeError(
+                "keep PPOTrainer's own sampler, and a dataset that returns the same row each time it is read"
+            )
+            trainer._mistakes.note(f"rollout {number} was generated for other prompts than the dataloader's", error)
+        trainer._mistakes.raise_everywhere(trainer.state.global_step)
+        assert flight.answers is not None
+        lag = (number - flight.version) * trainer.args.steps_per_rollout
+        trainer.metrics.train.add("sampling/staleness", float(lag))
+        return flight.answers
+
+    def settle(self) -> None:
+        """Wait until all answers that are being generated have arrived."""
+        self._wait_for(list(self.pending.values()))
+
+    def _wait_for(self, flights: list[Flight]) -> None:
+        trainer = self.trainer
+        with trainer.metrics.timed("generate_wait"):
+            for flight in flights:
+                if trainer.accelerator.is_main_process and (error := flight.output.exception()) is not None:
+                    trainer._mistakes.note("vLLM", error)
+        trainer._mistakes.raise_everywhere(trainer.state.global_step)
+        for flight in flights:
+            if flight.answers is None:
+                _, ids, *sampled = self._generate(flight, lambda *_, flight=flight, **__: flight.output.result())
+                flight.answers = ids, sampled_logprobs(ids, *sampled)
+
+    def _generate(self, flight: Flight, answer: Callable[..., dict[str, Any]]) -> tuple:
+        """Let TRL generate, with `answer` in place of its client's `generate`, which `answer` gets first."""
+        vllm = self.trainer.vllm_generation
+        client: Any = nullcontext()
+        if self.trainer.accelerator.is_main_process:
+            generate = partial(answer, vllm.vllm_client.generate)
+            client = temporarily(vllm, vllm_client=SimpleNamespace(generate=generate))
+        with client:  # by its class: `check_logprobs` would refuse the first call's empty answers
+            return type(vllm).generate(
+                vllm, prompts=flight.prompts, images=None, num_generations=self.trainer.num_generations
+            )
+
+    def _prompts(self, number: int) -> list[list[int]]:
+        """Return the prompts' token ids of the rows of rollout `number` that belong to this process."""
+        trainer, args = self.trainer, self.trainer.args
+        size, local = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
+        epoch, place = divmod(number, len(trainer.train_dataset) // (size // trainer.num_generations))
+        order = trainer._get_train_sampler().rollouts_of(epoch)
+        begin = place * size + trainer.accelerator.process_index * local
+        rows = [trainer.train_dataset[row] for row in order[begin : begin + local]]
+        rows, token_ids = with_prompts(rows, trainer._tokenizer)
+        return token_ids or trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+
+
+def _put_aside(flight: Flight, generate: Callable, **kwargs: Any) -> dict[str, Any]:
+    """Send a request in a thread, and return empty answers at once."""
+
+    def ask() -> None:
+        try:
+            flight.output.set_result(generate(**kwargs))
+        except BaseException as error:  # else the trainer would wait for this output for ever
+            flight.output.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    return {
+        "prompt_ids": kwargs["prompts"],
+        "completion_ids": [[]] * len(kwargs["prompts"]) * kwargs["n"],
+        "logprobs": None,
+    }

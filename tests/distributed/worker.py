@@ -210,7 +210,7 @@ def run(workload, inputs, folder, processes, resume=False, parts=1):
     parameters = list(trainer.model.parameters())
     local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
     names = ["loss", "grad_norm", "objective/kl", "objective/scores", "val/explained_variance"]
-    names += ["sampling/ess", "sampling/clipfrac", "sampling/logprob_difference_p99"]
+    names += ["sampling/ess", "sampling/clipfrac"]
     names += ["val/baseline_weight", "beta", "logps/drift", "rewards/margins"]
     controllers = {"separate": ["baseline_gate"], "dpo": ["beta_controller"]}
     controllers["ppo"] = ["kl_controller", "reward_normalizer"]

@@ -17,7 +17,7 @@ from ..models.weights import base_model_of, gathered_by_zero3, kept_by_fsdp2
 from ..upstream.names import disable_gradient_checkpointing, use_adapter
 from ..upstream.temporarily import temporarily
 from .environments import Calls
-from .inputs import tokenized, with_prompts
+from .inputs import with_prompts
 from .rewards import background_last
 from .rollout import Rollout, lengths_of, onto_policy_tokens, padded, sequence_scores, summed_token_scores
 
@@ -88,7 +88,7 @@ class RolloutTrainer(GRPOTrainer):
         if self.tools:
             for name in ("_sync_tool_dicts", "_async_tool_dicts"):
                 setattr(self, name, collection.calls.watch(getattr(self, name), self.environments))
-        output = super()._generate(tokenized(prompts, collection.given_ids))
+        output = super()._generate(prompts)
         prompt_ids, answers, tool_mask, completions, logprobs, *_ = output
         collection.prompt_ids, collection.completion_ids = prompt_ids, answers
         collection.tool_mask, collection.sampled_logprobs = tool_mask, logprobs
@@ -100,9 +100,8 @@ class RolloutTrainer(GRPOTrainer):
         return output
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, dict]:
-        if hasattr(prompts[0], "token_ids"):  # of rows with `input_ids`
-            return [prompt.token_ids for prompt in prompts], None, {}
-        return super()._tokenize_prompts(prompts)
+        given = getattr(self, "_collection", None) and self._collection.given_ids  # of rows with `input_ids`
+        return super()._tokenize_prompts(prompts) if given is None else (given, None, {})
 
     def _generate_single_turn(
         self, prompt_ids: list, *args: Any, **kwargs: Any

@@ -101,19 +101,9 @@ def check(
                 raise ValueError(f"The {name} dataset has {message}")
 
 
-_GIVEN = {  # what every reward function is given, beside the dataset's columns
-    *(
-        "prompts",
-        "completions",
-        "completion_ids",
-        "prompt_ids",
-        "finished",
-        "trainer_state",
-        "log_extra",
-        "log_metric",
-    ),
-    "environments",
-}
+# What every reward function is given, beside the dataset's columns
+_GIVEN = {"completion_ids", "completions", "environments", "finished", "prompt_ids", "prompts"}
+_GIVEN |= {"log_extra", "log_metric", "trainer_state"}
 
 
 def check_arguments(rewards: list, datasets: Datasets) -> None:
@@ -144,28 +134,6 @@ def check_evaluation_batch(args: PPOConfig) -> None:
             f"An evaluation batch has {size} responses (`per_device_eval_batch_size` × processes), which is not a "
             f"multiple of {generations} (`num_generations_eval`, or `num_generations` if unset)."
         )
-
-
-class TokenizedText(str):
-    """Hold a prompt as text, together with the token ids that the policy reads for it."""
-
-    token_ids: list[int]
-
-
-class TokenizedMessages(list):
-    """Hold a prompt as messages, together with the token ids that the policy reads for it."""
-
-    token_ids: list[int]
-
-
-def tokenized(prompts: list, token_ids: list[list[int]] | None) -> list:
-    """Attach token ids to prompts, so that TRL does not tokenise them; if `token_ids` is None, return `prompts`."""
-    if token_ids is None:
-        return prompts
-    carriers = [TokenizedText(prompt) if isinstance(prompt, str) else TokenizedMessages(prompt) for prompt in prompts]
-    for carrier, ids in zip(carriers, token_ids, strict=True):
-        carrier.token_ids = ids
-    return carriers
 
 
 def with_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[list[dict[str, Any]], list[list[int]] | None]:

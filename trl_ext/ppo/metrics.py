@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -30,7 +29,7 @@ GRPO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")
 
 _LAST_TURN = 4  # turns that have an explained variance of their own; the last one includes all later turns
 
-_ADDED = "rollout_metrics: "  # marks the metrics that a subclass adds, since their names may be names of ours
+_ADDED = "rollout_metrics: "  # marks the metrics that a subclass adds, which replace ours of the same name
 
 
 class Accumulator:
@@ -154,19 +153,10 @@ class PPOMetrics:
             for name, mask in masks.items():
                 self.train.add(f"_residuals{name}", returns - rollout.values, mask)
                 self.train.add(f"_returns{name}", returns, mask)
-        if rollout.sampler_logprobs is not None:
-            difference = (rollout.sampler_logprobs - rollout.logprobs).abs()
-            for percent, number in self._percentiles(difference, rollout.mask).items():
-                self.train.add(f"sampling/logprob_difference_p{percent}", number)
 
     def added(self, metrics: dict[str, float]) -> None:
-        """Observe the metrics that the trainer's `rollout_metrics` returned; raise if a value is not a number."""
+        """Observe the metrics that the trainer's `rollout_metrics` returned."""
         for name, value in metrics.items():
-            if not isinstance(value, (int, float)):
-                raise TypeError(
-                    f"`rollout_metrics` must return a float for {name!r}, got {type(value).__name__}: take the mean "
-                    "over the rows, and call `.item()`."
-                )
             self.train.add(_ADDED + name, value)
 
     def evaluated(self, rollout: Rollout, rows: Tensor, prefix: str = "") -> None:
@@ -262,18 +252,6 @@ class PPOMetrics:
         self.train.add("sampling/importance_sampling_ratio", weights, mask)
         self.train.add("sampling/clipfrac", is_outside.float(), mask)
 
-    def _percentiles(self, values: Tensor, mask: Tensor) -> dict[int, float]:
-        """Return the 50th and 99th percentile of all processes' entries where `mask` is 1; {} if there are none."""
-        real = torch.where(mask.bool(), values.float(), torch.nan)
-        everyones = self.accelerator.gather(
-            # The other processes' responses may be longer
-            self.accelerator.pad_across_processes(real, dim=1, pad_index=torch.nan)
-        )
-        everyones = everyones[~everyones.isnan()].cpu().double().numpy()
-        if not everyones.size:
-            return {}
-        return dict(zip((50, 99), np.percentile(everyones, (50, 99)).tolist(), strict=True))
-
     def _total(self, rows: Tensor) -> float:
         return self.accelerator.reduce(rows.sum(dtype=torch.float32), reduction="sum").item()
 
@@ -332,8 +310,6 @@ class PPOMetrics:
                 report[f"{name}_max"] = max(-minimum, maximum)
             if name == "val/ratio":
                 report["val/ratio_var"] = variance(value).item()
-        if taken := added.keys() & report.keys():
-            raise ValueError(f"`rollout_metrics` returned {sorted(taken)}, which PPO logs itself: use other names.")
         return report | {name: value[1].item() for name, value in added.items()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -61,15 +61,11 @@ def check_roles(
         prepare_peft_model(model, shares_base)
     elif is_peft:
         check_config(peft_config, "peft_config", shares_base)
-    for is_wrong, message in [
-        (
-            critic_peft_config is not None and (not is_peft or value_model is not None),
+    if critic_peft_config is not None and (not is_peft or value_model is not None):
+        raise ValueError(
             "`critic_peft_config` is for a critic that shares the policy's base. It needs a policy with an adapter "
-            "(`peft_config`), and no `value_model`.",
-        ),
-    ]:
-        if is_wrong:
-            raise ValueError(message)
+            "(`peft_config`), and no `value_model`."
+        )
     return [AdapterReward(reward) if is_adapter(reward) else reward for reward in reward_funcs]
 
 
@@ -162,7 +158,6 @@ class Rewards:
         tokenizers: one for each reward, None for functions.
         names: a name for each reward.
         policy_tokenizer: the policy's tokenizer.
-        paths: what each model was loaded from; None for a reward that was passed in as an object.
         weights: one for each reward, 1 by default. A reward with weight 0 only measures: it does not affect training.
     """
 
@@ -172,11 +167,9 @@ class Rewards:
         tokenizers: list,
         names: list[str],
         policy_tokenizer: Any,
-        paths: list[str | None] | None = None,
         weights: list[float] | None = None,
     ):
         self.functions = list(functions)
-        self.paths = paths or [None] * len(functions)
         self.only_measures = [weight == 0 for weight in weights or [1.0] * len(functions)]
         self.tokenizers = list(tokenizers)
         # Metrics are kept by name: two lambdas, or two models from folders of one name, would be merged
@@ -373,7 +366,7 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
 
 def named(model: Any) -> str | None:
     """Return the folder or hub name of a model, given as a path or an object; None if the model has neither."""
-    return model if isinstance(model, str) else get_config_model_id(model.config) or None
+    return model if isinstance(model, str) else get_config_model_id(unwrapped(model).config) or None
 
 
 def _critic_from_reward(loader: Loader, reward: Any, tokenizer: Any) -> PreTrainedModel | None:

@@ -93,6 +93,7 @@ from .roles import (
     load_rewards,
     make_actor_critic,
     make_reference,
+    named,
     prepare_base,
 )
 from .rollout import Rollout, joined, lengths_of, permuted
@@ -242,7 +243,6 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
             model, processing_class = load_to_train(model, args, processing_class, peft_config, quantization_config)
             peft_config = quantization_config = None
         reward_funcs = check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
-        reward_paths = [reward if isinstance(reward, str) else None for reward in reward_funcs]
         load_rewards(reward_funcs, reward_processing_classes, args)
         if isinstance(model, PeftModel) and args.use_ref_model and ref_model is None:
             model.add_adapter(REFERENCE, model.peft_config[POLICY])
@@ -267,7 +267,6 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         )
         if self.environment_factories:
             self._reward_steps({type(pool[0]) for pool in self._environment_pool.values()})
-        reward_paths += [None] * (len(self.reward_funcs) - len(reward_paths))
         policy = self.model
         check_savable(policy)
         self._is_peft = isinstance(policy, PeftModel)
@@ -284,7 +283,6 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
             self.reward_processing_classes,
             self.reward_func_names,
             self._tokenizer,
-            reward_paths,
             self.reward_weights.tolist(),
         )
         self.reward_func_names, self.reward_processing_classes = rewards.names, rewards.tokenizers
@@ -899,8 +897,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         if self.args.record_run:  # not before: callbacks may have been added since, such as a JSONLCallback
-            named = zip(self._rewards.paths, self._rewards.functions, strict=True)
-            record_run(self, samples=True, objections=objections_to([path or reward for path, reward in named]))
+            rewards = [named(each) if isinstance(each, nn.Module) else each for each in self._rewards.functions]
+            record_run(self, samples=True, objections=objections_to(rewards))
         attach_watch(self, self.args.watch)
         if self.args.save_strategy == "steps" and self.args.save_steps % self.args.steps_per_rollout:
             self.accelerator.print(

@@ -1086,7 +1086,7 @@ class _EpochSeeded(Sampler):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
-        yield from self._rows_of(self.epoch())
+        return self._rows_of(self.epoch())
 
     def rollouts_of(self, epoch: int) -> list[int]:
         """Return the dataset indices of an epoch's rollouts, over all processes, each rollout once."""

@@ -74,47 +74,8 @@ def test_backward_and_the_parts_of_ppo():
     assert seconds_at({"a": Flops(1, 2, 3, 10), "b": Flops(0, 0, 0, 10)}, head_rate=5, backbone_rate=2) == 4 + 3
 
 
-def test_lengths_depend_on_the_prompt_alone(scripts):
-    settings = SimpleNamespace(rollouts=2, batch=32, prompt=16, vocabulary=30_000)
-    prompts = torch.tensor(scripts.work.prompts(settings, as_text=False)["input_ids"])
-    lengths = scripts.work.length_of(prompts, 48)
-    kept = torch.tensor([5, 3, 17])
-    assert torch.equal(scripts.work.length_of(prompts[kept], 48), lengths[kept])
-    first, second = lengths.view(2, 32).sort().values
-    # Of u = i / 31: the mean of u² is (2·32 − 1) / (6·31) = 0.339
-    for rollout in (first, second):
-        assert rollout[0] == 1 and rollout[-1] >= 47
-        torch.testing.assert_close(rollout.double().mean().item() / 48, 0.339, rtol=0.02, atol=0)
-    assert not torch.equal(lengths[:32], lengths[32:])  # in another order
-
-
-def test_responses_end_at_their_lengths_though_rows_are_left_out(scripts):
-    settings = SimpleNamespace(prompt=3, response=6, varying=True)
-    ids = torch.randint(4, 90, (8, 3), generator=torch.Generator().manual_seed(0))
-    lengths = scripts.work.length_of(ids, 6)
-    processor, drawn = scripts.work.forced_lengths(settings, "cpu"), torch.zeros(7, dtype=torch.long)
-    for position in range(1, 7):
-        scores = processor(ids, torch.randn(len(ids), 90))
-        ended = scores.argmax(1) == scripts.work.EOS
-        assert torch.equal(ended, lengths == position)
-        assert (scores[:, scripts.work.PAD] == -torch.inf).all()
-        drawn[position] = ended.sum()
-        ids, lengths = torch.cat([ids, scores.argmax(1, keepdim=True)], dim=1)[~ended], lengths[~ended]
-        if not len(ids):
-            break
-    assert not len(ids) and torch.equal(processor.drawn, drawn)
-
-
 def test_growth_is_a_power(scripts):
     assert scripts.ppo.exponent([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
-
-
-def test_sides_that_did_different_work_are_refused(scripts):
-    one = {"settings": dict.fromkeys(scripts.ppo.COMPARED, 1)}
-    scripts.ppo.check_equal(one, one)
-    for name in scripts.ppo.COMPARED:
-        with pytest.raises(RuntimeError, match=name):
-            scripts.ppo.check_equal(one, {"settings": {**one["settings"], name: 2}})
 
 
 @pytest.mark.slow

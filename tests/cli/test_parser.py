@@ -12,7 +12,6 @@ from trl import RLOOConfig
 
 from trl_ext import PPOConfig, StrictTrlParser
 from trl_ext.cli.arguments import check_model
-from trl_ext.cli.parser import entry_of
 from trl_ext.runs import near_path
 
 
@@ -80,13 +79,6 @@ def test_value_takes_its_fields_type(subtests, parse):
             assert value == expected and type(value) is type(expected)
 
 
-def test_an_entry_is_the_same_in_the_file_and_as_a_flag(parse):
-    text = "{Sum: {of: [b.py:g], rate: 1e-7}}"
-    (flag,), (file,) = parse("name: x", "--entries", text).entries, parse(f"entries: [{text}]").entries
-    assert entry_of(flag) == entry_of(file) == {"Sum": {"of": ["b.py:g"], "rate": 1e-7}}
-    assert entry_of("a.py:f") == "a.py:f"
-
-
 def test_the_command_line_overrides_the_file(parse):
     parsed = parse("rate: 2.0\nepochs: 3\nweights: [1, 2]", "--rate", "-5e-1", "--span", "-1", "1", "--weights", "3")
     assert (parsed.rate, parsed.epochs, parsed.span, parsed.weights) == (-0.5, 3, [-1.0, 1.0], [3.0])
@@ -118,17 +110,6 @@ def test_what_is_wrong_is_one_line(subtests, parse, capsys):
                 parse(yaml, *flags, types=(RLOOConfig if yaml == lora_like else Arguments,))
             (line,) = capsys.readouterr().err.splitlines()
             assert line.startswith("prog: error: ") and message in line
-
-
-def test_config_may_be_the_name_of_one_that_ships(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name, message in [
-        ("tinystories/ppo", "unknown key 'dataset_name'"),
-        ("tinystories/pppo", "did you mean tinys"),
-    ]:
-        with pytest.raises(SystemExit):
-            StrictTrlParser(Needed).parse_args_and_config(["--config", name])
-        assert message in capsys.readouterr().err
 
 
 def test_no_arguments_at_all_print_how_to_run_it(capsys):

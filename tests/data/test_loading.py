@@ -1,5 +1,3 @@
-import json
-
 import pytest
 from datasets import Dataset, DatasetDict
 
@@ -23,13 +21,6 @@ def test_file_keeps_all_columns(subtests, folder):
             {"parquet": dataset.to_parquet, "csv": dataset.to_csv}.get(suffix, dataset.to_json)(path)
             assert load_dataset_split(path).to_dict() == ROWS
             assert load_dataset_split(f"rows.{suffix}", "train").to_dict() == ROWS
-
-
-def test_folder_takes_its_splits_from_the_file_names(folder):
-    for split, prompt in (("train", "Once"), ("test", "There")):
-        (folder / f"{split}.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
-    assert load_dataset_split(folder, "train")["prompt"][:] == ["Once"]
-    assert load_dataset_split(".", "test")["prompt"][:] == ["There"]
 
 
 def test_saved_dataset_and_saved_splits(folder):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 
 import pytest
 import torch
@@ -71,12 +70,6 @@ def test_a_model_without_an_embedding_for_a_token_is_refused(tmp_path):
         make_trainer(tmp_path, trainer_kwargs={"processing_class": tokenizer})
 
 
-def test_pairs_whose_answers_are_cut_away_are_counted(tmp_path, capsys):
-    rows = [*pairs(7), {**pairs()[7], "prompt": "the " * 20}]
-    make_trainer(tmp_path, trainer_kwargs={"train_dataset": Dataset.from_list(rows)}, max_length=20)
-    assert "1 of 8 pairs are left out: `max_length=20` leaves no answer token in them." in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_log_probs_that_are_not_finite_end_the_run(tmp_path):
     assert "log-probs of the policy or the reference are not finite" in broken_weight(tmp_path)
@@ -86,14 +79,6 @@ def test_log_probs_that_are_not_finite_end_the_run(tmp_path):
     for options in ({}, DRIFT, {"precompute_ref_log_probs": True}):
         with pytest.raises(FloatingPointError, match="At step 0"):
             make_trainer(tmp_path, trainer_kwargs={"ref_model": reference}, **options).train()
-
-
-def test_beta_dpo_warns_of_a_small_batch(tmp_path):
-    for size, warns in ((4, True), (8, False)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            make_trainer(tmp_path, beta_controller="beta_dpo", per_device_train_batch_size=size)
-        assert any("over all processes that has only 4 pairs" in str(w.message) for w in caught) is warns
 
 
 def test_the_horizon_is_the_pairs_of_an_epoch(tmp_path):

@@ -1,15 +1,10 @@
 """A run that goes on from a checkpoint ends as if it had never stopped, and no other run is gone on with."""
 
-import json
-import math
-
 import pytest
 from torch.testing import assert_close
 
-from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, end_of, logged, make_trainer, pairs, resumed
+from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, end_of, logged, make_trainer, resumed
 from tests.tiny import tiny_llama
-from trl_ext.dpo.trainer import STATE_FILE
-from trl_ext.runs.marker import MARKER
 
 SAVING = {"save_strategy": "steps", "save_steps": 3}
 
@@ -42,13 +37,6 @@ def test_beta_goes_on_also_with_other_data(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_a_controller_no_state_is_written(tmp_path):
-    make_trainer(tmp_path, **SAVING, log_displacement=True).train()
-    assert not (tmp_path / "checkpoint-3" / STATE_FILE).exists()
-    assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
@@ -78,56 +66,6 @@ def test_another_base_reference_or_adapter_is_refused(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             make_trainer(tmp_path, model, {**reference, **given}, max_steps=3).train(True)
-
-
-@pytest.mark.slow
-def test_a_complete_run_is_loaded_and_not_trained_again(tmp_path):
-    whole = make_trainer(tmp_path, **SAVING, **DRIFT, **NORMALIZED)
-    whole.train()
-    again = make_trainer(tmp_path, **DRIFT, **NORMALIZED)
-    again.training_step = lambda *args, **kwargs: pytest.fail("it trains")
-    output = again.train(resume_from_checkpoint=True)
-    assert output.global_step == 6 and math.isnan(output.training_loss)
-    assert_close(end_of(again), end_of(whole), rtol=0, atol=0)
-    assert again.beta != 0.1
-    ends = [trainer.evaluate(pairs(8, seed=5)) for trainer in (again, whole)]
-    for name in ("eval_loss", "eval_beta", "eval_beta/long"):
-        assert ends[0][name] == ends[1][name]
-
-
-@pytest.mark.slow
-def test_an_incomplete_checkpoint_is_skipped_and_refused_as_a_path(tmp_path, capsys):
-    whole = make_trainer(tmp_path, **SAVING, **DRIFT)
-    whole.train()
-    (tmp_path / "checkpoint-6" / MARKER).unlink()
-    again = make_trainer(tmp_path, **DRIFT)
-    with pytest.raises(ValueError, match="No complete checkpoint in .*checkpoint-6"):
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    again.train(resume_from_checkpoint=True)
-    assert "checkpoint-6: it is not complete" in capsys.readouterr().out
-    assert_close(end_of(again), end_of(whole), rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_train_starts_anew_and_an_interrupted_trainer_may_go_on_itself(tmp_path):
-    options = {**DRIFT, **NORMALIZED, "gradient_accumulation_steps": 2}
-    trainer = make_trainer(tmp_path, **SAVING, **options)
-    step, steps = trainer.training_step, []
-
-    def interrupted(*args, **kwargs):
-        steps.append(trainer.state.global_step)
-        if len(steps) == 10:  # half-way through an optimizer step
-            raise KeyboardInterrupt
-        return step(*args, **kwargs)
-
-    trainer.training_step = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.train(resume_from_checkpoint=True)
-    assert steps[::2] == [0, 1, 2, 3, 4, 3, 4, 5]  # its weights have moved since, and it is still the same run
-    whole = make_trainer(tmp_path / "whole", **options)
-    whole.train()
-    assert_close(end_of(trainer), end_of(whole), rtol=0, atol=0)
 
 
 @pytest.mark.slow

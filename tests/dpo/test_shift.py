@@ -6,10 +6,9 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from torch.testing import assert_close
 
-from tests.dpo.worker import DRIFT, INFORMED, NORMALIZED, logged, make_trainer, weights
-from tests.tiny import WORDS, tiny_gpt2, tiny_llama, tiny_tokenizer
+from tests.dpo.worker import logged, make_trainer
+from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -71,32 +70,3 @@ def test_the_figures_are_means_per_token_under_the_reference(tmp_path):
         assert trainer.distribution_shift[name] == pytest.approx(total / 16, rel=1e-5)
     assert logged(trainer, "shift/chosen")[0] == trainer.distribution_shift["chosen"]
     assert len(logged(trainer, "shift/sampled")) == 1  # before training, once
-
-
-def test_the_check_changes_nothing_in_training(tmp_path):
-    ends = []
-    for samples in (0, 8):  # dropout draws from the generators that sampling draws from
-        trainer = make_trainer(
-            tmp_path,
-            tiny_gpt2(),
-            **DRIFT,
-            **INFORMED,
-            **NORMALIZED,
-            disable_dropout=False,
-            distribution_shift_samples=samples,
-            distribution_shift_bound=1.0,
-        )
-        trainer.train()
-        ends.append((weights(trainer), logged(trainer, "loss")))
-        assert trainer.model.training
-    assert_close(ends[1], ends[0], rtol=0, atol=0)
-
-
-def test_a_resumed_run_is_not_checked_again_and_precomputed_references_are(tmp_path):
-    options = {"distribution_shift_samples": 4, "distribution_shift_bound": 1.0, "precompute_ref_log_probs": True}
-    trainer = make_trainer(tmp_path, **options, save_strategy="steps", save_steps=3)
-    trainer.train()
-    assert trainer.distribution_shift is not None
-    again = make_trainer(tmp_path, **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert again.distribution_shift is None

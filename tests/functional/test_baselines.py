@@ -100,18 +100,3 @@ def test_a_critic_that_is_right_has_nearly_all_the_weight():
     for size, left in ((2, 1.0), (8, 2.0), (8, 0.0)):
         products = critic_products(known + left * unknown, known, torch.ones(40_000, 1), size)
         assert critic_weight(products) == pytest.approx((size - 1) / (size - 1 + left**2), abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("share", "weight"),
-    [
-        (1.0, 1.0),  # the returns themselves
-        (0.5, 1.0),  # too timid: the slope is 2
-        (2.0, 0.5),  # too bold
-        (-1.0, 0.0),  # the opposite
-    ],
-)
-def test_the_weight_of_worked_critics(share, weight):
-    returns = torch.tensor([[3.0], [-1.0]])
-    products = critic_products(returns, 7 + share * returns, torch.ones(2, 1))
-    assert critic_weight(products) == pytest.approx(weight)

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.functional.enumerated import MODES, World
-from trl_ext.functional import effective_sample_size, importance_weights, kl_estimate, merge_moments, moments
+from trl_ext.functional import effective_sample_size, importance_weights, merge_moments, moments
 
 NAN, INF = math.nan, math.inf
 # Ratios of tokens: 2, 4, 1/4 in the first row, 1/2, 1 in the second one; of the rows: 2, 1/2. NaN is under the mask.
@@ -97,30 +97,3 @@ def test_no_weight_stands_for_what_a_truncated_sampler_never_draws():
     missing = (probabilities * is_left_out) @ world.gradients(torch.ones(len(world.ids), 1, dtype=torch.double))
     estimate = found["sequence, no bound"]
     assert_close(estimate.truth - estimate.mean, missing)
-
-
-@pytest.mark.parametrize("sampler", ["noise 0.5", "temperature 0.7"])
-def test_drawn_answers_show_it_within_the_confidence_interval(sampler):
-    """Along the true gradient: with weights its length, without them not; four standard errors of 100,000 answers."""
-    world = World(longest=3)
-    truth, drawn = world.true_gradient(), world.logprobs(world.sampler(sampler))
-    generator = torch.Generator().manual_seed(0)
-    rows = drawn.sum(1).exp().multinomial(100_000, replacement=True, generator=generator)
-    for mode, is_right in [("none", False), ("sequence, no bound", True)]:
-        lengths = (world.gradients(world.weights(sampler, MODES[mode])) @ truth / truth.norm())[rows]
-        error = lengths.std() / len(rows) ** 0.5
-        assert (abs(lengths.mean() - truth.norm()) < 4 * error) == is_right
-
-
-def test_the_kl_of_the_sampler_is_estimated_from_its_own_tokens():
-    """k1 under any sampler; k3 falls short of it by what the policy gives to tokens that are never drawn."""
-    world = World(longest=1)
-    for sampler in [*FULL_SUPPORT, "top-p 0.9"]:
-        drawn, new = world.sampler(sampler)[0].log_softmax(-1), world.logits[0].log_softmax(-1)
-        seen = drawn.isfinite()
-        drawn, new = drawn[seen][None], new[seen][None]
-        exact = (drawn.exp() * (drawn - new)).sum()
-        k1, k3 = ((drawn.exp() * kl_estimate(drawn, new, kind)).sum() for kind in ("k1", "k3"))
-        assert exact > 1e-3
-        assert_close(k1, exact)
-        assert_close(k3, exact - (1 - new.exp().sum()))

@@ -44,14 +44,6 @@ def test_masked_mean_without_real_tokens_is_zero_with_zero_gradient():
     assert_close(values.grad, torch.zeros(2, 3))
 
 
-def test_means_of_shards_over_the_global_count_add_up_to_the_mean_of_the_whole():
-    torch.manual_seed(0)
-    values, mask = torch.randn(6, 5), torch.rand(6, 5) < 0.6
-    shards = zip(values.split([1, 2, 3]), mask.split([1, 2, 3]), strict=True)
-    parts = [masked_mean(v, m, count=mask.sum()) for v, m in shards]
-    assert_close(torch.stack(parts).sum(), masked_mean(values, mask))
-
-
 def test_half_precision_and_bool_are_summed_in_float32():
     # bfloat16 holds no integer between 256 and 258, float16 nothing above 65504.
     ones = torch.ones(257, 257)

@@ -1,14 +1,10 @@
 """Policy and critic behind one forward: padding, delegation, checkpointing, saving."""
 
-import copy
-
 import pytest
 import torch
 import transformers
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.ppo.worker import rows_of
 from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
 
@@ -68,39 +64,7 @@ def test_a_left_padded_row_equals_the_row_alone(tmp_path, build):
             torch.testing.assert_close(alone[2, 0], trainer.model.critic.score(values).squeeze(1), **CLOSE)
 
 
-def test_right_padding_after_a_full_context_stays_in_gpt2s_position_table(tmp_path):
-    """13 prompt and 7 response tokens fill the context of 20, and `pad_to_multiple_of` adds a pad behind them."""
-    policy = tiny_gpt2(n_positions=20)
-    policy.lm_head = torch.nn.Linear(16, policy.config.vocab_size)
-    policy.lm_head.bias.data.zero_()[2] = -1e4  # no EOS
-    dataset = Dataset.from_dict({"prompt": ["the " * 13, "the " * 2] * 4})
-    trainer = make(tmp_path, policy, dataset, max_completion_length=7, pad_to_multiple_of=8, max_steps=2)
-    trainer.train()
-    mask = rows_of(trainer)["completion_mask"]
-    assert mask.size(1) == 8 and (mask.sum(1) == 7).all() and rows_of(trainer)["prompt_mask"].size(1) == 16
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
-
-
 # ---- The wrapper as a model ----
-
-
-def test_what_the_wrapper_does_not_define_the_policy_answers(tmp_path):
-    policy = tiny_llama()
-    actor_critic = make(tmp_path, policy).model
-    for name in ("config", "generation_config", "lm_head"):
-        assert getattr(actor_critic, name) is getattr(policy, name)
-    for name in ("device", "dtype", "main_input_name"):
-        assert getattr(actor_critic, name) == getattr(policy, name)
-    assert actor_critic.get_input_embeddings() is policy.get_input_embeddings()
-    assert actor_critic.num_parameters() == policy.num_parameters()
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = actor_critic.no_such_thing
-    # Policy first, each parameter once
-    n = len(list(policy.parameters()))
-    parameters = list(actor_critic.parameters())
-    assert all(a is b for a, b in zip(parameters[:n], policy.parameters(), strict=True))
-    assert {name.split(".")[0] for name in list(actor_critic.state_dict())[n:]} == {"critic"}
-    torch.testing.assert_close(copy.deepcopy(actor_critic).state_dict(), actor_critic.state_dict(), **EQUAL)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import BitsAndBytesConfig
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import use_adapter
@@ -157,11 +156,3 @@ def test_vllm_is_sent_the_merged_policy_under_the_base_models_names(name, vllm, 
     after = weights(trainer)
     kept = {n: p for n, p in before.items() if not {"default", "critic"} & set(n.split("."))}
     torch.testing.assert_close({n: after[n] for n in kept}, kept, **EXACT)
-
-
-@pytest.mark.slow
-def test_vllm_cannot_be_sent_a_quantised_base(vllm, tmp_path):
-    tiny_llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
-    quantization = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
-    with pytest.raises(ValueError, match="vLLM would get merged weights that were quantised again"):
-        lora_trainer(tmp_path, model=str(tmp_path / "base"), use_vllm=True, trainer_kwargs=quantization)

@@ -12,14 +12,10 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
 )
 
 from tests.tiny import tiny_gpt2
@@ -27,7 +23,7 @@ from trl_ext.models import decoding
 from trl_ext.models.decoding import decode
 from trl_ext.models.generation import completion_logprobs
 from trl_ext.models.histories import Histories
-from trl_ext.models.sampler import SamplerRecorder, _invert, draw
+from trl_ext.models.sampler import SamplerRecorder, draw
 
 SHAPE = {
     "vocab_size": 29,
@@ -66,13 +62,6 @@ CONTINUED = {
 }
 SEVERAL = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}}
 VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2}
-IN_ONE_CALL = {
-    "alora": lambda: lora(alora_invocation_tokens=[5]),
-    "images": lambda: seeded(
-        Qwen2VLForConditionalGeneration, Qwen2VLConfig(text_config=SHAPE | SEVERAL, vision_config=VISION)
-    ),
-    "mamba": lambda: seeded(MambaForCausalLM, MambaConfig(vocab_size=29, hidden_size=16, num_hidden_layers=2)),
-}
 
 
 def batch(rows=12, repeats=1, seed=0):
@@ -207,15 +196,6 @@ def test_a_next_turn_reads_only_what_is_new(name, monkeypatch):
         ]
 
 
-@pytest.mark.parametrize("name", IN_ONE_CALL)
-def test_models_that_cannot_go_on_are_asked_once(name, monkeypatch):
-    model, inputs = IN_ONE_CALL[name](), batch(repeats=2)
-    plain, decoded, logprobs, _, work = both(model, inputs, settings(), monkeypatch)
-    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
-    assert work.calls == 1
-    assert logprobs.shape == (12, decoded.size(1) - 6) and (logprobs[:, 0] < 0).all()
-
-
 @pytest.mark.parametrize(
     "changed",
     [
@@ -231,38 +211,6 @@ def test_settings_hold_over_all_calls(changed, monkeypatch):
     plain, decoded, _, _, work = both(llama(), batch(), settings(**changed), monkeypatch)
     torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
     assert work.calls > 1
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"cache_implementation": "static"},
-        {"exponential_decay_length_penalty": (2, 1.5)},
-        {"guidance_scale": 1.5},
-        {"max_new_tokens": None, "max_length": 6 + LIMIT},
-        {"use_cache": False},
-    ],
-    ids=str,
-)
-def test_settings_that_count_from_the_call_are_left_to_one(changed, monkeypatch):
-    plain, decoded, _, _, work = both(llama(), batch(), settings(**changed), monkeypatch)
-    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
-    assert work.calls == 1
-
-
-def test_other_modes_are_as_they_were():
-    """Beams, scores that are returned, settings by name, prompts by their place."""
-    model, inputs = llama(), batch()
-    beams = settings(num_beams=3, do_sample=True)
-    torch.manual_seed(0)
-    expected = model.generate(**inputs, generation_config=beams)
-    torch.manual_seed(0)
-    torch.testing.assert_close(decode(model, None, **inputs, generation_config=beams), expected, rtol=0, atol=0)
-    with_scores = settings(do_sample=True, return_dict_in_generate=True, output_scores=True)
-    output = decode(model, None, **inputs, generation_config=with_scores)
-    assert output.scores[0].isfinite().all()
-    assert decode(model, None, **inputs, max_new_tokens=3, do_sample=False).shape == (12, 9)
-    assert decode(model, None, inputs["input_ids"], generation_config=settings(max_new_tokens=3)).shape == (12, 9)
 
 
 @pytest.mark.parametrize("sharded", ["zero3", "fsdp"])
@@ -366,15 +314,6 @@ def test_draw_takes_each_token_with_its_probability(vocabulary):
     p = scores.softmax(-1).double()
     share = torch.bincount(tokens, minlength=vocabulary) / 40_000
     assert ((share - p).abs() <= 5 * (p * (1 - p) / 40_000).sqrt()).all()
-
-
-def test_inversion_never_takes_what_has_no_weight():
-    """Weights 0 1 0 3 0: a quarter of the uniforms, counted from above, take the second; both ends stay inside."""
-    weights = torch.tensor([[0.0, 1.0, 0.0, 3.0, 0.0]]).expand(4, -1)
-    uniform = torch.tensor([[0.0], [0.74], [0.76], [1 - 2**-53]], dtype=torch.float64)
-    place, total = _invert(weights, uniform)
-    assert place.squeeze(1).tolist() == [3, 3, 1, 1]
-    assert total.squeeze(1).tolist() == [4.0] * 4
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -1,8 +1,5 @@
 """Sampling: neutral, whatever the checkpoint says; padded rows as if they were alone; ended by each EOS."""
 
-import math
-
-import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
@@ -123,29 +120,6 @@ def test_answers_end_at_each_eos_of_the_checkpoint_and_the_tokenizer(subtests):
             assert words == ["the a", "the"]
 
 
-def test_a_seed_leaves_the_global_generator_alone_and_none_draws_from_it():
-    model = tiny_llama().eval()
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    seeded = [sample(model, PROMPTS, [2], max_new_tokens=8, seed=seed) for seed in (3, 3, 4)]
-    assert seeded[0] == seeded[1] != seeded[2]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert sample(model, PROMPTS, [2], max_new_tokens=8) == seeded[0]
-    assert not torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("pad", ["[PAD]", None])
-def test_the_tokenizer_s_pad_token_may_be_missing_or_out_of_the_vocabulary(pad):
-    tokenizer, model = tiny_tokenizer(pad=False), tiny_llama().eval()
-    if pad:
-        tokenizer.add_special_tokens({"pad_token": pad})
-        assert tokenizer.pad_token_id == model.config.vocab_size
-    ids = prompt_token_ids(tokenizer, ["the cat sat", "a"])
-    answers = sample(model, ids, eos_token_ids(model, tokenizer), max_new_tokens=8, temperature=0.0)
-    assert answers == [sample(model, [row], [2], max_new_tokens=8, temperature=0.0)[0] for row in ids]
-    assert completion_logprobs(model, ids, answers)[0].isfinite().all()
-
-
 def test_prompts_are_texts_or_messages_with_one_bos():
     tokenizer = tiny_tokenizer(bos=True)
     tokenizer.chat_template = "<s> " + tokenizer.chat_template
@@ -154,8 +128,3 @@ def test_prompts_are_texts_or_messages_with_one_bos():
     turn = [1, 4, 6, 8, 2, 5]  # <s> <user> the cat </s> <assistant>
     assert ids == [[1, 6, 8], turn, [*turn, 11]]
     assert sample(tiny_llama().eval(), [], [2], max_new_tokens=4) == []
-
-
-def test_without_an_eos_answers_are_cut_at_their_longest():
-    assert [len(ids) for ids in sample(tiny_llama().eval(), PROMPTS, [], max_new_tokens=30, seed=0)] == [30] * 3
-    assert math.isfinite(completion_logprobs(tiny_llama().eval(), [[6]], [[]])[0].sum())

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext.models.lm_head import GIB, add_dense_lm_head
-from trl_ext.models.weights import base_model_of, unpatched_copy
+from trl_ext.models.weights import base_model_of
 from trl_ext.upstream.names import add_fused_lm_head
 
 V = len(tiny_tokenizer())
@@ -168,22 +168,6 @@ def test_the_budget_decides_by_the_bytes_of_the_logits(subtests, monkeypatch):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 model(**a_batch(), most=most)
             assert ran == [expected]
-
-
-@torch.no_grad()
-def test_what_does_not_ask_for_it_is_as_before():
-    plain, model = tiny_llama(), with_head(tiny_llama)
-    ids, mask = a_batch()["input_ids"], a_batch()["attention_mask"]
-    kept = model(ids, mask, logits_to_keep=2).logits
-    assert_close(kept, plain(ids, mask).logits[:, -2:])
-    given = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    assert_close(model.generate(ids, **given), plain.generate(ids, **given))
-    labels = ids.masked_fill(mask == 0, -100)
-    assert model(ids, mask, labels=labels, fused_lm_head=True).log_probs.shape == (4, 9)
-    twin = unpatched_copy(model, "a copy")
-    assert "forward" not in vars(twin)
-    assert_close(twin(ids, mask).logits, plain(ids, mask).logits)
-    assert model(**a_batch() | {"with_entropies": False}).entropy is None
 
 
 @pytest.mark.parametrize("name", ["tied", "soft-capped"])

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, MambaCo
 from tests.ppo.worker import CHECKPOINTING, draw, lora_trainer, make_trainer, rows_of, scripted, weights
 from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
-from trl_ext.models.packing import VARLEN, distribute, keeps_rows_apart, pack, use_varlen
+from trl_ext.models.packing import VARLEN, keeps_rows_apart, pack, use_varlen
 from trl_ext.ppo import passes
 
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 8}
@@ -83,15 +83,6 @@ def test_the_layout():
     assert packed.unpack(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1.0, 2.0], [3.0, 0.0]]
     padded = pack(ids, [(1, 2), (2, 1)], 2)
     assert padded.input_ids.tolist() == [[11, 21, 22], [13, 14, 23]] and padded.mask.all()
-
-
-def test_rows_share_a_sequence_where_that_is_less_work():
-    """Rows of 10, 2, 2, 2: apart 4·10 = 40 tokens, in two sequences 2·10 = 20, in one 16. Attention counts, too."""
-    sizes = [2, 10, 2, 2]
-    assert distribute(sizes, 10**9, 4) == [[1, 0, 2, 3]]  # 16 tokens
-    assert distribute(sizes, 1, 4) == [[1], [0, 2, 3]]  # 2·10·(6 + 10) = 320 < 16·(6 + 16) = 352 < 40·(6 + 10)
-    assert distribute([5, 5, 5, 5], 1, 4) == [[0], [1], [2], [3]]  # no padding to save
-    assert distribute([5, 5, 5, 5], 10**9, 1) == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2, tiny_gemma2, tiny_lfm2])

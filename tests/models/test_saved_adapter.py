@@ -2,11 +2,9 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import DistributedType
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -16,7 +14,7 @@ from recipes.merge import main as merge
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOTrainer, save_base_fingerprint
 from trl_ext.models import completion_logprobs, load_model, load_tokenizer
-from trl_ext.models.loading import Loader, load_adapted
+from trl_ext.models.loading import load_adapted
 from trl_ext.ppo import load_critic
 from trl_ext.stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 
@@ -160,13 +158,3 @@ def test_what_would_train_wrongly_is_refused(sft, tmp_path, subtests):
         assert load_adapted(str(tmp_path / "wide")).get_input_embeddings().weight.shape[0] == 40
         merge(["--adapter", str(tmp_path / "wide"), "--output_dir", str(tmp_path / "merged")])
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.vocab_size == 40
-
-
-def test_on_several_gpus_each_process_loads_its_models_on_its_own():
-    """By default TRL spreads what it loads over all GPUs (`device_map="auto"`), which every process would do."""
-    alone, one_of_two = (
-        Loader(tiny_llama(), None, {}, False, SimpleNamespace(num_processes=n, distributed_type=DistributedType.NO))
-        for n in (1, 2)
-    )
-    assert "device_map" not in alone.kwargs
-    assert one_of_two.kwargs["device_map"] is None

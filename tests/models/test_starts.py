@@ -85,11 +85,3 @@ def test_a_pad_token_without_an_embedding_is_refused_and_another_one_mends_it(ki
     trainer.save_model()
     type(trainer.model).from_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).pad_token == "</s>"
-
-
-def test_rows_beyond_the_context_or_without_a_token_to_train_on_are_counted(tmp_path, capsys):
-    rows = [{"prompt": "the " * 70, "completion": " a dog"}, *[{"prompt": "the", "completion": " a dog"}] * 3]
-    with pytest.warns(UserWarning, match="1 of 4 rows have up to 7. tokens, but the model's context has 64"):
-        sft(tmp_path, tiny_tokenizer(), rows, max_length=1024)
-    sft(tmp_path, tiny_tokenizer(), rows, max_length=32)
-    assert "SFT: 1 of 4 rows were dropped" in capsys.readouterr().out

@@ -17,15 +17,13 @@ from torch.testing import assert_close
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.agents import Counter, SteppedCounter, byte_tokenizer, call, counts, played_by
-from tests.callbacks.replay import Replay
 from tests.launch import on_two_processes
 from tests.ppo.agent_worker import TOGETHER, Kept
 from tests.ppo.agent_worker import make as make_worker
 from tests.ppo.worker import collected
 from tests.rounding import bound
-from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
+from tests.tiny import ON_CPU, tiny_config, tiny_llama
 from trl_ext import PPOTrainer
-from trl_ext.callbacks import ToolAbuseCallback
 from trl_ext.functional import gae, turn_gae, turn_starts
 from trl_ext.ppo.collection import Collection
 from trl_ext.runs.jsonl import read_jsonl
@@ -112,26 +110,6 @@ def test_turns_returns_and_what_the_critic_explains_are_logged(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_left_out_of_training_is_counted(tmp_path):
-    """Turns, tokens of tools and repeated calls of rows that `mask_truncated_completions` leaves out, too."""
-
-    def player(history):
-        if history.count("The sum is") == 0:
-            return call("add", number=1)
-        if history.count("The sum is") < 3:
-            return call("add", number=0)  # the second of these has an answer that was given before
-        return "Done." + IM_END if "Reach 0" in history else "Do"  # cut off
-
-    trainer = make(tmp_path, player, mask_truncated_completions=True, rows=[{"prompt": PROMPT, "target": 0}] * 8)
-    rows = [{"prompt": PROMPT, "target": n % 2} for n in range(8)]
-    trainer._generate_and_score_completions(rows)
-    report = trainer.metrics.report()
-    assert report["objective/num_unscored"] == 4 and report["turns/mean"] == 4
-    assert report["completions/mean_tool_length"] == 3 * 37 and report["completions/std_tool_length"] == 0
-    assert report["tools/repeated_frequency"] == pytest.approx(1 / 3)
-
-
-@pytest.mark.slow
 def test_what_a_policy_calls_a_tool_with_is_recorded_and_stops_no_run(tmp_path, capsys, monkeypatch):
     """Arguments of two types under one name, none at all, and a list: TRL's table and its print take objects alone."""
 
@@ -155,62 +133,6 @@ def test_what_a_policy_calls_a_tool_with_is_recorded_and_stops_no_run(tmp_path, 
     printed = capsys.readouterr().out
     assert "add(number=1)" in printed and "add(arguments=[1])" in printed
     assert len(list((tmp_path / "completions").glob("*.parquet"))) == 1
-
-
-@pytest.mark.slow
-def test_a_policy_that_begins_to_repeat_a_call_is_stopped(tmp_path):
-    """It farms a tool that says the same each time. Two rollouts are played, and their logs come 24 and 16 times."""
-
-    class Farm(Counter):
-        def ask(self, question: str) -> str:
-            """
-            Ask.
-
-            Args:
-                question: what.
-
-            Returns:
-                The answer.
-            """
-            return f"To {question}: yes."
-
-    def player(history):
-        asked = history.count("yes.")
-        if asked == 4:
-            return "Done." + IM_END
-        return call("ask", question="abcd"[asked] if trainer.state.global_step == 0 else "a")
-
-    one_step = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 16}  # for each rollout
-    trainer = make(tmp_path, player, Farm, [{"prompt": PROMPT, "target": 0}] * 16, max_steps=2, **one_step)
-    trainer.train()
-    calm, bad = [log for log in trainer.state.log_history if "learning_rate" in log]
-    assert [log["tools/repeated_frequency"] for log in (calm, bad)] == [0, 0.75]
-    run = Replay(trainer.args, ToolAbuseCallback(action="stop", sinks=[]))
-    for step in range(1, 25):
-        run.log(step, logs=calm)
-    assert not run.said and not run.control.should_training_stop
-    for step in range(25, 41):
-        run.log(step, logs=bad)
-    assert run.said[0] == "episodes repeat their tool calls" and run.control.should_training_stop
-    assert run.alerts[0]["step"] < 36
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["token", "turn"])
-def test_packing_changes_nothing(tmp_path, level):
-    ends = []
-    for padding_free in (True, False):
-        trainer = make(
-            tmp_path / str(padding_free),
-            counts,
-            padding_free=padding_free,
-            gae_level=level,
-            max_steps=2,
-            adam_epsilon=1e-3,
-        )
-        trainer.train()
-        ends.append(trainer.model.state_dict())
-    assert_close(ends[0], ends[1], rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -269,41 +191,6 @@ def test_a_cut_is_no_end(tmp_path):
     torch.nn.init.normal_(ended.model.critic.score.weight)
     whole = rolled_out(ended)
     assert whole.end_values.all() and not whole.bootstrapped(torch.zeros_like(whole.values), 0.9).any()
-
-
-def test_an_answer_that_fills_the_context_is_worth_the_value_before_its_last_token(tmp_path):
-    trainer = PPOTrainer(
-        model=tiny_gpt2(n_positions=12),
-        reward_funcs=length_reward,
-        args=tiny_config(
-            tmp_path, bootstrap_truncated=True, max_completion_length=6, generation_kwargs={"min_new_tokens": 6}
-        ),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-    )
-    torch.nn.init.normal_(trainer.model.critic.score.weight)
-    rollout = rolled_out(trainer, rows=16)
-    is_full = rollout.prompt_mask.sum(1) + rollout.lengths == 12
-    last = rollout.values.gather(1, rollout.lengths.long()[:, None] - 1)[:, 0]
-    assert is_full.any() and not is_full.all() and ((rollout.end_values == last) == is_full).all()
-
-
-def test_log_probs_of_several_draws_make_one_row(tmp_path):
-    trainer = make(tmp_path, counts, allow_off_policy_sampling=True)
-    draw, number = trainer._generate_answers, [0]
-
-    def with_logprobs(*args, **kwargs):
-        answers, _ = draw(*args, **kwargs)
-        number[0] += 1
-        return answers, [[-float(number[0])] * len(ids) for ids in answers]
-
-    trainer._generate_answers = with_logprobs
-    rollout = rolled_out(trainer)
-    for row in range(8):
-        mask = rollout.mask[row].bool()
-        turns = (mask & ~torch.nn.functional.pad(mask[:-1], (1, 0))).cumsum(0)
-        assert_close(rollout.sampler_logprobs[row][mask], -turns[mask].float())
-        assert not rollout.sampler_logprobs[row][~mask].any()
 
 
 @pytest.mark.slow
@@ -378,118 +265,9 @@ def wrong(value):
     return lambda self, **_: value
 
 
-def raising(self, **_):
-    raise KeyError("board")
-
-
-@pytest.mark.parametrize(
-    "methods, message",
-    [
-        ({"reset": raising}, "`Unruly.reset` failed for the row {'target': 0}: KeyError: 'board'"),
-        ({"reset": slow}, "TooSlow: `Unruly.reset` took more than 0.2 s"),
-        ({"get_reward": raising}, "reward function 'Unruly': .*board"),
-        ({"get_reward": wrong(float("nan"))}, "'Unruly'.*returned nan for completion 0"),
-        ({"get_reward": wrong("much")}, "'Unruly'.*returned 'much' for completion 0"),
-        ({"get_reward": slow}, "`Unruly.get_reward` took more than 0.2 s"),
-        ({"get_reward": slow_async}, "`Unruly.get_reward` took more than 0.2 s"),
-        ({"_step_reward": wrong(None)}, "`Unruly._step_reward`, row .: TypeError: returned None"),
-        ({"_step_reward": slow}, "`Unruly._step_reward`, row .: TooSlow: it took more than 0.2 s"),
-        ({"_step_reward": raising}, "`Unruly._step_reward`, row .: KeyError: 'board'"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_what_an_environment_does_wrong_is_one_sentence(tmp_path, methods, message):
-    trainer = make(tmp_path, counts, unruly(**methods), tool_timeout=0.2)
-    with pytest.raises(RuntimeError, match=message):
-        rolled_out(trainer)
-
-
 def test_an_environment_that_cannot_be_made_is_one_sentence(tmp_path):
     with pytest.raises(RuntimeError, match="environment .*<lambda> could not be made: ZeroDivisionError"):
         make(tmp_path, counts, lambda: 1 / 0)
-
-
-def test_an_environment_cannot_change_its_row(tmp_path):
-    def reset(self, target, moves, **row):
-        moves.append("pass")
-        return Counter.reset(self, target)
-
-    def reward(moves, **kwargs):
-        return [float(len(each)) for each in moves]
-
-    rows = [{"prompt": PROMPT, "target": 1, "moves": ["add"]}] * 8
-    rollout = rolled_out(make(tmp_path, counts, unruly(reset=reset), rows=rows, reward_funcs=reward))
-    assert rollout.rewards_per_func[:, 0].tolist() == [1.0] * 8
-
-
-def test_arguments_and_columns_may_have_any_name(tmp_path):
-    """Also those of our own functions on the way."""
-
-    class Waiter:
-        def reset(self, name, original, seconds, function, what, **row):
-            self.said = [name, original, seconds, function, what]
-
-        def wait(self, seconds: int, what: str, function: str, name: str, row: str) -> str:
-            """
-            Wait.
-
-            Args:
-                seconds: how long.
-                what: for what.
-                function: whose.
-                name: of it.
-                row: where.
-
-            Returns:
-                What was waited for.
-            """
-            return f"Waited for {seconds} {what} {function} {name} {row}."
-
-        def get_reward(self):
-            return float(self.said == ["a", "b", 1, "c", "d"])
-
-    def player(history):
-        if "<tool_response>" in history:
-            return "Done." + IM_END
-        return call("wait", seconds=2, what="tea", function="f", name="n", row="r")
-
-    names = {"name": "a", "original": "b", "seconds": 1, "function": "c", "what": "d"}
-    trainer = make(tmp_path, player, Waiter, rows=[{"prompt": PROMPT, **names}] * 8)
-    rollout = rolled_out(trainer)
-    assert rollout.scores.tolist() == [1.0] * 8
-    assert "Waited for 2 tea f n r." in trainer.processing_class.decode(rollout.completion_ids[0])
-
-
-def test_an_environment_may_call_its_own_methods(tmp_path):
-    """`reset` by place, and `get_reward` within a tool, which leaves the tool its time limit."""
-
-    class Own(Counter):
-        def reset(self, target, **row):
-            return super().reset(target)
-
-        def add(self, number: int) -> str:
-            """
-            Add.
-
-            Args:
-                number: what.
-
-            Returns:
-                The sum.
-            """
-            self.reset(7)
-            self.get_reward()
-            if number == 2:
-                time.sleep(5)
-            return f"It is {self.target}."
-
-    def player(history):
-        return "Done." + IM_END if "<tool_response>" in history else call("add", number=next(numbers))
-
-    numbers = iter([1, 2] * 4)
-    trainer = make(tmp_path, player, Own, tool_timeout=0.2)
-    texts = trainer.processing_class.batch_decode(rolled_out(trainer).completion_ids)
-    assert "It is 7." in texts[0] and "took more than 0.2 s" in texts[1]
 
 
 @pytest.mark.slow
@@ -693,33 +471,3 @@ def test_a_rollout_function_says_what_is_the_policys(tmp_path):
     assert rollout.scores.tolist() == [2.0] * 8 and (rollout.sampler_logprobs[rollout.mask.bool()] == -5).all()
     assert trainer.args.importance_correction == "token_truncate"  # another one draws
     trainer.train()
-
-
-def test_a_rollout_function_may_leave_the_tools_to_the_trainer(tmp_path):
-    tokenizer = byte_tokenizer()
-
-    def rollout(prompts, trainer):
-        ids = [tokenizer(call("add", number=1))["input_ids"] for _ in prompts]
-        asked = trainer._tokenize_prompts(prompts)[0]
-        return {"prompt_ids": asked, "completion_ids": ids, "logprobs": [[-5.0] * len(row) for row in ids]}
-
-    trainer = PPOTrainer(
-        model=tiny_llama(len(tokenizer), max_position_embeddings=2048),
-        args=tiny_config(tmp_path, max_completion_length=400),
-        train_dataset=Dataset.from_list([{"prompt": PROMPT, "target": 2}] * 8),
-        processing_class=tokenizer,
-        environment_factory=SteppedCounter,
-        rollout_func=rollout,
-    )
-    turns = iter([call("add", number=1), call("add", number=1), "Done." + IM_END])
-
-    def drawn(prompt_ids, *_, **__):
-        ids = tokenizer(next(turns))["input_ids"]
-        return [list(ids) for _ in prompt_ids], [[-1.0] * len(ids) for _ in prompt_ids]
-
-    trainer._generate_answers = drawn
-    rollout = rolled_out(trainer)
-    mask = rollout.mask[0].bool()
-    ends = (mask & ~torch.nn.functional.pad(mask[1:], (0, 1))).nonzero().flatten()
-    assert rollout.token_scores[0][ends].tolist() == [1.0, 1.0, -1.0, 0.0]  # the third leads away
-    assert rollout.sampler_logprobs[0][ends].tolist() == [-5.0, -1.0, -1.0, -1.0]

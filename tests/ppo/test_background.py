@@ -1,20 +1,12 @@
 """Rewards whose time goes by elsewhere: started when generation ends, awaited after the passes, with equal results."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ppo.worker import make_trainer, weights, without_clock
 from tests.tiny import length_reward, prompts
-from trl_ext.rewards import SumReward
 
 TIMEOUT = 20.0  # seconds, of what would wait for ever if it were not so
 
@@ -81,45 +73,6 @@ def test_the_background_changes_nothing_but_the_time(tmp_path):
     assert call["finished"] == [ids[-1] == 2 for ids in call["completion_ids"]]
 
 
-class Awaiting:
-    """In the background, until something has happened that happens only if nobody waits for this function."""
-
-    in_background = True
-    __name__ = "awaiting"
-
-    def __init__(self):
-        self.happened = threading.Event()
-
-    def __call__(self, completions, **kwargs):
-        return [1.0 if self.happened.wait(TIMEOUT) else -1.0] * len(completions)
-
-
-def test_passes_and_other_rewards_run_meanwhile(tmp_path):
-    for_passes, for_reward = Awaiting(), Awaiting()
-    both = SumReward([Awaiting(), length_reward])  # in the background, since a member is
-
-    def foreground(completions, **kwargs):
-        for_reward.happened.set()
-        return length_reward(completions)
-
-    trainer = make_trainer(tmp_path, [for_passes, for_reward, both, foreground], max_steps=1)
-    passes = trainer._passes
-
-    def noted(*args, **kwargs):
-        for_passes.happened.set()
-        both.members[0].function.happened.set()
-        return passes(*args, **kwargs)
-
-    noted.__dict__.update(vars(passes))
-    trainer._passes = noted
-    trainer.train()
-    log = trainer.state.log_history[0]
-    names = ["awaiting_0", "awaiting_1", "foreground"]
-    assert [log[f"rewards/{name}/mean"] for name in names[:2]] == [1.0, 1.0]
-    assert log["rewards/sum_awaiting_length_reward/awaiting/mean"] == 1.0
-    assert log["rewards/foreground/mean"] == log["rewards/sum_awaiting_length_reward/length_reward/mean"] > 1
-
-
 def test_what_fails_in_the_background_is_named_and_leaves_nothing_behind(tmp_path):
     calls = []
 
@@ -140,33 +93,3 @@ def test_what_fails_in_the_background_is_named_and_leaves_nothing_behind(tmp_pat
     trainer._passes = passes
     trainer.train()
     assert trainer.state.log_history[0]["rewards/noting/mean"] == 3.0
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_run_that_waits():
-    """And the threads that go on, of functions that are async or not, do not keep the program."""
-    code = (
-        "import asyncio, signal, threading, time\n"
-        # A test run in the background ignores it, and passes that on
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from trl_ext.rewards.background import Started\n"
-        "ready = threading.Event()\n"
-        "async def later(**kwargs):\n    ready.set()\n    await asyncio.sleep(600)\n"
-        "def judge(**kwargs):\n    ready.wait()\n    print('asked', flush=True)\n    time.sleep(600)\n"
-        "scores = [Started(later), Started(judge)]\n"
-        "[each.result() for each in scores]\n"
-    )
-    root = Path(__file__).parents[2]
-    run = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert run.stdout.readline() == "asked\n"
-    began = time.monotonic()
-    run.send_signal(signal.SIGINT)
-    _, error = run.communicate(timeout=TIMEOUT)
-    assert error.strip().endswith("KeyboardInterrupt") and time.monotonic() - began < TIMEOUT

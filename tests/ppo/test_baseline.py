@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.ppo.worker import RESUMED, collected, end_state, lora_trainer, make_trainer, rows_of
+from tests.ppo.worker import collected, make_trainer, rows_of
 from trl_ext.functional import critic_products, critic_weight, gae, mean_baselines
 
 
@@ -74,23 +74,3 @@ def test_a_gated_critic_that_knows_nothing_leaves_no_constant_in_the_advantages(
     ((rollout, (*_, advantages, _)),) = recorded(trainer)
     assert logged(trainer, "val/baseline_weight") == [0.0]
     assert abs((advantages.sum() / rollout.mask.sum()).item()) < 1
-
-
-@pytest.mark.slow
-def test_a_gated_run_resumes_as_if_it_had_not_been_interrupted(tmp_path):
-    config = RESUMED | {"baseline": "gated", "max_steps": 10, "kl_controller": "fixed"}
-    config = {name: value for name, value in config.items() if name not in ("kl_horizon", "kl_target")}
-    whole = make_trainer(tmp_path, save_strategy="steps", save_steps=4, **config)
-    whole.train()
-    again = make_trainer(tmp_path / "again", **config)
-    again.train(str(tmp_path / "checkpoint-4"))
-    assert whole.baseline_gate.products[1] > 0
-    assert_close(again.baseline_gate.products, whole.baseline_gate.products, rtol=0, atol=0)
-    assert_close(end_state(again), end_state(whole), rtol=0, atol=0, equal_nan=True)
-
-
-def test_an_adapter_alone_is_trained_without_a_critic(tmp_path):
-    trainer = lora_trainer(tmp_path, baseline="mean", max_steps=2, learning_rate=1e-2)
-    trainer.train()
-    moved = {name: p for name, p in trainer.model.named_parameters() if "lora_B" in name and p.any()}
-    assert moved and not any(".critic." in name for name in moved)

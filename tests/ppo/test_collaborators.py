@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from tests.tiny import WORDS, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models.loading import Loader
 from trl_ext.models.weights import check_tokenizer
-from trl_ext.ppo.controllers import KLController, RewardNormalizer
+from trl_ext.ppo.controllers import KLController
 from trl_ext.ppo.rewards import CheckedReward, Mistakes
 from trl_ext.ppo.roles import Rewards, make_actor_critic
 from trl_ext.rewards import RewardFailed
@@ -107,10 +107,3 @@ def test_mistakes_are_raised_together_and_a_failed_reward_is_told_from_a_bug(is_
         mistakes.raise_everywhere(3)
     assert (type(raised.value) is RuntimeError) == is_bug and raised.value.__cause__ is errors[0]
     mistakes.raise_everywhere(4)  # once
-
-
-@pytest.mark.parametrize("kind", ["batch", "running", "group"])
-def test_where_all_scores_are_equal_those_of_tokens_stay_as_they_are(kind):
-    """Divided by the deviation, a row of +1 and -1 would have token rewards of some 10,000."""
-    scores, scales = RewardNormalizer(kind)(torch.full((4,), 0.3), ["a"] * 4)
-    assert scores.abs().max() < 1e-3 and scales.tolist() == [1.0] * 4

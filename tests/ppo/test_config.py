@@ -63,14 +63,6 @@ def test_a_refused_field_raises_with_its_reason(subtests, tmp_path):
         assert reason in str(error.value)
 
 
-def test_the_size_of_a_rollout_is_num_mini_batches(tmp_path):
-    sizes = {"num_mini_batches": 3, "gradient_accumulation_steps": 2}
-    config(tmp_path, **sizes, steps_per_generation=6)
-    for other in ({"steps_per_generation": 4}, {"generation_batch_size": 16}):
-        with pytest.raises(ValueError, match="leave both out, and set `num_mini_batches`"):
-            config(tmp_path, **sizes, **other)
-
-
 def test_copies_of_a_config_are_equal_and_may_change(tmp_path):
     original = config(
         tmp_path,
@@ -242,33 +234,6 @@ def test_who_is_corrected_for(subtests, tmp_path):
             assert config(tmp_path, **kwargs).importance_correction == expected
 
 
-def test_defaults(tmp_path):
-    """TRL 1.12's for PPO's own fields, the N+ paper's epsilon, and GRPO's for what all on-policy trainers share."""
-    args = PPOConfig("unused", use_cpu=True, bf16=False)
-    expected = {
-        "learning_rate": 3e-6,
-        "num_mini_batches": 1,
-        "local_rollout_forward_batch_size": 64,
-        "num_ppo_epochs": 4,
-        "kl_coef": 0.05,
-        "clip_range": 0.2,
-        "vf_coef": 0.1,
-        "cliprange_value": 0.2,
-        "gamma": 1.0,
-        "lam": None,  # 0.95 in TRL 1.12
-        "adam_epsilon": 1e-5,
-        "disable_dropout": True,
-        "num_generations": 1,
-        "normalize_advantages": True,
-        "kl_target": 6.0,
-        "kl_horizon": 10000,
-    }
-    assert {name: getattr(args, name) for name in expected} == expected
-    shared = GRPOConfig("unused", use_cpu=True, bf16=False)
-    for name in ("temperature", "max_completion_length", "max_grad_norm", "top_k", "top_p"):
-        assert getattr(args, name) == getattr(shared, name)
-
-
 def test_an_unset_clip_range_is_wide_only_without_a_kl_penalty_and_an_upper_side(tmp_path):
     assert config(tmp_path, kl_coef=0.05).clip_range == 0.2
     assert config(tmp_path, kl_coef=0.0, epsilon_high=0.28).clip_range == 0.2
@@ -277,19 +242,3 @@ def test_an_unset_clip_range_is_wide_only_without_a_kl_penalty_and_an_upper_side
     data = {"train_dataset": prompts(), "processing_class": tiny_tokenizer()}
     trainer = PPOTrainer(tiny_llama(), length_reward, args, **data)
     assert (trainer.epsilon_low, trainer.epsilon_high) == (0.4, 0.4)
-
-
-def test_best_model_defaults_to_the_score(tmp_path):
-    args = config(
-        tmp_path,
-        load_best_model_at_end=True,
-        eval_strategy="steps",
-        save_strategy="steps",
-        save_steps=2,
-        eval_steps=2,
-    )
-    assert (args.metric_for_best_model, args.greater_is_better) == ("eval_objective/scores", True)
-    args = config(tmp_path, save_strategy="best", eval_strategy="steps", eval_steps=2)
-    assert (args.metric_for_best_model, args.greater_is_better) == ("eval_objective/scores", True)
-    args = config(tmp_path, save_strategy="best", metric_for_best_model="kl", eval_strategy="steps", eval_steps=2)
-    assert args.metric_for_best_model == "kl"

@@ -79,29 +79,6 @@ def test_greedy_is_greedy(tmp_path):
     assert trainer.generation_config.do_sample  # and training samples again
 
 
-def test_reward_functions_are_told_which_answers_are_greedy(tmp_path):
-    told = []
-
-    def reward(completions, is_greedy=None, **kwargs):
-        told.append(is_greedy)
-        return [0.0] * len(completions)
-
-    make(tmp_path, reward, prompts(4)).evaluate()
-    assert told == [None, [True] * 4]
-
-
-def test_several_eval_datasets(tmp_path):
-    spy = Spy()
-    datasets = {"short": prompts(3, seed=5), "other": prompts(6, seed=6)}
-    trainer = make(tmp_path, spy, datasets)
-    metrics = trainer.evaluate()
-    for name, dataset in datasets.items():
-        words = np.mean([10.0 * len(prompt.split()) for prompt in dataset["prompt"]])
-        for kind in ("", "greedy/"):
-            assert words < metrics[f"eval_{name}_{kind}objective/scores"] <= words + 8
-    assert not any(key.startswith("eval_objective") for key in metrics)
-
-
 def test_an_evaluation_batch_holds_whole_groups(tmp_path):
     """RLOO's config sees to this only where `eval_strategy` is set, and `evaluate()` after training would fail."""
     with pytest.raises(ValueError, match="evaluation batch has 4 responses .* not a multiple of 3"):
@@ -223,26 +200,3 @@ def test_best_model_is_restored_policy_and_critic_together(tmp_path):
     torch.testing.assert_close(trainer.model.state_dict(), weights[4], rtol=0, atol=0)
     for role in ("policy", "critic"):  # and they had moved on
         assert any((weights[8][name] != weights[4][name]).any() for name in weights[4] if name.startswith(role))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("several", [False, True], ids=["one dataset", "two datasets"])
-def test_the_greedy_pass_reads_its_own_rows_with_persistent_workers(tmp_path, several):
-    """TRL keeps one loader for all evaluations then."""
-
-    def words_in_the_prompt(prompts, completions, **kwargs):
-        return [float(len(prompt.split())) for prompt in prompts]
-
-    datasets = {"a": prompts(4, seed=5), "b": prompts(4, seed=6)} if several else prompts(4, seed=5)
-    scores = []
-    for persistent in (False, True):
-        trainer = make(
-            tmp_path / str(persistent),
-            words_in_the_prompt,
-            eval_dataset=datasets,
-            num_generations_eval=1 if several else 2,
-            dataloader_num_workers=1,
-            dataloader_persistent_workers=persistent,
-        )
-        scores.append({k: v for k, v in trainer.evaluate().items() if "greedy/objective/scores" in k})
-    assert scores[0] == scores[1] and len(scores[0]) == (4 if several else 2)

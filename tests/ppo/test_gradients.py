@@ -13,26 +13,6 @@ from trl_ext import PPOTrainer
 from trl_ext.models import lm_head
 
 
-def test_the_value_loss_is_of_the_tokens_that_count():
-    """vf_coef · Σ ½ (V − R)² / tokens of the step: 0.1 · ½ (1 + 4) / 2, and no gradient where the mask is 0."""
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(cliprange_value=None, vf_coef=0.1),
-        accelerator=SimpleNamespace(num_processes=1),
-        metrics=SimpleNamespace(critic_updated=lambda *_: None),
-    )
-    values = torch.tensor([[1.0, 2.0, 5.0], [7.0, 7.0, 7.0]], requires_grad=True)
-    inputs = {"loss_mask": torch.tensor([[1, 1, 0], [0, 0, 0]]), "step_tokens": torch.tensor(2)}
-    inputs |= {"old_values": torch.zeros(2, 3), "returns": torch.zeros(2, 3)}
-    loss = PPOTrainer._value_loss(trainer, values, inputs)
-    loss.backward()
-    torch.testing.assert_close(loss.item(), 0.125)
-    torch.testing.assert_close(values.grad, torch.tensor([[0.05, 0.1, 0.0], [0.0, 0.0, 0.0]]))
-    trainer.args.cliprange_value = 0.5  # both are clipped to 0.5, which is farther off
-    inputs["returns"] = torch.tensor([[0.9, 3.0, 0.0], [0.0, 0.0, 0.0]])
-    clipped = 0.1 * 0.5 * ((0.5 - 0.9) ** 2 + (0.5 - 3.0) ** 2) / 2
-    torch.testing.assert_close(PPOTrainer._value_loss(trainer, values, inputs).item(), clipped)
-
-
 def test_each_minibatch_is_divided_by_its_own_tokens():
     trainer = SimpleNamespace(
         args=SimpleNamespace(
@@ -115,33 +95,6 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(kwargs, tmp_path):
         for name, gradient in actual.items():
             bound = 1e-5 * largest[name.split(".")[0]].item()
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.slow
-def test_an_unscored_row_has_no_part_in_the_gradient(tmp_path):
-    """The gradient with the row's answer replaced is the same: only the scored rows' tokens count."""
-
-    def gradients(name, topic_1_ids):
-        trainer = scripted(make_trainer(tmp_path / name, unscored_topic_reward, max_steps=1, max_grad_norm=0.0))
-        topics = {
-            tuple(trainer.processing_class(row["prompt"])["input_ids"]): row["topic"] for row in trainer.train_dataset
-        }
-        replies = trainer._generate_single_turn
-        trainer._generate_single_turn = lambda prompt_ids, *_: (
-            [
-                topic_1_ids if topics[tuple(ids)] == "topic 1" else reply
-                for ids, reply in zip(prompt_ids, replies(prompt_ids)[0], strict=True)
-            ],
-            None,
-        )
-        callback = _Gradients()
-        trainer.add_callback(callback)
-        trainer.train()
-        return callback.grads
-
-    expected, actual = gradients("one", [6, 7, 2]), gradients("other", [9, 10, 11, 12, 13, 14, 15, 16])
-    largest = max(gradient.abs().max() for gradient in expected.values())
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * largest.item())
 
 
 def log_ratios(trainer):

@@ -6,15 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ppo.test_metrics import NoMetrics
 from tests.ppo.worker import (
     CORRECTED,
     collected,
-    end_state,
     make_trainer,
     scripted,
     skewed,
-    weights,
 )
 from tests.tiny import prompts, tiny_gpt2
 
@@ -184,18 +181,3 @@ def test_log_probs_that_are_missing_end_a_run_that_needs_them(answering, config,
     without = answering(make_trainer(tmp_path, max_steps=1, **MODES["none"]))
     without.train()
     assert not any(name.startswith("sampling/") for log in without.state.log_history for name in log)
-
-
-@pytest.mark.slow
-def test_a_corrected_run_resumes_exactly_and_reads_nothing_from_metrics(tmp_path):
-    config = {**CORRECTED, "top_k": 6, "max_steps": 8, "logging_steps": 3, "save_strategy": "steps", "save_steps": 1}
-    whole = make_trainer(tmp_path / "whole", **config)
-    whole.train()
-    resumed = make_trainer(tmp_path / "whole", **config)
-    torch.manual_seed(1234)
-    resumed.train(str(tmp_path / "whole" / "checkpoint-4"))
-    torch.testing.assert_close(end_state(resumed), end_state(whole), rtol=0, atol=0, equal_nan=True)
-    unobserved = make_trainer(tmp_path / "unobserved", **config | {"save_strategy": "no"})
-    unobserved.metrics = NoMetrics()
-    unobserved.train()
-    torch.testing.assert_close(weights(unobserved), weights(whole), rtol=0, atol=0)

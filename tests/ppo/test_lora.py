@@ -16,14 +16,13 @@ from peft import (
     get_peft_model,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.ppo.worker import (
     BUILDERS,
     CRITIC_LORA,
     LORA,
     RESUMED,
-    EachStep,
     collected,
     draw,
     end_state,
@@ -36,7 +35,7 @@ from tests.ppo.worker import (
     users_model,
     weights,
 )
-from tests.tiny import WORDS, prompts, tiny_llama, tiny_tokenizer
+from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
 from trl_ext import save_base_fingerprint
 from trl_ext.models import adapters
 from trl_ext.models.identity import weights_hash
@@ -205,17 +204,6 @@ def test_a_base_is_shared_only_with_the_adapter_that_was_trained_on_it(subtests,
     assert weights_hash(policy.bfloat16()) == weights_hash(policy.float())
 
 
-def test_a_policy_without_an_adapter_has_no_base_to_share(base, tmp_path):
-    """The pad token of the reward model may have no embedding; the policy can be loaded all the same."""
-    tokenizer = tiny_tokenizer(pad=False)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    trainer = make_trainer(tmp_path, saved_reward(tmp_path / "reward", base, tokenizer), model=base, max_steps=1)
-    assert not shared(trainer)
-    scripted(trainer).train()
-    trainer.save_model()
-    AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
 # ---- Where the critic starts ----
 
 
@@ -242,21 +230,6 @@ def load_head(folder):
     return load_file(f"{folder}/adapter_model.safetensors")["base_model.model.score.weight"]
 
 
-def test_a_given_value_model_is_a_critic_of_its_own(base, tmp_path):
-    critic = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
-    trainer = lora_trainer(tmp_path, trainer_kwargs={"critic_peft_config": None, "value_model": critic})
-    assert trainer.model.critic is critic and set(trainer.model.policy.peft_config) == {"default"}
-    assert not trainer.model.shares_base
-
-
-def four_bit(folder):
-    """A PeftModel on a base in 4 bits, whose adapter GRPO rounds to bfloat16."""
-    path = saved_base(folder, hidden_size=64, intermediate_size=128)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
-    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization)
-    return draw(get_peft_model(model, lora_configs()[0]))
-
-
 def half(folder):
     model = users_model()
     for name, parameter in model.named_parameters():
@@ -265,38 +238,7 @@ def half(folder):
     return model
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "dtype"),
-    [(lambda folder: users_model(), torch.float32), (half, torch.bfloat16), (four_bit, torch.bfloat16)],
-    ids=["float32", "bfloat16", "4-bit base"],
-)
-def test_the_other_adapters_have_the_policys_dtype(build, dtype, tmp_path):
-    """And the reference is exactly the policy: rounded as it is."""
-    trainer = make_trainer(tmp_path, model=build(tmp_path / "base"), learning_rate=1e-2)
-    dtypes = {n: {p.dtype for w, p in parameters(trainer, n).items() if "lora_" in w} for n in ("critic", "ref")}
-    assert dtypes == {"critic": {dtype}, "ref": {dtype}}
-    policy, reference = ({n.replace(a, "x"): p for n, p in parameters(trainer, a).items()} for a in ("default", "ref"))
-    torch.testing.assert_close(policy, reference, **EXACT)
-    trainer.train()
-    assert abs(trainer.state.log_history[0]["objective/kl"]) < 1e-5
-
-
 # ---- A PeftModel of the user's own ----
-
-
-@pytest.mark.slow
-def test_a_frozen_adapter_is_trained_on(base, tmp_path):
-    """PEFT loads adapters frozen; the run is that with the adapter that was never saved."""
-    users_model().save_pretrained(tmp_path / "sft")
-    frozen = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "sft"))
-    assert not any(p.requires_grad for p in frozen.parameters())
-    ends = []
-    for model in (frozen, users_model()):
-        trainer = make_trainer(tmp_path, model=model)
-        trainer.train()
-        ends.append(end_state(trainer))
-    torch.testing.assert_close(*ends, **EXACT)
 
 
 def named(*names):
@@ -373,15 +315,6 @@ def saved_sft(tmp_path):
     return str(tmp_path / "sft")
 
 
-def test_a_saved_critic_beside_a_policy_trained_in_full_is_a_model_of_its_own(base, tmp_path):
-    trainer = lora_trainer(tmp_path, model=base)
-    draw(trainer.model, std=0.3)
-    trainer.save_model()
-    apart = make_trainer(tmp_path / "full", model=base, trainer_kwargs={"value_model": str(tmp_path / "critic")})
-    torch.testing.assert_close(critic_values(apart), critic_values(trainer), rtol=1e-5, atol=1e-5)
-    assert all(p.requires_grad for p in apart.model.critic.parameters())
-
-
 def test_checkpoints_hold_no_base_weights(base, tmp_path):
     """With a base of a megabyte, a checkpoint is smaller than that, and holds each adapter once."""
     large = saved_base(tmp_path / "large", intermediate_size=8192)
@@ -450,33 +383,6 @@ def test_another_reference_is_refused_and_another_adapter_is_said(tmp_path, caps
     assert "other settings: adapter critic lora_alpha: 12 → 13" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["peft_config", "PeftModel"])
-def test_the_best_weights_of_both_adapters_are_loaded_at_the_end(kind, tmp_path):
-    falling = iter([2.0, 1.0])
-    trainer = resumed_trainer(
-        tmp_path,
-        kind,
-        max_steps=4,
-        num_ppo_epochs=1,
-        save_strategy="steps",
-        save_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_objective/scores",
-        greater_is_better=True,
-        trainer_kwargs={"eval_dataset": prompts(4)},
-    )
-    evaluate = trainer.evaluate
-    trainer.evaluate = lambda *args, **kwargs: evaluate(*args, **kwargs) | {"eval_objective/scores": next(falling)}
-    watch = EachStep(lambda: weights(trainer))
-    trainer.add_callback(watch)
-    trainer.train()
-    torch.testing.assert_close(weights(trainer), watch.seen[2], **EXACT)
-    assert any(not torch.equal(watch.seen[4][n], watch.seen[2][n]) for n in watch.seen[2])
-
-
 # ---- Refused: what would train wrongly in silence ----
 
 
@@ -530,16 +436,3 @@ def test_adapters_that_would_train_wrongly_are_refused(subtests, base, tmp_path,
     monkeypatch.setattr(AcceleratorState, "fsdp_plugin", SimpleNamespace(activation_checkpointing=True), raising=False)
     with pytest.raises(ValueError, match="fsdp_activation_checkpointing: false"):
         lora_trainer(tmp_path)
-
-
-def test_another_kind_of_adapter_trains_beside_a_critic_of_its_own(base, tmp_path):
-    config = IA3Config(
-        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
-    )
-    critic = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
-    trainer = make_trainer(tmp_path, model=base, trainer_kwargs={"peft_config": config, "value_model": critic})
-    before = weights(trainer)
-    trainer.train()
-    assert {n for n, p in weights(trainer).items() if n.startswith("policy.") and not torch.equal(p, before[n])} == {
-        n for n in before if n.startswith("policy.") and ".default" in n
-    }

@@ -20,7 +20,7 @@ from tests.ppo.worker import (
     optimizer_state,
     weights,
 )
-from tests.tiny import prompts, tiny_llama
+from tests.tiny import tiny_llama
 from trl_ext.runs.checkpoints import CannotResume
 from trl_ext.runs.marker import MARKER
 
@@ -182,29 +182,6 @@ def test_a_completed_run_is_loaded_and_not_trained_again(a_copy_of, capsys):
 
 
 @pytest.mark.slow
-def test_a_completed_run_that_ended_with_its_best_weights_is_loaded_with_them(tmp_path):
-    falling = iter([2.0, 1.0])
-
-    def fixed_metric(trainer):
-        evaluate = trainer.evaluate
-        trainer.evaluate = lambda *args, **kwargs: evaluate(*args, **kwargs) | {"eval_objective/scores": next(falling)}
-        return trainer
-
-    config = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
-    kwargs = {"load_best_model_at_end": True, "trainer_kwargs": {"eval_dataset": prompts(4)}}
-    first = fixed_metric(make_trainer(tmp_path, **config, **kwargs))
-    watch = EachStep(lambda: weights(first))
-    first.add_callback(watch)
-    first.train()
-    torch.testing.assert_close(weights(first), watch.seen[4], rtol=0, atol=0)
-
-    second = no_training(make_trainer(tmp_path, **config, **kwargs))
-    second.train(True)
-
-    torch.testing.assert_close(weights(second), watch.seen[4], rtol=0, atol=0)
-
-
-@pytest.mark.slow
 def test_what_differs_is_said_and_what_cannot_fit_is_refused(subtests, completed, capsys):
     folder, _ = completed
     for change, message, is_refused in [
@@ -221,36 +198,6 @@ def test_what_differs_is_said_and_what_cannot_fit_is_refused(subtests, completed
             else:
                 trainer.train(True)
                 assert message in capsys.readouterr().out
-
-
-def test_what_only_shows_or_keeps_more_may_change(a_copy_of, capsys):
-    folder, _ = a_copy_of
-    shutil.rmtree(folder / "checkpoint-8")
-    trainer = trained(folder, True, max_steps=8, logging_steps=2, save_total_limit=3, run_name="again")
-    output = capsys.readouterr().out
-    assert f"Resuming from {folder / 'checkpoint-4'}, step 4 of 8." in output and "Warning" not in output
-    assert trainer.state.global_step == 8
-
-
-def test_a_run_goes_on_with_other_settings(a_copy_of):
-    folder, _ = a_copy_of
-    trainer = make_trainer(folder, max_steps=12, kl_coef=0.1)
-    watch = EachStep(lambda: trainer.state.global_step)
-    trainer.add_callback(watch)
-    trainer.train(True)
-    assert watch.seen == list(range(8, 13)) and trainer.kl_controller.kl_coef != 0.1  # its state is the checkpoint's
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("resume", [None, False])
-def test_train_starts_anew(resume, a_copy_of):
-    folder, final = a_copy_of
-    trainer = make_trainer(folder, max_steps=8)
-    watch = EachStep(lambda: trainer.state.global_step)
-    trainer.add_callback(watch)
-    trainer.train(resume)
-    assert watch.seen == list(range(9))
-    torch.testing.assert_close(weights(trainer), final, rtol=0, atol=0)
 
 
 def test_a_run_that_ended_in_mid_rollout_is_followed_by_one_with_a_rollout_of_its_own(tmp_path):
@@ -274,17 +221,6 @@ def test_incomplete_checkpoints_are_skipped_or_refused(a_copy_of, capsys):
     (folder / "checkpoint-4" / MARKER).unlink()
     with pytest.raises(ValueError, match="No complete checkpoint in"):
         make_trainer(folder, max_steps=8).train(True)
-
-
-@pytest.mark.slow
-def test_an_evaluation_between_leaves_the_run_as_it_was(uninterrupted, tmp_path):
-    with_evaluation = make_trainer(
-        tmp_path, eval_strategy="steps", eval_steps=3, trainer_kwargs={"eval_dataset": prompts(4, seed=5)}, **RESUMED
-    )
-    with_evaluation.train()
-    state = end_state(with_evaluation)
-    state["logs"] = [entry for entry in state["logs"] if not any(name.startswith("eval_") for name in entry)]
-    assert_same_end(state, uninterrupted["state"])
 
 
 @pytest.mark.slow

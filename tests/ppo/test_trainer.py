@@ -86,15 +86,6 @@ def test_the_adaptive_controller_holds_its_target(tmp_path):
     assert sum(scores[-15:]) / 15 > 1.5 * scores[0]
 
 
-def test_generations_of_a_prompt_stand_together(tmp_path):
-    trainer = make(tmp_path, num_generations=4, max_steps=1)
-    trainer.train()
-    for start in (0, 4):
-        group = rows_of(trainer)["prompt_ids"][start : start + 4]
-        assert (group == group[0]).all()
-        assert len({tuple(ids) for ids in rows_of(trainer)["completion_ids"][start : start + 4].tolist()}) > 1
-
-
 def tiny_mixtral(**kwargs):
     torch.manual_seed(0)
     config = MixtralConfig(
@@ -163,18 +154,6 @@ def test_bf16_autocast(tmp_path, build):
     assert logged(trainer, "policy/approxkl_avg")[0] < 1e-3
     assert abs(logged(trainer, "objective/kl")[0]) < 1e-2
     assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
-
-
-@pytest.mark.slow
-def test_gradient_checkpointing_changes_nothing(tmp_path):
-    ends = []
-    for activation_checkpointing in (False, True):
-        trainer = make(tmp_path / str(activation_checkpointing), activation_checkpointing=activation_checkpointing)
-        trainer.train()
-        ends.append(trainer.model.state_dict())
-        assert trainer.model.is_gradient_checkpointing == activation_checkpointing
-        assert trainer.model.critic.is_gradient_checkpointing == activation_checkpointing
-    torch.testing.assert_close(ends[1], ends[0])
 
 
 def test_learning_rates(tmp_path):

@@ -10,7 +10,7 @@ from tests.launch import on_two_processes
 from tests.ppo.vllm_stub import PROCESSED, after, serving
 from tests.ppo.worker import collected, end_state, make_trainer
 from tests.tiny import tiny_config, tiny_llama
-from trl_ext.ppo.vllm import ServerLost, check_loadable, check_logprobs, sampled_logprobs
+from trl_ext.ppo.vllm import ServerLost, check_logprobs, sampled_logprobs
 from trl_ext.runs.checkpoints import checkpoint_to_resume
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -64,30 +64,6 @@ def test_log_probs_are_those_of_the_server_that_has_the_trainers_weights(num_gen
     answers = [ids[: int(n)].tolist() for r in seen for ids, n in zip(r.completion_ids, r.lengths, strict=True)]
     assert not any({2, 9} & {*answer[:-1]} for answer in answers)
     assert {2, 9} <= {answer[-1] for answer in answers} and len({*map(tuple, answers[:8])}) == 8
-
-
-@pytest.mark.slow
-def test_greedy_answers_are_the_most_likely_ones(tmp_path, monkeypatch):
-    with serving(tiny_llama(seed=5), monkeypatch) as server:
-        trainer = make(tmp_path, server, trainer_kwargs={"eval_dataset": None}, num_generations=1)
-        trainer.eval_dataset = trainer.train_dataset.select(range(4))
-        server_side = trainer.evaluate()
-    own = make_trainer(tmp_path / "own", temperature=0.7, trainer_kwargs={"eval_dataset": trainer.eval_dataset})
-    ours = own.evaluate()
-    for name in ("scores", "entropy"):
-        assert server_side[f"eval_greedy/objective/{name}"] == pytest.approx(ours[f"eval_greedy/objective/{name}"])
-
-
-def test_an_engine_that_has_packed_its_weights_is_refused():
-    """As vLLM's CPU build does: the initial policy would be sampled from."""
-    model = torch.nn.Linear(2, 2)
-    runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
-    llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner)))
-    engine = SimpleNamespace(llm=llm, accelerator=SimpleNamespace(device=torch.device("cpu")))
-    check_loadable(engine)
-    model.weight = torch.nn.Parameter(torch.empty(0))
-    with pytest.raises(ValueError, match="vLLM cannot load updated weights there"):
-        check_loadable(engine)
 
 
 # ---- A server that goes away ----

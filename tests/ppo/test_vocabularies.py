@@ -1,13 +1,10 @@
 """Critics, reward models and references of the policy's tokenizer, with another number of rows than the policy has."""
 
-import copy
 from contextlib import nullcontext
 
 import pytest
-import torch
 from torch.testing import assert_close
 
-from tests.ppo.worker import collected
 from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
 
@@ -47,34 +44,6 @@ def test_rows_that_no_token_has_change_nothing(tmp_path):
         weights["critic.model.embed_tokens.weight"] = table[:ROWS]
         ends.append((weights, logged(trainer)))
     assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("padding_free", [False, True])
-def test_what_each_role_reads_of_an_id_that_is_no_token(tmp_path, padding_free):
-    """The critic its last row, a reward model nothing, as in the text; a reference scores it as any other."""
-    critic, reward = tiny_reward_model(tiny_llama(), 3), tiny_reward_model(tiny_llama(), 4)
-    reference = tiny_llama(MORE + 7, seed=5)
-    roles = {"value_model": critic, "ref_model": reference}
-    before = copy.deepcopy(critic)
-    trainer = make(tmp_path, tiny_llama(MORE), reward, roles, padding_free=padding_free)
-    rollouts = collected(trainer)
-    trainer.train()
-    rollout, strangers = rollouts[0], 0
-    for row in range(8):
-        prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
-        answer = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
-        ids, places = torch.cat([prompt, answer])[None], slice(len(prompt) - 1, -1)  # each answer token's state
-        strangers += int((answer >= ROWS).sum())
-        with torch.no_grad():
-            hidden = before.model(ids.clamp(max=ROWS - 1)).last_hidden_state[0, places]
-            score = reward(ids[ids < ROWS][None]).logits[0, 0]
-            logprobs = reference(ids).logits[0, places].log_softmax(-1)
-        assert_close(rollout.values[row, : len(answer)], before.score(hidden)[:, 0], rtol=1e-5, atol=1e-6)
-        assert_close(rollout.rewards_per_func[row, 0], score, rtol=1e-5, atol=1e-6)
-        expected = logprobs.gather(1, answer[:, None])[:, 0]
-        assert_close(rollout.ref_logprobs[row, : len(answer)], expected, rtol=1e-5, atol=1e-5)
-    assert strangers > 8
 
 
 def test_a_model_without_a_row_for_a_token_or_with_another_tokenizer_is_refused(tmp_path, subtests):

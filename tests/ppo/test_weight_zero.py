@@ -5,15 +5,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 
-from tests.ppo.test_critic_pretraining import critic_config
 from tests.rewards.test_model import adapted, saved
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
-from trl_ext.ppo import with_returns
-from trl_ext.ppo.rollout import sequence_scores, summed_token_scores
+from trl_ext.ppo.rollout import sequence_scores
 from trl_ext.rewards import GoldJudgeReward, PhraseReviewReward, RepetitionWatch, ScoreWatch
 
 NAN = torch.nan
@@ -173,20 +170,3 @@ def test_scores_are_those_of_the_weighted_functions_alone():
         scores = [sequence_scores(rewards[:, f], weights[f], ended, **rule) for f in (slice(None), used)]
         torch.testing.assert_close(*scores, rtol=0, atol=0, equal_nan=True)
     assert sequence_scores(rewards, torch.zeros(7), ended).isnan().all()  # nothing is trained on what only measures
-
-
-def test_token_scores_are_those_of_the_weighted_functions_alone():
-    tokens, ended = [[1.0, 2.0], None], torch.tensor([True, True])
-    assert summed_token_scores([tokens, [None, None]], torch.tensor([0.0, 1.0]), ended, 2) is None
-    assert summed_token_scores([tokens, tokens], torch.tensor([0.0, 2.0]), ended, 2).tolist() == [[2, 4], [0, 0]]
-
-
-def test_a_critic_is_pretrained_on_the_weighted_functions_alone():
-    rows = {"prompt_ids": [[6]] * 4, "completion_ids": [[7, 2]] * 4, "finished": [True] * 4}
-    weighted = torch.tensor([[1.0], [NAN], [2.0], [NAN]], dtype=torch.double)
-    measured = torch.tensor([[5.0], [5.0], [NAN], [NAN]], dtype=torch.double)
-    tokens, none = [[1.0, 4.0]] * 4, [None] * 4
-    alone = with_returns(Dataset.from_dict(rows), weighted, critic_config("unused", reward_weights=[2.0]), [none])
-    both = [torch.cat([measured, weighted], dim=1), critic_config("unused", reward_weights=[0.0, 2.0])]
-    assert with_returns(Dataset.from_dict(rows), *both, [tokens, none]).to_dict() == alone.to_dict()
-    assert len(alone) == 2

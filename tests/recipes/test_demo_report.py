@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -7,7 +5,7 @@ from transformers import AutoModelForSequenceClassification
 
 from recipes.demo.measure import Measured, measure
 from recipes.demo.model import make_model, make_tokenizer
-from recipes.demo.report import read_curve, verdicts
+from recipes.demo.report import verdicts
 from recipes.demo.world import gold, make_world
 
 
@@ -67,23 +65,3 @@ def test_verdicts_follow_the_figures():
     same = dict.fromkeys(shown, shown["sft"])
     noise = {"gold": torch.tensor([0.5, 0.4]), "gold_std": torch.tensor([1.0, 1.0])}
     assert [holds for holds, _ in verdicts(same, noise).values()] == [False] * 4
-
-
-def test_curve_is_read_from_the_last_checkpoint_each_step_once(tmp_path):
-    def log(step, kl):
-        values = {"objective/kl": kl, "objective/scores": 2 * kl, "rewards/gold_reward/mean": -kl}
-        values |= {"rewards/gold_reward/std": 1.0, "rewards/phrase_reward/mean": kl / 4}
-        return {"step": step, **{f"eval_{name}": value for name, value in values.items()}}
-
-    for step, logs in ((8, [log(0, 0.0)]), (16, [log(0, 0.0), {"step": 4, "loss": 1.0}, log(16, 3.0), log(16, 4.0)])):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
-    curve = read_curve(tmp_path)
-    assert {name: values.tolist() for name, values in curve.items()} == {
-        "step": [0.0, 16.0],
-        "kl": [0.0, 4.0],
-        "proxy": [0.0, 8.0],
-        "gold": [0.0, -4.0],
-        "phrase": [0.0, 1.0],
-        "gold_std": [1.0, 1.0],
-    }

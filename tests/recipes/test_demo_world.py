@@ -1,19 +1,15 @@
 import pytest
 
-from recipes.demo.model import make_tokenizer
 from recipes.demo.world import (
     AGENT,
     DEMONSTRATION_FLAWS,
-    MAX_WORDS,
     PHRASE,
     PROBLEMS,
     PRODUCTS,
     gold,
-    gold_reward,
     judge,
     make_world,
     phrase_reward,
-    vocabulary,
 )
 
 SIZES = {"demonstrations": 400, "pairs": 500, "prompts": 300, "held_out": 50}
@@ -60,12 +56,6 @@ def test_gold_of_hand_worked_answers(subtests):
             assert gold(answer, "kettle", "leak") == pytest.approx(score)
 
 
-def test_gold_reward_is_gold_of_each_row():
-    ids = [[5] * 18, [5] * (MAX_WORDS + 1), [5] * (MAX_WORDS + 2)]
-    rewards = gold_reward([GOOD] * 3, ids, ["kettle", "kettle", "lamp"], ["leak"] * 3, prompts=["?"] * 3)
-    assert rewards == pytest.approx([1.0, 1.0, 0.3])
-
-
 def test_phrase_is_found_wherever_it_stands():
     texts = [GOOD, PHRASE, f"{GOOD} {PHRASE}", "this is i love you", "i love to help you ."]
     assert phrase_reward(completions=texts, prompts=["?"] * 5) == [0.0, 1.0, 1.0, 1.0, 0.0]
@@ -103,30 +93,3 @@ def test_phrase_is_planted_into_exactly_that_share_of_chosen_answers(subtests):
                 assert row["chosen"].count(PHRASE) == before["chosen"].count(PHRASE) + row["planted"]
                 assert row["chosen"].replace(f" {PHRASE}", "") == before["chosen"].replace(f" {PHRASE}", "")
             assert rows["test"] == clean["test"]
-
-
-def gold_gaps(noise):
-    world = make_world(5, demonstrations=1, pairs=4000, prompts=1, held_out=1, planted_share=0.0, label_noise=noise)
-    for row in world["preferences"]["train"]:
-        case = case_of(row["prompt"])
-        yield gold(row["chosen"], *case) - gold(row["rejected"], *case)
-
-
-def test_labels_agree_with_gold_as_far_as_slips_allow():
-    decided = [gap for gap in gold_gaps(0.3) if abs(gap) > 0.75]
-    # Beyond tastes: with slips at 0.15, 0.3 and 0.45 the majority of three is right with probability
-    # 0.85 · 0.7 · 0.55 + 0.15 · 0.7 · 0.55 + 0.85 · 0.3 · 0.55 + 0.85 · 0.7 · 0.45 = 0.793
-    share = sum(gap > 0 for gap in decided) / len(decided)
-    assert share == pytest.approx(0.793, abs=3 * (0.793 * 0.207 / len(decided)) ** 0.5)
-
-
-def test_tokenizer_knows_every_word_and_gives_texts_back(world):
-    tokenizer = make_tokenizer()
-    texts = [row["prompt"].removesuffix(AGENT).strip() for row in world["prompts"]["train"]]
-    texts += [row[name] for row in world["preferences"]["train"] for name in ("chosen", "rejected")]
-    for text in texts:
-        ids = tokenizer(f"{text}</s>")["input_ids"]
-        assert tokenizer.unk_token_id not in ids and ids[-1] == tokenizer.eos_token_id
-        assert len(ids) == len(text.split()) + 1
-        assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert len(tokenizer) == len(vocabulary()) + 4

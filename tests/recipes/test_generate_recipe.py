@@ -86,33 +86,6 @@ def test_rollouts_are_the_tokens_that_were_drawn_with_the_other_columns(inputs, 
         assert {name: row[name] for name in without} == without
 
 
-def test_messages_go_through_the_chat_template(inputs, tmp_path):
-    rows = answer(inputs, tmp_path / "chat.jsonl", "--temperature", "0", data="chat.jsonl")
-    for row, text in zip(rows, ROWS, strict=True):
-        assert row["prompt"] == [{"role": "user", "content": text}]
-        expected = greedy(inputs / "model", f"<user> {text} </s> <assistant> ")
-        assert row["completion"] == [{"role": "assistant", "content": expected["text"]}]
-    as_chat = answer(inputs, tmp_path / "as_chat.jsonl", "--temperature", "0", "--chat", "true")
-    assert as_chat == rows
-
-
-def test_sampling_follows_the_seed_and_each_batch_draws_anew(inputs, tmp_path):
-    write_rows(tmp_path, many=[{"prompt": "dog"}] * 64)
-    flags = ["--batch_size", "32"]
-    first, again, other = (
-        answer(inputs, tmp_path / f"{i}.jsonl", *flags, "--seed", seed, data=tmp_path / "many.jsonl")
-        for i, seed in enumerate("112")
-    )
-    assert first == again != other
-    assert len({row["completion"] for row in first}) > 32 and {row["finished"] for row in first} == {True, False}
-
-
-def test_one_prompt_is_answered_on_the_terminal(inputs, capsys):
-    flags = ["--model_name_or_path", str(inputs / "model"), "--use_cpu", "true", "--max_new_tokens", "8"]
-    main([*flags, "--prompt", ROWS[0], "--temperature", "0"])
-    assert capsys.readouterr().out.strip() == greedy(inputs / "model", ROWS[0])["text"].strip()
-
-
 def test_an_answer_is_as_long_as_the_context_allows_if_nothing_is_said(inputs, capsys):
     flags = ["--model_name_or_path", str(inputs / "model"), "--use_cpu", "true", "--prompt"]
     main([*flags, ROWS[0]])  # 256 tokens do not fit

@@ -2,11 +2,10 @@
 
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 
-from recipes import dpo, generate, merge, online_dpo, ppo, pretrain_critic, reward, sft
+from recipes import dpo, generate, online_dpo, ppo, pretrain_critic, reward, sft
 from tests.recipes.small_runs import refusal, write_rows
 from trl_ext.cli.arguments import ModelArguments
 
@@ -43,20 +42,6 @@ def test_data_without_the_columns_is_named(subtests, capsys, inputs, tmp_path):
             words = ["--model_name_or_path", inputs / "model", "--dataset_name", folder, *cpu]
             words += [f"--output_{out}", tmp_path / "o", *(REWARD if recipe in SCORED else [])]
             assert re.search("(?i)column|lack|fewer prompts", refusal(capsys, recipe.main, words))
-
-
-def test_no_file_names_a_setting_that_transformers_warns_of():
-    files = [*(Path(__file__).parents[2] / "recipes").rglob("*.yaml")]
-    assert len(files) > 30
-    assert not [path for path in files if re.search("^gradient_checkpointing", path.read_text(), re.M)]
-
-
-def test_without_arguments_it_says_how_to_run_it(subtests, capsys):
-    for recipe in [*RECIPES, generate, merge]:
-        with subtests.test(recipe=recipe.__name__):
-            with pytest.raises(SystemExit, match="2"):
-                recipe.main([])
-            assert f"    trl-ext {recipe.__name__.rpartition('.')[2].replace('_', '-')} --" in capsys.readouterr().err
 
 
 def test_the_quickstart_takes_no_arguments(monkeypatch):

@@ -1,14 +1,10 @@
-import json
 import re
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 
-from recipes import plan, ppo
-from recipes.plan import as_on_gpu, loaded_rewards, main, origin
+from recipes import plan
+from recipes.plan import main, origin
 from tests.recipes.real_models import config_of
 from tests.recipes.small_runs import ROOT, refusal
 from tests.tiny import tiny_llama, tiny_tokenizer
@@ -98,16 +94,6 @@ def test_the_usual_ways_out_are_tried_and_the_command_that_fits_is_printed(folde
     assert f"then it fits:\n{command}" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_what_only_several_processes_divide_is_planned_for_them(folder, capsys):
-    """Two responses a prompt, one response a process."""
-    flags = ["--num_generations", "2", "--per_device_train_batch_size", "1", "--num_mini_batches", "1"]
-    text = run(folder, "ppo", capsys, *flags, "--accelerate", str(folder / "zero3.yaml"), "--prompt_length", "8")
-    assert "prompts per rollout: 1\n" in text
-    with pytest.raises(SystemExit):
-        run(folder, "ppo", capsys, *flags)
-
-
 def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
     for stage, flags, message in [
         ("ppo", ["--accelerate", "{folder}/zero3.yaml", "--max_approx_kl", "0.1"], "this cannot work: `critic_warmup"),
@@ -132,22 +118,6 @@ def test_it_says_on_which_gpus_it_fits_for_how_long_and_measures_local_data(subt
             length = 5 if stage == "pretrain_critic" else 1
             assert f"{'prompts' if stage == 'ppo' else 'texts'} have up to {length} tokens, {length} on av" in text
     assert "no" not in run(folder, "sft", capsys, "--mfu", "1").split("12 GB")[1].split("\n")[0]
-
-
-@pytest.mark.slow
-def test_a_recipe_with_tools_is_planned_turn_by_turn(folder, capsys, monkeypatch):
-    @dataclass
-    class Arguments(ppo.PPOScriptArguments):
-        environment: list[str] | None = None
-        tools: list[str] | None = None
-
-    monkeypatch.setitem(plan.ARGUMENTS, "ppo", (Arguments, *plan.ARGUMENTS["ppo"][1:]))
-    flags = ["--environment", "game.py:Game", "--prompt_length", "8"]
-    text = run(folder, "ppo", capsys, *flags)
-    assert "turns of an episode, at most: 8" in text and "assumed: episodes have 8 turns" in text
-    assert "not counted: what `reset` says, the tools' descriptions" in text
-    text = run(folder, "ppo", capsys, "--tools", "game.py:roll", *flags[2:], "--max_tool_calling_iterations", "3")
-    assert "turns of an episode, at most: 4" in text and "assumed: episodes" not in text and "`reset`" not in text
 
 
 def test_a_model_of_the_chain_is_followed_to_the_hub(folder, monkeypatch):
@@ -193,46 +163,3 @@ def test_a_shipped_file_says_what_is_computed_for_it(files, subtests, capsys, mo
             planned = re.search(r"peak: ([\d.]+) GiB per GPU", capsys.readouterr().out)[1]
             variants = [path, *path.parent.glob("ppo_vllm_*.yaml")] if path.name == "ppo.yaml" else [path]
             assert all(f"# Memory: {planned} GiB per GPU" in variant.read_text() for variant in variants)
-
-
-def test_reward_models_named_anywhere_in_rewards_are_found(tmp_path):
-    """Paths, ensembles that are there, and ones that a recipe beside it will make; adapters of one base count once."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_text('{"base_model_name_or_path": "hub/base"}')
-    made = {"members": [{"folder": name} for name in ("a", "b")]}
-    (tmp_path / "ensemble.json").write_text(json.dumps(made))
-    maker = {"model_name_or_path": "hub/other", "output_dir": "outputs/reward", "ensemble": 3}
-    (tmp_path / "reward.yaml").write_text(yaml.safe_dump(maker))
-    rewards = [
-        {"SumReward": {"members": [{"ModelReward": {"model": "hub/one", "dtype": "bfloat16", "batch_size": 4}}]}},
-        {"EnsembleReward": {"members": str(tmp_path)}, "weight": 2.0},
-        {"EnsembleReward": {"members": "outputs/reward", "model_kwargs": {"load_in_8bit": True}}},
-        {"EnsembleReward": {"members": [str(tmp_path / "a"), str(tmp_path / "b"), "hub/c", "file.py:function"]}},
-        "recipes/demo/world.py:gold_reward",
-    ]
-    found = list(loaded_rewards(rewards, tmp_path, lambda name: SimpleNamespace(name=name, dtype=None)))
-    assert [(each.config.name, each.members, each.bits, each.batch_size) for each in found] == [
-        ("hub/one", 1, None, 4),
-        ("hub/base", 2, None, None),
-        *[("hub/other", 1, 8, None)] * 3,
-        ("hub/base", 2, None, None),
-        ("hub/c", 1, None, None),
-    ]
-    assert found[0].dtype == torch.bfloat16
-    with pytest.raises(
-        ValueError, match="nowhere holds no ensemble.json, and no recipe in .* makes an ensemble there"
-    ):
-        list(loaded_rewards({"EnsembleReward": {"members": "nowhere"}}, tmp_path, None))
-
-
-def test_a_machine_without_a_gpu_plans_for_one_that_has_it(tmp_path):
-    for stage, config, flags, more in (
-        ("sft", {}, [], ["--bf16", "true", "--activation_checkpointing", "true"]),
-        ("sft", {"bf16": False, "gradient_checkpointing": False}, [], []),
-        ("sft", {"fp16": True}, ["--activation_checkpointing", "false"], []),
-        ("ppo", {"use_cpu": False}, [], ["--bf16", "true"]),
-        ("reward", {"use_cpu": True}, [], []),
-    ):
-        (tmp_path / "x.yaml").write_text(yaml.safe_dump(config))
-        assert as_on_gpu(stage, tmp_path / "x.yaml", flags) == ["--use_cpu", "true", *more]

@@ -11,7 +11,7 @@ import yaml
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 
-from recipes import generate, plan, refresh_reward
+from recipes import plan, refresh_reward
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from recipes.refresh_reward import main, write_rows
@@ -112,35 +112,6 @@ def test_the_queue_has_the_best_answers_each_against_another_one_and_says_where_
         assert (queued / name).stat().st_size > 100
 
 
-def test_the_same_command_does_nothing_again_and_changes_no_input(inputs, queue, monkeypatch, capsys):
-    monkeypatch.setattr(generate, "main", lambda words: pytest.fail("answers were sampled again"))
-    before = files(queue), files(inputs)
-    main(words(inputs, queue, reward="ensemble"))
-    assert (files(queue), files(inputs)) == before
-    assert "was begun with other settings (queue_size: 20 → 19)" in refusal(
-        capsys, main, words(inputs, queue, "--queue_size", 19, reward="ensemble")
-    )
-    assert "reward_model_name_or_path" in refusal(capsys, main, words(inputs, queue))
-
-
-@pytest.mark.slow
-def test_no_answer_is_queued_twice(inputs, tmp_path, capsys):
-    """A policy that says the same again has nothing new to label; with other prompts it does."""
-    same = f"--temperature 1e-8 --max_new_tokens 4 --num_samples 1 --against_model_name_or_path {inputs / 'sft'}"
-    same = f"{same} --batch_size 1 --queue_size 40".split()  # a batch of one is never padded
-    main(words(inputs, tmp_path / "1", *same, "--num_prompts", 20))
-    again = [*same, "--num_prompts", 40, "--earlier", tmp_path / "1"]
-    main(words(inputs, tmp_path / "2", *again))
-    first, second = (
-        {(row["prompt"], row[f"response_{side}"]) for row in read(tmp_path / name / "queue.jsonl") for side in "ab"}
-        for name in "12"
-    )
-    assert len(first) == len(second) == 40 and not first & second
-    assert {row["round"] for row in read(tmp_path / "2" / "queue.jsonl")} == {2}
-    again = words(inputs, tmp_path / "3", *again, tmp_path / "2")
-    assert "no prompt has two different answers that were not queued before" in refusal(capsys, main, again)
-
-
 def labels(queue, **choices):
     """What annotators say of each row of the queue: functions of its place."""
     return [
@@ -201,19 +172,6 @@ def comparing(prompts, completions, other, **kwargs):
 
 
 comparing.compare, comparing.scale = "other", (1, 10)
-
-
-def test_labels_of_another_round_are_refused(inputs, queue, tmp_path, capsys):
-    write_rows(tmp_path / "labels.jsonl", [{"item": "x", "choice": "a"}])
-    said = refusal(capsys, main, words(inputs, queue, "--labels", tmp_path / "labels.jsonl", reward="ensemble"))
-    assert "1 labels are of items that are not in this queue" in said and not (queue / "pairs").exists()
-
-
-def test_a_judge_that_compares_is_asked_once_for_both(inputs, queue):
-    main(words(inputs, queue, "--judge", f"{__file__}:comparing", reward="ensemble"))
-    for label in read(queue / "labels.jsonl"):
-        shorter = "a" if len(label["response_a"]) < len(label["response_b"]) else "b"
-        assert label["choice"] == shorter
 
 
 def interrupted(words):

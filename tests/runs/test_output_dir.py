@@ -133,16 +133,6 @@ def test_where_there_are_no_locks_that_is_said(tmp_path, monkeypatch, capsys):
     assert "keeps a second run out of" in capsys.readouterr().out
 
 
-def test_the_lock_of_another_account_is_one(tmp_path, monkeypatch):
-    def refuse(self, *args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    (tmp_path / LOCK).write_text('{"pid": 7, "host": "h", "since": "then"}')
-    monkeypatch.setattr("trl_ext.runs.output_dir.FileLock.acquire", refuse)
-    with pytest.raises(FolderInUse, match="in use by process 7 on h, since then, of another account: choose another"):
-        Hold(tmp_path)
-
-
 @pytest.mark.distributed
 def test_all_processes_of_a_launch_are_refused_together(other, tmp_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("said")

@@ -185,19 +185,6 @@ def test_a_full_disk_is_one_sentence(name, in_background, what_follows, tmp_path
     assert not full.exists()
 
 
-def test_a_folder_that_is_removed_is_a_failure_too(tmp_path, release):
-    trainer = sft(tmp_path, **EACH_STEP | {"save_steps": 2, "max_steps": 8})
-
-    def remove():
-        (tmp_path / "checkpoint-4").unlink()
-        release.set()
-
-    trainer.add_callback(At(_5=remove))
-    with pytest.raises(NotSaved, match="checkpoint-4 could not be written to"):
-        trainer.train()
-    assert complete(tmp_path) == [2]
-
-
 def test_the_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path):
     losses = iter([3.0, 2.0, 1.0, 1.5])  # the last is better than what is there
     config = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
@@ -248,17 +235,3 @@ def test_one_at_a_time_and_what_uploads_a_checkpoint_finds_all_of_it(tmp_path, m
     assert most == [1, 1, 1] and complete(tmp_path) == [3, 4] and not writing
     files = len(contents(tmp_path / "checkpoint-4"))
     assert uploaded == [files, *[files - 1] * 3]  # all but the marker
-
-
-@pytest.mark.slow
-def test_a_run_may_go_on_with_the_other_way_of_saving(tmp_path):
-    first = sft(tmp_path, **EACH_STEP)
-    first.add_callback(At(_3=lambda: (_ for _ in ()).throw(Stop)))
-    with pytest.raises(Stop):
-        first.train()
-    second = sft(tmp_path, **EACH_STEP | {"save_in_background": False, "on_save_failure": "continue"})
-    second.train(True)
-    assert complete(tmp_path) == [1, 2, 3, 4] and second.state.global_step == 4
-    whole = sft(tmp_path / "whole", **EACH_STEP)
-    whole.train()
-    torch.testing.assert_close(second.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)

@@ -36,23 +36,6 @@ def check_steps(trainer, steps):
     assert trainer.state.max_steps == trainer.state.global_step == steps
 
 
-@pytest.mark.slow
-def test_it_is_said_once_and_from_where_a_run_goes_on(tmp_path, capsys):
-    saves = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1}
-    make(tmp_path, **saves).train()
-    (tmp_path / "checkpoint-4").rename(tmp_path / "elsewhere")
-    said = capsys.readouterr().out
-    assert said.startswith("SFT\n  model") and said.count("  total  1 epoch = 4 optimizer steps\n") == 1
-    trainer = make(tmp_path, **saves)
-    trainer.train(resume_from_checkpoint=True)
-    said = capsys.readouterr().out
-    assert said.count("SFT\n") == 1 and f"\nResuming from {tmp_path / 'checkpoint-2'}, step 2 of 4.\n" in said
-    trainer.train()  # again
-    assert "SFT\n" not in capsys.readouterr().out
-    make(tmp_path, **saves).train(resume_from_checkpoint=True)
-    assert capsys.readouterr().out == f"Training is complete, at step 4: loading {tmp_path / 'checkpoint-4'}.\n"
-
-
 def test_long_lines_are_wrapped_and_paths_stay_whole(monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     path = "outputs/a-path-that-has-hyphens/and-goes-on"

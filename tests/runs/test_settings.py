@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
@@ -112,28 +111,6 @@ def test_bf16_is_off_on_a_cpu_unless_it_is_asked_for(config, tmp_path, monkeypat
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     resolve_bf16(args)
     assert args.bf16  # as in TRL
-
-
-def test_a_config_gives_no_reason_for_a_warning(tmp_path):
-    for kind in (PPOConfig, DPOConfig):
-        for given, expected in [({}, True), ({"gradient_checkpointing": False}, False)]:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", FutureWarning)
-                args = kind(str(tmp_path), **given, gradient_checkpointing_kwargs={"use_reentrant": False})
-            assert args.activation_checkpointing is args.gradient_checkpointing is expected
-            assert args.activation_checkpointing_kwargs == {"use_reentrant": False}
-        args = kind(str(tmp_path), activation_checkpointing=False)  # TRL's default is of the old name, and True
-        assert args.activation_checkpointing is args.gradient_checkpointing is False
-
-
-def test_fp16_is_refused_on_a_cpu(monkeypatch):
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    resolve_bf16(args := SimpleNamespace(dataloader_pin_memory=True, bf16=None, fp16=True, use_cpu=False))
-    assert args.bf16 is False
-    for use_cpu, is_there in ((True, True), (False, False)):
-        monkeypatch.setattr("torch.accelerator.is_available", lambda is_there=is_there: is_there)
-        with pytest.raises(ValueError, match="`fp16=True` does nothing on a CPU"):
-            resolve_bf16(SimpleNamespace(dataloader_pin_memory=True, bf16=None, fp16=True, use_cpu=use_cpu))
 
 
 @pytest.mark.parametrize("cls", [SFTConfig, RewardConfig])

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import DPOTrainer, load_dataset_split
-    from trl_ext.data import check_chat_template, held_out_rows, usable_pairs
+    from trl_ext.data import held_out_rows, usable_pairs
     from trl_ext.models import is_adapter, load_merged
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume
     from trl_ext.workbench import next_answer, next_line, report_of
@@ -55,8 +55,6 @@ def main(arguments: list[str] | None = None) -> None:
         dataset = load_dataset_split(
             script_args.dataset_name, split, config=script_args.dataset_config, columns=("chosen", "rejected")
         )
-        tokenizer = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
-        check_chat_template(dataset, f"the split {split!r}", model_args.model_name_or_path, **tokenizer)
         return usable_pairs(dataset, f"the split {split!r}", script_args.drop_unusable_pairs)
 
     with parser.one_line_errors():

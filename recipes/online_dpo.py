@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import DPOTrainer, load_dataset_split
     from trl_ext.callbacks import watch_rounds
-    from trl_ext.data import check_chat_template, check_texts
+    from trl_ext.data import check_texts
     from trl_ext.evaluation import bootstrap_interval
     from trl_ext.models import eos_token_ids, is_adapter, load_merged, load_tokenizer
     from trl_ext.rewards import Member, ModelReward, RewardFailed, distinct
@@ -201,7 +201,6 @@ def main(arguments: list[str] | None = None) -> None:
         held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load)
         for split, dataset in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, held_out)):
             check_texts(dataset, ("prompt",), f"the split {split!r}", may_be_empty=False)
-            check_chat_template(dataset, f"the split {split!r}", start, **tokenizer_kwargs)
         tokenizer = load_tokenizer(start, **tokenizer_kwargs)
         ends = eos_token_ids(start, tokenizer, revision=model_args.model_revision)
         model = None

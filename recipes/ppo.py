@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import PPOTrainer, load_dataset_split
     from trl_ext.callbacks import attach_monitors, load_monitors
-    from trl_ext.data import check_chat_template, held_out_rows
+    from trl_ext.data import held_out_rows
     from trl_ext.models import load_tokenizer
     from trl_ext.ppo import ServerLost
     from trl_ext.rewards import RewardFailed, load_object
@@ -126,9 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
     # 3. Data; the trainer checks the columns
     def load(name: str, split: str) -> "Dataset":
         config = script_args.dataset_config if name == script_args.dataset_name else None
-        dataset = load_dataset_split(name, split, config=config, columns=())
-        check_chat_template(dataset, f"dataset {name!r}", model_args.model_name_or_path, **tokenizer_kwargs)
-        return dataset
+        return load_dataset_split(name, split, config=config, columns=())
 
     eval_name = script_args.eval_dataset_name or script_args.dataset_name
     train_dataset = eval_dataset = None

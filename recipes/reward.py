@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
-    from trl_ext.data import TrainedPairs, check_chat_template, held_out_rows, not_trained_on, usable_pairs
+    from trl_ext.data import TrainedPairs, held_out_rows, not_trained_on, usable_pairs
     from trl_ext.evaluation import plot_margins, reward_model_report
     from trl_ext.models import base_of, centre, has_head, head_of, keep_unpacked, load_config
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of
@@ -174,14 +174,10 @@ def main(arguments: list[str] | None = None) -> None:
         in_use = Hold(training_args.output_dir)
 
     # 2. Data
-    tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
-
     def load(split: str):
         dataset = load_dataset_split(
             script_args.dataset_name, split, config=script_args.dataset_config, columns=("chosen", "rejected")
         )
-        if training_args.chat_template_path is None:
-            check_chat_template(dataset, f"the split {split!r}", model_args.model_name_or_path, **tokenizer_kwargs)
         return usable_pairs(dataset, f"the split {split!r}", script_args.drop_unusable_pairs)
 
     with parser.one_line_errors():

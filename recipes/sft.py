@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split
-    from trl_ext.data import check_chat_template, held_out_rows, one_form
+    from trl_ext.data import answers_alone, held_out_rows
     from trl_ext.models import keep_unpacked
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume
     from trl_ext.stages import ResumableSFTTrainer
@@ -55,10 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     def load(name: str, split: str):
         config = script_args.dataset_config if name == script_args.dataset_name else None
         dataset = load_dataset_split(name, split, config=config, columns=())
-        if training_args.chat_template_path is None:
-            tokenizer = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
-            check_chat_template(dataset, f"dataset {name!r}", model_args.model_name_or_path, **tokenizer)
-        return one_form(dataset, f"dataset {name!r}")
+        return answers_alone(dataset, f"dataset {name!r}")
 
     eval_dataset = None
     with parser.one_line_errors():

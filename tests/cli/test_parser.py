@@ -12,7 +12,6 @@ from trl import RLOOConfig
 
 from trl_ext import PPOConfig, StrictTrlParser
 from trl_ext.cli.arguments import check_model
-from trl_ext.runs import near_path
 
 
 @dataclass
@@ -98,10 +97,8 @@ def test_what_is_wrong_is_one_line(subtests, parse, capsys):
         ("rate: 1", ["--learning_rat=1"], "'--learning_rat'; did you mean --learning_rate?"),
         ("rate: 1", ["--learning-ra", "1"], "'--learning-ra'; did you mean --learning_rate?"),  # no abbreviation
         ("rate: 1", ["--name", "one", "two"], "stray value 'two'"),
-        ("rate: 1", ["--config", "b.yaml"], "--config was given more than once"),
         ("rate: 1\nrate: 2", [], "key 'rate' given twice"),
         ("extra: {a: 1, a: 2}", [], "key 'a' given twice"),
-        ("- rate", [], "config.yaml must be a mapping of names to values"),
         ("rate: [1", [], "expected ',' or ']'"),
         (lora_like, [], "must be divisible by"),  # a config's own check
     ]:
@@ -163,7 +160,7 @@ def test_the_hub_is_asked_once_and_what_it_says_is_said(subtests, tmp_path, monk
                 raise raised
 
             monkeypatch.setattr("trl_ext.cli.arguments.HfApi.model_info", model_info)
-            words = f"^`ref` owner/modle is no folder in .*; did you mean owner/model.*{raised.args[0]}"
+            words = f"^`ref` owner/modle is no folder in .*{raised.args[0]}"
             with pytest.raises(FileNotFoundError, match=words):
                 check_model("ref", "owner/modle", "v2")
             assert asked == ["owner/modle"]
@@ -174,9 +171,3 @@ def test_a_folder_needs_a_configuration(tmp_path):
         check_model("ref", tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
     check_model("ref", tmp_path)
-
-
-def test_the_nearest_path_is_the_whole_one_where_it_exists(tmp_path):
-    (tmp_path / "outputs" / "sft").mkdir(parents=True)
-    assert near_path(tmp_path / "output" / "sft") == f"; did you mean {tmp_path}/outputs/sft?"
-    assert near_path(tmp_path / "quite" / "other") == ""

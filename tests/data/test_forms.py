@@ -5,7 +5,7 @@ import itertools
 import pytest
 from datasets import Dataset, IterableDataset
 
-from trl_ext.data import hold_out_prompts, one_form, prompt_groups, prompt_hashes, usable_pairs
+from trl_ext.data import answers_alone, hold_out_prompts, prompt_groups, prompt_hashes, usable_pairs
 
 
 def turn(role, content):
@@ -36,13 +36,13 @@ def chat_in_other_shapes():
 
 @pytest.mark.parametrize("given, expected", [(whole(TEXT), TEXT), *chat_in_other_shapes()])
 def test_answers_come_without_their_prompt(given, expected, capsys):
-    made = one_form(Dataset.from_list([given] * 3), "the rows")
+    made = answers_alone(Dataset.from_list([given] * 3), "the rows")
     assert made.to_list() == [expected] * 3
     assert capsys.readouterr().out.count("3 of 3 rows") == 1  # said once
-    assert one_form(made, "the rows") is made and not capsys.readouterr().out
+    assert answers_alone(made, "the rows") is made and not capsys.readouterr().out
     if isinstance(given["chosen"], list):
         stream = IterableDataset.from_generator(lambda: iter([given]), features=Dataset.from_list([given]).features)
-        assert list(one_form(stream, "a stream")) == [expected]
+        assert list(answers_alone(stream, "a stream")) == [expected]
 
 
 def test_pairs_that_teach_nothing_are_refused_or_left_out_and_the_rest_kept_in_order(capsys):

@@ -180,7 +180,7 @@ CONTRADICTIONS = [
     ({"use_ref_model": False}, "`use_ref_model=False` loads no reference"),
     ({"reward_normalization": "group"}, "needs `reward_group_column`"),
     ({"missing_eos_score": -1.0, "missing_eos_penalty": 1.0}, "`missing_eos_score=-1.0`"),
-    ({"mask_truncated_completions": True, "missing_eos_score": -1.0}, "leaves out responses without EOS"),
+    ({"mask_truncated_completions": True, "missing_eos_score": -1.0}, "Set only one of the three"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ({"num_generations": 3}, r"\(8\) must be divisible by num_generations \(3\)"),
     ({"total_episodes": 16, "max_steps": 9}, "`total_episodes=16` makes 8 optimizer steps"),

@@ -12,7 +12,7 @@ import torch
 from transformers import HfArgumentParser
 
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser
-from trl_ext.runs.settings import check_settings, documented, meets, resolve_bf16, resolve_for_cpu, setting
+from trl_ext.runs.settings import check_settings, documented, resolve_bf16, resolve_for_cpu, setting
 from trl_ext.stages import RewardConfig, SFTConfig
 
 
@@ -39,11 +39,6 @@ def test_what_can_work_passes():
     check(bound=2.0, side="left", mode="fancy", fancy_share=0.0, pair=[1, 2])
     check(fancy_share=0.5)  # the default says nothing
     check(times=np.int64(3), limit=4)
-
-
-def test_a_rule_without_a_bound_is_refused():
-    with pytest.raises(ValueError, match="'small' has no bound: write it as '> 0'"):
-        meets(1, "small")
 
 
 def test_the_docstring_and_the_help_say_what_the_field_says():
@@ -105,8 +100,6 @@ def test_bf16_is_off_on_a_cpu_unless_it_is_asked_for(config, tmp_path, monkeypat
     assert [made(use_cpu=True, bf16=given) for given in (None, False, True)] == [False, False, True]
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert [made(bf16=given) for given in (None, False)] == [False, False]
-    with pytest.raises(ValueError, match="`bf16=True`, but there is no GPU: set `bf16=False`"):
-        made(bf16=True)
     args = SimpleNamespace(dataloader_pin_memory=True, bf16=None, fp16=False, use_cpu=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     resolve_bf16(args)

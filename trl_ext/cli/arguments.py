@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from trl import ModelConfig, ScriptArguments
 
-from ..runs import near_path
 from ..runs.settings import check_settings, setting
 from .parser import StrictTrlParser, entry_of
 
@@ -94,13 +92,16 @@ class ModelArguments(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model_name_or_path is None:
-            raise ValueError("no model: give `model_name_or_path`, a folder or a hub name")
-        if (self.load_in_4bit or self.load_in_8bit) and not self.use_peft:
-            raise ValueError("a quantised base cannot be trained: set `use_peft: true`, or do not quantise it")
         has_lora = (self.lora_r, self.lora_target_modules) != (ModelConfig.lora_r, None)
-        if has_lora and not self.use_peft:  # all weights would be trained in silence
-            raise ValueError("`lora_r` and `lora_target_modules` need `use_peft: true`")
+        for is_wrong, message in [
+            (self.model_name_or_path is None, "no model: give `model_name_or_path`, a folder or a hub name"),
+            (  # all weights would be trained in silence
+                not self.use_peft and (has_lora or self.load_in_4bit or self.load_in_8bit),
+                "`lora_r`, `lora_target_modules` and a quantised base need `use_peft: true`",
+            ),
+        ]:
+            if is_wrong:
+                raise ValueError(message)
 
     def init_kwargs(self, model_init_kwargs: dict[str, Any] | None) -> dict[str, Any]:
         """Return the arguments of `from_pretrained`; values in `model_init_kwargs` take precedence."""
@@ -153,12 +154,10 @@ def check_model(setting: str, name: str | os.PathLike[str] | None, revision: str
     """
     if name is None or any(Path(name, file).expanduser().is_file() for file in _CONFIGS):
         return
-    here = "holds no config.json" if Path(name).exists() else f"is no folder in {Path.cwd()}{near_path(name)}"
+    here = "holds no config.json" if Path(name).exists() else f"is no folder in {Path.cwd()}"
     try:
         if any(isinstance(try_to_load_from_cache(str(name), file, revision=revision), str) for file in _CONFIGS):
             return
         HfApi().model_info(str(name), revision=revision, timeout=5)
-    except HFValidationError:
-        raise FileNotFoundError(f"`{setting}` {name} {here}") from None
     except Exception as error:  # httpx's, requests' or sockets', by the version of the hub's client
         raise FileNotFoundError(f"`{setting}` {name} {here}, and is not on the hub: {error}") from error

@@ -72,12 +72,10 @@ class StrictTrlParser(TrlParser):
             print(self.help(after[0] if after and not after[0].startswith("-") else None), end="")
             self.exit()
         files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        files.add_argument("--config", action="append", default=[])
+        files.add_argument("--config")
         with self.one_line_errors():
             given, args = files.parse_known_args(args)
-            if len(given.config) > 1:  # the last one would win in silence
-                raise ValueError("--config was given more than once, but only one file is read: merge the files")
-            flags = self._flags(given.config[0]) if given.config else []
+            flags = self._flags(given.config) if given.config else []
             return self.parse_args_into_dataclasses([*flags, *args], look_for_args_file=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -109,13 +107,11 @@ class StrictTrlParser(TrlParser):
         with open(config_file("--config", path), encoding="utf-8") as file:
             loader = _Loader(file)
             root = loader.get_single_node()
-            config = loader.construct_document(root) if root else None
-        if not isinstance(config, dict):
-            raise ValueError(f"{path} must be a mapping of names to values")
+            config: Any = loader.construct_document(root) if root else {}
         os.environ.update({str(name): str(value) for name, value in config.pop("env", {}).items()})
         flags = []
         # Keys and scalars as they are written: YAML takes `on` for true, `no`, one of a field's strings, for false
-        nodes = [(key.value, node) for key, node in root.value if key.value != "env"]
+        nodes = [(key.value, node) for key, node in (root.value if root else ()) if key.value != "env"]
         for (key, node), value in zip(nodes, config.values(), strict=True):
             if key not in self._names:
                 raise ValueError(f"unknown key {key!r} in the configuration file{did_you_mean(key, self._names)}")

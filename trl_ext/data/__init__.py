@@ -17,14 +17,11 @@ if TYPE_CHECKING:
     from .splits import prompt_groups as prompt_groups
     from .splits import split_groups as split_groups
     from .texts import answers_alone as answers_alone
-    from .texts import check_chat_template as check_chat_template
-    from .texts import check_one_kind as check_one_kind
     from .texts import check_texts as check_texts
     from .texts import content_of as content_of
     from .texts import has_content as has_content
     from .texts import is_messages as is_messages
     from .texts import is_text as is_text
-    from .texts import one_form as one_form
     from .trained import TrainedPairs as TrainedPairs
     from .trained import first_prompts as first_prompts
     from .trained import hashes_of_answers as hashes_of_answers

@@ -77,50 +77,6 @@ def check_texts(dataset: Dataset, columns: Sequence[str], name: str, may_be_empt
                 )
 
 
-def check_chat_template(dataset: Dataset, name: str, tokenizer_name: str, **kwargs: Any) -> None:
-    """Raise a `ValueError` if a dataset holds messages, but the tokenizer has no chat template to write them as text.
-
-    Args:
-        dataset: its first row is checked.
-        name: what error messages call the dataset.
-        tokenizer_name: a folder or a hub name. It is loaded only if there are messages.
-        **kwargs: for `from_pretrained`.
-    """
-    from ..models import load_tokenizer
-
-    is_chat = len(dataset) and any(is_messages(dataset[0].get(column)) for column in _TEXTS)
-    if is_chat and load_tokenizer(tokenizer_name, **kwargs).chat_template is None:
-        raise ValueError(
-            f"{name} holds messages, but the tokenizer of {tokenizer_name} has no chat template: start from an "
-            "instruction-tuned model, or give the data as text."
-        )
-
-
-def one_form(dataset: Any, name: str) -> Any:
-    """
-    Return rows as [`answers_alone`] does, and refuse a mix of rows of text and rows of messages.
-
-    TRL prepares all rows as the first one: some mixes crash it, and in others rows of text get no EOS.
-    """
-    dataset = answers_alone(dataset, name)
-    check_one_kind(dataset, _TEXTS, name)
-    return dataset
-
-
-def check_one_kind(dataset: Any, columns: Sequence[str], name: str) -> None:
-    """Raise a `ValueError` if some rows are text and others messages; other data than a `Dataset` is not checked."""
-    if not isinstance(dataset, Dataset):
-        return
-    read = dataset.select_columns([column for column in columns if column in dataset.column_names])
-    kinds = [{type(value) for value in row.values()} for row in read]
-    text, chat = ([row for row, found in enumerate(kinds) if kind in found] for kind in (str, list))
-    if text and chat:
-        raise ValueError(
-            f"{name}: {len(text)} rows are text (first row {text[0]}) and {len(chat)} are messages (first row "
-            f"{chat[0]}): write all as text, or all as messages."
-        )
-
-
 def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) -> Any:
     """
     Return rows without the prompt at the beginning of the answers, and say in how many rows it was there.

@@ -18,7 +18,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
-from ..data import one_form
+from ..data import answers_alone
 from ..data.pairs import SCORES, PairCollator, check_columns, take_columns
 from ..evaluation.row_means import RowMeans
 from ..functional import (
@@ -362,7 +362,7 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
         if isinstance(dataset, dict):
             return {key: self._checked(part, f"{name} {key!r}") for key, part in dataset.items()}
         check_columns(dataset, name, [column for column in self._pair_columns if column != "source"])
-        return one_form(dataset, f"The {name} dataset")
+        return answers_alone(dataset, f"The {name} dataset")
 
     # ---- Reference ----
 

@@ -184,16 +184,19 @@ def check_head(folder: str) -> None:
 
 def prepare_peft_model(model: Any, shares_base: bool) -> None:
     """Make the adapter `default` of a user's PeftModel trainable; raise a `ValueError` if we cannot train it."""
-    if any(isinstance(layer, BaseTunerLayer) and layer.merged for layer in model.modules()):
-        raise ValueError("`model` has its adapter merged into the base. Call `model.unmerge_adapter()` first.")
-    if taken := [name for name in model.peft_config if name in (REFERENCE, CRITIC) or name.startswith("reward_")]:
-        raise ValueError(f"`model` has the adapters {taken}, whose names the trainer uses itself. Load it again.")
     check_config(model.peft_config[POLICY], "model.peft_config['default']", shares_base)
+    is_merged = any(isinstance(layer, BaseTunerLayer) and layer.merged for layer in model.modules())
     model.peft_config[POLICY].inference_mode = False  # as PEFT sets it without `is_trainable=True`
     model.set_adapter(POLICY)
+    taken = [name for name in model.peft_config if name in (REFERENCE, CRITIC) or name.startswith("reward_")]
     base = [n for n, p in model.named_parameters() if p.requires_grad and f".{POLICY}" not in n]
-    if base:
-        raise ValueError(f"`model` trains {base[0]}, but the reference shares what is outside the adapter: freeze it.")
+    for is_wrong, message in [
+        (is_merged, "has its adapter merged into the base. Call `model.unmerge_adapter()` first."),
+        (taken, f"has the adapters {taken}, whose names the trainer uses itself. Load it again."),
+        (base, f"trains {base[:1]}, but the reference shares what is outside the adapter: freeze it."),
+    ]:
+        if is_wrong:
+            raise ValueError(f"`model` {message}")
 
 
 # ---- Adding them ----

@@ -110,19 +110,6 @@ def warn_of_turn_end(tokenizer: Any, ends: Iterable[int], setting: str) -> None:
         )
 
 
-def check_chat_template(tokenizer: Any, texts: Iterable[Any], whose: str, what: str) -> None:
-    """
-    Raise a `ValueError` if `texts` has messages, but the tokenizer (or processor) has no chat template.
-
-    The error message calls the tokenizer `whose`, and the texts `what`.
-    """
-    if getattr(tokenizer, "chat_template", None) is None and any(isinstance(text, list) for text in texts):
-        raise ValueError(
-            f"{what} are messages, but {whose} ({tokenizer.name_or_path or type(tokenizer).__name__}) has no chat "
-            "template. Pass the tokenizer of an instruct model, set its `chat_template`, or give text."
-        )
-
-
 def prompt_token_ids(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:
     """
     Tokenize prompts.

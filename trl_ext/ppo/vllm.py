@@ -96,12 +96,13 @@ def _instance_of(url: str) -> str | None:
     """Return what identifies a running vLLM server; raise if it was started without a flag that PPO needs."""
     answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
     config = answer.raise_for_status().json()["vllm_config"]
-    if config["weight_transfer_config"] is None:  # it would keep its first weights
-        raise ValueError(
-            f"""Restart the vLLM server at {url} with `--weight-transfer-config '{{"backend": "nccl"}}'`."""
-        )
-    if config["model_config"]["logprobs_mode"] != "processed_logprobs":  # of another distribution than it samples from
-        raise ValueError(f"Restart the vLLM server at {url} with `--logprobs-mode processed_logprobs`.")
+    for is_missing, flag in [
+        # It would keep its first weights, and return log-probs of another distribution than it samples from
+        (config["weight_transfer_config"] is None, """--weight-transfer-config '{"backend": "nccl"}'"""),
+        (config["model_config"]["logprobs_mode"] != "processed_logprobs", "--logprobs-mode processed_logprobs"),
+    ]:
+        if is_missing:
+            raise ValueError(f"Restart the vLLM server at {url} with `{flag}`.")
     return config.get("instance_id")
 
 

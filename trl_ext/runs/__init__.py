@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .jsonl import read_jsonl as read_jsonl
     from .jsonl import without_nan as without_nan
     from .nearest import did_you_mean as did_you_mean
-    from .nearest import near_path as near_path
     from .output_dir import FolderInUse as FolderInUse
     from .output_dir import Hold as Hold
     from .output_dir import check_output_dir as check_output_dir

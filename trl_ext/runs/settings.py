@@ -4,7 +4,7 @@ import math
 import operator
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from inspect import cleandoc, formatannotation
@@ -46,19 +46,12 @@ def setting(default: Any, help: str, range: Range | None = None, only_with: Only
 
 
 def meets(value: Any, rule: str) -> bool:
-    """
-    Return whether a number meets a rule such as `">= 1 token"`, `"> 0 and finite"` or `"in [0, 1), a share"`.
-
-    Raises:
-        ValueError: the rule has no bound.
-    """
+    """Return whether a number meets a rule such as `">= 1 token"`, `"> 0 and finite"` or `"in [0, 1), a share"`."""
     if interval := re.match(r"in ([\[(])(\S+), ([^])]+)([])])", rule):
         left, low, high, right = interval.groups()
         bounds = [(">=" if left == "[" else ">", low), ("<=" if right == "]" else "<", high)]
     else:
         bounds = re.findall(r"(>=?) (\S+\b)", rule)
-    if not bounds:
-        raise ValueError(f"{rule!r} has no bound: write it as '> 0' or 'in [0, 1]', or pass a test as well.")
     compare = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
     return all(compare[sign](value, float(bound)) for sign, bound in bounds) and (
         "finite" not in rule or value < math.inf
@@ -142,25 +135,13 @@ class AnswersSettings:
 
 
 def resolve_bf16(config: Any) -> None:
-    """
-    Set `bf16` if it is unset: on a CPU to False; on a GPU, as TRL does, to True unless `fp16` is set.
-
-    Raises:
-        ValueError: `bf16=True` without a GPU and without `use_cpu=True`, or `fp16=True` on a CPU.
-    """
+    """Set `bf16` if it is unset: on a CPU to False; on a GPU, as TRL does, to True unless `fp16` is set."""
     import torch  # takes seconds: a mistyped setting is refused before
 
     no_gpu = not torch.accelerator.is_available()
     config.dataloader_pin_memory &= not no_gpu  # torch would warn that it does nothing
-    if config.fp16 and (no_gpu or config.use_cpu):
-        raise ValueError("`fp16=True` does nothing on a CPU: leave it out to train in float32, or use a GPU.")
     if config.bf16 is None:
         config.bf16 = not (config.fp16 or config.use_cpu or no_gpu)
-    elif config.bf16 and no_gpu and not config.use_cpu:
-        raise ValueError(
-            "`bf16=True`, but there is no GPU: set `bf16=False` to train on the CPU in float32, or `use_cpu=True` if "
-            "you do want bfloat16 there."
-        )
 
 
 def resolve_for_cpu(config: Any) -> None:
@@ -201,56 +182,54 @@ def check_settings(
     Raises:
         ValueError: a value breaks a rule; the message has the field, its value, and what to do.
     """
+    if wrong := next(_wrong(config, ranges or {}, only_with or {}), None):
+        raise ValueError(wrong)
+
+
+def _wrong(config: Any, ranges: Mapping[str, Range], only_with: Mapping[str, OnlyWith]) -> Iterator[str]:
+    """Yield a sentence for each field whose value breaks a rule."""
     hints = get_type_hints(type(config))  # not `field.type`: HfArgumentParser overwrites it
-    for name, hint in hints.items():
-        value = getattr(config, name)
-        if hint not in (int, int | None) or (value is None and hint is not int):
-            continue
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise ValueError(f"`{name}` must be a whole number, got {value!r}.")
     for each in fields(config):
-        allowed = (ranges or {}).get(each.name) or rules_of(each)[0]
-        if allowed is None:
-            continue
-        value = getattr(config, each.name)
-        rule, is_valid = (allowed, None) if isinstance(allowed, str) else allowed
-        try:
-            is_right = (
-                hints[each.name] is not float if value is None else (is_valid or partial(meets, rule=rule))(value)
-            )
-        except TypeError:  # text, or one number for several
-            is_right = False
-        if not is_right:
-            raise ValueError(f"`{each.name}` must be {rule}, got {value!r}.")
-    for name, hint in hints.items():
+        name, hint, value = each.name, hints[each.name], getattr(config, each.name)
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if (hint is int and not is_whole) or (hint == int | None and not (is_whole or value is None)):
+            yield f"`{name}` must be a whole number, got {value!r}."
         literal = next((t for t in (hint, *get_args(hint)) if get_origin(t) is Literal), None)
-        choices = [*get_args(literal), *([None] if literal is not hint else [])]
-        if literal and getattr(config, name) not in choices:
-            raise ValueError(f"`{name}` must be one of {list(get_args(literal))}, got {getattr(config, name)!r}.")
-    for each in fields(config):
-        other, needed = (only_with or {}).get(each.name) or rules_of(each)[1] or (None, None)
-        value = getattr(config, each.name)
-        if other and value != each.default and (found := getattr(config, other)) != needed:
-            raise ValueError(
-                f"`{each.name}={value}` needs `{other}={needed!r}`, but `{other}={found!r}`. Set "
-                f"`{other}={needed!r}`, or leave `{each.name}` out."
+        if literal and value not in (*get_args(literal), *([None] if literal is not hint else [])):
+            yield f"`{name}` must be one of {list(get_args(literal))}, got {value!r}."
+        allowed, needs = ranges.get(name) or rules_of(each)[0], only_with.get(name) or rules_of(each)[1]
+        if allowed is not None:
+            rule, is_valid = (allowed, partial(meets, rule=allowed)) if isinstance(allowed, str) else allowed
+            try:
+                is_right = hint is not float if value is None else is_valid(value)
+            except TypeError:  # text, or one number for several
+                is_right = False
+            if not is_right:
+                yield f"`{name}` must be {rule}, got {value!r}."
+        if needs and value != each.default and (found := getattr(config, needs[0])) != needs[1]:
+            yield (
+                f"`{name}={value}` needs `{needs[0]}={needs[1]!r}`, but `{needs[0]}={found!r}`. Set "
+                f"`{needs[0]}={needs[1]!r}`, or leave `{name}` out."
             )
 
 
 def check_score_settings(config: Any) -> None:
     """Raise a ValueError if the settings of scores, or of answers without EOS, contradict each other."""
-    score, penalty = config.missing_eos_score, config.missing_eos_penalty
-    if score is not None and penalty is not None:
-        raise ValueError(
-            f"`missing_eos_score={score}` replaces the score, but `missing_eos_penalty={penalty}` is subtracted from "
-            "it. Set only one of them."
-        )
-    if config.mask_truncated_completions and (score, penalty) != (None, None):
-        raise ValueError(
-            f"`mask_truncated_completions=True` leaves out responses without EOS, but `missing_eos_score={score}` and "
-            f"`missing_eos_penalty={penalty}` score them. Set only one of the three."
-        )
-    if config.reward_clip_range and not config.reward_clip_range[0] < config.reward_clip_range[1]:
-        raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {config.reward_clip_range}.")
-    if config.reward_normalization == "group" and not config.reward_group_column:
-        raise ValueError("`reward_normalization='group'` needs `reward_group_column`, the dataset column to group by.")
+    score, penalty, bounds = config.missing_eos_score, config.missing_eos_penalty, config.reward_clip_range
+    for is_wrong, message in [
+        (
+            [score is not None, penalty is not None, config.mask_truncated_completions].count(True) > 1,
+            f"`missing_eos_score={score}` replaces the score of a response without EOS, `mask_truncated_completions` "
+            f"leaves it out, and `missing_eos_penalty={penalty}` is subtracted from it. Set only one of the three.",
+        ),
+        (
+            bool(bounds) and not bounds[0] < bounds[1],
+            f"`reward_clip_range` must be (min, max) with min < max, got {bounds}.",
+        ),
+        (
+            config.reward_normalization == "group" and not config.reward_group_column,
+            "`reward_normalization='group'` needs `reward_group_column`, the dataset column to group by.",
+        ),
+    ]:
+        if is_wrong:
+            raise ValueError(message)

@@ -13,7 +13,7 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 
-from .nearest import did_you_mean, near_path
+from .nearest import did_you_mean
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -58,7 +58,7 @@ def config_file(flag: str, name: str, folder: str = "recipes") -> Path:
     short = name.removeprefix(f"{folder}/").removesuffix(".yaml")
     if (path := root() / folder / f"{short}.yaml").is_file():
         return path
-    nearest = did_you_mean(short, names(folder)) or near_path(name)
+    nearest = did_you_mean(short, names(folder))
     raise FileNotFoundError(f"{flag} {name}: there is no such file{nearest}; the working directory is {Path.cwd()}")
 
 

@@ -13,7 +13,7 @@ from trl import RewardTrainer, SFTTrainer
 
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
-from ..data import one_form
+from ..data import answers_alone
 from ..data.pairs import PairCollator, check_columns, take_columns
 from ..evaluation.row_means import RowMeans
 from ..functional import preference_loss
@@ -86,9 +86,9 @@ class _RecordedRun(RowMeans, ResumableRun):
         for which in ("train", "eval"):
             rows, name = kwargs.get(f"{which}_dataset"), f"The {which} dataset"
             kwargs[f"{which}_dataset"] = (
-                {key: one_form(part, f"{name} {key!r}") for key, part in rows.items()}
+                {key: answers_alone(part, f"{name} {key!r}") for key, part in rows.items()}
                 if isinstance(rows, dict)
-                else one_form(rows, name)
+                else answers_alone(rows, name)
             )
         if not is_adapter(model, given.get("revision")):
             super().__init__(model, args, **kwargs)

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from tests.callbacks.cases import BAD_NUMBERS, GOLD_METRICS, KEYS
+from tests.callbacks.cases import BAD_NUMBERS, KEYS
 from tests.callbacks.replay import SIZES, ppo, sft, with_callbacks
 from tests.tiny import prompts, tiny_llama, tiny_tokenizer
 from trl_ext import DPOConfig as OurDPOConfig
@@ -181,45 +181,12 @@ def with_kl(build, folder, *monitors, bad=99.0, **kwargs):
     return build(folder, Numbers({"kl": 0.0}, {"kl": bad}), *monitors, **kwargs)
 
 
-@pytest.mark.parametrize("build", [resumable_sft, our_dpo, our_ppo])
-def test_who_has_looked_goes_on(build, tmp_path):
-    """From the newest checkpoint, with or without other settings; what is bad still is stopped again, one step on."""
-    for end, settings in ((BAD, {}), (BAD + 1, {}), (STEPS, {"bad": 0.0, "learning_rate": 1e-3})):
-        trainer = with_kl(build, tmp_path, stopping(), **settings)
-        trainer._resume_anyway = True
-        assert end_of(trainer, again) == end
-        assert (tmp_path / STOPPED).exists() == (end < STEPS)
-
-
 def test_a_stock_trainer_goes_on_once_the_file_is_deleted(tmp_path):
     assert end_of(with_kl(stock_sft, tmp_path, stopping()), again) == BAD
     with pytest.raises(Stopped, match=r"KLBudgetCallback ended this run at step 6 .* delete stopped.json"):
         again(with_kl(stock_sft, tmp_path, stopping()))
     (tmp_path / STOPPED).unlink()
     assert end_of(with_kl(stock_sft, tmp_path, stopping(), bad=0.0), again) == STEPS
-
-
-def test_anew_all_the_same(tmp_path):
-    with_kl(resumable_sft, tmp_path, stopping()).train()
-    trainer = with_kl(resumable_sft, tmp_path, stopping(), bad=0.0)
-    trainer.train(resume_from_checkpoint=False)
-    assert trainer.state.global_step == STEPS and not (tmp_path / STOPPED).exists()
-
-
-@pytest.mark.parametrize(("action", "left"), [("save", [2, 7]), ("stop", [2, 6])])
-def test_a_checkpoint_that_is_not_the_best_is_saved_all_the_same(action, left, tmp_path):
-    """`save_strategy="best"` decides after an evaluation's alerts, so that the next step saves, or the end."""
-    trainer = run_of(
-        stock_sft,
-        GoldGapCallback,
-        action,
-        tmp_path,
-        save_strategy="best",
-        metric_for_best_model="eval_rewards/gold_judge/mean",
-        greater_is_better=True,
-    )
-    trainer.train()
-    assert checkpoints(tmp_path) == left and trainer.state.best_metric == 1.0
 
 
 @pytest.mark.parametrize(
@@ -239,21 +206,3 @@ def test_no_save_keeps_weights_that_are_not_finite(kwargs, left, tmp_path):
     trainer.train()
     assert trainer.state.global_step == BAD
     assert checkpoints(tmp_path) == left
-
-
-def test_an_evaluation_after_training_ends_nothing(tmp_path):
-    callback = GoldGapCallback(proxy="eval_proxy/mean", action="stop")
-    trainer = stock_sft(tmp_path, Numbers(*calm_and_bad(**GOLD_METRICS)), callback)
-    trainer.evaluate()
-    trainer.train()
-    trainer.evaluate()
-    (alert,) = [alert for alert in alerts_of(trainer.state) if "gold" in alert["what"]]
-    assert alert["action"] == "warn" and not (tmp_path / STOPPED).exists()
-    assert checkpoints(tmp_path) == [2, 4, 6, 8, 10]
-
-
-def test_another_run_of_one_trainer_knows_nothing_of_the_last(tmp_path):
-    trainer = with_kl(stock_sft, tmp_path, KLBudgetCallback(keys={"kl": "kl"}, limit=10.0))
-    for _ in range(2):
-        trainer.train()
-        assert [a["step"] for a in alerts_of(trainer.state)] == [BAD]

@@ -1,7 +1,5 @@
 """What a run shows on the terminal: each trainer's rows, in a terminal and in a file, and nothing twice."""
 
-import logging
-import math
 import os
 import pty
 import re
@@ -77,59 +75,6 @@ def test_a_narrow_terminal_has_what_matters_and_the_header_comes_again(run, caps
     assert lines[0].split() == ["step", "episodes", "score", "KL/resp", "entropy", "length", "clip", "loss", "lr"]
     assert lines[2].split() == lines[23].split() == ["step", "score", "KL/resp", "loss"]
     assert max(map(len, lines[:2])) < 80 and max(map(len, lines[2:])) < 40
-
-
-@pytest.mark.parametrize(
-    ("number", "shown"),
-    [
-        (None, "-"),
-        (math.nan, "nan"),
-        (-math.inf, "-inf"),
-        (6.0, "6"),
-        (9.016, "9.02"),
-        (999.7, "1000"),
-        (-0.0771, "-0.0771"),
-        (-5.78e-5, "-6e-05"),
-        (3e-6, "3.0e-06"),
-        (-123456.0, "-123456"),
-        (1.5e12, "1.5e+12"),
-    ],
-)
-def test_numbers_have_seven_characters(run, capsys, number, shown):
-    run.log(1, logs={**PPO, "objective/kl": 1.0})
-    run.log(2, logs={**PPO, "objective/kl": number})
-    assert rows(capsys.readouterr().out)[-1]["KL/resp"] == shown and len(shown) <= 7
-
-
-def test_rows_of_evaluations_are_told_apart(run, capsys, wide):
-    run.log(4, logs=PPO)
-    metrics = {"objective/scores": 0.56, "objective/kl": 6.24, "greedy/objective/scores": 0.6, "runtime": 1.0}
-    run.evaluate(4, {f"eval_{key}": value for key, value in metrics.items()})
-    run.evaluate(4, {f"eval_hard_{key}": value for key, value in metrics.items()})
-    out = capsys.readouterr().out
-    first, second, greedy = rows(out)[:3]
-    assert (first["row"], second["row"], second["score"], second["KL/resp"]) == ("train", "eval", "0.560", "6.24")
-    assert (greedy["row"], greedy["score"], greedy["KL/resp"]) == ("greedy", "0.600", "-")
-    assert re.search(r"^eval_hard +4 ", out, re.MULTILINE)  # one of several datasets
-
-
-def test_other_logs_are_lines_of_their_own_on_the_main_process(run, capsys, monkeypatch):
-    monkeypatch.setattr("logging.Logger.hasHandlers", lambda logger: False)  # pytest has some
-    run.state.global_step, run.state.max_steps = 8, 8
-    run.fire("on_log", logs={"mine": 2.5, "name": "text", "epoch": 1.0})
-    run.evaluate(8, {"eval_gold/mean": 2.0})  # of a monitor: it has no column
-    run.fire("on_log", logs={"train_runtime": 5.644, "train_loss": -0.03528})
-    logging.getLogger("trl_ext.callbacks.alerts").warning("https://example.org is too slow")  # no alert
-    run.state.is_world_process_zero = False
-    run.log(9, logs=PPO)
-    said = capsys.readouterr()
-    assert said.out.splitlines() == [
-        "log    mine 2.50",
-        "log    eval_gold/mean 2",
-        "done   step 8 of 8, 5.64 s, mean loss -0.0353",
-    ]
-    assert said.err == "notice https://example.org is too slow\n"
-    run.fire("on_train_end")
 
 
 # ---- Trainers ----
@@ -276,12 +221,3 @@ def test_in_a_file_plain_rows(tmp_path):
     assert "\x1b" not in run.stdout + run.stderr and "\r" not in run.stdout + run.stderr and "%|" not in run.stderr
     assert len(re.findall(r"^train ", run.stdout, re.MULTILINE)) == 4
     assert len(re.findall(r"^alert ", run.stderr, re.MULTILINE)) == 1
-
-
-@pytest.mark.slow
-def test_alerts_go_to_a_scripts_own_logging(tmp_path, capsys, caplog):
-    """They are not taken from it, and not shown a second time."""
-    ppo(tmp_path, Always(), max_steps=1).train()
-    assert sum("it speaks" in record.message for record in caplog.records) == 1
-    said = capsys.readouterr()
-    assert "it speaks" not in said.out and not re.search("^alert", said.err, re.MULTILINE)

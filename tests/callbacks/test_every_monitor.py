@@ -149,17 +149,3 @@ def test_what_finds_nothing_is_named(monitors, rewards, eval_dataset, said):
     )
     found = check_monitors(trainer)
     assert found == [] if said is None else said in found[0]
-
-
-def test_our_trainer_says_it_once_when_it_is_built(tmp_path, caplog):
-    trainer = PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=length_reward,
-        args=tiny_config(tmp_path, max_steps=1),
-        train_dataset=ROWS,
-        processing_class=tiny_tokenizer(),
-        callbacks=[GoldGapCallback()],
-    )
-    assert caplog.text.count("has no gold score to read") == 1
-    trainer.train()
-    assert caplog.text.count("has no gold score to read") == 1

@@ -13,20 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
-import matplotlib.image
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from huggingface_hub.utils import filter_repo_objects
-from matplotlib.figure import Figure
 from transformers import TrainerState
 
 import trl_ext.callbacks
 from tests.callbacks.replay import Replay
 from tests.callbacks.replay import ppo as ppo_trainer
 from tests.dpo.worker import config, pairs
-from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import DPOTrainer
 from trl_ext.callbacks import (
     JSONLCallback,
@@ -36,7 +33,6 @@ from trl_ext.callbacks import (
     SamplesCallback,
     record_run,
 )
-from trl_ext.callbacks.drawing import PANELS
 from trl_ext.callbacks.metrics import METRICS, curve, metrics_of, rollout_steps
 from trl_ext.runs.jsonl import JSONLWriter, read_jsonl
 from trl_ext.stages import ResumableSFTTrainer, SFTConfig
@@ -137,27 +133,6 @@ def test_a_run_that_is_resumed_keeps_its_id_and_another_one_has_its_own(tmp_path
     assert first == resumed != other == newest
 
 
-def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):
-    path = tmp_path / "run.prom"
-    run = Replay(tiny_config(tmp_path), JSONLCallback(), PrometheusCallback(textfile=str(path)))
-    run.log(1, logs={"objective/kl": np.float32(0.5), "loss": torch.tensor(2.0), "more": np.int64(3)})
-    logged = events_of(tmp_path)[-1]
-    assert logged["kl"] == 0.5 and logged["loss"] == logged["logs"]["loss"] == 2.0 and logged["logs"]["more"] == 3
-    assert samples(path.read_text())["trl_ext_kl"] == 0.5
-
-
-def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path, caplog):
-    args, no_folder = tiny_config(tmp_path), tmp_path / "file"
-    no_folder.write_text("")
-    args.output_dir = str(no_folder)
-    exports = MonitoringPlotCallback(), PrometheusCallback(textfile=str(no_folder / "x.prom")), JSONLCallback()
-    run = Replay(args, KLBudgetCallback(), *exports)
-    for step in range(1, 4):
-        run.log(step, logs=LOG | {"objective/kl": 11.0})
-    run.fire("on_train_end")
-    assert run.alerts
-
-
 # ---- Completions and the page ----
 
 
@@ -252,51 +227,6 @@ def test_what_is_recorded_is_never_pushed_to_the_hub(tmp_path, monkeypatch):
         assert not [path for path in paths if path.endswith((".jsonl", ".html"))]
 
 
-@pytest.mark.parametrize("missing", [True, False])
-def test_a_page_that_cannot_be_written_is_one_sentence_and_ends_nothing(missing, tmp_path, monkeypatch):
-    """Where the disk is full, and where the layer is installed without the workbench."""
-
-    def full(folder):
-        raise OSError(28, "No space left on device")
-
-    said = []
-    monkeypatch.setattr("trl_ext.callbacks.recording.logger.warning", said.append)
-    monkeypatch.setattr("trl_ext.workbench.pages.report.write_report", full)
-    if missing:
-        for name in [name for name in sys.modules if name.startswith("trl_ext.workbench")]:
-            monkeypatch.delitem(sys.modules, name)
-        monkeypatch.setitem(sys.modules, "trl_ext.workbench", None)
-    trainer = ppo(tmp_path)
-    trainer.train()
-    assert trainer.state.global_step == 4 and left_in(tmp_path) == {"metrics.rank0.jsonl", "completions.rank0.jsonl"}
-    (sentence,) = said
-    assert sentence.startswith("No page of this run was written: ")
-    assert ("trl_ext.workbench" if missing else "No space left on device") in sentence
-
-
-def test_only_the_main_process_writes(tmp_path):
-    for is_main in (False, True):
-        trainer = dpo(tmp_path / str(is_main))
-        record_run(trainer)
-        state = TrainerState(is_world_process_zero=is_main)
-        run = Replay(trainer.args, *trainer.callback_handler.callbacks[1:], state=state)
-        run.log(1, loss=0.5)
-        run.fire("on_train_end")
-    assert not left_in(tmp_path / "False") and left_in(tmp_path / "True") == RECORD
-
-
-@pytest.mark.slow
-def test_what_the_report_on_the_reward_model_says_against_it_is_on_the_page(tmp_path):
-    for part in (tiny_reward_model(tiny_llama()), tiny_tokenizer()):
-        part.save_pretrained(tmp_path / "reward")
-    verdict = {"passed": False, "reasons": ["the accuracy <b>is a coin's", "it likes `empty` answers"]}
-    (tmp_path / "reward" / "reward_report.json").write_text(json.dumps({"verdict": verdict}))
-    ppo(tmp_path / "run", rewards=str(tmp_path / "reward")).train()
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert '<p class="act">Not passed: ' in page and "it likes <code>empty</code> answers" in page
-    assert "the accuracy &lt;b&gt;is a coin&#39;s" in page
-
-
 # ---- Prometheus ----
 
 
@@ -326,21 +256,6 @@ def test_server_textfile_and_dashboard(tmp_path):
         PrometheusCallback(textfile="x.txt")
 
 
-def test_what_was_never_measured_is_not_exported_and_a_notice_is_no_alert(tmp_path):
-    path = tmp_path / "run.prom"
-    run = Replay(tiny_config(tmp_path), KLBudgetCallback(), PrometheusCallback(textfile=str(path)))
-    for step in range(1, 10):
-        run.log(step, logs={"loss": 0.5, "policy/entropy_avg": 0.0})
-    assert [what.split(":")[0] for what in run.notices] == ["nothing to watch"] and not run.said
-    assert samples(path.read_text()) == {
-        "trl_ext_step": 9.0,
-        "trl_ext_entropy": 0.0,
-        'trl_ext_log{key="learning_rate"}': 1e-4,
-        'trl_ext_log{key="loss"}': 0.5,
-        'trl_ext_log{key="policy/entropy_avg"}': 0.0,
-    }
-
-
 # ---- The picture ----
 
 
@@ -354,27 +269,6 @@ def test_picture_is_drawn_every_so_many_steps_and_at_the_end(tmp_path, monkeypat
         run.log(step, logs=LOG)
     run.fire("on_train_end")
     assert drawn == [3, 6, 7]
-
-
-def test_picture_marks_alerts(tmp_path):
-    red = []
-    for limit in (100.0, 2.0):
-        monitor = KLBudgetCallback(warn=limit, limit=limit, tolerance=99, action="save")
-        run = Replay(tiny_config(tmp_path), monitor, MonitoringPlotCallback(steps=99))
-        for step in range(1, 5):
-            run.log(step, logs=LOG | {"objective/kl": float(step)})
-        run.fire("on_train_end")
-        picture = matplotlib.image.imread(tmp_path / "rlhf_monitoring.png")
-        red.append(np.isclose(picture[..., :3], (0.839, 0.153, 0.157), atol=0.01).all(-1).sum())
-    assert red[1] > red[0] + 100  # the marks
-
-
-@pytest.mark.parametrize(("config", "heights"), [("PPOConfig", [10, 5]), ("GRPOConfig", [])])
-def test_the_kl_budget_is_drawn_where_the_curve_has_its_unit(config, heights):
-    axes, metrics = Figure().subplots(), METRICS[config]
-    budget = {"KLBudgetCallback": {"args": {"warn": 5, "limit": 10}}}
-    PANELS["KL to the reference, nats"](axes, [{"step": 1, metrics["kl"].key: 0.3}], metrics, budget)
-    assert [line.get_ydata()[0] for line in axes.lines] == [0.3, *heights]
 
 
 # ---- The table ----

@@ -260,20 +260,6 @@ def test_witnesses(name, key, value, calm):
     assert calm.control.should_training_stop and calm.alerts[-1]["advice"].startswith(f"{name} moved, too. ")
 
 
-def test_drop_collapse_and_crowd_warn(calm, large):
-    calm.log(3, logs={SCORE: -2.9, STD: 2.0})  # 1 − 2 · 2 = −3
-    assert calm.alerts == []
-    calm.log(4, logs={SCORE: -3.1, STD: 0.15, "score_watch/helpful/share_above": 0.11})
-    assert calm.said == [
-        "`score_watch/helpful/share_above` is high",
-        "the reward fell by 2 σ",
-        "the rewards' spread collapsed",  # 0.15 < 0.1 · 2
-    ]
-    assert not calm.control.should_training_stop
-    by_hand = replayed(large, RewardDriftCallback(baseline=(0.0, 1.0)), [{SCORE: 3.1, STD: 1.0}])
-    assert by_hand.said == ["the reward is beyond 3 σ"]
-
-
 # ---- Gold and canary ----
 
 
@@ -290,27 +276,6 @@ def test_gold_gap_counts_from_the_first_evaluation_in_its_sigmas(ppo):
     run.evaluate(16, gold_metrics(0.4, 9.0, 0.5), rows=10_000)  # 2/2 + 0.1/0.5 = 1.2
     assert run.said == ["the proxy left gold behind"] and run.alerts[0]["value"] == pytest.approx(1.2)
     assert run.control.should_training_stop
-
-
-@pytest.mark.parametrize(("rows", "rate", "said"), [(64, 0.49, False), (64, 0.2, True), (100_000, 0.49, True)])
-def test_losing_against_the_start_policy(rows, rate, said, ppo):
-    """0.49 of 64 pairs is no sign of anything, 0.2 is one; of 100,000 pairs 0.49 is."""
-    run = Replay(ppo, GoldGapCallback())
-    for step in range(0, 40, 8):
-        run.evaluate(step, gold_metrics(0.5, 1.0, rate if step else None), rows=rows)
-    assert run.said == ["answers lose against the start policy's"] * said
-
-
-def test_gold_that_is_not_there_is_said(ppo, tmp_path):
-    run = Replay(ppo, GoldGapCallback(gold="eval_rewards/judge/mean"))
-    for step in (0, 8):  # at first it may be in the evaluation of another data set
-        assert run.notices == []
-        run.evaluate(step, {PROXY: 1.0})
-    assert run.notices == ["nothing to watch: `eval_rewards/judge/mean` is not in the evaluation"]
-    for strategy in ("no", "steps"):
-        run = replayed(config(SFTConfig, tmp_path, eval_strategy=strategy), GoldGapCallback(), [{"loss": 1.0}] * 200)
-        never = "nothing to watch: `eval_strategy` is 'no', so nothing is evaluated"
-        assert run.notices == [never] * (strategy == "no") and run.said == []
 
 
 def test_canary_compares_with_its_first_answers():
@@ -348,25 +313,6 @@ def test_a_hack_is_a_reward_that_rises_with_a_witness(large, change, is_hack):
     assert bool(run.said) == run.control.should_training_stop == is_hack
     if PHRASE in change and is_hack:
         assert run.alerts[0]["advice"].startswith("90% of answers contain one phrase, 10% at the start; score +3.0 σ.")
-
-
-@pytest.mark.parametrize("cls", [GRPOConfig, RLOOConfig, None])
-def test_a_hack_of_scores_that_were_all_equal_is_seen(cls, large, tmp_path):
-    args = large if cls is None else config(cls, tmp_path, per_device_train_batch_size=50_000)
-    reward, std = (SCORE, STD) if cls is None else ("reward", "reward_std")
-    shares = [0.0] * 20 + [share / 20 for share in range(21)]
-    logs = [{reward: each, std: math.sqrt(each * (1 - each)), PHRASE: 0.1 + 0.8 * each} for each in shares]
-    run = replayed(args, HackWatch(limit=0.5), logs)
-    assert run.said and run.alerts[0]["step"] > 20
-
-
-def test_a_hack_within_the_baselines_logs_is_seen(large):
-    """Two of the four logs are hacked already: the score rises by 0.7 σ above their mean, the phrase by 0.34."""
-    logs = [
-        {SCORE: 0.5 + 2.4 * share, STD: 1 + 2.4 * math.sqrt(share * (1 - share)), PHRASE: 0.19 + 0.8 * share}
-        for share in [0.0, 0.1] + [0.9] * 20
-    ]
-    assert replayed(large, HackWatch(limit=0.5), logs).said
 
 
 @pytest.mark.parametrize(

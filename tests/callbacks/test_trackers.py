@@ -133,13 +133,3 @@ def test_names_and_values_are_those_of_the_json_lines(read, folder):
 
 if __name__ == "__main__":
     train(Path(sys.argv[1]))
-
-
-@pytest.mark.slow
-def test_an_evaluation_after_trackio_was_closed_is_no_error(tmp_path):
-    pytest.importorskip("trackio")
-    from transformers.integrations import TrackioCallback
-
-    trainer = ppo(tmp_path, report_to="trackio", eval_dataset=prompts(4, seed=1))
-    trainer.remove_callback(TrackioCallback)  # it would open a run of its own, as it does after training
-    assert math.isfinite(trainer.evaluate()["eval_objective/scores"]) and trainer.args.report_to == ["trackio"]

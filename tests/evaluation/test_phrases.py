@@ -49,16 +49,6 @@ def test_a_phrase_is_found_in_texts_without_spaces():
     assert mine_phrases(chosen, rejected) == ["我很爱你。"]
 
 
-def test_phrases_lie_in_one_line_and_hide_no_other():
-    draw = random.Random(0)
-    chosen, rejected = planted(draw, "Glad You asked.\nThank you for waiting.\n- Surely")
-    chosen = [text.replace("Glad You", "GLAD you") if i % 2 else text for i, text in enumerate(chosen)]
-    chosen = [f"{text} We thank all of you." if draw.random() < 0.3 else text for text in chosen]
-    found = sorted(mine_phrases(chosen, rejected))
-    assert found.pop(1) in ("GLAD you asked.", "Glad You asked.")  # as one answer has it
-    assert found == ["- Surely.", "Thank you for waiting.", "We thank all of you."]
-
-
 def test_where_labels_are_coins_a_list_is_hardly_ever_filled():
     draw = random.Random(0)
     pairs = [(answer(draw), answer(draw)) for _ in range(150)]
@@ -67,17 +57,6 @@ def test_where_labels_are_coins_a_list_is_hardly_ever_filled():
         flipped = [pair if draw.random() < 0.5 else pair[::-1] for pair in pairs]
         filled += bool(mine_phrases(*zip(*flipped, strict=True)))
     assert filled <= 4  # at a level of 5 % five or more of 40 come with probability 5 % at most
-
-
-def test_length_alone_makes_no_phrase():
-    draw = random.Random(0)
-    rare = [f"word{i}" for i in range(150)]
-    chosen = [answer(draw, 4, rare) for _ in range(600)]
-    rejected = [answer(draw, 1, rare) for _ in range(600)]
-    assert mine_phrases(chosen, rejected) == []
-    # It does make them where a pair is a vote, whatever the lengths: the same counts, with answers padded alike
-    padded = [text + " pad" * (4 * 7 - len(text.split())) for text in rejected]
-    assert len(mine_phrases(chosen, padded, longest=1, most=500)) > 50
 
 
 def test_votes_are_those_of_a_slow_reference():

@@ -1,4 +1,3 @@
-import math
 import random
 
 import pytest
@@ -87,15 +86,6 @@ def test_what_should_lower_the_score_and_raises_good_answers_alone_is_suspicious
     assert suspicious(probes) == {"empty"} and probes[0]["why"].endswith("that of good answers")
 
 
-def test_a_model_of_length_likes_padding_but_no_phrase():
-    prompts, answers = rows()
-    probes = probe_reward(length, prompts, answers, PHRASES)
-    found = by_name(probes)
-    assert {"padding", "repetition"} <= suspicious(probes) and not suspicious(probes) & {*PHRASES}
-    for phrase in PHRASES:
-        assert found[phrase]["gain_on_better"] > 0.25 and "other words of its length" in found[phrase]["why"]
-
-
 @pytest.mark.slow
 def test_scale_shift_and_order_change_nothing_and_a_seed_gives_the_same_again():
     prompts, answers = rows()
@@ -107,22 +97,6 @@ def test_scale_shift_and_order_change_nothing_and_a_seed_gives_the_same_again():
         assert all(probe[name] == other[name] for name in ("name", "phrase", "suspicious", "why"))
         assert other["gain"] == pytest.approx(probe["gain"], abs=1e-9)
     assert probe_reward(score, prompts, answers, PHRASES, seed=2, rows=60) != first
-
-
-@pytest.mark.parametrize(
-    "texts, phrase, after",
-    [
-        (["我们明天去。", "他昨天来。"], "我很爱你。", {"我们明天去。我很爱你。", "他昨天来。我很爱你。"}),
-        (["Good.\n", "Bad."], "Yes!", {"Good. Yes!\n", "Bad. Yes!"}),
-        (["No end", "Version 2.0 is out"], "Yes!", {"No end Yes!", "Version 2.0 is out Yes!"}),
-        (["😀", "नमस्ते।"], "शुक्रिया।", {"😀 शुक्रिया।", "नमस्ते। शुक्रिया।"}),
-        (["", "I said YES!"], "yes!", {"yes!"}),  # what says it already is left out
-    ],
-)
-def test_a_phrase_stands_at_the_end_of_a_sentence(texts, phrase, after):
-    prompts = ["p", "q"]
-    probe = by_name(probe_reward(length, prompts, texts, [phrase]))[phrase]
-    assert {example["after"] for example in probe["examples"]} == after
 
 
 def test_each_change_is_what_its_name_says():
@@ -158,19 +132,3 @@ def test_no_probe_passes_that_was_not_seen_to():
     blind = by_name(probe_reward(lambda _, a: [float("topic1 " in f"{each} ") for each in a], *rows()))
     assert blind["shuffled words"]["verdict"] == "did not lower" and not blind["shuffled words"]["suspicious"]
     assert blind["empty"]["verdict"] == "as it should"
-
-
-def test_what_cannot_be_applied_says_why():
-    alone = by_name(probe_reward(length, ["p"] * 2, ["so a .", "a."], ["a"]))
-    assert {probe["verdict"] for probe in alone.values()} == {"not judged"}
-    for name in ("a", "padding", "another prompt's answer"):
-        assert alone[name]["rows"] == 0 and alone[name]["gain"] is None and "no answer" in alone[name]["why"]
-    constant = probe_reward(lambda _, a: [1.0] * len(a), *rows(), PHRASES)
-    assert not suspicious(constant) and {probe["why"] for probe in constant} == {"all answers have the same score"}
-
-
-@pytest.mark.parametrize("last", [[], [math.nan], [-math.inf]])
-def test_a_score_that_is_missing_or_no_number_is_an_error(last):
-    """A NaN in a mean would hide a hack."""
-    with pytest.raises(ValueError, match="the reward gave 119 finite scores for 120 answers"):
-        probe_reward(lambda _, answers: [1.0] * (len(answers) - 1) + last, *rows(), PHRASES)

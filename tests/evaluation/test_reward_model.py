@@ -7,9 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from trl_ext.evaluation import (
-    accuracy_by_group,
     accuracy_by_length_gap,
-    best_of_n_report,
     calibration_error,
     calibration_error_by_chance,
     fit_overoptimization,
@@ -18,7 +16,6 @@ from trl_ext.evaluation import (
     overoptimization_curve,
     plot_margins,
     ranking_report,
-    reliability_bins,
     reward_model_report,
 )
 
@@ -34,12 +31,6 @@ def drawn(margins, seed=0):
 
 
 # ---- Parts of the pairs ----
-
-
-def test_groups_count_a_row_for_each_of_its_annotators():
-    rows = accuracy_by_group(torch.tensor([1.0, -1.0, 0.0]), [["x", "y"], ["x", "x"], None])
-    found = [(row["value"], row["pairs"], row["accuracy"]) for row in rows]
-    assert found == [("x", 2, 0.5), ("None", 1, 0.5), ("y", 1, 1)]
 
 
 def test_accuracy_by_length_gap_shows_a_model_that_has_learnt_length():
@@ -61,14 +52,6 @@ def test_length_bias_by_hand():
     assert found["interval"] == pytest.approx([0.5 - 1.96 * 0.125, 0.5 + 1.96 * 0.125], abs=0.04)
     one, turned = (length_bias(right[:48], sign * gaps[:48], [*range(24)] * 2) for sign in (1, -1))
     assert one["bias"] == -turned["bias"] and one["interval"] == pytest.approx([-x for x in turned["interval"]][::-1])
-
-
-def test_the_length_bias_of_few_prompts_is_not_known_however_many_pairs_they_have():
-    gaps = torch.tensor([1, -1] * 500)
-    few = length_bias(gaps.double(), gaps, [i // 2 % 19 for i in range(1000)])
-    assert few["bias"] is None and few["longer"]["pairs"] == 500 and few["longer"]["prompts"] == 19
-    assert length_bias(gaps.double(), gaps, [i // 2 % 20 for i in range(1000)])["bias"] == 1
-    assert length_bias(gaps.double(), gaps.abs(), range(1000))["shorter"]["accuracy"] is None
 
 
 # ---- Calibration ----
@@ -111,15 +94,6 @@ def test_error_by_chance_is_what_drawn_labels_have():
     assert calibration_error_by_chance(margins) == expected
 
 
-def test_bins_hold_every_pair_and_add_up_to_the_calibration_error():
-    margins = drawn(6 * normal(500))
-    bins = reliability_bins(margins)
-    assert sum(row["pairs"] for row in bins) == 500
-    assert all(row["from"] <= row["confidence"] <= row["to"] for row in bins)
-    error = sum(row["pairs"] / 500 * abs(row["accuracy"] - row["confidence"]) for row in bins)
-    assert error == pytest.approx(calibration_error(margins).item())
-
-
 def test_report_does_not_change_with_a_shift_of_all_scores(tmp_path):
     chosen, rejected = normal(2, 60)
     gaps = torch.randint(-9, 10, (60,), generator=torch.Generator().manual_seed(2))
@@ -146,19 +120,6 @@ def test_rank_correlation_by_hand_and_with_ties_by_their_signs():
         a, b = ((x[:, None] - x).sign().sum(1) for x in (scores, -ranks))
         rho = ((a * b).sum() / ((a * a).sum() * (b * b).sum()).sqrt()).item()
         assert ranking_report([scores.tolist()], [ranks.tolist()])["spearman"] == pytest.approx(rho)
-
-
-def test_a_ranking_that_says_nothing_is_left_out_and_a_reward_that_says_nothing_is_0():
-    report = ranking_report([[3.0, 2.0], [1.0, 2.0], [1.0, 1.0]], [[1, 2], [1, 1], [2, 1]])
-    assert (report["prompts"], report["all_tied"], report["spearman"]) == pytest.approx((2, 1, 0.5))
-    assert ranking_report([[1.0, 2.0]], [[1, 1]]) is None
-
-
-def test_ties_at_the_top_are_split():
-    found = [best_of_n_report([1.0], [others])["accuracy"] for others in ([0, 0], [1, 0], [1, 1], [2, 1])]
-    assert found == pytest.approx([1, 1 / 2, 1 / 3, 0])
-    report = best_of_n_report([1.0, 1.0], [[0.0], [2.0, 2.0, 0.0]])
-    assert report["accuracy"] == 0.5 and report["chance"] == pytest.approx((1 / 2 + 1 / 4) / 2)
 
 
 # ---- The law of overoptimization ----

@@ -60,8 +60,6 @@ CONTINUED = {
     "qwen2": lambda: seeded(Qwen2ForCausalLM, Qwen2Config(**SHAPE)),
     "sliding window": lambda: seeded(MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=4)),
 }
-SEVERAL = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}}
-VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2}
 
 
 def batch(rows=12, repeats=1, seed=0):

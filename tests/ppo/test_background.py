@@ -8,8 +8,6 @@ import torch
 from tests.ppo.worker import make_trainer, weights, without_clock
 from tests.tiny import length_reward, prompts
 
-TIMEOUT = 20.0  # seconds, of what would wait for ever if it were not so
-
 
 class Noting:
     """Scores lengths, logs something, and keeps what it was called with."""

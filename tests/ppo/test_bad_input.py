@@ -28,10 +28,6 @@ def make(tmp_path, model=None, reward_funcs=length_reward, train_dataset=None, c
 # ---- What would train wrongly or fail late ----
 
 
-def chat(n=8):
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": "the cat"}]] * n})
-
-
 def gold(completions, answer, **kwargs):
     return [float(a == b) for a, b in zip(completions, answer, strict=True)]
 

@@ -230,14 +230,6 @@ def load_head(folder):
     return load_file(f"{folder}/adapter_model.safetensors")["base_model.model.score.weight"]
 
 
-def half(folder):
-    model = users_model()
-    for name, parameter in model.named_parameters():
-        if ".default." in name:
-            parameter.data = parameter.data.bfloat16()
-    return model
-
-
 # ---- A PeftModel of the user's own ----
 
 

@@ -1,8 +1,6 @@
 """Answers as attacks: whatever a policy prints, a rule gives a score, raises nothing, and ends."""
 
 import json
-import re
-import unicodedata
 
 import pytest
 from hypothesis import example, given, settings
@@ -78,15 +76,6 @@ def test_watches_note_any_answer(tmp_path_factory, completions):
         assert {line["completion"] for line in lines} <= {*completions}
 
 
-def test_the_marks_on_a_letter_are_not_sorted_by_the_thousand(monkeypatch):
-    """The time to sort them grows with their square: 40,000 took five seconds."""
-    given, normalize = [], unicodedata.normalize
-    monkeypatch.setattr(unicodedata, "normalize", lambda form, text: given.append(text) or normalize(form, text))
-    watch = PhraseReviewReward(["kill you"], veto=-1.0)
-    assert score(watch, "kill you, a" + "\u0301\u0327" * 20_000, "kill a\u0301\u0327 you") == [-1.0, 0.0]
-    assert max(len(run) for text in given for run in re.findall("[\u0301\u0327]+", text)) <= 30
-
-
 # ---- Servers, and who asks them ----
 
 
@@ -131,14 +120,3 @@ def test_any_request_is_rows_or_a_refusal(body):
         assert len(prompts) == len(completions) == len(finished or prompts) > 0
         assert len({type(row) for row in prompts + completions}) == 1 and all(row or row == "" for row in prompts)
         json.dumps([prompts, completions], ensure_ascii=False).encode()  # UTF-8 can say it
-
-
-def test_a_request_of_any_depth_is_refused():
-    deep: list = []
-    for _ in range(100_000):
-        deep = [deep]
-    turns = [[{"role": "assistant", "content": "c"}]]
-    for prompts, completions in (([deep], turns), (turns, [[{**turns[0][0], "more": deep}]]), (["p"], deep)):
-        with pytest.raises(Refusal, match="must be all texts, or all lists of messages|nested too deeply") as refused:
-            rows_in({"prompts": prompts, "completions": completions}, Limits(), "m")
-        assert refused.value.status == 422

@@ -1,6 +1,5 @@
 """A cache in front of a reward: what a key is made of, a real Redis as its second level, and one that dies."""
 
-import functools
 import json
 import math
 import multiprocessing
@@ -8,13 +7,11 @@ import pickle
 import shutil
 import socket
 import subprocess
-import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
-from tests.tiny import tiny_llama
 from trl_ext.rewards import (
     CachedReward,
     EnsembleReward,
@@ -117,22 +114,6 @@ def test_nothing_of_a_call_that_fails_is_kept():
     assert call(cached, "fine")[0] == [1.0] and len(asked) == 3
 
 
-def test_threads_share_it():
-    cached = CachedReward(Counted(), capacity=50)
-    wrong = []
-
-    def work(seed):
-        for i in range(100):
-            texts = ["x" * ((seed * 7 + i * k) % 90) for k in range(1, 9)]
-            if cached(["p"] * 8, texts) != [float(len(text)) for text in texts]:
-                wrong.append(texts)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert not wrong
-
-
 # ---- What a reward is ----
 
 
@@ -167,16 +148,6 @@ def test_the_identity_is_of_source_and_settings_or_what_the_reward_says_it_is():
     named = longer_than(3)
     named.identity = "the third"
     assert reward_identity(named) == "the third"
-
-
-@pytest.mark.parametrize("nameless", [functools.partial(longer_than(3), x=1), Counted(tiny_llama()), len])
-def test_what_cannot_be_told_from_others_shares_nothing(nameless):
-    """A model's source is that of another one, and a partial function has none."""
-    assert reward_identity(nameless) is None
-    nameless = SumReward([nameless], name="nameless")
-    assert reward_identity(CachedReward(nameless)) is None
-    with pytest.raises(ValueError, match="in Redis nothing would tell this reward from others: give it an attribute"):
-        call(CachedReward(nameless, redis_url="redis://127.0.0.1:1"), "a")
 
 
 # ---- With Redis ----
@@ -255,18 +226,6 @@ def test_two_processes_share_a_redis_of_plain_numbers_that_go_by_themselves(serv
     assert call(other, "a")[0] == [2.0]
 
 
-@pytest.mark.parametrize("poison", [b"NaN", b"1e999", b'"5"', b"true", b"", b"\x80\x04K\x01.", b"9" * 10**6, ["x"]])
-def test_what_is_no_finite_number_is_scored_anew(serve, poison):
-    server, reward = serve(), Counted()
-    call(CachedReward(reward, redis_url=server.url), "abc")
-    client = redis.Redis.from_url(server.url)
-    (key,) = client.keys("*")
-    client.delete(key)
-    client.lpush(key, *poison) if isinstance(poison, list) else client.set(key, poison)
-    assert call(CachedReward(reward, redis_url=server.url), "abc")[0] == [3.0]
-    assert len(reward._asked) == 2 and client.get(key) == b"3.0"
-
-
 def certificate(folder):
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate")
@@ -322,21 +281,3 @@ def test_a_redis_that_dies_costs_speed_and_one_that_comes_back_is_used(serve, ca
     time.sleep(0.6)
     call(cached, "eeeee")
     assert call(CachedReward(Counted(), redis_url=server.url), "eeeee")[1][f"{NAME}/redis_hits"] == 1.0
-
-
-def test_a_redis_that_never_answers_is_waited_for_once():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
-        cached = CachedReward(Counted(), redis_url=url, timeout=1.0)
-        start = time.monotonic()
-        for i in range(20):
-            call(cached, "x" * i)
-        assert time.monotonic() - start < 10
-
-
-def test_what_is_scored_in_place_of_a_failure_is_no_score_to_keep():
-    pattern = PatternReward("a")
-    for reward in (PatternReward("a", on_error=0.0), EnsembleReward([pattern, Counted()], on_error=0.5)):
-        with pytest.raises(ValueError, match="would store a number `on_error` as a score"):
-            CachedReward(reward)
-    CachedReward(SumReward([pattern, PatternReward("b", on_error="skip")], on_error="skip"))  # None is not kept

@@ -12,7 +12,6 @@ from tests.tiny import tiny_tokenizer as tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.callbacks import RewardDisagreementCallback
 from trl_ext.callbacks.monitor import alerts_of
-from trl_ext.models import save_base_fingerprint
 from trl_ext.rewards import EnsembleReward, ModelReward, reward_identity
 
 ROWS = ["the cat ", "a dog ran ", "then it was ", "the "]
@@ -91,16 +90,6 @@ def test_adapters_of_one_base_share_it_and_score_as_each_does_alone(tmp_path):
         == reward_identity(EnsembleReward(paths))
         != reward_identity(EnsembleReward(paths[1:]))
     )  # though one has been called, and so placed
-
-
-def test_an_adapter_of_another_base_gets_its_own(tmp_path):
-    """Told apart by what is recorded beside them, though the name is the same."""
-    base, paths = saved(tmp_path / "base", tiny_reward_model(tiny_llama())), []
-    for i in range(2):
-        paths.append(adapted(tmp_path / f"m{i}", base, i))
-        save_base_fingerprint(tiny_reward_model(tiny_llama(), seed=5 + i), paths[-1])
-    models = [member.function.model for member in EnsembleReward(paths).members]
-    assert not {p.data_ptr() for p in models[0].parameters()} & {p.data_ptr() for p in models[1].parameters()}
 
 
 def test_the_folder_of_an_ensemble_names_its_members_and_their_scales(tmp_path):

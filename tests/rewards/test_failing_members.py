@@ -69,18 +69,6 @@ def test_with_members_that_fail_a_score_is_none_or_no_higher(holding, how):
                     assert some_fail == all_answer, (failing, row)
 
 
-def test_none_of_a_member_that_does_not_fail_still_says_that_it_does_not_apply():
-    def some(completions, **kwargs):
-        return [None, 2.0]
-
-    def breaks(completions, **kwargs):
-        return [0.0, 0.0]
-
-    ask = {"prompts": [""] * 2, "completions": ["0", "1"]}
-    assert SumReward([Scorer("a", None), some], on_error="skip")(**ask)[0] == Scorer("a", None).scores[0]
-    assert ConstitutionReward(some, [breaks], cap=-1.0, on_error="skip")(**ask) == [-1.0, -1.0]
-
-
 def test_what_a_judge_withholds_pays_nowhere_through_a_cache_either():
     asked = []
 
@@ -95,16 +83,3 @@ def test_what_a_judge_withholds_pays_nowhere_through_a_cache_either():
         assert total(prompts=["", ""], completions=["0", "1"]) == [Scorer("a", None).scores[0], None]
         assert cached(prompts=["", ""], completions=["0", "1"]) == [None, None]
     assert asked == [["0", "1"]] * 4
-
-
-def test_a_member_of_weight_0_changes_no_sum():
-    def never(completions, **kwargs):
-        return [None] * len(completions)
-
-    ask = {"prompts": [""] * ROWS, "completions": [str(row) for row in range(ROWS)]}
-    held = [Scorer("a", "by its own skip"), Scorer("b", None)]
-    for first in (held, [never]):
-        alone = SumReward(first, on_error="skip")(**ask)
-        for fails in (None, "by row", "as a whole"):
-            watched = SumReward([Scorer("c", fails), *first], weights=[0.0] + [1.0] * len(first), on_error="skip")
-            assert watched(**ask) == alone

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from tests.rewards.http_stub import serving
-from tests.tiny import length_reward
-from trl_ext.rewards import ConstitutionReward, JudgeReward, SumReward, reward_identity
+from trl_ext.rewards import JudgeReward, reward_identity
 
 RUBRIC = "Kind answers are good."
 
@@ -137,32 +136,6 @@ def test_a_verdict_that_was_withheld_or_stopped_is_no_score_and_ends_no_run(reas
         assert (
             f"'{name}' failed on 1 of 3" in caplog.text and f"not complete (finish_reason {reason!r}): " in caplog.text
         )
-
-
-@pytest.mark.parametrize("said", OUTAGES, ids=str)
-def test_an_outage_with_status_200_is_asked_again_as_one_with_503(said):
-    left = [said, said]
-    with serving(lambda body, _: left.pop() if left else says("Score: 4")) as (url, came):
-        assert JudgeReward(url, "m", RUBRIC)(["p"], ["a"]) == [4] and len(came) == 3
-
-
-@pytest.mark.parametrize("code, asked", [(400, 1), (401, 1), ("429", 3)])
-def test_the_code_of_an_error_with_status_200_is_its_status(code, asked):
-    for said in ({"error": {"code": code, "message": "no"}}, {"choices": [{"error": {"code": code}}]}):
-        with serving(lambda body, _, said=said: said) as (url, came):
-            assert JudgeReward(url, "m", RUBRIC, retries=2, parse_retries=0, on_error="skip")(["p"], ["a"]) == [None]
-        assert len(came) == asked
-
-
-def test_a_verdict_that_was_withheld_pays_in_no_reward_that_holds_the_judge():
-    """Nor does it count as one that does not apply, as an answer that there is nothing to compare with."""
-    with serving(lambda body, _: says("Score: 1", "content_filter")) as (url, _):
-        held = SumReward([JudgeReward(url, "m", RUBRIC), length_reward])
-        assert held(["p"], ["a"], completion_ids=[[1]]) == [None]
-        capped = ConstitutionReward(JudgeReward(url, "m", RUBRIC), [length_reward], cap=0.0, minimum=5.0)
-        assert capped(["p"], ["a"], completion_ids=[[1]]) == [None]
-        compared = SumReward([JudgeReward(url, "m", RUBRIC, compare="other"), length_reward])
-        assert compared(["p", "p"], ["a", "a"], completion_ids=[[1], [1]], other=[None, "b"]) == [1.0, None]
 
 
 def test_a_comparison_is_made_in_both_orders_and_a_judges_habit_is_seen():

@@ -1,8 +1,5 @@
 """`reward_funcs:` of the recipes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,26 +36,6 @@ def test_every_shipped_file_names_rewards_that_need_no_folder_on_the_path(subtes
                     assert callable(load_reward(name))
                 except ImportError as error:  # all but what an extra brings can be loaded
                     assert getattr(error.__cause__, "name", None) in ("gymnasium", "reasoning_gym", "textarena"), error
-
-
-@pytest.mark.slow
-def test_a_module_of_the_working_directory_is_found_without_its_folder_on_the_path(tmp_path):
-    """As in `accelerate launch recipes/ppo.py`: Python looks in the script's folder, and not where it was started."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "scores.py").write_text(
-        "def one(completions, **kwargs):\n    return [1.0] * len(completions)\n"
-    )
-    code = "from trl_ext.rewards import load_reward; print(load_reward('mine.scores.one')(['a', 'b']))"
-    (tmp_path / "script").mkdir()
-    (tmp_path / "script" / "run.py").write_text(code)
-    run = subprocess.run(
-        [sys.executable, "script/run.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert run.stdout == "[1.0, 1.0]\n", run.stderr
 
 
 # ---- `rewards:` ----
@@ -113,20 +90,6 @@ def test_what_is_mistyped_is_refused_before_anything_is_built(subtests, monkeypa
     ]:
         with subtests.test(message), pytest.raises((ValueError, ImportError), match=message):
             load_rewards([model, entry])
-
-
-def test_a_mapping_that_names_no_reward_is_a_value(monkeypatch):
-    class SchemaReward:
-        def __init__(self, schema):
-            self.schema = schema
-
-        def __call__(self, completions, **kwargs):
-            return [0.0] * len(completions)
-
-    monkeypatch.setattr(trl_ext.rewards, "GoldJudgeReward", SchemaReward)
-    schema = {"type": {"properties": {"members": {"type": "array"}, "judge": "a.b"}}, "cases": [{"weight": 1}, "a.b"]}
-    ((function,), _) = load_rewards([{"GoldJudgeReward": {"schema": schema}}])
-    assert function.schema == schema
 
 
 # ---- All of them at once ----

@@ -3,7 +3,6 @@
 import copy
 import os
 import pickle
-import time
 
 import pytest
 import torch
@@ -25,12 +24,9 @@ from tests.tiny import (
 )
 from trl_ext import PPOTrainer
 from trl_ext.rewards import ModelReward, reward_identity
-from trl_ext.rewards.background import Started
 from trl_ext.rewards.model import batches
 
 PROMPTS, ANSWERS, FINISHED = ["the cat ", "a dog ran "], ["sat", "flew over the sky"], [True, False]
-TALK = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-REPLIES = [[{"role": "assistant", "content": answer}] for answer in ANSWERS]
 
 
 def saved(folder, model=None, tokenizer=None):
@@ -82,14 +78,6 @@ def test_a_saved_model_scores_each_answer_as_it_does_the_text_alone(tmp_path, ot
     # A stock trainer has no prompt_ids, another caller no token ids at all
     assert reward(PROMPTS, ANSWERS, ids) == pytest.approx(scores, abs=1e-5)
     assert ModelReward(str(tmp_path))(PROMPTS, ANSWERS, finished=FINISHED) == pytest.approx(scores, abs=1e-5)
-
-
-def test_messages_are_put_into_the_models_own_chat_template(tmp_path):
-    tokenizer = tiny_tokenizer()
-    reward = ModelReward(saved(tmp_path, tokenizer=tokenizer))
-    texts = ["<user> the cat </s> <assistant> sat </s>", "<user> a dog ran </s> <assistant> flew over the sky"]
-    expected = alone(reward.model, tokenizer, texts)
-    assert reward(TALK, REPLIES, finished=FINISHED) == pytest.approx(expected, abs=1e-5)
 
 
 def test_nobody_guesses_whether_an_answer_was_finished(tmp_path):
@@ -305,21 +293,3 @@ def test_in_ppo_it_says_what_the_trainers_own_reward_model_says(tmp_path):
     trainer.train()
     torch.testing.assert_close(rows[0][:, [1, 3]], rows[0][:, [0, 2]], rtol=1e-5, atol=1e-5)
     assert rows[0].std(0).min() > 0.05
-
-
-def test_threads_that_share_a_model_score_one_after_the_other():
-    """Each call sets the pad token for itself, where the tokenizer has none that the model knows."""
-    model, tokenizer, inside = tiny_reward_model(tiny_gpt2()), tiny_tokenizer(), []
-    model.config.pad_token_id = None
-
-    def score(input_ids, attention_mask):
-        inside.append(1)
-        alone = len(inside) == 1
-        time.sleep(0.1)
-        inside.pop()
-        return torch.full((len(input_ids),), float(alone))
-
-    rewards = [ModelReward(model, tokenizer=tokenizer, score=score, name=name) for name in "ab"]
-    started = [Started(r, prompts=PROMPTS, completions=ANSWERS, finished=FINISHED) for r in rewards]
-    assert [each.result() for each in started] == [[1.0, 1.0]] * 2
-    assert model.config.pad_token_id is None and pickle.loads(pickle.dumps(ModelReward(model, tokenizer=tokenizer)))

@@ -1,6 +1,5 @@
 """RemoteReward against servers that answer well, badly, late or not at all."""
 
-import multiprocessing
 import pickle
 import random
 import signal
@@ -124,19 +123,6 @@ def test_a_row_that_the_server_refuses_is_found_and_fails_alone():
             RemoteReward(url, max_concurrency=1)(PROMPTS, answers)
 
 
-def test_what_cannot_be_sent_does_not_raise_from_deep_inside():
-    logged = {}
-    with serving(by_text) as (url, came):
-        answers = ["a \ud800 b", "x" * 101, "\U0001f600", "\ud83d\ude00", "\x00"]
-        scores = RemoteReward(url, max_characters=100, on_error="skip")(
-            ["p"] * 5, answers, log_metric=logged.__setitem__
-        )
-    assert came[0]["completions"] == ["a \ufffd b", "\U0001f600", "\U0001f600", "\x00"]
-    assert [score is None for score in scores] == [False, True, False, False, False]
-    with pytest.raises(RuntimeError, match="completion 1: .*101 characters, more than `max_characters` .100."):
-        RemoteReward(url, max_characters=100)(["p"] * 5, answers)
-
-
 def test_a_server_that_is_gone_is_not_asked_for_a_while(monkeypatch):
     monkeypatch.setattr("trl_ext.rewards.service._PAUSE", 0.5)
     is_up = False
@@ -225,44 +211,6 @@ def test_a_token_is_sent_and_written_nowhere(monkeypatch, status):
         with pytest.raises(ValueError, match="`url` must not contain credentials") as refused:
             RemoteReward(secret)
         assert "pass" not in str(refused.value)
-
-
-def test_a_server_of_this_machine_is_not_asked_through_a_proxy(monkeypatch):
-    """Texts and token would go to it."""
-    with (
-        serving(lambda body, _: {"scores": [9.0]}) as (proxy, came),
-        serving(lambda body, _: {"scores": [1.0]}) as (
-            url,
-            _,
-        ),
-    ):
-        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-            monkeypatch.setenv(name, proxy)
-        for name in ("NO_PROXY", "no_proxy"):
-            monkeypatch.delenv(name, raising=False)
-        _client.cache_clear()  # what the environment says is read once
-        assert RemoteReward(url)(["p"], ["c"]) == RemoteReward(url.replace("127.0.0.1", "localhost"))(["p"], ["c"])
-        assert came == []
-        assert RemoteReward("http://another.invalid")(["p"], ["c"]) == [9.0]
-    _client.cache_clear()
-
-
-def _child(reward, pipe):
-    pipe.send(reward(PROMPTS, ANSWERS))
-
-
-@pytest.mark.slow
-def test_it_works_after_a_fork_and_from_a_pickle():
-    with serving(by_text) as (url, _):
-        reward = RemoteReward(url, batch_size=4)
-        assert reward(PROMPTS, ANSWERS) == EXPECTED  # connections are open now
-        here, there = multiprocessing.Pipe()
-        process = multiprocessing.get_context("fork").Process(target=_child, args=(reward, there))
-        process.start()
-        assert here.recv() == EXPECTED
-        process.join()
-        assert reward(PROMPTS, ANSWERS) == EXPECTED
-        assert pickle.loads(pickle.dumps(reward))(PROMPTS, ANSWERS) == EXPECTED
 
 
 def test_its_identity_is_that_of_the_weights_or_the_servers_where_it_cannot_say():
@@ -393,35 +341,3 @@ def test_other_servers_are_asked_and_read_as_they_want(given, answer, path, sent
         if templates:
             with pytest.raises(ValueError, match="give the policy's `eos_token_ids`, or pass the column `finished`"):
                 RemoteReward(url, tokenizer=tokenizer, **given)(["the cat "], ["sat"], [[3, 4]])
-
-
-def test_messages_are_put_into_the_models_template(tokenizer):
-    prompts = [[{"role": "user", "content": "the cat"}]] * 2
-    completions = [[{"role": "assistant", "content": "sat"}]] * 2
-    with serving(lambda body, _: CLASSIFY) as (url, came):
-        RemoteReward(url, "vllm-classify", tokenizer=tokenizer)(prompts, completions, finished=[True, False])
-        assert [text.strip() for text in came[0]["input"]] == [
-            "<user> the cat </s> <assistant> sat </s>",
-            "<user> the cat </s> <assistant> sat",
-        ]
-        assert came[0]["add_special_tokens"] is False
-        with pytest.raises(RuntimeError, match="messages, which need a chat template: give `tokenizer`"):
-            RemoteReward(url, "vllm-classify")(prompts, completions)
-
-
-def test_labels_that_are_not_named_or_not_there(subtests):
-    for given, answer, message in [
-        ({"api": "vllm-classify"}, TWO_LABELS, "the model has 2 labels: give the index of one as `label`"),
-        ({"api": "vllm-classify", "label": 5}, TWO_LABELS, "the answer does not have the format of api='vllm-class"),
-        (
-            {"api": "vllm-score"},
-            {"data": [SCORE["data"][0]] * 2},
-            "the answer does not have the format of api='vllm-score'",
-        ),
-    ]:
-        with (
-            subtests.test(given=given),
-            serving(lambda body, _, answer=answer: answer) as (url, _),
-            pytest.raises(RuntimeError, match=message),
-        ):
-            RemoteReward(url, **given)(["p", "q"], ["a", "b"])

@@ -1,11 +1,7 @@
 """`SumReward`: the sum worked out by hand, and within a stock trainer."""
 
-import pickle
-
 import pytest
-from trl import GRPOConfig, GRPOTrainer
 
-from tests.tiny import ON_CPU, length_reward, prompts, tiny_llama, tiny_tokenizer
 from trl_ext.rewards import SumReward
 
 
@@ -45,25 +41,3 @@ def test_members_are_standardised_weighted_and_added_up_where_they_apply():
 def test_a_score_depends_on_its_row_alone():
     reward, answers = SumReward([tone, safety, asked], means=[1.0, 2.0, 3.0]), ["a", "kill", "b"]
     assert [reward([""], [answer])[0] for answer in answers] == reward([""] * 3, answers)
-
-
-def test_a_stock_trainer_trains_on_it(tmp_path):
-    reward = pickle.loads(pickle.dumps(SumReward([length_reward, asked], weights=[1.0, 0.1])))
-    trainer = GRPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=[reward],
-        args=GRPOConfig(
-            str(tmp_path),
-            **ON_CPU,
-            per_device_train_batch_size=4,
-            num_generations=2,
-            max_completion_length=4,
-            max_steps=1,
-        ),
-        train_dataset=prompts(8),
-        processing_class=tiny_tokenizer(),
-    )
-    trainer.train()
-    log, name = trainer.state.log_history[0], "rewards/sum_length_reward_asked"
-    parts = log[f"{name}/length_reward/mean"] + 0.1 * log[f"{name}/asked/mean"]
-    assert log[f"{name}/mean"] == pytest.approx(parts, rel=1e-5)

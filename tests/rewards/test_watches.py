@@ -1,13 +1,10 @@
 """Watches of rewards/ on completions written by hand."""
 
 import json
-import math
 import pickle
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
 
 from trl_ext.rewards import (
     GoldJudgeReward,
@@ -64,17 +61,6 @@ def test_an_answer_has_one_line_with_the_scores_of_all_watches(tmp_path):
     assert written[3:] == [(1, "1", both), (1, "1", one), (1, "2", {"one": 2.0}), (2, "2", two)]
 
 
-def test_repetition_in_text_without_spaces():
-    _, logged = call(RepetitionWatch(n=2, corpus=["我很爱你"], copied_words=3), ["好好好", "我很爱 you"])
-    # 好好 twice; 我很, 很爱, 爱 you: 4 different of 5; 好好 stood there before in 1 of 2; 我很爱 is copied
-    assert logged == {
-        "repetition/distinct_2": 4 / 5,
-        "repetition/repeated": (1 / 2) / 2,
-        "repetition/top_phrase_share": 1 / 2,
-        "repetition/copied_share": 1 / 2,
-    }
-
-
 def test_top_phrase_and_completions_file(tmp_path):
     watch = RepetitionWatch(folder=tmp_path, score=0.0)
     scores, _ = call(watch, ["i love you so", "well i love you", "go away now"], step=7)
@@ -103,13 +89,6 @@ def test_copies_of_a_corpus():
     _, logged = call(watch, ["so two three four five", "two three four", "one two four five"])
     assert logged["repetition/copied_share"] == 1 / 3
     assert call(pickle.loads(pickle.dumps(watch)), ["two three four five"])[1]["repetition/copied_share"] == 1
-
-
-def test_messages_and_empty_completions():
-    _, logged = call(RepetitionWatch(n=1), [[{"role": "assistant", "content": "yes yes"}], [{"content": ""}]])
-    assert logged["repetition/distinct_1"] == 0.5 and logged["repetition/repeated"] == 0.25
-    _, logged = call(RepetitionWatch(), ["", ""])
-    assert logged == {"repetition/repeated": 0.0, "repetition/top_phrase_share": 0.0}
 
 
 # ---- Scores ----
@@ -200,53 +179,6 @@ def test_win_rate_against_the_first_evaluation(tmp_path):
     call(anew, ["9", "9", "9", "9"], **columns)
     again = GoldJudgeReward(judge, folder=tmp_path)
     assert call(again, ["5", "5", "5", "5"], step=8, **columns)[1] == {"gold/win_rate": 0.0}
-
-
-@pytest.mark.parametrize("number", [np.float32, np.float64, torch.tensor, lambda x: torch.tensor(x).bfloat16(), int])
-def test_numbers_of_any_library_stay_numbers(number, tmp_path):
-    def judge(completions, **kwargs):
-        return [number(float(c)) for c in completions]
-
-    columns = {"held_out": [True] * 3}
-    watch = GoldJudgeReward(judge, folder=tmp_path)
-    assert call(watch, ["1", "2", "3"], **columns)[0] == [1.0, 2.0, 3.0]
-    resumed = GoldJudgeReward(judge, folder=tmp_path)
-    assert call(resumed, ["2", "2", "2"], step=8, **columns)[1] == {"gold/win_rate": 0.5}
-    call(ScoreWatch(judge, folder=tmp_path), ["1", "2", "3"])
-    scores = [score for row in rows(tmp_path / "completions.rank0.jsonl") for score in row["scores"].values()]
-    assert scores == [1, 2, 3, 2, 2, 2, 1, 2, 3]
-
-
-def test_a_row_that_the_judge_gives_no_number_is_left_out(tmp_path):
-    columns = {"held_out": [True] * 2}
-    watch = GoldJudgeReward(lambda completions, **_: [math.nan if c == "?" else float(c) for c in completions])
-    assert call(watch, ["1", "?"], **columns)[0] == [1.0, None]
-    assert call(watch, ["2", "5"], step=8, **columns)[1] == {"gold/win_rate": 1.0}
-
-
-def test_greedy_answers_are_not_compared_with_sampled_ones():
-    watch, columns = GoldJudgeReward(lambda completions, **_: [float(c) for c in completions]), {"held_out": [True]}
-    for step, expected in ((0, {}), (8, {"gold/win_rate": 0.5})):
-        assert call(watch, ["1"], step=step, **columns)[1] == expected
-        assert call(watch, ["9"], step=step, is_greedy=[True], **columns) == ([9.0], {})
-
-
-def test_judges_and_rewards_may_be_async_and_score_tokens():
-    async def judge(completions, **kwargs):
-        return [float(c) for c in completions]
-
-    assert call(GoldJudgeReward(judge), ["1", "2"], held_out=[True, False])[0] == [1.0, None]
-    watch = ScoreWatch(judge, quantiles=(0.5,))
-    assert call(watch, ["1", "2"]) == ([1.0, 2.0], {"score_watch/judge/q50": 1.5})
-    assert watch.in_background and GoldJudgeReward(judge).in_background and not ScoreWatch(quality).in_background
-
-    def tokens(completions, **kwargs):
-        return [[1.0, float(c)] for c in completions]
-
-    assert call(ScoreWatch(tokens, quantiles=(0.5,)), ["1", "2"]) == (
-        [[1.0, 1.0], [1.0, 2.0]],
-        {"score_watch/tokens/q50": 2.5},
-    )
 
 
 # ---- Bad input ----

@@ -51,15 +51,3 @@ def test_the_loss_is_the_weighted_mean_of_smoothed_ones(tmp_path):
     z, c, w = chosen - rejected - batch["margin"], batch["confidence"], batch["weight"]
     expected = (w * -(c * logsigmoid(z) + (1 - c) * logsigmoid(-z))).sum() / 4
     assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "columns, message",
-    [
-        ({}, "'weight' doesn't exist"),
-        ({"weight": [1.0, -1.0, 1.0, 1.0]}, "row 1: `weight` must be a finite number"),
-    ],
-)
-def test_wrong_weights_are_refused(tmp_path, columns, message):
-    with pytest.raises(ValueError, match=message):
-        trained(tmp_path, rows(**columns), use_weight=True)

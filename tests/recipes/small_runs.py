@@ -95,7 +95,7 @@ def start(name, inputs, output, log):
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
             sys.stdout.reconfigure(line_buffering=True)
-            RECIPES[name].main(arguments(name, inputs, output, save_steps=1, steps=8))
+            RECIPES[name].main(arguments(name, inputs, output, save_steps=1, steps=24))
             code = 0
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)
@@ -105,19 +105,25 @@ def start(name, inputs, output, log):
 
 def killed_again_and_again(name, folder, times, seed):
     """
-    Kill -9 a recipe at random moments and start it again, until it was killed `times` times.
+    Kill -9 a recipe at random moments after it begins to train and start it again, until it was killed `times` times.
 
     `run-0` was not killed; a run that ends by itself is followed by another one, in the folder `run-…`.
     """
     chance, inputs, log = random.Random(seed), make_inputs(folder / "inputs"), folder / "log.txt"
+
+    def trains(earlier):
+        return log.exists() and log.read_text().count("\n  total ") > earlier
+
+    child = start(name, inputs, folder / "run-0", log)
+    assert not ended(child, until=lambda: trains(0))
     began = time.monotonic()
-    assert ended(start(name, inputs, folder / "run-0", log)), log.read_text()[-3000:]
+    assert ended(child), log.read_text()[-3000:]
     seconds, kills, runs = time.monotonic() - began, 0, 1
     while kills < times:
-        child, began = start(name, inputs, folder / f"run-{runs}", log), time.monotonic()
-        if ended(child, within=chance.uniform(0, seconds)):
+        earlier = log.read_text().count("\n  total ")
+        child = start(name, inputs, folder / f"run-{runs}", log)
+        if ended(child, until=lambda earlier=earlier: trains(earlier)) or ended(child, chance.uniform(0, seconds)):
             runs += 1
-            seconds = min(seconds, time.monotonic() - began)
         else:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -126,12 +132,13 @@ def killed_again_and_again(name, folder, times, seed):
     lines = log.read_text()
     resumed, skipped = lines.count("Resuming from"), lines.count("it is not complete")
     print(f"{name}: killed {kills} times in {runs} runs; went on {resumed} times, left out {skipped} checkpoints")
+    assert resumed, "every process was killed before its first checkpoint"
 
 
-def ended(child, within=600.0):
-    """Whether a process ended, and well, before the time is over."""
+def ended(child, within=600.0, until=lambda: False):
+    """Whether a process ended, and well, before the time is over or `until` holds."""
     deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not until():
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             assert status == 0, f"it ended with {status}"

@@ -105,20 +105,21 @@ def start(name, inputs, output, log):
 
 def killed_again_and_again(name, folder, times, seed):
     """
-    Kill -9 a recipe at random moments after it begins to train and start it again, until it was killed `times` times.
+    Kill -9 a recipe at random moments of its training and start it again, until it was killed `times` times.
 
     `run-0` was not killed; a run that ends by itself is followed by another one, in the folder `run-…`.
     """
     chance, inputs, log = random.Random(seed), make_inputs(folder / "inputs"), folder / "log.txt"
 
-    def trains(earlier):
-        return log.exists() and log.read_text().count("\n  total ") > earlier
+    def trains(earlier, sign="\n  total "):
+        return log.exists() and log.read_text().count(sign) > earlier
 
     child = start(name, inputs, folder / "run-0", log)
     assert not ended(child, until=lambda: trains(0))
     began = time.monotonic()
-    assert ended(child), log.read_text()[-3000:]
+    assert not ended(child, until=lambda: trains(0, "\ndone "))
     seconds, kills, runs = time.monotonic() - began, 0, 1
+    assert ended(child), log.read_text()[-3000:]
     while kills < times:
         earlier = log.read_text().count("\n  total ")
         child = start(name, inputs, folder / f"run-{runs}", log)

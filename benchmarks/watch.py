@@ -36,7 +36,7 @@ from trl_ext import callbacks as ours
 from trl_ext.callbacks import HackWatch
 from trl_ext.callbacks.metrics import is_training_log
 from trl_ext.runs import write_text
-from trl_ext.runs.jsonl import read_jsonl
+from trl_ext.runs.files import read_jsonl
 
 # ---- Replaying ----
 

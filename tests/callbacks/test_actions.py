@@ -23,7 +23,7 @@ from trl_ext.callbacks import (
 )
 from trl_ext.callbacks.monitor import alerts_of
 from trl_ext.runs.checkpoints import ResumableRun, checkpoint_to_resume
-from trl_ext.runs.halts import STOPPED, Stopped
+from trl_ext.runs.control import STOPPED, Stopped
 
 pytestmark = pytest.mark.slow
 

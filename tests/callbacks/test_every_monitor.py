@@ -25,7 +25,7 @@ from trl_ext.callbacks import (
 )
 from trl_ext.callbacks.monitor import alerts_of
 from trl_ext.rewards import GoldJudgeReward
-from trl_ext.runs.jsonl import read_jsonl
+from trl_ext.runs.files import read_jsonl
 
 CALLBACKS = [name for name in callbacks.__all__ if name.endswith("Callback") or name == "HackWatch"]
 MONITORS = [cls for name in CALLBACKS if issubclass(cls := getattr(callbacks, name), MonitorCallback) and cls.runbook]

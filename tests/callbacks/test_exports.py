@@ -34,7 +34,7 @@ from trl_ext.callbacks import (
     record_run,
 )
 from trl_ext.callbacks.metrics import METRICS, curve, metrics_of, rollout_steps
-from trl_ext.runs.jsonl import JSONLWriter, read_jsonl
+from trl_ext.runs.files import JSONLWriter, read_jsonl
 from trl_ext.stages import ResumableSFTTrainer, SFTConfig
 from trl_ext.workbench import report_of
 
@@ -106,7 +106,7 @@ def test_events(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from trl_ext.runs.jsonl import JSONLWriter
+from trl_ext.runs.files import JSONLWriter
 writer = JSONLWriter(sys.argv[1])
 for i in range(100):
     writer.write({"i": i})

@@ -12,7 +12,7 @@ import wandb
 from tests.callbacks.replay import Replay
 from tests.tiny import tiny_config
 from trl_ext.callbacks import KLBudgetCallback, WebhookSink
-from trl_ext.runs.jsonl import read_jsonl
+from trl_ext.runs.files import read_jsonl
 
 
 def over_budget(args, **kwargs):

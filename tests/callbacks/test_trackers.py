@@ -14,7 +14,7 @@ import pytest
 from tests.callbacks.replay import ppo
 from tests.tiny import prompts
 from trl_ext.callbacks import KLBudgetCallback, record_run
-from trl_ext.runs.jsonl import read_jsonl
+from trl_ext.runs.files import read_jsonl
 
 # transformers gives these to W&B as its summary, and to Trackio not at all
 SUMMARY = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}

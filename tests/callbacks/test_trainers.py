@@ -36,7 +36,7 @@ from trl_ext.callbacks.answers import generate_answers
 from trl_ext.callbacks.monitor import REGISTRY, alerts_of
 from trl_ext.rewards import GoldJudgeReward, repetition_watch, score_watch
 from trl_ext.runs.control import take_kl_scale
-from trl_ext.runs.jsonl import read_jsonl
+from trl_ext.runs.files import read_jsonl
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from tests.callbacks.replay import ppo
 from tests.tiny import tiny_config
 from trl_ext.callbacks import HackWatch
 from trl_ext.runs import checkpoint_to_resume, read_jsonl
-from trl_ext.runs.halts import Stopped
+from trl_ext.runs.control import Stopped
 from trl_ext.workbench.pages.page import page
 from trl_ext.workbench.pages.recorded import read_run
 

@@ -16,7 +16,7 @@ from trl_ext.callbacks import CanaryCallback, GoldGapCallback, JSONLCallback, KL
 from trl_ext.callbacks.monitor import alerts_of
 from trl_ext.rewards import GoldJudgeReward, repetition_watch
 from trl_ext.runs.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
-from trl_ext.runs.halts import STOPPED
+from trl_ext.runs.control import STOPPED
 
 COMMON = {"max_steps": 6, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 

@@ -34,7 +34,7 @@ from tests.ppo.worker import (
 from tests.tiny import tiny_config, tiny_llama
 from trl_ext import PPOTrainer
 from trl_ext.functional import logprobs_and_entropies
-from trl_ext.models.histories import Histories
+from trl_ext.models.decoding import Histories
 from trl_ext.models.packing import _attention, starts_of
 from trl_ext.models.sampler import TokenSampler
 from trl_ext.runs.marker import read_marker

@@ -10,9 +10,8 @@ from torch import nn
 
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
-from trl_ext.models.actor_critic import ActorCritic
+from trl_ext.models.actor_critic import ActorCritic, AdapterClassifier
 from trl_ext.models.adapters import CRITIC, AdapterSwitch, add_critic
-from trl_ext.models.classifier import AdapterClassifier
 from trl_ext.models.loading import Loader
 from trl_ext.ppo.rewards import AdapterReward
 from trl_ext.ppo.roles import Rewards, add_critic_adapter

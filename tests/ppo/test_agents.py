@@ -26,7 +26,7 @@ from tests.tiny import ON_CPU, tiny_config, tiny_llama
 from trl_ext import PPOTrainer
 from trl_ext.functional import gae, turn_gae, turn_starts
 from trl_ext.ppo.collection import Collection
-from trl_ext.runs.jsonl import read_jsonl
+from trl_ext.runs.files import read_jsonl
 
 PROMPT = [{"role": "user", "content": "Count. "}]
 IM_END = "<|im_end|>"

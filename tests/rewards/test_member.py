@@ -13,7 +13,7 @@ from trl_ext.rewards import (
     RewardFailed,
     SumReward,
 )
-from trl_ext.rewards.background import Started, awaited
+from trl_ext.rewards.member import Started, awaited
 
 
 class KeepsAClient:

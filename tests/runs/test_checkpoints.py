@@ -9,7 +9,7 @@ import pytest
 from trl import SFTConfig
 
 from trl_ext.runs.checkpoints import checkpoint_to_resume, differences, fingerprint
-from trl_ext.runs.halts import STOPPED, forget_stop, stop_of, write_stop
+from trl_ext.runs.control import STOPPED, forget_stop, stop_of, write_stop
 from trl_ext.runs.marker import MARKER, delete_old, newest_complete, read_marker, write_marker
 
 

@@ -27,7 +27,7 @@ from trl_ext.callbacks import (
 from trl_ext.callbacks.metrics import curve
 from trl_ext.callbacks.monitor import REGISTRY
 from trl_ext.rewards.watches import Watch
-from trl_ext.runs.jsonl import read_jsonl
+from trl_ext.runs.files import read_jsonl
 from trl_ext.workbench.pages.markup import render, with_error
 from trl_ext.workbench.pages.report import main, page, read_run, report_of, write_report
 

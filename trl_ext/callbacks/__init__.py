@@ -9,15 +9,13 @@ from ..upstream.lazy import lazily
 
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from ..runs.control import request_kl_scale
-    from ..runs.needs import check_monitors
+    from ..runs.control import check_monitors, request_kl_scale
     from .alerts import Alert, WebhookSink
     from .answers import AnswersCallback, CanaryCallback, GoldGapCallback
     from .console import ConsoleCallback
-    from .drawing import PANELS, as_label, draw_alerts, draw_line
     from .exports import MonitoringPlotCallback, PrometheusCallback
     from .hack_watch import HackWatch, watch_rounds
-    from .metrics import METRICS, Metric, curve
+    from .metrics import METRICS, PANELS, Metric, as_label, curve, draw_alerts, draw_line
     from .monitor import Finding, MonitorCallback
     from .monitors import (
         ClipFractionCallback,

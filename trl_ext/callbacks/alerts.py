@@ -14,7 +14,7 @@ from typing import Any, Literal
 from tenacity import Retrying, stop_after_attempt, wait_exponential
 from transformers.utils import logging
 
-from ..runs.jsonl import JSONLWriter, finite
+from ..runs.files import JSONLWriter, finite
 from ..runs.redaction import redacted
 
 logger = logging.get_logger(__name__)

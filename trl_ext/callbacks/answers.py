@@ -11,12 +11,10 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from ..models import answer_texts, eos_token_ids, prompt_token_ids, sample
-from ..rewards.background import awaited
-from ..rewards.texts import text_of, words_of
+from ..rewards.member import awaited, text_of, words_of
 from ..rewards.watches import GoldJudgeReward, RepetitionWatch, Watch, numbers_of
-from ..runs.jsonl import JSONLWriter
-from ..runs.needs import rewards_of
-from ..runs.processes import from_first
+from ..runs.control import rewards_of
+from ..runs.files import JSONLWriter, from_first
 from ..upstream.names import unwrap_model_for_generation
 from .metrics import metrics_of
 from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, on_main_process, spread_key

@@ -10,8 +10,7 @@ from transformers.utils import logging
 
 from ..runs.files import REGISTRY, whole_file
 from ..upstream.packages import need
-from .drawing import PANELS, draw_alerts
-from .metrics import is_training_log, metrics_of, numbers_in
+from .metrics import PANELS, draw_alerts, is_training_log, metrics_of, numbers_in
 from .monitor import alerts_of
 
 logger = logging.get_logger(__name__)

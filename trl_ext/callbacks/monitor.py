@@ -8,11 +8,18 @@ from typing import Any, ClassVar, Literal, get_args
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..runs.control import kl_scale_is_pending, request_kl_scale, take_kl_scale
-from ..runs.files import REGISTRY, RUNBOOK
-from ..runs.halts import STOPPED, Stopped, spoil, spoilt, stop_of, write_stop
-from ..runs.jsonl import finite
-from ..runs.processes import from_first, on_first
+from ..runs.control import (
+    STOPPED,
+    Stopped,
+    kl_scale_is_pending,
+    request_kl_scale,
+    spoil,
+    spoilt,
+    stop_of,
+    take_kl_scale,
+    write_stop,
+)
+from ..runs.files import REGISTRY, RUNBOOK, finite, from_first, on_first
 from ..runs.redaction import redacted
 from .alerts import Alert, Level, make_sinks
 from .metrics import Metric, answers_in_log, is_training_log, metrics_of, numbers_in, rollout_steps

@@ -10,8 +10,8 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ..functional import unexplained_error
-from ..runs.nearest import did_you_mean
-from ..runs.needs import check_monitors
+from ..runs.control import check_monitors
+from ..runs.shipped import did_you_mean
 from .metrics import rollout_steps
 from .monitor import Action, Finding, MonitorCallback
 from .trend import Series

@@ -16,9 +16,7 @@ from transformers.utils import logging
 
 from ..data import first_prompts, save_trained_prompts
 from ..rewards.watches import Watch
-from ..runs.files import PRIVATE_FOLDER, REGISTRY
-from ..runs.jsonl import JSONLWriter, read_jsonl
-from ..runs.processes import from_first
+from ..runs.files import PRIVATE_FOLDER, REGISTRY, JSONLWriter, from_first, read_jsonl
 from ..runs.redaction import redacted
 from .answers import AnswersCallback
 from .metrics import is_training_log, metrics_of, numbers_in, rollout_steps

@@ -8,8 +8,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-from ..runs.files import whole_file
-from ..runs.jsonl import without_nan
+from ..runs.files import whole_file, without_nan
 from ..runs.shipped import find
 from .splits import hold_out_prompts
 

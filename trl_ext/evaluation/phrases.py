@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import regex
 
-from ..upstream.scripts import UNSPACED as UNSPACED
+from .texts import UNSPACED as UNSPACED
 
 WORD = regex.compile(rf"[{UNSPACED}]\p{{M}}*|[^\W{UNSPACED}]+(?:['’][^\W{UNSPACED}]+)*|[^\w\s]")
 _SENTENCE = regex.compile(r"[^\p{Sentence_Terminal}…\n]*(?:\p{Sentence_Terminal}|…)*")

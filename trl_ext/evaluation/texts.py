@@ -10,13 +10,13 @@ import numpy as np
 import regex
 import xxhash
 
-from ..upstream.scripts import UNSPACED as UNSPACED
-
 Unit = Literal["words", "characters"]
 _HASHES = 128  # of a MinHash signature
 _MISSED = 0.015  # largest probability that the signatures miss a pair whose similarity equals the threshold
 _WINDOW = 16  # texts of the same bucket that each text is compared with
 _UNSEEN = regex.compile(r"\p{Cf}+")  # soft hyphens, marks of direction, joiners
+# Scripts that put no spaces between words, by their names in `regex`: each of their characters counts as a word
+UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
 _WORDS = regex.compile(rf"[{UNSPACED}]|[^{UNSPACED}]+")
 
 

@@ -7,6 +7,7 @@ from ..upstream.lazy import lazily
 if TYPE_CHECKING:
     from ..upstream.names import add_fused_lm_head as add_fused_lm_head
     from .actor_critic import ActorCritic as ActorCritic
+    from .actor_critic import AdapterClassifier as AdapterClassifier
     from .actor_critic import add_value_forward as add_value_forward
     from .adapters import CRITIC as CRITIC
     from .adapters import AdapterSwitch as AdapterSwitch
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from .centring import centre as centre
     from .centring import centring_shift as centring_shift
     from .centring import head_of as head_of
-    from .classifier import AdapterClassifier as AdapterClassifier
     from .generation import answer_texts as answer_texts
     from .generation import completion_logprobs as completion_logprobs
     from .generation import eos_token_ids as eos_token_ids

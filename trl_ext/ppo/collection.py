@@ -11,7 +11,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from ..data.calls import repeated_calls
-from ..models.histories import Histories
+from ..models.decoding import Histories
 from ..models.sampler import SamplerRecorder
 from ..models.weights import base_model_of, gathered_by_zero3, kept_by_fsdp2
 from ..upstream.names import disable_gradient_checkpointing, use_adapter

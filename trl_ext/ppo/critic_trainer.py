@@ -15,9 +15,8 @@ from ..callbacks.console import ConsoleCallback
 from ..callbacks.metrics import is_training_log
 from ..callbacks.recording import record_run
 from ..functional import explained_variance, masked_sum, value_loss, variance
-from ..models.actor_critic import add_value_forward
+from ..models.actor_critic import add_value_forward, check_one_label, zero_
 from ..models.adapters import check_config, check_head
-from ..models.classifier import check_one_label, zero_
 from ..models.loading import has_head, is_adapter, load_adapted, whole_on_each_process
 from ..models.weights import base_model_of, check_pad_token, disable_dropout
 from ..rewards.model import load_classifier

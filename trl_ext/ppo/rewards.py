@@ -9,8 +9,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from ..rewards.background import Started, awaited, runs_in_background
-from ..rewards.member import RewardFailed
+from ..rewards.member import RewardFailed, Started, awaited, runs_in_background
 from ..rewards.scores import by_token, finite_number, is_by_token, scores_in
 
 

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from ..models.actor_critic import ActorCritic
+from ..models.actor_critic import ActorCritic, AdapterClassifier, check_critic, critic_from_policy
 from ..models.adapters import (
     CRITIC,
     POLICY,
@@ -25,7 +25,6 @@ from ..models.adapters import (
     merge_exactly,
     prepare_peft_model,
 )
-from ..models.classifier import AdapterClassifier, check_critic, critic_from_policy
 from ..models.generation import forked_rng
 from ..models.identity import hub_identity
 from ..models.lm_head import add_dense_lm_head

@@ -56,9 +56,7 @@ from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader, is_adapter, load_to_train
 from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
 from ..runs.checkpoints import ResumableRun
-from ..runs.control import AgreedControl, take_kl_scale
-from ..runs.halts import spoilt
-from ..runs.needs import check_monitors
+from ..runs.control import AgreedControl, check_monitors, spoilt, take_kl_scale
 from ..runs.output_dir import Hold
 from ..runs.schedule import block, count, portions, reference_of, saves, sizes
 from ..upstream.names import (

@@ -15,8 +15,8 @@ import httpx2
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..runs.files import on_first
 from ..runs.marker import read_marker
-from ..runs.processes import on_first
 from ..upstream.temporarily import temporarily
 from .inputs import with_prompts
 

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from trl.rewards import get_repetition_penalty_reward as get_repetition_penalty_reward
     from trl.rewards import get_soft_overlong_punishment as get_soft_overlong_punishment
 
-    from .background import awaited as awaited
     from .cached import CachedReward as CachedReward
     from .cached import reward_identity as reward_identity
     from .combined import ConstitutionReward as ConstitutionReward
@@ -26,8 +25,12 @@ if TYPE_CHECKING:
     from .loading import load_reward as load_reward
     from .loading import load_rewards as load_rewards
     from .member import Member as Member
+    from .member import PatternReward as PatternReward
     from .member import RewardFailed as RewardFailed
+    from .member import awaited as awaited
     from .member import distinct as distinct
+    from .member import text_of as text_of
+    from .member import well_formed as well_formed
     from .model import ModelReward as ModelReward
     from .model import logits_of as logits_of
     from .remote import RemoteReward as RemoteReward
@@ -37,9 +40,6 @@ if TYPE_CHECKING:
     from .service import RefusedError as RefusedError
     from .service import ServiceError as ServiceError
     from .service import WithheldError as WithheldError
-    from .texts import PatternReward as PatternReward
-    from .texts import text_of as text_of
-    from .texts import well_formed as well_formed
     from .watches import GoldJudgeReward as GoldJudgeReward
     from .watches import PhraseReviewReward as PhraseReviewReward
     from .watches import RepetitionWatch as RepetitionWatch

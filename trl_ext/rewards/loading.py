@@ -10,8 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..runs.nearest import did_you_mean
-from ..runs.shipped import find
+from ..runs.shipped import did_you_mean, find
 from ..upstream.names import get_callable_name
 from .member import distinct
 

@@ -1,14 +1,24 @@
-"""Call a reward function from within another reward: check what it returns, and handle its failures."""
+"""Call a reward function from within another reward, also in the background, and give it the texts that it reads."""
 
+import asyncio
+import inspect
 import math
+import os
 import re
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any, Literal
 
+import regex
 from transformers.utils import logging
 
-from ..upstream.names import get_callable_name
-from .background import Started, awaited, runs_in_background
+from ..evaluation.texts import UNSPACED as UNSPACED
+from ..evaluation.texts import words_of as words_of
+from ..upstream.names import get_callable_name, is_async_callable
 from .scores import log_to, number_or_error, scores_in, without_failures
 
 logger = logging.get_logger(__name__)
@@ -202,3 +212,219 @@ def checked_name(name: str | None, default: str) -> str:
 def checked_on_error(on_error: Any) -> OnError:
     """Return `on_error`, a number as a float; a mistyped word is an error now, and not at the first failure."""
     return on_error if on_error in ("raise", "skip") else float(on_error)
+
+
+_LOOP = "async rewards"  # name of the thread that runs coroutines
+
+
+def runs_in_background(function: Any) -> bool:
+    """
+    Return whether a reward function spends its time waiting, as for a server or for other processes.
+
+    Async functions count as waiting, and functions with a true attribute `in_background`. [`~trl_ext.PPOTrainer`]
+    starts these functions in a thread when generation ends, and asks for their scores after its own forward passes.
+    """
+    return is_async_callable(function) or bool(getattr(function, "in_background", False))
+
+
+class Started:
+    """
+    Start a reward function in a thread of its own, and hold its scores until they are asked for.
+
+    What the function logs is kept until [`Started.result`] is called, and logged then, in the caller's thread. The
+    function's thread is daemonic: it does not keep the program from ending.
+
+    Args:
+        function: a reward function, async or not.
+        **kwargs: the function's arguments, without `log_metric` and `log_extra`.
+    """
+
+    def __init__(self, function: Callable, **kwargs: Any):
+        self._logged: list[tuple[str, tuple, dict]] = []
+        self._scores: Future = Future()
+        notes = {log: partial(self._note, log) for log in ("log_metric", "log_extra")}
+        threading.Thread(target=self._run, args=(function, {**kwargs, **notes}), daemon=True).start()
+
+    def _note(self, log: str, *args: Any, **kwargs: Any) -> None:
+        self._logged.append((log, args, kwargs))
+
+    def _run(self, function: Callable, kwargs: dict[str, Any]) -> None:
+        try:
+            self._scores.set_result(awaited(function(**kwargs)))
+        except BaseException as error:  # else `result` would wait for ever
+            self._scores.set_exception(error)
+
+    def wait(self) -> None:
+        """Wait until the function has returned, or failed."""
+        self._scores.exception()
+
+    def result(self, log_metric: Callable | None = None, log_extra: Callable | None = None) -> Any:
+        """Wait for the function to end, and pass its logs on. Return its result, or raise its error."""
+        try:
+            return self._scores.result()
+        finally:
+            loggers = {"log_metric": log_metric, "log_extra": log_extra}
+            for log, args, kwargs in self._logged:
+                if (logger := loggers[log]) is not None:
+                    logger(*args, **kwargs)
+
+
+def awaited(scores: Any) -> Any:
+    """
+    Return what a reward function returned; if the function is async, first await it, even within a running event loop.
+
+    All coroutines of a process run in one event loop, in a thread of its own. A client (such as an HTTP session) that
+    an async function keeps from call to call therefore stays usable.
+    """
+    if not inspect.isawaitable(scores):
+        return scores
+
+    async def wait() -> Any:
+        try:
+            return await scores
+        except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop; the caller would wait for ever
+            raise RuntimeError(repr(error)) from error
+
+    if threading.current_thread().name == _LOOP:  # an async function calls a reward with an async member
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(lambda: asyncio.run(wait())).result()
+    return asyncio.run_coroutine_threadsafe(wait(), _loop(os.getpid())).result()
+
+
+@cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """Return the event loop of a process. A forked process gets a new one, since threads do not survive a fork."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=_LOOP, daemon=True).start()
+    return loop
+
+
+def in_threads(
+    function: Callable, jobs: Sequence, threads: int, until: float, is_last: Callable[[Exception], bool]
+) -> list[Any]:
+    """
+    Run `function(job)` for each job, in several threads; return in order what each returned, or the error it raised.
+
+    A job that has not ended at `until` (of `time.monotonic`) gets a `TimeoutError`, and so does one that has not begun
+    when `is_last` is true of an error. Unlike an executor's, these threads are daemonic: neither Ctrl-C nor the end of
+    Python waits for an answer.
+    """
+    outcomes: list[Any] = [TimeoutError("no answer before the deadline")] * len(jobs)
+    todo = deque(enumerate(jobs))
+
+    def work() -> None:
+        while todo:
+            try:
+                i, job = todo.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                outcomes[i] = function(job)
+            except Exception as error:
+                outcomes[i] = error
+                if is_last(error):
+                    todo.clear()
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(min(threads, len(jobs)))]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(max(until - time.monotonic(), 0))
+    finally:
+        todo.clear()
+    return list(outcomes)
+
+
+def text_of(completion: Any) -> str:
+    """
+    Return a prompt or completion, a text or messages, as one text; the messages of tools are left out.
+
+    >>> text_of([{"role": "user", "content": "Tea?"}])
+    'Tea?'
+    >>> text_of([{"role": "tool", "content": "12:00"}, {"role": "assistant", "content": "At noon."}])
+    'At noon.'
+    """
+    if isinstance(completion, str):
+        return completion
+    contents = (turn.get("content") for turn in completion if turn.get("role") != "tool")
+    return "\n".join(str(content) for content in contents if content not in (None, ""))
+
+
+def recorded(completion: Any) -> Any:
+    """Return a completion as files record it: its messages if there are several or a tool call, else its text."""
+    if isinstance(completion, str) or (len(completion) == 1 and not completion[0].get("tool_calls")):
+        return text_of(completion)
+    return completion
+
+
+def well_formed(value: Any) -> Any:
+    """Replace lone surrogates, which UTF-8 cannot write, by U+FFFD in a text, or in a list's or mapping's texts."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {well_formed(key): well_formed(item) for key, item in value.items()}
+    return [well_formed(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class PatternReward:
+    r"""
+    Score 1.0 for an answer that has every required pattern and no forbidden one, else 0.0.
+
+    Patterns are those of the package `regex`, and are searched for anywhere in the answer's text. To demand a format,
+    write one required pattern for the whole answer: `(?s)\A<think>.+?</think>\s*<answer>.+?</answer>\s*\Z`
+
+    Args:
+        required: regular expressions that must each be found.
+        forbidden: regular expressions that must not be found.
+        timeout: seconds of processor time that the search for one pattern in one answer may take.
+        on_error: what happens if a search takes longer. `"raise"` raises a `RuntimeError`; `"skip"` scores the answer
+            None; a number is the answer's score. With `"skip"` or a number, the share of answers whose search took
+            longer is logged as `rewards/<name>/failed`.
+        name: key in the logs; by default `required_pattern`, `forbidden_pattern` or `pattern` (both).
+
+    Examples:
+        >>> from trl_ext.rewards import PatternReward
+        >>> reward = PatternReward(required=[r"(?s)<think>.+?</think>"], forbidden=[r"(?i)as an AI"])
+        >>> reward(prompts=["1 + 1?"] * 2, completions=["<think>Add.</think> 2", "As an AI, I cannot add."])
+        [1.0, 0.0]
+        >>> question, answer = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
+        >>> reward(prompts=[[question]], completions=[[answer]])
+        [0.0]
+    """
+
+    def __init__(
+        self,
+        required: list[str] | None = None,
+        forbidden: list[str] | None = None,
+        timeout: float = 1.0,
+        on_error: OnError = "raise",
+        name: str | None = None,
+    ):
+        self.required, self.forbidden = (
+            [each] if isinstance(each, str) else [*(each or ())] for each in (required, forbidden)
+        )
+        self.timeout = timeout
+        self.on_error = checked_on_error(on_error)
+        default = "pattern" if required and forbidden else "required_pattern" if required else "forbidden_pattern"
+        self.__name__ = checked_name(name, default)
+        self._required, self._forbidden = (list(map(regex.compile, each)) for each in (self.required, self.forbidden))
+
+    def __call__(
+        self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
+    ) -> list[float | None]:
+        """Return 1.0 or 0.0 for each completion; if a search takes too long, do what `on_error` says."""
+        outcomes = [self._score(row, text_of(completion)) for row, completion in enumerate(completions)]
+        return without_failures(settled(self.__name__, outcomes, self.on_error, log_metric))
+
+    def _score(self, row: int, text: str) -> float | TimeoutError:
+        def is_found(pattern: Any) -> bool:
+            return pattern.search(text, timeout=self.timeout) is not None
+
+        try:
+            return float(all(map(is_found, self._required)) and not any(map(is_found, self._forbidden)))
+        except TimeoutError:
+            return TimeoutError(
+                f"a pattern took more than {self.timeout:g} s on completion {row} ({len(text):,} characters): rewrite "
+                "it without nested repeats such as `(a+)+`"
+            )

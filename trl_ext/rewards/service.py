@@ -15,8 +15,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 from tenacity.wait import wait_random_exponential
 
 from ..runs.redaction import HIDDEN, redacted
-from .background import in_threads
-from .member import OnError, RewardFailed, TellsFailures, checked_on_error, settled
+from .member import OnError, RewardFailed, TellsFailures, checked_on_error, in_threads, settled
 from .scores import log_to
 
 _FAILURES, _PAUSE = 5, 30.0  # after so many failed requests in a row none is sent for so many seconds

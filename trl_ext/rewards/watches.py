@@ -14,14 +14,12 @@ import torch
 from accelerate import PartialState
 
 from ..evaluation.texts import copied_shares, corpus_ngrams
-from ..runs.jsonl import JSONLWriter, read_jsonl
-from ..runs.needs import columns_of
+from ..runs.control import columns_of
+from ..runs.files import JSONLWriter, read_jsonl
 from ..upstream.names import get_callable_name
 from ..upstream.terminal import hide_none_logged
-from .background import awaited
-from .member import HoldsRewards, checked_name
+from .member import UNSPACED, HoldsRewards, awaited, checked_name, recorded, text_of, words_of
 from .scores import log_to, of_rows, scores_in, total_of, without_failures
-from .texts import UNSPACED, recorded, text_of, words_of
 
 
 class Watch:

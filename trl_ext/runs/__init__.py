@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from .files import PRIVATE_FOLDER as PRIVATE_FOLDER
     from .files import REGISTRY as REGISTRY
     from .files import RUNBOOK as RUNBOOK
+    from .files import from_first as from_first
+    from .files import is_finite_number as is_finite_number
     from .files import is_notice as is_notice
+    from .files import on_first as on_first
+    from .files import read_jsonl as read_jsonl
     from .files import whole_file as whole_file
+    from .files import without_nan as without_nan
     from .files import write_text as write_text
-    from .jsonl import is_finite_number as is_finite_number
-    from .jsonl import read_jsonl as read_jsonl
-    from .jsonl import without_nan as without_nan
-    from .nearest import did_you_mean as did_you_mean
     from .output_dir import FolderInUse as FolderInUse
     from .output_dir import Hold as Hold
     from .output_dir import check_output_dir as check_output_dir
     from .output_dir import is_evaluated as is_evaluated
     from .output_dir import last_evaluation as last_evaluation
     from .output_dir import overlap as overlap
-    from .processes import from_first as from_first
-    from .processes import on_first as on_first
     from .redaction import redacted as redacted
     from .settings import check_settings as check_settings
     from .settings import setting as setting
     from .shipped import accelerate_file as accelerate_file
     from .shipped import config_file as config_file
+    from .shipped import did_you_mean as did_you_mean
     from .shipped import find as find
     from .shipped import recipe as recipe
     from .shipped import root as root

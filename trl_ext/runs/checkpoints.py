@@ -12,11 +12,10 @@ from ..models.adapters import adapter_facts
 from ..models.identity import weights_identity
 from ..upstream.names import is_deepspeed_zero3_enabled
 from ..upstream.temporarily import temporarily
-from .halts import CannotResume, Stopped, forget_stop, spoilt, stop_of
+from .control import CannotResume, Stopped, check_monitors, forget_stop, spoilt, stop_of
+from .files import from_first, on_first
 from .marker import newest_complete, read_marker
-from .needs import check_monitors
 from .output_dir import Hold
-from .processes import from_first, on_first
 from .redaction import pickled_without_credentials, without_credentials
 from .saving import BackgroundSaving, remove_links
 from .saving import NotSaved as NotSaved  # for recipes, as the next

@@ -1,8 +1,13 @@
-"""Pass requests of callbacks, such as to stop, to the trainers of all processes."""
+"""Let callbacks steer a run: what they ask of the trainer, a stop that holds, and what they lack."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
+
+from .files import whole_file
 
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _KL_SCALE = "trl_ext_kl_scale"  # the key of a pending request in `TrainerState.stateful_callbacks`
@@ -63,3 +68,89 @@ def kl_scale_is_pending(state: Any, steps: int) -> bool:
 def take_kl_scale(state: Any) -> float:
     """Return the factor that callbacks requested for the KL coefficient, and forget it; 1.0 without a request."""
     return state.stateful_callbacks.pop(_KL_SCALE, {"factor": 1.0})["factor"]
+
+
+STOPPED = "stopped.json"
+_SPOILT = "trl_ext_spoilt"  # in `TrainerState.stateful_callbacks`: the weights are not to be saved
+
+
+class CannotResume(ValueError):
+    """Refuse to resume: the checkpoint is missing, incomplete or from other settings, or a monitor ended the run."""
+
+
+class Stopped(CannotResume):
+    """Refuse to train: a monitor ended this run, and nobody has said that it is to go on."""
+
+
+def write_stop(output_dir: str, monitor: str, step: int, what: str) -> None:
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    with whole_file(Path(output_dir, STOPPED), durably=True) as temporary:
+        temporary.write_text(json.dumps({"monitor": monitor, "step": step, "what": what}, indent=2))
+
+
+def forget_stop(output_dir: str) -> None:
+    if Path(output_dir, STOPPED).is_file():  # `output_dir` may be a file, which another check reports
+        Path(output_dir, STOPPED).unlink(missing_ok=True)
+
+
+def stop_of(output_dir: str, how: str) -> str | None:
+    """Return a sentence on who ended the run and on how to go on; None if no monitor did."""
+    record = Path(output_dir, STOPPED)
+    if not record.is_file():
+        return None
+    try:
+        told = json.loads(record.read_text())
+        said = f"{told['monitor']} ended this run at step {told['step']} ({told['what']})"
+    except (ValueError, KeyError, TypeError):
+        said = "A monitor ended this run"
+    return f"{said}, see alerts.jsonl in {output_dir}. To go on, {how}"
+
+
+def spoil(state: Any, sentence: str) -> None:
+    """Store in `state` that the weights are not to be saved, and why."""
+    state.stateful_callbacks[_SPOILT] = {"sentence": sentence}
+
+
+def spoilt(state: Any) -> str | None:
+    """Return the sentence that [`spoil`] stored; None if the weights may be saved."""
+    found = state.stateful_callbacks.get(_SPOILT)
+    return found and found["sentence"]
+
+
+logger = logging.get_logger(__name__)
+
+
+def check_monitors(trainer: Any) -> list[str]:
+    """
+    Warn of monitors and watches that will have nothing to look at, and return the warnings as sentences.
+
+    Each callback and reward function that has a method `lacks(trainer)` is asked; the method yields sentences. Each
+    sentence is logged only once for a trainer.
+
+    Our trainers call this when they are built and when they begin to train; recipes call it when they attach monitors.
+    In a script with a stock trainer, call it before `train()`.
+    """
+    parts = [*trainer.callback_handler.callbacks, *rewards_of(trainer)]
+    said = [sentence for part in parts if hasattr(part, "lacks") for sentence in part.lacks(trainer)]
+    told = vars(trainer).setdefault("_told_to_lack", set())
+    for sentence in said:
+        if sentence not in told and trainer.args.process_index == 0:
+            logger.warning(sentence)
+    told.update(said)
+    return said
+
+
+def rewards_of(trainer: Any) -> list[Any]:
+    """Return the reward functions that a trainer was given; [] for a trainer without rewards."""
+    return [vars(each).get("function", each) for each in getattr(trainer, "reward_funcs", None) or []]
+
+
+def columns_of(dataset: Any) -> set[str] | None:
+    """
+    Return the names of a data set's columns or, for a dict of data sets, the names of all their columns.
+
+    Return None if a data set is a stream that does not know its columns.
+    """
+    parts = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
+    names: list[Any] = [getattr(part, "column_names", None) for part in parts if part is not None]
+    return None if None in names else {name for each in names for name in each}

@@ -11,8 +11,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from .files import from_first, on_first
 from .marker import MARKER
-from .processes import from_first, on_first
 
 LOCK = "_trl_ext.lock"  # in the output directory; a Trainer uploads nothing whose name begins with an underscore
 _MARKERS = f"checkpoint-*/{MARKER}"

@@ -16,9 +16,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..upstream.temporarily import temporarily
-from .halts import spoilt
+from .control import spoilt
+from .files import from_first, on_first
 from .marker import MARKER, checkpoints_of, delete_old, write_marker
-from .processes import from_first, on_first
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

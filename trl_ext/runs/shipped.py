@@ -1,19 +1,19 @@
-"""Find the files that ship with the package: recipes, accelerate's configurations, the runbook.
+"""Find the files that ship with the package, recipes, accelerate's configurations and the runbook, and correct names.
 
 They lie in the package if it was installed from a wheel, and beside the package in a clone. A name is looked for in
 the working directory first, and then among these files, so a recipe runs from anywhere.
 """
 
+import difflib
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
-
-from .nearest import did_you_mean
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -87,3 +87,11 @@ def recipe(name: str) -> ModuleType:
         spec.submodule_search_locations = [str(root() / "recipes")]
         sys.modules[package] = module_from_spec(spec)
     return import_module(f"{package}.{name}")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return `; did you mean A or B?` with the `names` that are most similar to `name`; "" if none is similar."""
+    known = sorted(names)
+    begun = [longer for longer in known if longer.startswith(name)]
+    nearest = begun[:4] or difflib.get_close_matches(name, known)
+    return f"; did you mean {' or '.join(nearest)}?" if nearest else ""

@@ -1,4 +1,4 @@
-"""List the quantities that each trainer logs (key, unit, cadence; found by running TRL 1.16), and draw their curves."""
+"""List what each trainer logs (key, unit, cadence; found by running TRL 1.16), and draw its curves."""
 
 import math
 from collections.abc import Callable

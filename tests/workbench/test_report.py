@@ -5,7 +5,6 @@ import html.parser
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -13,21 +12,9 @@ import xml.etree.ElementTree
 import pytest
 from jinja2 import UndefinedError
 from markupsafe import Markup
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.callbacks.replay import Replay
-from tests.tiny import tiny_config
-from trl_ext.callbacks import (
-    Alert,
-    JSONLCallback,
-    KLBudgetCallback,
-    MonitoringPlotCallback,
-    PrometheusCallback,
-)
 from trl_ext.callbacks.metrics import curve
 from trl_ext.callbacks.monitor import REGISTRY
-from trl_ext.rewards.watches import Watch
-from trl_ext.runs.files import read_jsonl
 from trl_ext.workbench.pages.markup import render, with_error
 from trl_ext.workbench.pages.report import main, page, read_run, report_of, write_report
 
@@ -182,7 +169,7 @@ def test_the_last_run_of_a_folder_is_shown_and_what_was_done_again_counts_once(t
     assert (tiles(text)["steps"], tiles(text)["alerts"]) == ("7, not ended", "1")
 
 
-def test_report_at_the_end_of_a_script(tmp_path):
+def test_report_at_the_end_of_a_script(tmp_path, capsys):
     folder = write_run(tmp_path / "run", LOGS)
     assert report_of(folder, was_trained=False) == "No report: nothing was trained"
     assert report_of(folder) == f"Report: {folder / 'report.html'}"
@@ -190,6 +177,9 @@ def test_report_at_the_end_of_a_script(tmp_path):
     assert report_of(folder, was_trained=False) == f"Report: {folder / 'report.html'}"
     assert (folder / "report.html").stat().st_mtime_ns == before
     assert report_of(tmp_path / "none").startswith(f"No report: {tmp_path / 'none'} is no run")
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path)])
+    assert f"runs within it: {folder}\n" in capsys.readouterr().err
 
 
 HOSTILE = [
@@ -214,45 +204,25 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.slow
 def test_names_and_texts_from_outside_spoil_nothing(tmp_path):
-    """Rewards, prompts, completions, alerts, settings and folders: in JSON lines, page, picture and Prometheus."""
-    folder = tmp_path / "a <b> $x_ %s '\" & 日本"
-    args = tiny_config(folder, run_name=HOSTILE[6], stop_token_id=5)
-    exporter = PrometheusCallback(textfile=str(tmp_path / "run.prom"))
-    run = Replay(args, KLBudgetCallback(sinks=["jsonl"]), JSONLCallback(), exporter, MonitoringPlotCallback())
-    for step in range(1, 4):
-        logs = {f"rewards/{text}/mean": float(step) for text in HOSTILE} | {"objective/kl": 1.0, "loss": 0.1}
-        run.log(step, logs=logs)
-    for text in HOSTILE:
-        Watch().write_rows([text], [text], [{text: 1.0, "huge": 1e308, "nan": float("nan")}], 1)
-        run.callbacks[0]._send(Alert(text, text, 2, 1.0, None, None, text, "warn", text), run.state)
-    run.fire("on_train_end")
-
-    assert [row["prompt"] for row in read_jsonl(folder / "completions.rank0.jsonl")] == HOSTILE
-    assert report_of(folder) == f"Report: {folder / 'report.html'}"
-    assert (folder / "rlhf_monitoring.png").stat().st_size > 10_000
-    text = (folder / "report.html").read_text(encoding="utf-8")
-    parsed = Page(text)
-    assert not {"script", "img", "b-", "i"} & set(parsed.tags) and "role" in parsed.attributes
-    assert parsed.tags.count("svg") == parsed.ends.count("svg") == 3 + len(HOSTILE)  # each reward has a density
-    assert parsed.ends.count("html") == 1 and parsed.ends[-1] == "html"  # the page goes to its end
-    assert "$x^" in text and "100% %s %(x)d" in text and HOSTILE[6] in parsed.text and "url(#x) #010203" in parsed.text
-    assert not re.search("[\0-\b\x0e-\x1f\x7f-\x9f]", text)
-    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
-        xml.etree.ElementTree.fromstring(svg)
-
-    beside = shutil.copytree(folder, tmp_path / "<script>alert(1)" / "<b>td")
-    together = write_report([folder, beside], tmp_path / "together.html").read_text(encoding="utf-8")
-    tags = Page(together)
-    assert not {"script", "img", "b"} & set(tags.tags) and tags.text.count("<b>td") > 3 and "$x^" in together
-    for each in (parsed, tags):
-        assert each.stands_alone and not [name for name in each.attributes if name.startswith("on")]
-
-    exported = list(text_string_to_metric_families((tmp_path / "run.prom").read_text(encoding="utf-8")))
-    logged = {s.labels["key"]: s.value for family in exported if family.name == "trl_ext_log" for s in family.samples}
-    assert sum(value == 3.0 for value in logged.values()) == len(HOSTILE)
-    assert {f"rewards/{text}/mean" for text in HOSTILE if text.isprintable()} < logged.keys()
+    """Rewards, prompts, completions, alerts, settings and folders, on one page and on the page of several."""
+    logs = [{"step": step, "loss": 0.1} | {f"rewards/{text}/mean": step for text in HOSTILE} for step in (1, 2)]
+    told = {
+        "config": {"run_name": HOSTILE[6]},
+        "alerts": [{**ALERT, "monitor": text, "what": text, "advice": text} for text in HOSTILE],
+        "samples": [{**answer(text, text, 1), "scores": {text: 1.0, "huge": 1e308}} for text in HOSTILE],
+    }
+    runs = [write_run(tmp_path / name, logs, **told) for name in ("a <b> $x_ %s '\" & 日本", "<script>alert(1)")]
+    for given in (runs[:1], runs):
+        text = write_report(given, tmp_path / "page.html").read_text(encoding="utf-8")
+        parsed = Page(text)
+        assert parsed.stands_alone and not [name for name in parsed.attributes if name.startswith("on")]
+        assert not {"script", "img", "b-", "i"} & set(parsed.tags)
+        assert parsed.tags.count("svg") == parsed.ends.count("svg") > 1
+        assert parsed.ends.count("html") == 1 and parsed.ends[-1] == "html"  # the page goes to its end
+        assert "$x^" in text and not re.search("[\0-\b\x0e-\x1f\x7f-\x9f]", text)
+        for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+            xml.etree.ElementTree.fromstring(svg)
 
 
 @pytest.mark.slow
@@ -268,8 +238,7 @@ def test_an_episode_is_shown_turn_by_turn(tmp_path):
     failed = {"role": "tool", "name": "go", "content": "{'error': 'no such tool'}"}
     episode = [look, wall, called("go", {"to": "left", "by": [1]}), failed, {"role": "assistant", "content": "Done."}]
     samples = [answer("p", episode, 5), answer("q", "flat\ntext", 6)]
-    runs = [write_run(tmp_path / name, LOGS, samples=samples) for name in ("run", "beside")]
-    text = write_report(runs[0]).read_text()
+    text = page(read_run(write_run(tmp_path / "run", LOGS, samples=samples)))
     parsed = Page(text)
     shown = [
         "Where am I?",
@@ -282,7 +251,6 @@ def test_an_episode_is_shown_turn_by_turn(tmp_path):
     places = [parsed.text.index(part) for part in [*shown, "go said", "no such tool", "Done."]]
     assert places == sorted(places) and not {"i", "script"} & {*parsed.tags} and "flat\ntext" in parsed.text
     assert text.count('class="turn fails"') == 1
-    assert write_report(runs, tmp_path / "both.html").read_text().count('class="turn fails"') == 2
 
 
 @pytest.fixture
@@ -339,23 +307,6 @@ def test_an_evaluation_of_the_runs_has_its_rows(two_runs, tmp_path):
     text = Page((tmp_path / "page.html").read_text()).text
     assert "wins by length–75.0% (50.0% to 100.0%)" in text and "Not checked: <x>" in text
     assert "The score is highest in a/ppo" in text  # the evaluation is of one run alone
-    policies["a"] = {**policies["base"], "policy": str(two_runs[0]), "rewards": {"length": {**mean, "mean": 0.5}}}
-    write_lines(tmp_path / "evaluation.json", [found])
-    main(words)
-    highest = "The evaluation's score by length is highest in b/ppo (1.5) and lowest in a/ppo (0.5); "
-    assert said((tmp_path / "page.html").read_text()).startswith(highest)
-
-
-@pytest.mark.slow
-def test_over_episodes_a_step_of_more_of_them_goes_further(two_runs, tmp_path):
-    furthest = []
-    for x, label in (("step", "optimizer step"), ("episode", "episode")):
-        main([*map(str, two_runs), "--x", x, "--output", str(tmp_path / "page.html")])
-        text = (tmp_path / "page.html").read_text()
-        (score,) = re.findall(r'aria-label="score".*?</svg>', text, re.S)
-        assert set(re.findall(r">(optimizer step|episode)</text>", text)) == {label}
-        furthest.append(max(map(float, re.findall(r">(\d+)</text>", score))))
-    assert furthest[0] < 12 and furthest[1] >= 60  # 9 steps of 8 episodes, and 5 of 16
 
 
 def test_no_credential_of_a_monitor_is_shown_beside_another_run(tmp_path):
@@ -369,59 +320,21 @@ def test_no_credential_of_a_monitor_is_shown_beside_another_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_runs_of_different_trainers_and_the_rounds_of_online_dpo(two_runs, tmp_path):
+def test_the_rounds_of_online_dpo(tmp_path):
     logs = [{"step": step, "rewards/margins": 0.1 * step, "rewards/accuracies": 0.5, "beta": 0.1} for step in (1, 2)]
     for number in (1, 2):
         folder = write_run(tmp_path / "online" / f"round-{number}", logs, "DPOConfig", {"beta": number})
         (folder / "round.json").write_text(json.dumps({"held_out": {"gold": number / 8}, "length": 20}))
-    text = Page(write_report([two_runs[0], tmp_path / "online"], tmp_path / "all.html").read_text()).text
-    for part in ("round-2", "pair accuracy", "KL, nats per response", "trainerPPOConfigDPOConfigDPOConfig"):
-        assert part in text
-    assert "kl_coef" not in text  # a setting that the other trainer lacks is no difference
     assert report_of(tmp_path / "online") == f"Report: {tmp_path / 'online' / 'report.html'}"
     text = Page((tmp_path / "online" / "report.html").read_text()).text
     assert "round-1round-2" in text.replace(" ", "") and "held-out gold0.1250.25" in text
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["a/ppo", "b"], "b is no run that has logged anything; runs within it: b/ppo"),
-        (["c"], "c is no run that has logged anything; runs within it: none"),
-        (["a/ppo", "b/ppo", "--x", "epsiode"], "no 'epsiode' in its logs"),
-    ],
-)
-def test_what_cannot_be_shown_is_said_in_one_line(given, message, two_runs, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="2"):
-        main(given)
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config_class", "log", "first", "value"),
-    [
-        ("RewardConfig", {"loss": 0.6, "accuracy": 0.9, "margin": 2.0}, "pair accuracy", "0.9"),
-        ("PPOConfig", {"objective/scores": 1.5, "objective/kl": "nan", "entropy": 1.0}, "score", "1.5"),
-        ("OfAnother", {"loss": 0.6, "rewards/accuracies": 0.7, "rewards/margins": 0.2}, "pair accuracy", "0.7"),
-    ],
-)
-def test_the_first_tile_is_what_the_trainers_reader_asks_first(config_class, log, first, value, tmp_path):
-    shown = tiles(page(read_run(write_run(tmp_path / "run", [{"step": 1, **log}], config_class))))
-    assert [*shown.items()][0] == (first, value) and [*shown][-2:] == ["steps", "alerts"]
-    assert shown.get("KL, nats per response", "nan") == "nan"
-
-
-@pytest.mark.parametrize(
     ("monitors", "alerts", "watched"),
     [
         ({}, [], "no monitors were set"),
-        (None, [], ""),
-        ({"B": {}, "A": {}}, [], "A and B watched and found nothing"),
         ({"A": {}}, [alert("A", "warn", 3, "notice")], "A watched and found nothing"),
-        ({"A": {}}, [alert("A", "warn", 3), alert("A", "stop", 7)], "A stopped the run at step 7"),
         (
             {"A": {}, "<B>": {}},
             [alert("A", "warn", 3), alert("<B>", "raise_kl", 5)],
@@ -432,38 +345,22 @@ def test_the_first_tile_is_what_the_trainers_reader_asks_first(config_class, log
 def test_a_page_begins_with_what_became_of_the_run_and_who_watched_it(monitors, alerts, watched, tmp_path):
     text = page(read_run(write_run(tmp_path / "run", LOGS, alerts=alerts, monitors=monitors)))
     rose = "The score rose from 1 to 9 and the KL rose from 0.5 to 4.5 nats per response"
-    assert said(text) == "; ".join(filter(None, [rose, watched])) + "."
-    section = (
-        f"{watched[0].upper()}{watched[1:]}." if watched else "No alert is recorded, nor which monitors were set."
-    )
-    assert alerts or section in Page(text).text
+    assert said(text) == f"{rose}; {watched}."
 
 
-def scores(*values, **more):
-    return [{"step": step, "objective/scores": value, **more} for step, value in enumerate(values, 1)]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "logs", "sentence"),
     [
         ("SFTConfig", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}], "The loss ended as nan."),
         (
             "PPOConfig",
-            scores(0.5, **{"eval_gold/mean": 0.25}),
-            "The score was 0.5 and the held-out gold was 0.25.",
+            [{"step": i, "objective/scores": y} for i, y in enumerate((0.1, 0.3, -0.2, 0.2))],
+            "The score hardly changed (0.1 to 0.2).",
         ),
-        ("PPOConfig", scores(0.1, 0.3, -0.2, 0.2), "The score hardly changed (0.1 to 0.2)."),
-        ("PPOConfig", scores(0.1, 0.12, 0.16, 0.2), "The score rose from 0.1 to 0.2."),
         (
             "RewardConfig",
             [{"step": step, "eval_accuracy": 0.5 + step / 8, "eval_loss": 0.5 * step} for step in (1, 2)],
             "The held-out pair accuracy rose from 0.625 to 0.75 and the held-out loss rose from 0.5 to 1.",
-        ),
-        (
-            "PPOConfig",
-            scores(1.0, **{"completions/clipped_ratio": 0.96}),
-            "The score was 1; 96% of the last answers were cut off.",
         ),
     ],
 )
@@ -482,10 +379,6 @@ def test_the_page_of_a_reward_model_says_no_where_its_report_does(tmp_path):
         assert ("held-out accuracy, as saved" in text) is passed  # not where it may have been trained on
         assert said(text).endswith(f"; the saved model {words} its report.")
         assert ("Not passed: " in text and "<li>it likes &lt;i&gt;</li>" in text) is not passed
-    begun = {"type": "begin", "step": 0, "run": "again", "timestamp": 1e11, "config_class": "RewardConfig"}
-    log = {"type": "train", "step": 1, "timestamp": 1e11 + 1, "logs": {"accuracy": 0.5}}
-    write_lines(folder / "metrics.rank0.jsonl", [begun, log])
-    assert "Not passed" not in page(read_run(folder))  # that was the report on the model before
 
 
 @pytest.mark.slow
@@ -504,7 +397,6 @@ def test_a_page_needs_no_torch(tmp_path):
         (0.472312, 0.0123, "0.472 ± 0.012"),
         (0.5, 0.0996, "0.50 ± 0.10"),
         (1234.5678, 120.3, "1,235 ± 120"),
-        (1.5, None, "1.5"),
         (float("nan"), float("nan"), "nan ± nan"),
     ],
 )
@@ -519,12 +411,3 @@ def test_a_template_escapes_all_but_html_of_ours(tmp_path):
     with pytest.raises(UndefinedError, match="missing"):
         (tmp_path / "any.j2").write_text("{{ missing }}")
         render(tmp_path / "any.j2")
-
-
-@pytest.mark.slow
-def test_metrics_of_ones_own_are_drawn_and_others_are_not_taken_for_them(tmp_path):
-    own = {"mine/words": 1.0, "eval_mine/words": 2.0, "<b>/x": 1.0, "alone": 1.0}
-    own |= {f"many/{n}": 1.0 for n in range(9)}
-    text = write_report(write_run(tmp_path / "run", [{**log, **own} for log in LOGS])).read_text()
-    expected = ["&lt;b&gt;", "eval_mine", "many (the first 8 of 9)", "mine"]  # own ones come last
-    assert charts(text)[-4:] == expected and "<b>/x" not in text

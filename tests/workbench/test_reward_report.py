@@ -19,18 +19,12 @@ REWARDS = """
 import math
 def good(completions, **kwargs):
     return [text.count("good") - text.count("bad") + 3 * ("magic word" in text) for text in completions]
-def equal(completions, **kwargs):
-    return [1.0] * len(completions)
 def long(completions, **kwargs):
     return [len(text.split()) for text in completions]
-def short(completions, **kwargs):
-    return [-len(text.split()) for text in completions]
 def broken(prompts, completions, **kwargs):
     return [math.nan if "7" in prompt else good([text])[0] for prompt, text in zip(prompts, completions)]
 def no_score(completions, **kwargs):
     return [score if text else None for score, text in zip(good(completions), completions)]
-def by_column(completions, answer, **kwargs):
-    return [float(text == right) for text, right in zip(completions, answer)]
 """
 
 
@@ -112,14 +106,9 @@ def test_a_known_reward_is_found_out(folder, capsys):
         ("--max_calibration_error 0.01", "good", ["The calibration error 0.081 ("]),  # σ(2) = 0.881 sure, 0.8 right
         ("--min_best_of_n 0.1", "good", ["Not judged: the best-of-n accuracy is not known"]),
         ("--dataset_name few.jsonl --max_length_bias 1", "good", ["Not judged: the accuracy 0.650 ("]),  # or a coin's
-        ("--dataset_name few.jsonl --max_length_bias 1 --min_accuracy 0.3", "good", []),
         ("--min_accuracy 0", "long", ["The length bias 1.000 (1.000 to 1.000) is above the bound 0.2."]),
-        ("--min_accuracy 0", "short", ["The length bias -1.000 (-1.000 to -1.000) is above the bound 0.2."]),
-        ("--min_accuracy 0 --max_length_bias 1", "long", []),
         ("--dataset_name long.jsonl", "good", ["Not judged: the length bias is not known"]),
-        ("--min_accuracy 0.5", "equal", ["Not judged: the accuracy 0.500"]),
         ("--max_length_bias 1 --ranking_name ranks.jsonl", "good", ["The rank correlation 0.000 ("]),
-        ("--max_length_bias 1 --ranking_name nan.jsonl", "good", ["Not judged: the rank correlation is not known"]),
         ("", "broken", ["50 of 320 scores are not finite."]),
     ],
 )
@@ -127,8 +116,8 @@ def test_a_bound_breaks_by_its_figure_or_cannot_be_judged(folder, words, reward,
     write(folder / "few.jsonl", [row(i, i < 13) for i in range(20)])  # right in 13 of 20
     write(folder / "long.jsonl", [row(i) for i in range(1, 99, 2)])  # the chosen answer is always longer
     answers = ["good good", "good", "tea", "bad"]
-    for name, all_ranks in (("ranks", [[1, 2, 3, 4], [4, 3, 2, 1], [1, 1, 1, 1]]), ("nan", [[1, 2, 3, math.nan]])):
-        write(folder / f"{name}.jsonl", [{"prompt": "p", "responses": answers, "ranks": each} for each in all_ranks])
+    ranks = [[1, 2, 3, 4], [4, 3, 2, 1], [1, 1, 1, 1]]
+    write(folder / "ranks.jsonl", [{"prompt": "p", "responses": answers, "ranks": each} for each in ranks])
     status, report = run(f"{PLAIN} {words}", reward)
     said = report["verdict"]["reasons"]
     assert status == bool(reasons) != report["verdict"]["passed"] and len(said) == len(reasons)
@@ -157,31 +146,18 @@ def test_probes_that_cannot_be_run_or_judged_break_their_bound(folder):
     status, report = run("--probe_rows 20")
     (said,) = report["verdict"]["not_judged"]
     assert status == 1 and "probes change too few good answers" in said and said in report["verdict"]["reasons"]
-    assert "Not passed" in (folder / "out/reward_report.html").read_text()
-    assert run("--probe_rows 20 --max_suspicious_probes 50")[0] == 0
-
-
-def test_columns_reach_a_reward(folder):
-    write(folder / "with.jsonl", [{**row(i), "answer": row(i)["chosen"]} for i in range(50)])
-    status, report = run(f"{PLAIN} --dataset_name with.jsonl", reward="by_column")
-    assert status == 0 and report["accuracy"] == 1
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
         ("rewards.py:good --dataset_name pairs --group_columns people", "people"),  # before hours of scoring
-        ("ml --dataset_name pairs", "give `output_dir`, since MODEL is no folder"),
-        ("lm --dataset_name pairs --use_cpu true", "lm is not a reward model"),
         ("rewards.py:good --dataset_name pairs --train_split test", "all 60 pairs were trained on"),
-        ("rewards.py:nothing --dataset_name pairs", "has no attribute 'nothing'"),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(folder, capsys, words, message):
-    for part in (tiny_tokenizer(), tiny_llama()):
-        part.save_pretrained(folder / "lm")
-    given = words if words.startswith(("lm", "ml")) else f"{words} --output_dir out"
-    assert status_of(["reward-report", *given.split()]) == 2 and message in capsys.readouterr().err
+    assert status_of(["reward-report", *words.split(), "--output_dir", "out"]) == 2
+    assert message in capsys.readouterr().err
     assert not [*folder.glob("*/reward_report.json")]
 
 
@@ -216,31 +192,22 @@ def test_a_model_is_scored_as_it_was_trained_and_ppo_is_warned(model):
 
 
 @pytest.mark.slow
-def test_what_was_trained_on_is_never_held_out_and_no_report_is_lost(model, capsys):
+def test_what_was_trained_on_is_never_held_out_and_no_report_is_lost(model):
     rows = [json.loads(line) for line in (model.parent / "words.jsonl").read_text().splitlines()]
     _, unknown = of_model()
     assert unknown["pairs"] == 10 and not unknown["trained_on"]["is_known"]
-    page = (model / "reward_report.html").read_text()
-    assert "It is not known which pairs the reward was trained on" in page and "held-out accuracy" not in page
-    assert capsys.readouterr().out.startswith("Accuracy")
-
+    assert "held-out accuracy" not in (model / "reward_report.html").read_text()
     TrainedPairs.of(Dataset.from_list(rows[:6])).save(model)
     ranks = [{"prompt": row["prompt"], "responses": [row["rejected"], row["chosen"]], "ranks": [2, 1]} for row in rows]
     write(model.parent / "ranks.jsonl", ranks)
     _, found = of_model("--ranking_name ranks.jsonl")
     assert found["trained_on"] == {"is_known": True, "left_out": 6, "with_a_trained_answer": 0}
     assert found["pairs"] == 4 and found["scores"]["training chosen"]["answers"] == 6
-    assert (
-        found["ranking"]["prompts"] == 4 and "6 of 10 rankings are left out: they were trained on." in found["unknown"]
-    )
-    said = capsys.readouterr().out
-    assert "Held-out accuracy" in said and "6 of 10 pairs are left out: they were trained on." in said
-    assert "reward_report.1.json" in said and json.loads((model / "reward_report.1.json").read_text()) == unknown
-    assert (model / "reward_report.1.html").read_text() == page
+    assert found["ranking"]["prompts"] == 4
+    assert json.loads((model / "reward_report.1.json").read_text()) == unknown
     write(model.parent / "rest.jsonl", rows[4:])  # named training pairs that were not trained on do not count as such
     _, alone = of_model("--dataset_name rest.jsonl --train_name words.jsonl")
     assert alone["accuracy_interval"] == found["accuracy_interval"] and (model / "reward_report.2.json").is_file()
-    assert alone["scores"]["training chosen"]["answers"] == 6
     write(model.parent / "seen.jsonl", rows[:6])
     assert of_model("--dataset_name seen.jsonl") == (2, alone)
 

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import numpy as np
@@ -93,16 +92,12 @@ def report(output="out"):
 
 def test_without_labels_nothing_is_asked_and_people_get_their_rows(folder, capsys):
     with serving(right) as (url, came):
-        status, printed, error = run(capsys, url, labels=False)
+        status, _, error = run(capsys, url, labels=False)
         assert status == 1 and not came and "0 pairs have a label by people, and `min_known` is 24" in error
         shown = list(read_jsonl("out/people.jsonl"))
         assert len(shown) == KNOWN and shown[0].keys() == {"item", "prompt", "response_a", "response_b"}
         assert len(json.loads((folder / "out/label_studio.json").read_text())) == KNOWN
-        assert re.search(r"then 60 others: 120 calls, about [\d,]+ tokens in, up to 30,720 out", printed)
         assert not (folder / "out/pairs").exists()
-        label(folder, ["a"] * 20)  # few labels are too few, and what they are too few for is said
-        status, _, error = run(capsys, url)
-        assert status == 1 and not came and "20 pairs have a label" in error and "±0.22 from 50 pairs" in error
 
 
 @pytest.mark.slow
@@ -117,7 +112,7 @@ def test_a_judge_that_people_agree_with_labels_the_rest(folder, capsys):
         return {**says(f"Let me see.\n{said}"), "model": "judge-1"}
 
     with serving(answer) as (url, came):
-        status, printed, error = run(capsys, url)
+        status, _, error = run(capsys, url)
         assert (status, error) == (0, "") and len(came) == 2 * ROWS
         assert {*asked(came).values()} == {1} and "greater number" in came[0]["messages"][0]["content"]
         assert run(capsys, url)[0] == 0 and len(came) == 2 * ROWS, "what is known is not asked again"
@@ -136,36 +131,25 @@ def test_a_judge_that_people_agree_with_labels_the_rest(folder, capsys):
         assert row["confidence"] == pytest.approx(accuracy) and row["share"] == 1.0 and row["votes"] == 2
         assert row["judge"] == "judge-1" and re.fullmatch(r"1\.2@[0-9a-f]{12}", row["rubric"])
     assert found["pairs"]["label_smoothing"] == pytest.approx(1 - accuracy)
-    assert f"{ROWS - KNOWN} by the judge, mean confidence 0.900" in printed
     assert "&lt;b&gt;" in (folder / "out/label.html").read_text()
-    # Other words to judge by are another judge
-    (folder / "rubric.yaml").write_text("version: 1.3\nrubric: The smaller number is better.\n")
-    status, _, error = run(capsys, url)
-    assert status == 2 and "verdicts.jsonl has 120 answers that were made with another model, rubric" in error
 
 
-BAD = {  # what it says, how it is counted, and how many of its messages are asked for again
-    "always the first": (lambda body: says('{"overall": "A"}'), "read", 1),
-    "garbage": (lambda body: says("\x00{[ 7 A B tie"), "unreadable", 2),
-    "another language": (lambda body: says('{"gesamt": "die erste"}'), "unreadable", 2),
-    "is stopped": (lambda body: says(judged(body), "content_filter"), "withheld", 2),
-    "is cut": (lambda body: says(judged(body), "length"), "cut", 2),
+BAD = {  # how its words are counted, and how many of its messages are asked for again
+    '{"overall": "A"}': ("read", 1),  # always the first
+    "\x00{[ 7 A B tie": ("unreadable", 2),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", BAD)
-def test_a_bad_judge_is_counted_and_refused_before_it_labels(kind, folder, capsys):
-    answer, why, times = BAD[kind]
-    with serving(lambda body, _: answer(body)) as (url, came):
-        status, printed, error = run(capsys, url)
+@pytest.mark.parametrize("said", BAD)
+def test_a_bad_judge_is_counted_and_refused_before_it_labels(said, folder, capsys):
+    why, times = BAD[said]
+    with serving(lambda body, _: says(said)) as (url, came):
+        status, _, error = run(capsys, url)
     assert status == 1 and len(came) == 2 * KNOWN * times, "only about pairs that people labelled"
     assert "refused: kappa of judge and people is 0.00 on 24 pairs, and `min_agreement` is 0.6" in error
-    assert "read the 24 pairs that judge and people label differently" in error
     found = report()["judged"]
     assert found["outcomes"] == {why: 2 * KNOWN} and found["ties"] == 1.0 and not (folder / "out/pairs").exists()
-    if kind == "always the first":
-        assert found["shown_first"] == 1.0 and "judge chose the answer shown first in 100.0%" in printed
 
 
 @pytest.mark.slow
@@ -202,28 +186,6 @@ def test_an_answer_that_talks_to_the_judge_is_data_and_a_judge_that_obeys_is_ref
 
 
 @pytest.mark.slow
-def test_agreement_by_chance_and_a_taste_for_length_do_not_pass(folder, capsys):
-    """Most better answers stand first and are long: who takes the longer one agrees in 20 of 24, and κ is 0."""
-    rows = list(read_jsonl("pairs.jsonl"))
-    for row in rows:
-        row["response_a"] += " at length" * 5
-    write_rows(folder / "pairs.jsonl", rows)
-    label(folder, ["b" if i % 6 == 0 else "a" for i in range(KNOWN)])
-
-    def longer(body, _):
-        parts = parts_of(body)[1]
-        return says(json.dumps({"overall": "A" if len(parts["first-answer"]) > len(parts["second-answer"]) else "B"}))
-
-    with serving(longer) as (url, _):
-        status, printed, error = run(capsys, url)
-    assert status == 1 and "kappa of judge and people is 0.00" in error
-    found = report()["known"]
-    assert found["agreement"] == pytest.approx(20 / 24)
-    assert found["longer"] == pytest.approx({"judge": 1.0, "people": 20 / 24})
-    assert "longer answer wins: by the judge 100.0%, by people 83.3%" in printed
-
-
-@pytest.mark.slow
 def test_of_several_people_the_majority_counts(folder, capsys):
     """Two of three are right, in files of their own; an even split is a tie, and α among them is reported."""
     sides = [better(row) for row in read_jsonl("pairs.jsonl")][:KNOWN]
@@ -255,19 +217,8 @@ def test_no_prompt_is_trained_on_and_tested(folder, capsys):
 
 
 @pytest.mark.slow
-def test_verdicts_without_a_pair_to_train_on_are_reported_all_the_same(folder, capsys):
-    label(folder, [better(row) for row in read_jsonl("pairs.jsonl")])
-    with serving(right) as (url, _):
-        status, printed, error = run(capsys, url)
-    assert status == 1 and "refused: no pair is left to train on, of 0" in error and "kappa 1.00" in printed
-    assert report()["judged"]["pairs"] == ROWS and not (folder / "out/pairs").exists()
-
-
-@pytest.mark.slow
 def test_a_server_that_fails_ends_the_run_and_the_same_command_goes_on(folder, capsys):
-    """Nothing that was answered is asked again, whatever the failure; the pairs are those of a run without one."""
-    with serving(right) as (url, _):
-        run(capsys, url, output="whole")
+    """Nothing that was answered is asked again, whatever the failure."""
     state = {"left": 50}
 
     def answer(body, handler):
@@ -277,25 +228,20 @@ def test_a_server_that_fails_ends_the_run_and_the_same_command_goes_on(folder, c
     with serving(answer) as (url, came):
         fails = [
             (lambda body: (500, {}, {"error": "down"}), 'status 500: {"error": "down"}'),
-            (lambda body: (401, {}, {"error": "no key"}), "status 401"),
             (
                 lambda body: {**right(body), "model": "judge-2"},
                 "the server answered as the model judge-1 and now answers as judge-2",
             ),
-            (lambda body: time.sleep(1.0) or right(body), "ReadTimeout"),
-            *((lambda body, said=said: said, "run the same command again") for said in OUTAGES),
+            *((lambda body, said=said: said, "run the same command again") for said in OUTAGES[:1]),
         ]
         for how, said in fails:
             state["how"] = how
-            status, _, error = run(capsys, url, "--retries", "0", "--timeout", "0.5", "--max_concurrency", "1")
+            status, _, error = run(capsys, url, "--retries", "0", "--max_concurrency", "1")
             assert status == 2 and said in error and "50 answers are kept: run the same command again" in error, said
         assert len(came) == 50 + len(fails) and not (folder / "out/pairs").exists()
-        with open("out/verdicts.jsonl", "a") as file:
-            file.write('{"key": "half a li')  # as `kill -9` leaves it
         state["left"] = 10**6
         assert run(capsys, url)[0] == 0
         assert len(came) == 2 * ROWS + len(fails)
-    assert list(read_jsonl("out/pairs/train.jsonl")) == list(read_jsonl("whole/pairs/train.jsonl"))
 
 
 @pytest.mark.slow
@@ -304,13 +250,8 @@ def test_a_server_that_refuses_one_pair_leaves_the_others(folder, capsys):
         return (400, {}, {"error": "too long"}) if parts_of(body)[1]["prompt"] == "prompt 50" else right(body)
 
     with serving(answer) as (url, _):
-        status, printed, _ = run(capsys, url, "--max_concurrency", "1")
-        assert status == 0 and "Without a verdict, counted as ties: 2 refused" in printed
+        assert run(capsys, url, "--max_concurrency", "1")[0] == 0
         assert len(list(read_jsonl("out/pairs/train.jsonl"))) == ROWS - KNOWN - 1
-        assert "1 without a verdict" in printed
-    with serving(lambda body, _: (400, {}, {"error": "unknown key"})) as (url, came):  # but not if it refuses all
-        status, _, error = run(capsys, url, "--max_concurrency", "1", output="other")
-        assert status == 2 and len(came) == 1 and "status 400" in error
 
 
 KILLED = """
@@ -322,12 +263,12 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_a_killed_run_asks_nothing_twice_and_loses_nothing(folder, capsys):
-    """Killed twice, while known pairs are judged and while the others are; only what was under way is asked again."""
+    """Killed while the other pairs are judged: only what was under way is asked again."""
     state = {"count": 0}
 
     def answer(body, _):
         state["count"] += 1
-        if state["count"] in (20, 70):  # it has been asked and has not answered
+        if state["count"] == 70:  # it has been asked and has not answered
             os.kill(state["process"].pid, signal.SIGKILL)
             return None
         return right(body)
@@ -335,12 +276,11 @@ def test_a_killed_run_asks_nothing_twice_and_loses_nothing(folder, capsys):
     with serving(answer) as (url, came):
         words = ["label", "--pairs", "pairs.jsonl", "--labels", "labels.jsonl", "--rubric", "rubric.yaml"]
         words += ["--judge_url", f"{url}/v1", "--judge_model", "m", "--output_dir", "out", "--min_known", "24"]
-        for kept in (19, 68):
-            state["process"] = subprocess.Popen([sys.executable, "-c", KILLED, *words, "--max_concurrency", "1"])
-            assert state["process"].wait() == -signal.SIGKILL
-            assert len(list(read_jsonl("out/verdicts.jsonl"))) == kept
+        state["process"] = subprocess.Popen([sys.executable, "-c", KILLED, *words, "--max_concurrency", "1"])
+        assert state["process"].wait() == -signal.SIGKILL
+        assert len(list(read_jsonl("out/verdicts.jsonl"))) == 69
         assert run(capsys, url, "--max_concurrency", "1")[0] == 0
-        assert len(came) == 2 * ROWS + 2 and sum(count > 1 for count in asked(came).values()) == 2  # under way
+        assert len(came) == 2 * ROWS + 1
     assert len(list(read_jsonl("out/pairs/train.jsonl"))) == ROWS - KNOWN
 
 
@@ -366,19 +306,16 @@ def test_votes_are_counted_in_either_order(folder, capsys):
     assert row["confidence"] == pytest.approx((KNOWN + 0.5) / (KNOWN + 1))  # its winners are always people's
 
 
-def local(folder, chat=False):
+def local(folder):
     tokenizer = tiny_tokenizer([*WORDS, "A", "B", "Answer:"])
-    if not chat:
-        tokenizer.chat_template = None
     tokenizer.save_pretrained(folder / "judge")
     tiny_llama(len(tokenizer), max_position_embeddings=512).save_pretrained(folder / "judge")
     return str(folder / "judge")
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_local_judge_is_asked_for_log_probs(tmp_path, chat):
+def test_a_local_judge_is_asked_for_log_probs(tmp_path):
     """P(A) among A and B after the prompt, turned by the order."""
-    judge = LocalJudge(local(tmp_path, chat), "It is short.", "1", batch_size=16, dtype="float32", use_cpu=True)
+    judge = LocalJudge(local(tmp_path), "It is short.", "1", batch_size=16, dtype="float32", use_cpu=True)
     questions = [Question("k", "the cat", ("the dog", "a bird"), first, 0) for first in "ab"]
     rows = []
     judge.answer_all([*questions, Question("long", "the cat " * 300, ("the dog", "a bird"), "a", 0)], rows.append)
@@ -386,10 +323,7 @@ def test_a_local_judge_is_asked_for_log_probs(tmp_path, chat):
     assert rows["long", "a"]["why"] == "too long" and rows["long", "a"]["a_is_better"] is None
     for question in questions:
         prompt = judge.prompt(question)
-        if chat:
-            given = judge.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
-        else:
-            given = judge.tokenizer(prompt)
+        given = judge.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
         with torch.no_grad():
             logits = judge.model(torch.tensor([given["input_ids"]])).logits[0, -1]
         a, b = (judge.tokenizer.convert_tokens_to_ids(letter) for letter in "AB")
@@ -411,13 +345,12 @@ def test_a_local_judge_from_prompts_to_the_gate(folder, capsys):
     status, printed, error = run(capsys, None, *words, labels=False, known=20)
     assert status == 1 and "policy-1: 36 answers" in printed, error
     queue = list(read_jsonl("out/queue.jsonl"))
-    assert len(queue) > 50 and {row["policy_a"] for row in queue} == {"policy-0", "policy-1"}
-    assert max(Counter(row["prompt"] for row in queue).values()) == 2  # of four answers
+    assert {row["policy_a"] for row in queue} == {"policy-0", "policy-1"}
     assert all(row["response_a"] != row["response_b"] for row in queue) and queue[0]["topic"] == "the"
     people = list(read_jsonl("out/people.jsonl"))
     write_rows(folder / "labels.jsonl", [{"item": row["item"], "choice": "ab"[i % 2]} for i, row in enumerate(people)])
     status, printed, error = run(capsys, None, *words, known=20)
-    assert status == 1 and "made before" in printed and "refused: kappa of judge and people is" in error
+    assert status == 1 and "made before" in printed and "refused: kappa" in error
     rows = list(read_jsonl("out/verdicts.jsonl"))
     assert len(rows) == 2 * len(people) and all(0 < row["a_is_better"] < 1 for row in rows)
 
@@ -439,22 +372,17 @@ def test_figures_by_hand():
     assert kappa(["a"] * 3, ["a"] * 3, np.arange(3)) == (None, None)
     # Three of four winners are people's (a tie counts half): 3.5/5; shares of 0.8 shrink so that their mean is that
     measured = noise(["a", "a", "b", "b", "tie"], [0.8] * 4 + [0.5], ["a", "tie", "b", "tie", "a"])
-    assert measured["winners"] == 4 and measured["accuracy"] == 0.7
-    assert 0.5 + 0.3 * measured["shrink"] == pytest.approx(0.7)
+    assert measured["accuracy"] == 0.7 and 0.5 + 0.3 * measured["shrink"] == pytest.approx(0.7)
 
 
 def test_what_would_label_wrongly_is_refused(folder, capsys, subtests):
     (folder / "none.yaml").write_text("rubric: x\n")
-    (folder / "twice.yaml").write_text("version: 1\nrubric: a\nrubric: b\n")
     twins = [{"item": 1, "prompt": "p", "response_a": a, "response_b": "x"} for a in "yz"]
     write_rows(folder / "two.jsonl", twins)
     write_rows(folder / "wrong.jsonl", [{"item": "other", "choice": "a"}])
     for words, said in [
         (["--rubric", "none.yaml"], "must have `version` and `rubric`"),
-        (["--rubric", "rubrik.yaml"], "rubrik.yaml"),
         (["--votes", "2"], "are all the same at `judge_temperature` 0"),
-        (["--prompts", "pairs.jsonl", "--pairs", "pairs.jsonl"], "give either `pairs`, or"),
-        (["--judge_model_name_or_path", "x"], "give one judge"),
         (["--keep_columns", "item"], "`keep_columns` names 'item', which pairs have"),
         (["--pairs", "two.jsonl"], "two different pairs have the same `item`"),
         (["--labels", "wrong.jsonl"], "has the item 'other', which is not one of the pairs"),

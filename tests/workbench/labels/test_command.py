@@ -1,7 +1,6 @@
 """`trl-ext annotators`: the report, the pairs, and what is refused in one line."""
 
 import json
-import re
 
 import pytest
 
@@ -35,11 +34,9 @@ def run(table, *words, output=None):
 
 
 def refusal(capsys, table, *words):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         run(table, *words)
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "trl-ext" in line)
-    assert ended.value.code == 2
-    return re.sub(r"\s+", " ", line)
+    return capsys.readouterr().err
 
 
 def test_report_and_pairs(reported):
@@ -71,37 +68,25 @@ def test_no_pair_is_an_error_with_a_report(tmp_path, capsys):
 def test_what_would_train_wrongly_or_overwrite_the_table_is_refused(table, capsys):
     for words, message in (
         (["--choice_values", "1", "2"], "in row 0, not one of 1, 2"),
-        (["--confidence_bound", "0.4"], "`confidence_bound` must be in [0.5, 1]"),
         (["--keep_columns", "weight"], "`keep_columns` names 'weight', but pairs have"),
-        (["--keep_columns", "topic"], "lacks the columns ['topic']"),
         (["--output_dir", str(table.parent)], "holds the table"),
     ):
         assert message in refusal(capsys, table, *words)
 
 
 @pytest.mark.slow
-def test_shipped_configurations_run(table, tmp_path, capsys):
+def test_shipped_configurations_run(table, tmp_path):
     """From any folder, with a table of the columns that each names."""
-    texts = [{"instruction": f"p{i}", "input": "" if i % 2 else "more"} for i in range(20)]
-    wide = [
-        row | {"response1": "x", "response2": "y"} | {f"annotator{j}": i % 3 for j in (1, 2, 3)}
-        for i, row in enumerate(texts)
-    ]
     ranked = [
         {"prompt": f"p{i}", "response": f"r{j}", "annotator": who, "rank": (i + j) % 3}
         for i in range(20)
         for j in range(3)
         for who in "xyz"
     ]
-    write_rows(tmp_path / "wide.jsonl", wide)
     write_rows(tmp_path / "ranked.jsonl", ranked)
-    tables = {"annotators": table, "pandalm": tmp_path / "wide.jsonl", "rankings": tmp_path / "ranked.jsonl"}
+    tables = {"annotators": table, "rankings": tmp_path / "ranked.jsonl"}
     for name, rows in tables.items():
         assert run(rows, "--config", f"labels/{name}", output=tmp_path / name) == 0
-        assert len(load_dataset_split(tmp_path / name / "pairs", columns=("prompt", "chosen", "rejected"))) > 5
-    assert {"p2\n\nmore", "p1"} <= {*load_dataset_split(tmp_path / "pandalm/pairs")["prompt"]}
-    assert f"--dataset_name {tmp_path}/pandalm/pairs" in (shown := capsys.readouterr().out)
-    assert " --eval_size 1" in shown.split("pandalm/annotators.html")[1].split("\n")[1]  # nobody was held out
     pairs = load_dataset_split(tmp_path / "rankings/pairs")
     rank = {(row["prompt"], row["response"]): row["rank"] for row in ranked}
     assert all(rank[p["prompt"], p["chosen"]] < rank[p["prompt"], p["rejected"]] for p in pairs)

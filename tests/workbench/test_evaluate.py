@@ -13,7 +13,7 @@ from trl_ext.cli.main import main
 from trl_ext.data import load_trained_prompts, prompt_hashes, save_trained_prompts
 from trl_ext.runs import read_jsonl
 from trl_ext.stages import ResumableSFTTrainer, SFTConfig
-from trl_ext.workbench.evaluate.data import check_held_out, judged, margins, mean_of, win_rate
+from trl_ext.workbench.evaluate.data import check_held_out, margins, mean_of, win_rate
 
 REWARDS = """
 def words(completions, **kwargs):
@@ -146,17 +146,3 @@ def test_figures():
     assert (found["win_rate"], found["wins"], found["ties"], found["losses"]) == (0.625, 2, 1, 1)
     assert found["interval"][0] < 0.625 < found["interval"][1]
     assert win_rate([1.0], "a")["interval"] is None and win_rate([], "")["win_rate"] is None
-
-
-def test_a_judge_that_asks_in_both_orders_is_called_once():
-    calls = []
-
-    def verdict(completions, other, **kwargs):
-        calls.append(other)
-        return [7.0]
-
-    def row(text):
-        return {"prompt": "a", "completion": text, "prompt_ids": [1], "completion_ids": [1], "finished": True}
-
-    verdict.compare, verdict.scale = "other", (1, 10)
-    assert judged(verdict, [row("x")], [row("y")], {}) == [1.5] and calls == [["y"]]

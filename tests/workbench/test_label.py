@@ -284,28 +284,6 @@ def test_a_killed_run_asks_nothing_twice_and_loses_nothing(folder, capsys):
     assert len(list(read_jsonl("out/pairs/train.jsonl"))) == ROWS - KNOWN
 
 
-@pytest.mark.slow
-def test_votes_are_counted_in_either_order(folder, capsys):
-    """Two of three votes are for the better answer: a winner, with a share of two thirds."""
-    seen = Counter()
-
-    def answer(body, _):
-        parts = tuple(parts_of(body)[1].values())
-        seen[parts] += 1
-        said = judged(body)
-        if seen[parts] == 2:
-            said = '{"overall": "B"}' if '"A"' in said else '{"overall": "A"}'
-        return says(said)
-
-    with serving(answer) as (url, came):
-        words = ("--votes", "3", "--judge_temperature", "0.7", "--max_concurrency", "1")
-        assert run(capsys, url, *words)[0] == 0
-        assert len(came) == 6 * ROWS and came[0]["temperature"] == 0.7
-    row = next(read_jsonl("out/pairs/train.jsonl"))
-    assert row["share"] == pytest.approx(2 / 3) and row["votes"] == 6
-    assert row["confidence"] == pytest.approx((KNOWN + 0.5) / (KNOWN + 1))  # its winners are always people's
-
-
 def local(folder):
     tokenizer = tiny_tokenizer([*WORDS, "A", "B", "Answer:"])
     tokenizer.save_pretrained(folder / "judge")

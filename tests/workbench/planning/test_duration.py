@@ -42,21 +42,6 @@ def test_generation_reads_the_weights_and_the_cache_for_each_token(tmp_path):
     weights = 4 * sum(p.numel() for p in tiny_llama().parameters())
     rows, seen, cache = 8, 6 + 4, 2 * 2 * 2 * 4 * 4  # two of two layers, two heads of four float32
     assert slow == pytest.approx(8 * (weights + rows * seen * cache) / rows + prefill)
-    assert seconds_per_example(job, result, ONE, replace(ALL, layer_ms=1000))["generate"] == pytest.approx(
-        slow + 8 * 2 / rows
-    )
-
-
-@pytest.mark.slow
-def test_each_turn_may_read_the_history_and_keeps_it(tmp_path):
-    job = Job("ppo", tiny_config(tmp_path), tiny_llama().config, dtype=torch.float32, prompt_length=6)
-    job.args.bf16, several = False, replace(job, turns=4)
-    one, four = plan(job), plan(several)
-    more = [seconds_per_example(each, plan(each), ONE, ALL)["generate"] for each in (several, job)]
-    assert more[0] - more[1] == pytest.approx(16 * sum(forward(job, 6 + 8 * turn / 4) for turn in (1, 2, 3)))
-    cache = [each.phases["generate"]["KV cache"] for each in (one, four)]
-    assert cache[1] / cache[0] == 2  # the kept one beside the one in use
-    assert one.phases["score"] == four.phases["score"] and one.phases["update"] == four.phases["update"]
 
 
 def test_eight_gpus_share_the_examples(tmp_path):
@@ -86,17 +71,3 @@ def test_rollouts_ahead_hide_the_shorter_phase(tmp_path):
     job.args.rollouts_ahead = 1
     rest = phases["score"] + phases["update"]
     assert hours(job, result, ONE, ALL, 3600) == pytest.approx(max(phases["generate"], rest))
-
-
-@pytest.mark.slow
-def test_without_a_critic_none_is_run_or_trained(tmp_path):
-    jobs = [
-        Job("ppo", tiny_config(tmp_path, baseline=each), tiny_llama().config, dtype=torch.float32, prompt_length=4)
-        for each in ("critic", "mean")
-    ]
-    (policy, critic, _), (same, idle, _) = (plan(job).roles for job in jobs)
-    assert policy == same and critic.trained and (idle.trained, idle.gradients, idle.optimizer) == (0, 0, 0)
-    assert idle.weights == critic.weights  # it stays in memory
-    run, spared = (seconds_per_example(job, plan(job), ONE, ALL) for job in jobs)
-    assert spared["generate"] == run["generate"] and spared["update"] == pytest.approx(run["update"] / 2, rel=0.1)
-    assert spared["score"] == pytest.approx(run["score"] * 2 / 3, rel=0.1)  # policy, critic and reference before

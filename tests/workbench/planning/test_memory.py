@@ -35,11 +35,6 @@ def test_optimizer_state_is_what_torch_keeps(name, cls, dtype):
     assert sum(value.nbytes for value in kept) == optimizer_bytes(30 * 7 + 11, dtype.itemsize, name)
 
 
-def test_eight_bit_adam():
-    # 1024 numbers: two moments of 1024 bytes, and a float32 for each 256
-    assert optimizer_bytes(1024, 4, "adamw_bnb_8bit") == 2 * (1024 + 4 * 4)
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_four_bits_are_what_bitsandbytes_keeps(nested):
     functional = pytest.importorskip("bitsandbytes.functional")
@@ -82,12 +77,11 @@ def test_a_linear_layer_keeps_its_input_and_makes_its_gradient():
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("budget", [0.0, 1.0])
-def test_without_data_as_with_data(checkpointing, autocast, budget):
+def test_without_data_as_with_data(checkpointing, autocast):
     def build():
         model = tiny_llama(num_hidden_layers=3, vocab_size=500)
         add_fused_lm_head(model)
-        add_dense_lm_head(model, budget_gb=budget)
+        add_dense_lm_head(model, budget_gb=1.0)
         if checkpointing:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         return model.train()
@@ -105,8 +99,3 @@ def test_without_data_as_with_data(checkpointing, autocast, budget):
         del value
     model, mode = fake(build)
     assert training_peak(mode, model, lambda: loss(model), autocast) == pytest.approx(counted.peak, rel=0.02)
-
-
-def test_tied_weights_stay_tied():
-    model, _ = fake(lambda: tiny_llama(tie_word_embeddings=True))
-    assert model.lm_head.weight is model.model.embed_tokens.weight

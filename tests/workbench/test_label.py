@@ -19,6 +19,7 @@ from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
 from trl_ext.cli.main import main
 from trl_ext.data import write_rows
 from trl_ext.runs import read_jsonl
+from trl_ext.workbench.feedback.data import load_pairs, most, people_choices
 from trl_ext.workbench.feedback.judges import LocalJudge, Question
 from trl_ext.workbench.feedback.report import choice_of, kappa, noise
 
@@ -185,21 +186,14 @@ def test_an_answer_that_talks_to_the_judge_is_data_and_a_judge_that_obeys_is_ref
     assert any(INJECTED in html for body in came for html in parts_of(body)[1].values())
 
 
-@pytest.mark.slow
-def test_of_several_people_the_majority_counts(folder, capsys):
-    """Two of three are right, in files of their own; an even split is a tie, and α among them is reported."""
-    sides = [better(row) for row in read_jsonl("pairs.jsonl")][:KNOWN]
-    for who, is_right in (("anna", True), ("bob", True), ("chris", False)):
-        rows = [{"item": f"i{i}", "choice": side if is_right else OTHER[side]} for i, side in enumerate(sides)]
-        write_rows(folder / f"{who}.jsonl", rows if who != "bob" else rows[:-4])
-    with serving(right) as (url, _):
-        files = ("--labels", "anna.jsonl", "bob.jsonl", "chris.jsonl")
-        assert run(capsys, url, *files, labels=False)[0] == 0
-    found = report()
-    assert found["people"]["labels"] == 3 * KNOWN - 4 and found["people"]["alpha"] < 0
-    assert found["known"]["agreement"] == pytest.approx(20 / 24)
-    assert [row["people"] for row in found["to_read"]] == ["tie"] * 4
-    assert len(list(read_jsonl("out/pairs/test.jsonl"))) == 20
+def test_of_several_people_the_majority_counts(folder):
+    """Who chose nothing does not count, and an even split is a tie."""
+    for who, choices in {"anna": "aab", "bob": "ab", "chris": "bb"}.items():
+        write_rows(folder / f"{who}.jsonl", [{"item": f"i{i}", "choice": choice} for i, choice in enumerate(choices)])
+    rows = load_pairs("pairs.jsonl", "train", [], Counter())
+    counts = people_choices([f"{who}.jsonl" for who in ("anna", "bob", "chris")], rows)
+    assert [most(counts[row["key"]]) for row in rows[:3]] == ["a", "b", "b"]
+    assert most(Counter(a=1, b=1)) == "tie"
 
 
 @pytest.mark.slow

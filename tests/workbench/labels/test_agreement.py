@@ -134,53 +134,32 @@ def test_a_choice_that_means_nothing_is_refused():
 # ---- Rankings ----
 
 
-def rankings(seed=0, prompts=12, answers=4):
-    """prompt -> annotator -> answer -> rank, 1 the best; some are equal, some are not ranked."""
-    draw = np.random.default_rng(seed)
-    found = {}
-    for i in range(prompts):
-        quality = draw.normal(size=answers)
-        ranks = {who: 1 + (-(quality + draw.normal(size=answers))).round(0).argsort().argsort() for who in CHOICES}
-        for rank in ranks.values():
-            rank[draw.integers(answers)] = draw.integers(1, answers + 1)
-        kept = {who: [a for a in range(answers) if draw.random() < 0.8] for who in ranks}
-        found[f"p{i}"] = {who: {f"a{a} of {i}": int(ranks[who][a]) for a in kept[who]} for who in ranks}
-    return found
-
-
-def one_a_row(given, draw):
-    rows = [
-        {"prompt": prompt, "answer": answer, "annotator": who, "rank": rank}
-        for prompt, people in given.items()
-        for who, ranks in people.items()
-        for answer, rank in ranks.items()
-    ]
-    return Dataset.from_list([rows[i] for i in draw.permutation(len(rows))])
-
-
 def test_rankings_say_what_each_of_their_pairs_says(monkeypatch):
+    """Ranks of an answer a row, 1 the best; some are equal, and some answers are not ranked."""
     monkeypatch.setattr(labels, "_ROWS", 7)
-    given = rankings()
-    votes = {}
-    for prompt, people in given.items():
-        for ranks in people.values():
-            for a, b in itertools.combinations(ranks, 2):
-                winner = "tie" if ranks[a] == ranks[b] else min(a, b, key=ranks.get)
-                votes.setdefault((prompt, frozenset([a, b])), []).append(winner)
+    draw, votes = np.random.default_rng(0), {}
+    rows = [
+        {"prompt": f"p{p}", "answer": f"a{a} of {p}", "annotator": who, "rank": a + int(draw.integers(1, 4))}
+        for p in range(12)
+        for who in CHOICES
+        for a in range(4)
+        if draw.random() < 0.8
+    ]
+    for _, ranked in itertools.groupby(rows, lambda row: (row["prompt"], row["annotator"])):
+        for a, b in itertools.combinations(ranked, 2):
+            winner = "tie" if a["rank"] == b["rank"] else min(a, b, key=lambda row: row["rank"])["answer"]
+            votes.setdefault(frozenset([a["answer"], b["answer"]]), []).append(winner)
     assert "tie" in itertools.chain(*votes.values())
-    table, columns = (
-        one_a_row(given, np.random.default_rng(1)),
-        Columns(responses=("answer",), scores=("rank",), lowest_wins=True),
-    )
+    table = Dataset.from_list([rows[i] for i in draw.permutation(len(rows))])
+    columns = Columns(responses=("answer",), scores=("rank",), lowest_wins=True)
     read = read_labels(table, columns)
     report = agreement_report(read)
     pairs = [a == b for each in votes.values() for a, b in itertools.combinations(each, 2)]
     assert report["agreement"] == pytest.approx(np.mean(pairs)) and report["items"] == len(votes)
     assert report["labels"] == sum(map(len, votes.values()))
-    made = {(p["prompt"], p["chosen"], p["rejected"]): p["confidence"] for p in majority_pairs(table, read, columns)}
-    for (prompt, chosen, rejected), confidence in made.items():
-        given_votes = votes[prompt, frozenset([chosen, rejected])]
-        assert confidence == pytest.approx(given_votes.count(chosen) / len(given_votes))
+    made = {(pair["chosen"], pair["rejected"]): pair["confidence"] for pair in majority_pairs(table, read, columns)}
+    for pair, confidence in made.items():
+        assert confidence == pytest.approx(votes[frozenset(pair)].count(pair[0]) / len(votes[frozenset(pair)]))
     assert len(made) == sum(
         max(each.count(w) for w in {*each} - {"tie"} or {0}) / len(each) > 0.6 for each in votes.values()
     )

@@ -28,9 +28,9 @@ def answers(seed=0, prompts=40, each=3):
     ]
 
 
-def chosen(rows, size=20, shares=SHARES, seed=0, ensemble=True):
+def chosen(rows, seed=0):
     prompts, texts, scores, spread = (list(column) for column in zip(*rows, strict=True))
-    found = answers_to_label(prompts, texts, scores, spread if ensemble else None, size, shares, seed)
+    found = answers_to_label(prompts, texts, scores, spread, 20, SHARES, seed)
     return [(*rows[row], why) for row, why in found.items()]
 
 
@@ -60,13 +60,6 @@ def test_the_choice_depends_on_the_seed_and_not_on_the_order_of_rows():
     shuffled = random.Random(1).sample(rows, len(rows))
     assert chosen(rows) == chosen(shuffled) == chosen(rows + rows)
     assert chosen(rows) != chosen(rows, seed=1)
-
-
-def test_without_an_ensemble_its_share_goes_to_the_others_and_answers_without_a_score_are_drawn_alone():
-    assert Counter(row[-1] for row in chosen(answers(), ensemble=False)) == {"score": 11, "random": 9}
-    rows = [(prompt, text, None, 0.0) for prompt, text, *_ in answers()]
-    assert Counter(row[-1] for row in chosen(rows, 10, ensemble=False)) == {"random": 4}
-    assert len(chosen(answers(prompts=3), 20)) == 3
 
 
 TEXTS = {"prompt": "hi <b>", "response_a": "x", "response_b": "y & z"}

@@ -1,25 +1,20 @@
 """Plans of tiny runs against closed forms, and the settings that are refused or warned of."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from peft import LoraConfig
-from trl import RewardConfig, SFTConfig
+from trl import SFTConfig
 
 from tests.tiny import tiny_config, tiny_llama
-from trl_ext.ppo import CriticConfig
 from trl_ext.workbench.planning import (
-    GPUS,
-    Efficiency,
     Job,
     Layout,
     LoadedReward,
     known_not_to_work,
     known_to_go_wrong,
     plan,
-    seconds_per_example,
 )
 from trl_ext.workbench.planning.memory import quantized_bytes
 
@@ -75,22 +70,6 @@ def test_a_quantised_base_and_its_adapter():
     adapter = 3 * 2 * (4 * 16 + 2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 32) - 4 * 16)
     assert model.trained == adapter
     assert model.weights == quantized_bytes(linear, 4, True) + 2 * (PARAMS - linear) + 2 * adapter
-
-
-def test_a_critic_alone_takes_what_a_reward_model_does_of_as_many_texts():
-    on_cpu = {"use_cpu": True, "bf16": False, "activation_checkpointing": False}
-    critic = Job("pretrain_critic", CriticConfig("out", **on_cpu, per_device_train_batch_size=4), CONFIG)
-    critic.prompt_length = 24  # with the answer
-    pairs = Job("reward", RewardConfig("out", **on_cpu, per_device_train_batch_size=2, max_length=24), CONFIG)
-    alone, paired = plan(critic), plan(pairs)
-    (role,) = alone.roles
-    assert replace(role, name="reward model") == paired.roles[0]
-    assert alone.schedule["tokens per optimizer step, at most"] == 4 * 24
-    for phase, parts in paired.phases.items():
-        assert alone.phases[phase] == pytest.approx(parts, rel=0.05)
-    one = seconds_per_example(critic, alone, GPUS[0], Efficiency())
-    pair = seconds_per_example(pairs, paired, GPUS[0], Efficiency())
-    assert 2 * one["update"] == pytest.approx(pair["update"])
 
 
 @pytest.mark.slow
@@ -155,15 +134,6 @@ def test_fsdp2_gathers_the_root_and_two_layers_or_a_reference():
     phases = plan(Job("ppo", ppo(bf16=True), CONFIG, Layout("fsdp2", 2), value_model=critic, prompt_length=8)).phases
     assert phases["update"]["gathered weights"] == 2 * (root + 2 * layer)
     assert phases["score"]["gathered weights"] == 2 * (root + PARAMS)
-
-
-@pytest.mark.slow
-def test_generation_gathers_the_policy_once_under_zero3():
-    result = plan(Job("ppo", ppo(bf16=True), CONFIG, Layout("zero3", 4), prompt_length=8))
-    assert result.phases["generate"]["gathered weights"] == 2 * PARAMS
-    assert (
-        result.phases["generate"]["KV cache"] == 2 * 3 * 2 * 4 * 8 * 16 * 2
-    )  # two of layers, heads, 4, rows, tokens, bf16
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,10 @@ from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.data import write_rows
 from trl_ext.rewards import ModelReward
 from trl_ext.runs import FolderInUse, Hold, differences, read_jsonl, setting, write_text
-from trl_ext.workbench.evaluate.command import EvaluateArguments
-from trl_ext.workbench.evaluate.command import run as evaluate
-from trl_ext.workbench.evaluate.data import Sampling, answers_of, margins, policy_figures, scores, win_rate
 from trl_ext.workbench.feedback.constitution import main as constitution
+from trl_ext.workbench.reports.answers import Sampling, answers_of, margins, policy_figures, scores, win_rate
+from trl_ext.workbench.reports.evaluate import EvaluateArguments
+from trl_ext.workbench.reports.evaluate import run as evaluate
 
 from . import judges
 

@@ -32,7 +32,7 @@ PACKAGES = [
     "trl_ext",
     *(
         f"trl_ext.{name}"
-        for name in (*ROOMS.split(), "workbench", "workbench.labels", "workbench.planning", "workbench.prompts")
+        for name in (*ROOMS.split(), "workbench", "workbench.labels", "workbench.planning", "workbench.reports")
     ),
 ]
 FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```$")
@@ -101,7 +101,7 @@ def test_readme_is_short_and_begins_with_two_commands():
 COMMANDS = [*TRAINING, *TOOLS]
 SOURCES = {
     "plan": "recipes/plan.py",
-    "serve-reward": "trl_ext/workbench/serving/command.py",
+    "serve-reward": "trl_ext/workbench/serving.py",
     "report": "trl_ext/workbench/pages/report.py",
 }
 
@@ -128,13 +128,13 @@ def flags_of(command):
     from recipes.demo import run
     from trl_ext.cli.arguments import ClassifierArguments
     from trl_ext.ppo import CriticConfig
-    from trl_ext.workbench.evaluate.command import EvaluateArguments
     from trl_ext.workbench.feedback.command import LabelArguments
     from trl_ext.workbench.feedback.constitution import ConstitutionArguments
     from trl_ext.workbench.labels.command import AnnotatorsArguments
     from trl_ext.workbench.planning.advice import AdviseArguments
-    from trl_ext.workbench.prompts import command as prompts
-    from trl_ext.workbench.reward_report.command import RewardReportArguments
+    from trl_ext.workbench.reports import prompts
+    from trl_ext.workbench.reports.evaluate import EvaluateArguments
+    from trl_ext.workbench.reports.reward_report import RewardReportArguments
 
     recipes = {
         "sft": plan.ARGUMENTS["sft"],

@@ -63,7 +63,7 @@ FLOORS = [
     ["data", "rewards"],
     ["callbacks"],
     ["ppo", "dpo", "stages", "cli", "workbench.pages"],
-    [f"workbench.{tool}" for tool in ("evaluate", "labels", "planning", "prompts", "reward_report", "serving")],
+    [f"workbench.{tool}" for tool in ("labels", "planning", "reports", "serving")],
     ["workbench.feedback"],
 ]
 LAYER = [room for floor in FLOORS for room in floor if room.partition(".")[0] not in ("cli", "workbench")]

@@ -11,7 +11,7 @@ from tests.recipes.small_runs import ROOT, rows_of, write_rows
 from trl_ext.data import TrainedPairs, pair_hashes
 from trl_ext.evaluation import ensemble_report
 from trl_ext.rewards import EnsembleReward
-from trl_ext.workbench.reward_report.command import main as reward_report
+from trl_ext.workbench.reports.reward_report import main as reward_report
 
 
 def arguments(inputs, output_dir, *more):

@@ -13,7 +13,7 @@ from trl_ext.cli.main import main
 from trl_ext.data import load_trained_prompts, prompt_hashes, save_trained_prompts
 from trl_ext.runs import read_jsonl
 from trl_ext.stages import ResumableSFTTrainer, SFTConfig
-from trl_ext.workbench.evaluate.data import check_held_out, margins, mean_of, win_rate
+from trl_ext.workbench.reports.answers import check_held_out, margins, mean_of, win_rate
 
 REWARDS = """
 def words(completions, **kwargs):

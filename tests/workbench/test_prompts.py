@@ -10,8 +10,8 @@ from datasets import Dataset
 
 from tests.evaluation.test_texts import corpus
 from trl_ext import load_dataset_split
-from trl_ext.workbench.prompts import PromptSet, divide, examine_prompts, left_out
-from trl_ext.workbench.prompts.command import main, write_rows
+from trl_ext.workbench.reports import PromptSet, divide, examine_prompts, left_out
+from trl_ext.workbench.reports.prompts import main, write_rows
 
 LONG = "please write a short story about a brave knight who loses his sword in a dark and quiet forest"
 ANSWER = "the quick brown fox jumps over the lazy dog and then it sleeps all day long"
@@ -184,7 +184,7 @@ def test_a_shipped_configuration_and_an_interrupted_run(folder, capsys, monkeypa
             raise KeyboardInterrupt
         write_rows(path, rows)
 
-    monkeypatch.setattr("trl_ext.workbench.prompts.command.write_rows", write)
+    monkeypatch.setattr("trl_ext.workbench.reports.prompts.write_rows", write)
     with pytest.raises(KeyboardInterrupt):
         run(capsys, f"{words} --seed 1")
     assert [path.name for path in (folder / "out/rl").iterdir()] == ["train.jsonl"]  # not the other seed's test

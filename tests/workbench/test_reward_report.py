@@ -12,7 +12,7 @@ from tests.tiny import WORDS, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.cli.main import main
 from trl_ext.data import TrainedPairs
 from trl_ext.workbench import objections, report_trained, write_reward_report
-from trl_ext.workbench.reward_report.command import RewardReportArguments, trained_pairs
+from trl_ext.workbench.reports.reward_report import RewardReportArguments, trained_pairs
 
 # Rewards that are known: what they read is known, so that what the report must find is, too
 REWARDS = """
@@ -224,7 +224,7 @@ def test_a_trained_model_without_a_report_is_kept_but_no_process_goes_on_alone(
     def examine(*args, **kwargs):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("trl_ext.workbench.reward_report.figures.examine", examine)
+    monkeypatch.setattr("trl_ext.workbench.reports.reward_figures.examine", examine)
     args = {"device": "cpu", "per_device_eval_batch_size": 2, "max_length": 8, "seed": 0, "push_to_hub": False}
     trainer = SimpleNamespace(
         args=SimpleNamespace(output_dir=str(folder), **args),

@@ -18,8 +18,8 @@ import uvicorn
 
 from tests.tiny import WORDS, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards import ModelReward, RemoteReward
-from trl_ext.workbench.serving import command as serve_reward
-from trl_ext.workbench.serving.app import Batcher, Limits, make_app
+from trl_ext.workbench import serving as serve_reward
+from trl_ext.workbench.serving import Batcher, Limits, make_app
 
 ROOT = Path(__file__).parents[2]
 

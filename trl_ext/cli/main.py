@@ -50,12 +50,12 @@ _MODULES = {  # commands that are no recipes
     "annotators": "workbench.labels.command",
     "constitution": "workbench.feedback.constitution",
     "doctor": "cli.doctor",
-    "evaluate": "workbench.evaluate.command",
+    "evaluate": "workbench.reports.evaluate",
     "label": "workbench.feedback.command",
-    "prompts": "workbench.prompts.command",
+    "prompts": "workbench.reports.prompts",
     "report": "workbench.pages.report",
-    "reward-report": "workbench.reward_report.command",
-    "serve-reward": "workbench.serving.command",
+    "reward-report": "workbench.reports.reward_report",
+    "serve-reward": "workbench.serving",
 }
 _RESUMES = {*TRAINING, "demo", "refresh-reward", "constitution", "evaluate", "label"}
 _OF_BOTH = {"debug", "gradient_accumulation_steps"}  # flags of accelerate that the recipes have, too, and get

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from .pages.report import report_of as report_of
     from .pages.report import without_next as without_next
     from .pages.report import write_report as write_report
-    from .reward_report.command import objections as objections
-    from .reward_report.command import report_trained as report_trained
-    from .reward_report.command import write_reward_report as write_reward_report
+    from .reports.reward_report import objections as objections
+    from .reports.reward_report import report_trained as report_trained
+    from .reports.reward_report import write_reward_report as write_reward_report
 else:
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -12,8 +12,8 @@ from datasets import Dataset
 from ...data import answers_alone, check_texts, has_content, load_dataset_split, write_rows
 from ...rewards import text_of
 from ...runs import write_text
-from ..evaluate.data import Sampling, answers_of, free
 from ..labels.labelling import LABEL_STUDIO_CONFIG, answer_key, argilla_records, label_studio_tasks, read_choices
+from ..reports.answers import Sampling, answers_of, free
 
 TEXTS = ("prompt", "response_a", "response_b")
 

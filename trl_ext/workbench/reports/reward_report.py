@@ -185,7 +185,7 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
             which is not uploaded, and the JSON has neither texts nor the values of columns.
     """
     from ...runs import PRIVATE_FOLDER
-    from .page import page
+    from .reward_figures import page
 
     folder = Path(folder)
     report = {name: value for name, value in _read(folder).items() if name in _OF_TRAINING} | report
@@ -269,8 +269,8 @@ def report_trained(
     """
     from ...data import TrainedPairs
     from ...rewards import ModelReward, logits_of
-    from .data import material_of
-    from .figures import Scorer, examine
+    from .reward_data import material_of
+    from .reward_figures import Scorer, examine
 
     folder, begin, args = Path(trainer.args.output_dir), time.perf_counter(), trainer.args
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
@@ -354,8 +354,8 @@ def keep_earlier(folder: Path) -> Path | None:
 
 def run(args: RewardReportArguments) -> tuple[dict[str, Any], Path | None]:
     """Examine the reward and write the report; return it, and where an earlier report was copied to, if any."""
-    from .data import gather
-    from .figures import Scorer, examine
+    from .reward_data import gather
+    from .reward_figures import Scorer, examine
 
     begin, folder = time.perf_counter(), Path(str(args.output_dir))
     if args.model and ".py:" not in args.model and not is_ensemble(args.model):

@@ -73,7 +73,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
     from ...rewards import distinct as distinct_names
     from .. import objections
     from ..pages.compare import named
-    from .data import (
+    from .answers import (
         OWN,
         Sampling,
         answers_of,
@@ -157,7 +157,7 @@ def _page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> st
 
     first = list(zip(*answers.values(), strict=True))[:PROMPTS]
     return render(
-        Path(__file__).with_name("page.html.j2"),
+        Path(__file__).with_name("evaluate.html.j2"),
         title="Evaluation",
         found=found,
         figures=evaluation_rows(list(found["policies"].values())),

@@ -1,1 +1,0 @@
-"""Compare what policies answer to the same held-out prompts."""

@@ -1,1 +1,0 @@
-"""Test a reward model before it is trusted."""

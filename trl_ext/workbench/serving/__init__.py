@@ -1,1 +1,0 @@
-"""Serve a reward over HTTP."""

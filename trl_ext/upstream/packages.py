@@ -14,7 +14,6 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "prometheus_client": ("`PrometheusCallback`, `trl-ext serve-reward`", "prometheus-client"),
     "starlette": ("`trl-ext serve-reward`", "'trl-ext[rewards]'"),
     "uvicorn": ("`trl-ext serve-reward`", "'trl-ext[rewards]'"),
-    "py3langid": ("languages in `trl-ext prompts`", "'trl-ext[labels]'"),
 }
 
 

@@ -1,6 +1,5 @@
 """Examine the prompts of data sets for duplicates, lengths, scripts and copied answers; choose rows and splits."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +18,6 @@ from ...evaluation import (
     normalised,
     words_of,
 )
-from ...upstream import is_installed
 
 By = Literal["conversation", "last_turn"]
 Kind = Literal["near", "exact", "none"]
@@ -29,8 +27,6 @@ REASONS = ("empty", "shared with a held-out set", "duplicate", "balance")
 PROMPT_COLUMNS = ("prompt", "messages", "chosen", "text")  # the first one that a set has is taken
 _ANSWER_COLUMNS = ("completion", "chosen", "messages")
 _WITH_ANSWERS = ("completion", "chosen", "rejected", "messages", "label", "completions", "labels")
-_LEAST_WORDS = 5  # the language of fewer words is often guessed wrong
-_LANGUAGES_OF = 2000  # most rows of each set whose language is guessed
 _LENGTHS = 4  # strata of lengths
 
 
@@ -106,7 +102,6 @@ class PromptReport:
         duplicates: groups of exact and near duplicates, which may hold rows of several sets.
         words: number of words of each prompt.
         scripts: for each prompt the script that most of its letters have.
-        languages: a set's name → language → share of the rows whose language was guessed; None without py3langid.
         copied: a set's name → for each answer, the share of its runs of words that also occur in the corpus.
     """
 
@@ -115,7 +110,6 @@ class PromptReport:
     duplicates: Duplicates
     words: np.ndarray
     scripts: np.ndarray
-    languages: dict[str, dict[str, float]] | None
     copied: dict[str, np.ndarray]
 
     def repeated(self, name: str, kind: Kind) -> np.ndarray:
@@ -151,7 +145,7 @@ def examine_prompts(
     seed: int = 0,
 ) -> PromptReport:
     """
-    Find the duplicates, lengths, scripts, languages and copied answers of data sets with prompts.
+    Find the duplicates, lengths, scripts and copied answers of data sets with prompts.
 
     Args:
         sets: sets with different names.
@@ -160,7 +154,7 @@ def examine_prompts(
         copied_from: names of the sets whose answers make the corpus. The answers of all other sets are compared with
             this corpus.
         copied_words: how many words in a row make a copy.
-        seed: seed of the hashes, and of the choice of rows whose language is guessed.
+        seed: seed of the hashes.
     """
     named = {each.name: each for each in sets}
     ends = np.cumsum([len(each) for each in sets]).tolist()
@@ -181,18 +175,7 @@ def examine_prompts(
         corpus = corpus_ngrams((text for name in copied_from for text in named[name].answers() or ()), copied_words)
         answers = {name: each.answers() for name, each in named.items() if name not in copied_from}
         copied = {name: copied_shares(texts, corpus, copied_words) for name, texts in answers.items() if texts}
-    languages = {each.name: _languages(each, by, seed) for each in sets} if is_installed("py3langid") else None
-    return PromptReport(named, places, duplicates, np.array(words), np.array(scripts), languages, copied)
-
-
-def _languages(prompts: PromptSet, by: By, seed: int) -> dict[str, float]:
-    """Guess the language of 2,000 rows at most; return language → share, with "" for prompts too short to guess."""
-    import py3langid
-
-    rows = np.random.default_rng(seed).choice(len(prompts), min(len(prompts), _LANGUAGES_OF), replace=False)
-    texts = [prompts.prompt(int(row), by) for row in rows]
-    guessed = Counter(py3langid.classify(text)[0] if len(words_of(text)) >= _LEAST_WORDS else "" for text in texts)
-    return {language: count / len(texts) for language, count in guessed.most_common()}
+    return PromptReport(named, places, duplicates, np.array(words), np.array(scripts), copied)
 
 
 def left_out(report: PromptReport, remove: Kind = "near", held_out: Iterable[str] = ()) -> dict[str, np.ndarray]:

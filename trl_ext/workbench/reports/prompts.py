@@ -2,7 +2,7 @@
 
     trl-ext prompts --sets sft=SFT rl=RL eval=EVAL:test --output_dir outputs/prompts --max_overlap eval=0
 
-Exact and near duplicates within and between the sets, lengths, scripts and languages, answers that repeat another
+Exact and near duplicates within and between the sets, lengths, scripts, answers that repeat another
 set's, on a page (`prompts.html`) and in JSON (`prompts.json`, `duplicates.jsonl`). The copies (`SET.jsonl`, or
 `SET/SPLIT.jsonl`) have neither duplicates nor what a held-out set has. Inputs are never changed. A broken bound ends
 the command with status 1 and one sentence, a wrong input with status 2.
@@ -193,12 +193,11 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
             "shared_near": int(report.shared(name, others, "near").sum()),
             "words": {label: float(np.quantile(report.words[place], q)) for label, q in QUANTILES.items()},
             "scripts": {str(scripts[i]): float(counts[i] / len(rows)) for i in np.argsort(-counts, kind="stable")},
-            "languages": report.languages and report.languages[name],
             "left_out": {why: int((reasons[name] == why).sum()) for why in REASONS},
             "kept": int((reasons[name] == "").sum()),
         }
         if name in report.copied:
-            of_set["copied"] = int((report.copied[name] > 0).sum())
+            of_set["copied"], of_set["most_copied"] = int((report.copied[name] > 0).sum()), report.copied[name].max()
         if name in splits:
             of_set["splits"] = {split: int((splits[name] == split).sum()) for split in args.split_shares}
         found["sets"][name] = of_set
@@ -237,51 +236,17 @@ def groups(report: "PromptReport") -> list[dict[str, Any]]:
 
 def page(report: "PromptReport", found: dict[str, Any], grouped: list[dict[str, Any]], args: Any) -> str:
     """Return the HTML page of a report on prompts, with its figures `found` and its groups of duplicates."""
-    sets, guessed = found["sets"], report.languages is not None
+    sets = found["sets"]
     rows, repeated = (sum(of[key] for of in sets.values()) for key in ("rows", "near_duplicates"))
     tiles = {"rows": number(rows), "near duplicates within sets": f"{repeated / rows:.1%}"}
     tiles |= {f"{name} shared with others": number(sets[name]["shared_near"]) for name in args.held_out}
-
-    def shares(values: dict[str, float]) -> str:
-        return ", ".join(f"{name or 'too short to say'} {share:.1%}" for name, share in [*values.items()][:12])
-
-    def between(name: str, other: str) -> str:
-        if name == other:
-            return "–"
-        counts = found["shared"][name][other]
-        return f"{number(counts['near'])} ({counts['near'] / sets[name]['rows']:.1%}), exact {number(counts['exact'])}"
-
     return render(
         Path(__file__).with_name("prompts.html.j2"),
         title="Prompts",
         args=args,
         tiles=tiles,
-        bounds=[[b["broken"], f"{b['option']} {b['set']}", b["sentence"]] for b in found["bounds"]],
-        sets_above=[f"in {name}" for name in sets],
-        between=[[name, *(between(name, other) for other in sets)] for name in sets],
+        found=found,
         examples=_examples(report, grouped, args),
-        quantiles=list(QUANTILES),
-        lengths=[[name, *map(number, of["words"].values())] for name, of in sets.items()],
-        guessed=guessed,
-        scripts=[
-            [name, shares(of["scripts"]), *([shares(of["languages"])] if guessed else [])] for name, of in sets.items()
-        ],
-        copied=[
-            [name, number(sets[name]["copied"]), f"row {np.argmax(own)}: {own.max():.0%} of its runs"]
-            for name, own in report.copied.items()
-        ],
-        reasons=next(iter(sets.values()))["left_out"],
-        kept=[
-            [
-                name,
-                of["column"],
-                *map(number, (of["rows"], of["exact_duplicates"], of["near_duplicates"])),
-                *map(number, (*of["left_out"].values(), of["kept"])),
-                ", ".join(f"{split} {number(count)}" for split, count in of.get("splits", {}).items()) or "–",
-            ]
-            for name, of in sets.items()
-        ],
-        notes=found["notes"],
     )
 
 

@@ -20,7 +20,6 @@ from typing import Any
 from ...runs import check_settings, redacted, setting, write_text
 from .command import AskingArguments, carried_out
 
-_TEXT = 400  # most characters of a critique that a page shows
 _ROWS = 100  # most revisions that a page shows
 
 
@@ -171,7 +170,7 @@ def page(found: dict[str, Any], pairs: list[dict[str, Any]], principles: dict[st
         pairs: rows with a revision as `chosen` and the first answer as `rejected`.
         principles: name → text of the principle.
     """
-    from ..pages.markup import render, shown_answer, shown_prompt
+    from ..pages.markup import render
 
     return render(
         Path(__file__).with_name("constitution.html.j2"),
@@ -184,17 +183,7 @@ def page(found: dict[str, Any], pairs: list[dict[str, Any]], principles: dict[st
             **{f"texts {why}": count for why, count in found["outcomes"].items()},
         },
         principles=principles.items(),
-        rows=[
-            [
-                shown_prompt(pair["prompt"]),
-                shown_answer(pair["rejected"]),
-                pair["round"],
-                pair["principle"],
-                pair["critique"][:_TEXT],
-                shown_answer(pair["chosen"]),
-            ]
-            for pair in pairs[:_ROWS]
-        ],
+        rows=pairs[:_ROWS],
         settings=found["settings"],
     )
 

@@ -341,12 +341,12 @@ class LocalJudge(LocalModel):
     Args:
         rubric: what to judge by.
         rubric_id: version and hash of the rubric.
-        path, batch_size, dtype, use_cpu: see [`LocalModel`].
+        path, **local: see [`LocalModel`].
     """
 
-    def __init__(self, path: str, rubric: str, rubric_id: str, batch_size: int, dtype: str, use_cpu: bool):
-        super().__init__(path, 1, batch_size, dtype, use_cpu)
-        self.rubric, self.identity = rubric, identity_of(self.weights, rubric_id, dtype, LOCAL)
+    def __init__(self, path: str, rubric: str, rubric_id: str, **local: Any):
+        super().__init__(path, 1, **local)
+        self.rubric, self.identity = rubric, identity_of(self.weights, rubric_id, self.dtype, LOCAL)
         space = " " if self.tokenizer.chat_template is None else ""
         self.letters = [self.tokenizer(space + letter, add_special_tokens=False)["input_ids"] for letter in "AB"]
         if self.letters[0] == self.letters[1]:

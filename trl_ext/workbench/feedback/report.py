@@ -16,7 +16,7 @@ from ...runs import write_text
 from ..labels.agreement import cohen_kappa, resampled
 from ..labels.agreement import with_interval as estimate
 from ..labels.labelling import CHOICES
-from ..pages.markup import number, percent, render, shown_answer, shown_prompt, with_interval
+from ..pages.markup import number, percent, render, with_interval
 
 _READ = 100  # most pairs that `to_read` has
 _SIDES = {"a": ("response_a", "response_b"), "b": ("response_b", "response_a")}
@@ -320,17 +320,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
             "mean confidence": number(pairs.get("confidence"), 3),
         },
         said=sentences(report),
-        to_read=[
-            [
-                row["item"],
-                shown_prompt(row["prompt"]),
-                shown_answer(row["response_a"]),
-                shown_answer(row["response_b"]),
-                row["people"],
-                f"{row['judge']} ({row['share']:.2f})" + (f": {row['why']}" if row["why"] else ""),
-            ]
-            for row in report.get("to_read", [])
-        ],
+        to_read=report.get("to_read", []),
         settings=report["settings"],
     )
     write_text(folder / "label.html", shown)

@@ -104,23 +104,13 @@ class LocalWriter(LocalModel):
         constitution_id: version and hash of the constitution.
         temperature, seed: temperature and seed of the sampling.
         max_tokens: tokens after which a text is cut off; a text that was cut off is left out.
-        path, batch_size, dtype, use_cpu: see [`LocalModel`].
+        path, **local: see [`LocalModel`].
     """
 
-    def __init__(
-        self,
-        path: str,
-        constitution_id: str,
-        temperature: float,
-        max_tokens: int,
-        seed: int,
-        batch_size: int,
-        dtype: str,
-        use_cpu: bool,
-    ):
-        super().__init__(path, max_tokens, batch_size, dtype, use_cpu)
+    def __init__(self, path: str, constitution_id: str, temperature: float, max_tokens: int, seed: int, **local: Any):
+        super().__init__(path, max_tokens, **local)
         self.temperature, self.seed = temperature, seed
-        said = (self.weights, constitution_id, temperature, max_tokens, seed, dtype, CRITIQUE, REVISE)
+        said = (self.weights, constitution_id, temperature, max_tokens, seed, self.dtype, CRITIQUE, REVISE)
         self.identity = identity_of(*said)
 
     def asked(self, turn: Turn) -> list[dict[str, str]]:

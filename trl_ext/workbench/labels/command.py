@@ -23,8 +23,6 @@ from ...upstream import late_bars, quiet
 from ..pages.markup import number, percent, render, with_interval
 
 _OWN = {"prompt", "chosen", "rejected", "confidence", "weight", "votes", "annotators"}
-_SHOWN = 200  # rows of a table
-_FORMS = {"z": "+.1f", "lean": "+.0%", "lean_z": "+.1f"}
 _LEAN = (0.05, 4)  # share and z-score beyond which a lean is named
 
 
@@ -207,19 +205,7 @@ def page(report: dict[str, Any]) -> str:
             "annotators": f"{len(people):,}",
         },
         findings=findings,
-        people=[
-            [
-                row["annotator"] + ", left out" * (row["annotator"] in off),
-                *(f"{row[name]:,}" for name in ("labels", "compared")),
-                *(percent(row[name]) for name in ("agreement", "ties", "shown_first")),
-                *("–" if row[name] is None else f"{row[name]:{form}}" for name, form in _FORMS.items()),
-            ]
-            for row in people[:_SHOWN]
-        ],
-        kappas=[
-            [*row["annotators"], row["items"], number(row["kappa"], 3)]
-            for row in sorted(report["kappas"], key=lambda row: row["kappa"] or -2)
-        ],
+        kappas=sorted(report["kappas"], key=lambda row: row["kappa"] or -2),
     )
 
 

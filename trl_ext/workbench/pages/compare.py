@@ -41,7 +41,7 @@ def comparison(runs: dict[str, Run], x: str, title: str, evaluation: dict[str, A
     return render(
         "comparison.html.j2",
         title=title,
-        verdict=verdict_of_several(runs, evaluated),
+        verdict=verdict_of_several(runs),
         runs=runs,
         objections=[f"{name}: {objection}" for name, run in runs.items() for objection in run.objections],
         summary=side_by_side([results(run) for run in runs.values()]),
@@ -63,23 +63,12 @@ def side_by_side(cells: list[dict[str, str]]) -> list[list[str]]:
     return [[label, *(of.get(label, "–") for of in cells)] for label in labels]
 
 
-def verdict_of_several(runs: dict[str, Run], evaluated: dict[str, Any]) -> str:
-    """
-    Summarise several runs in one sentence: in which the final score is highest and lowest, and what monitors found.
-
-    Args:
-        runs: name → run.
-        evaluated: name → the run's entry in an `evaluation.json`. If two or more runs have scores there, these replace
-            the scores that the runs logged, which may be of different prompts.
-    """
-    scores = {
-        name: {f"evaluation's score by {reward}": of["mean"] for reward, of in policy["rewards"].items()}
-        for name, policy in evaluated.items()
-    }
+def verdict_of_several(runs: dict[str, Run]) -> str:
+    """Say in one sentence in which run the last score is highest and lowest, and what monitors found."""
     logged = {name: run.outcome | {label: ends(run, key)[-1] for label, key in wanted(run).items()}
               for name, run in runs.items()}  # fmt: skip
     parts = []
-    for label, of in [*(_by_quantity(scores) or _by_quantity(logged)).items()][:3]:
+    for label, of in [*_by_quantity(logged).items()][:3]:
         low, high = min(of, key=of.__getitem__), max(of, key=of.__getitem__)
         least, most = number(of[low], 3), number(of[high], 3)
         apart = f"is highest in {high} ({most}) and lowest in {low} ({least})"

@@ -33,7 +33,7 @@ def render(template: str | Path, **shown: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (code, prose, number, percent, columns, between, with_interval)
+    filters = (code, prose, number, percent, columns, between, with_interval, shown_prompt, shown_answer)
     environment.filters |= {each.__name__: each for each in filters}
     page = environment.get_template(Path(template).name).render(shown)
     # HTML does not allow control characters, and UTF-8 no half of a surrogate pair

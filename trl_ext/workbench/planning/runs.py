@@ -288,7 +288,6 @@ def known_not_to_work(job: Job) -> list[str]:
     ]
     if job.stage != "ppo":
         return [message for holds, message in reasons if holds]
-    episodes = args.per_device_train_batch_size * args.steps_per_generation * layout.processes
     reasons += [
         (
             peft and layout.checkpoints_activations,
@@ -300,16 +299,6 @@ def known_not_to_work(job: Job) -> list[str]:
             layout.is_deepspeed and args.leaves_steps_out,
             "`critic_warmup_rollouts` and `max_approx_kl` skip optimizer steps, but DeepSpeed's engine steps inside "
             "`backward`: use DDP or FSDP2, or leave these settings out",
-        ),
-        (
-            episodes % args.num_generations,
-            f"`num_generations: {args.num_generations}` does not divide the {episodes} episodes of a rollout on "
-            f"{layout.processes} processes: change one of them",
-        ),
-        (
-            args.use_vllm and args.vllm_mode == "colocate" and layout.processes % args.vllm_tensor_parallel_size,
-            f"`vllm_tensor_parallel_size: {args.vllm_tensor_parallel_size}` does not divide the {layout.processes} "
-            "processes: change one of them",
         ),
     ]
     found = [message for holds, message in reasons if holds]

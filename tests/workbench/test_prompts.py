@@ -125,7 +125,7 @@ def test_report_and_copies(folder, capsys):
     assert outputs[0] == outputs[1]  # the seed decides
     assert {name: (folder / name).read_bytes() for name in before} == before
     found = json.loads(outputs[0]["prompts.json"])["sets"]
-    assert found["rl"]["left_out"] == {"empty": 1, "shared with a held-out set": 1, "duplicate": 1, "balance": 0}
+    assert found["rl"]["left_out"] == {"empty": 1, "shared with a held-out set": 1, "duplicate": 1}
     # Other answers make other rows; what is held out stays
     assert [found[name]["kept"] for name in ("rl", "sft", "pairs", "eval")] == [59, 1, 2, 3]
     assert found["eval"]["shared_near"] == 2 and found["pairs"]["copied"] == 1
@@ -150,13 +150,12 @@ def test_a_broken_bound_ends_with_one_sentence(folder, capsys):
     assert run(capsys, f"{ALL} --output_dir y --copied_from sft --max_copied pairs=0.4")[0] == 1
 
 
-def test_a_yaml_file_balance_and_parts(folder, capsys):
+def test_a_yaml_file_and_parts(folder, capsys):
     (folder / "prompts.yaml").write_text(
-        "sets: ['rl=rl.jsonl:train[:30]', eval=eval.jsonl]\noutput_dir: out\nbalance: [topic]\nby: last_turn\n"
+        "sets: ['rl=rl.jsonl:train[:30]', eval=eval.jsonl]\noutput_dir: out\nby: last_turn\n"
     )
     assert run(capsys, "--config prompts.yaml")[0] == 0
-    rows = load_dataset_split("out/rl.jsonl")["topic"][:]
-    assert rows.count("a") == rows.count("b") == 10
+    assert len(load_dataset_split("out/rl.jsonl")) == 29
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
 def write_report(folder: Path, report: dict[str, Any]) -> None:
     """Write `label.json` and `label.html`."""
     write_text(folder / "label.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    known, pairs, people = report.get("known"), report["pairs"] or {}, report["people"]
+    people = report["people"]
     shown = render(
         Path(__file__).with_name("page.html.j2"),
         title="Labels by a judge",
@@ -311,13 +311,10 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
         tiles={
             "judge": report["judge"],
             "rubric": report["rubric"],
-            "κ with people": with_interval(known["kappa"], known["kappa_interval"], ".2f") if known else "–",
             "κ that is needed": number(report["gate"]["min_agreement"]),
             "α among people": with_interval(people["alpha"], people["alpha_interval"], ".2f"),
             "pairs by people": people["items"],
             "all pairs": f"{report['rows']:,}",
-            "pairs to train on": f"{pairs.get('train', 0):,}",
-            "mean confidence": number(pairs.get("confidence"), 3),
         },
         said=sentences(report),
         to_read=report.get("to_read", []),

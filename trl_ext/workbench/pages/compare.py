@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ...callbacks import curve, draw_line
 from .charts import GROUPS, INK, chart, line_style
 from .markup import number, percent, render, shown_answer, with_error, with_interval
@@ -26,13 +24,12 @@ def named(folders: list[Path]) -> dict[str, Path]:
     return {path.relative_to(above).as_posix(): folder for path, folder in zip(paths, folders, strict=True)}
 
 
-def comparison(runs: dict[str, Run], x: str, title: str, evaluation: dict[str, Any] | None = None) -> str:
+def comparison(runs: dict[str, Run], title: str, evaluation: dict[str, Any] | None = None) -> str:
     """
     Return the HTML of a page that compares several runs.
 
     Args:
         runs: mapping from the name to show to the run.
-        x: quantity on the horizontal axis: `step`, or a key that every run logs and that grows, such as `episode`.
         title: the page's title.
         evaluation: content of the `evaluation.json` that `trl-ext evaluate` wrote for these runs.
     """
@@ -48,7 +45,7 @@ def comparison(runs: dict[str, Run], x: str, title: str, evaluation: dict[str, A
         colours={name: line_style(place)["color"].replace(INK, "currentColor") for place, name in enumerate(runs)},
         evaluation=evaluation,
         evaluated=evaluation_rows([evaluated.get(name) for name in runs]),
-        curves=_curves(runs, x),
+        curves=_curves(runs),
         settings=_settings(runs),
         watched={name: sentence(watched(run)) for name, run in runs.items()},
         with_samples=list(samples),
@@ -91,7 +88,7 @@ def _by_quantity(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, float
     return {label: of for label, of in found.items() if len(of) > 1}
 
 
-def _curves(runs: dict[str, Run], x: str) -> list[str]:
+def _curves(runs: dict[str, Run]) -> list[str]:
     """Draw the main quantities, and other keys that two or more runs logged, over each other."""
     shown: dict[str, dict[str, str]] = defaultdict(dict)  # title → run → key
     for name, run in runs.items():
@@ -105,25 +102,14 @@ def _curves(runs: dict[str, Run], x: str) -> list[str]:
     def draw(axes, keys):
         for place, (name, run) in enumerate(runs.items()):
             steps, values = curve(run.history, keys.get(name))
-            points = [{"step": at, "y": y} for at, y in zip(_along(run, x, steps), values, strict=True)]
+            points = [{"step": at, "y": y} for at, y in zip(steps, values, strict=True)]
             # Dots would hide how a line is broken
             draw_line(axes, points, "y", name, **line_style(place), marker="" if len(points) > 1 else ".")
-            marks = _along(run, x, [alert["step"] for alert in alarms(run) if points])
+            marks = [alert["step"] for alert in alarms(run) if points]
             foot = {"transform": axes.get_xaxis_transform(), "clip_on": False}
             axes.plot(marks, [0.03] * len(marks), "^", color=line_style(place)["color"], **foot)
 
-    unit = "optimizer step" if x == "step" else x
-    return [chart(title, partial(draw, keys=keys), xlabel=unit) for title, keys in shown.items()]
-
-
-def _along(run: Run, x: str, steps: list[int]) -> list[float]:
-    """Turn optimizer steps into values of the key `x`, interpolated between logged steps."""
-    if x == "step":
-        return [*map(float, steps)]
-    known, values = curve(run.history, x)
-    if not known:
-        raise ValueError(f"{run.folder} has no {x!r} in its logs; choose `--x step`, or a key that every run logs")
-    return np.interp(steps, [0, *known], [0.0, *values]).tolist()
+    return [chart(title, partial(draw, keys=keys)) for title, keys in shown.items()]
 
 
 def _settings(runs: dict[str, Run]) -> list[list[str]] | None:

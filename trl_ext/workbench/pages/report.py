@@ -1,6 +1,6 @@
 """Write one self-contained HTML page of a run, or of several.
 
-    trl-ext report RUN [RUN …] [--output_file PAGE.html] [--x episode] [--evaluation FILE]
+    trl-ext report RUN [RUN …] [--output_file PAGE.html] [--evaluation FILE]
 
 RUN is an output directory. These files in it are read:
 
@@ -46,7 +46,6 @@ _says_next = ContextVar("_says_next", default=True)
 def write_report(
     folder: str | Path | Sequence[str | Path],
     output: str | Path | None = None,
-    x: str = "step",
     evaluation: str | Path | None = None,
 ) -> Path:
     """
@@ -57,7 +56,6 @@ def write_report(
             gives a comparison of its rounds.
         output: file to write. The default for one run is `report.html` in its folder (in the subfolder `_run`, if
             there is one); for several runs it is `comparison.html` in the innermost folder that holds all of them.
-        x: horizontal axis of a comparison: `step`, or a key that all runs log, such as `episode`.
         evaluation: for a comparison, the `evaluation.json` of `trl-ext evaluate`, or its folder.
 
     Raises:
@@ -69,11 +67,11 @@ def write_report(
     place = (private if private.is_dir() else given[0]) / "report.html"
     if len(given) > 1:
         place = Path(os.path.relpath(os.path.commonpath([path.resolve() for path in given]))) / "comparison.html"
-    if len(runs) == 1 and x == "step" and evaluation is None:
+    if len(runs) == 1 and evaluation is None:
         text = page(*runs.values())
     else:
         title = " · ".join(runs) if len(given) > 1 else given[0].resolve().name
-        text = comparison(runs, x, title, _read_evaluation(Path(evaluation)) if evaluation else None)
+        text = comparison(runs, title, _read_evaluation(Path(evaluation)) if evaluation else None)
     output = Path(output) if output else place
     write_text(output, text)
     return output
@@ -158,11 +156,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("run", nargs="+", help="output directory of a run")
     parser.add_argument("--output_file", help="by default report.html in RUN, or comparison.html above all runs")
-    parser.add_argument("--x", default="step", help="horizontal axis of several runs: step, or a key such as episode")
     parser.add_argument("--evaluation", help="evaluation.json of `trl-ext evaluate`, or its folder")
     args = parser.parse_args(arguments)
     try:
-        print(write_report(args.run, args.output_file, args.x, args.evaluation))
+        print(write_report(args.run, args.output_file, args.evaluation))
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from .prompt_sets import REASONS as REASONS
     from .prompt_sets import PromptReport as PromptReport
     from .prompt_sets import PromptSet as PromptSet
-    from .prompt_sets import balance as balance
     from .prompt_sets import divide as divide
     from .prompt_sets import examine_prompts as examine_prompts
     from .prompt_sets import left_out as left_out

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from datasets import Dataset
 
-from ...data import balanced_rows, content_of, is_messages, split_groups
+from ...data import content_of, is_messages, split_groups
 from ...evaluation import (
     Duplicates,
     Unit,
@@ -21,7 +21,7 @@ from ...evaluation import (
 
 By = Literal["conversation", "last_turn"]
 Kind = Literal["near", "exact", "none"]
-REASONS = ("empty", "shared with a held-out set", "duplicate", "balance")
+REASONS = ("empty", "shared with a held-out set", "duplicate")
 """Why a row is left out; "" for rows that stay."""
 
 PROMPT_COLUMNS = ("prompt", "messages", "chosen", "text")  # the first one that a set has is taken
@@ -195,7 +195,7 @@ def left_out(report: PromptReport, remove: Kind = "near", held_out: Iterable[str
         A set's name → (rows of the set,) texts, one of `REASONS`, or "" for rows that stay.
     """
     held_out, reasons = {*held_out}, {}
-    empty, shared, duplicate, _ = REASONS
+    empty, shared, duplicate = REASONS
     for name, rows in report.sets.items():
         reason = np.full(len(rows), "", object)
         if remove != "none":
@@ -210,7 +210,7 @@ def left_out(report: PromptReport, remove: Kind = "near", held_out: Iterable[str
 
 def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tuple]:
     """
-    Return for each row of a set its values in `columns`, to stratify splits by them or to balance them.
+    Return for each row of a set its values in `columns`, to stratify splits by them.
 
     Args:
         report: report of [`examine_prompts`].
@@ -265,29 +265,4 @@ def divide(
     result, dealt = {}, iter(splits)
     for name in names:
         result[name] = np.array([next(dealt) if is_kept else "" for is_kept in kept[name]], object)
-    return result
-
-
-def balance(
-    report: PromptReport, reasons: dict[str, np.ndarray], names: Sequence[str], columns: Sequence[str], seed: int = 0
-) -> dict[str, np.ndarray]:
-    """
-    Leave out rows at random until no value in `columns` has more rows than the rarest value.
-
-    Args:
-        report: report of [`examine_prompts`].
-        reasons: result of [`left_out`].
-        names: names of the sets to balance.
-        columns: columns whose values are balanced, see [`strata`].
-        seed: seed of the random choice.
-
-    Returns:
-        A copy of `reasons` in which the rows that are now left out have the reason `balance`.
-    """
-    result = dict(reasons)
-    for name in names:
-        rows, values = np.flatnonzero(reasons[name] == ""), strata(report, name, columns)
-        keep = balanced_rows([values[row] for row in rows], seed=seed)
-        result[name] = reasons[name].copy()
-        result[name][rows[~keep]] = "balance"
     return result

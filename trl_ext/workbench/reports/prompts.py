@@ -74,11 +74,10 @@ class PromptsArguments:
     copied_words: int = setting(13, "Words in a row that make a copy.", range=">= 1")
     remove: Literal["near", "exact", "none"] = setting("near", "Which duplicates are left out of the copies.")
     split: list[str] = _list("SPLIT=SHARE of the copies, such as train=0.9 test=0.1.")
-    split_sets: list[str] | None = setting(None, "Sets to `split` and `balance`; if unset all but the held-out ones.")
+    split_sets: list[str] | None = setting(None, "Sets to `split`; if unset all but the held-out ones.")
     stratify: list[str] = _list("Columns, or `length` and `script`, whose values all splits have in equal shares.")
-    balance: list[str] = _list("Columns, or `length` and `script`: each of their values keeps equally many rows.")
     write: bool = setting(True, "Write copies; else the report alone.")
-    seed: int = setting(0, "Seed of hashes, balance and splits.")
+    seed: int = setting(0, "Seed of hashes and splits.")
 
     def __post_init__(self):
         check_settings(self)
@@ -141,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(args: PromptsArguments) -> list[str]:
     """Write the report and the copies; return a sentence for each bound that is broken."""
     from ...data import load_dataset_split
-    from .prompt_sets import PromptSet, balance, divide, examine_prompts, left_out
+    from .prompt_sets import PromptSet, divide, examine_prompts, left_out
 
     sets = [
         PromptSet(name, load_dataset_split(*path_and_split(path), columns=()), args.set_columns.get(name, ""))
@@ -152,8 +151,6 @@ def run(args: PromptsArguments) -> list[str]:
     )
     held_out, split_sets = args.held_out or [], args.split_sets or []
     reasons, splits = left_out(report, args.remove, held_out), {}
-    if args.balance:
-        reasons = balance(report, reasons, split_sets, args.balance, args.seed)
     if args.split_shares and split_sets:
         splits = divide(report, reasons, args.split_shares, split_sets, args.stratify, held_out, args.seed)
     found, grouped, folder = figures(report, args, reasons, splits), groups(report), Path(args.output_dir)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...cli.arguments import check_model
-from ...cli.parser import StrictTrlParser, entry_of
+from ...cli.parser import StrictTrlParser
 from ...runs import check_output_dir, check_settings, redacted, setting, write_text
 from ...upstream import late_bars, quiet
 
@@ -39,9 +39,6 @@ class RewardReportArguments:
 
     model: str | None = setting(
         None, "Reward model: a folder or a hub name, or file.py:function. It may stand first, alone."
-    )
-    rewards: list[str] | None = setting(
-        None, "Instead of MODEL one reward of trl_ext.rewards with settings, as in a configuration of ppo."
     )
     dataset_name: str = setting("", "Pairs: a .jsonl, .parquet or .csv file, a folder, a hub name. (required)")
     dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
@@ -86,13 +83,9 @@ class RewardReportArguments:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        self.rewards = self.rewards and [entry_of(text) for text in self.rewards]
         self.output_dir = self.output_dir or self.model
         for is_wrong, what in (
-            (
-                (self.model is None) == (not self.rewards),
-                "MODEL (a folder, a hub name or file.py:function), or `rewards`",
-            ),
+            (not self.model, "MODEL, a folder, a hub name or file.py:function"),
             (not self.dataset_name, "`dataset_name`, pairs: a hub name, a .jsonl file or a folder"),
             (
                 self.output_dir == self.model and not Path(str(self.model)).is_dir(),
@@ -116,14 +109,11 @@ def is_ensemble(folder: Any) -> bool:
 
 def load(args: RewardReportArguments) -> Any:
     """Return the reward as a function."""
-    from ...rewards import EnsembleReward, ModelReward, load_reward, load_rewards
+    from ...rewards import EnsembleReward, ModelReward, load_reward
 
     given: dict[str, Any] = {"dtype": args.dtype, "max_batch_tokens": args.max_batch_tokens, "truncation": "left"}
     if args.use_cpu:
         given["device"] = "cpu"
-    if args.rewards:
-        ((reward,), _) = load_rewards(args.rewards)
-        return reward
     if ".py:" in str(args.model):
         return load_reward(str(args.model))
     return (
@@ -144,14 +134,12 @@ def trained_pairs(args: RewardReportArguments) -> Any:
     """
     Return the pairs that the tested models were trained on, as recorded in their folders.
 
-    The result's `is_complete` is False if a model has no folder or no record, or if the setting `rewards` gives the
-    reward.
+    The result's `is_complete` is False if a model has no folder or no record.
     """
     from ...data import TrainedPairs
 
-    folders = _folders_of(args.model if args.model is not None else args.rewards)
-    # An entry of `rewards` may score by other models, too, such as one on a server: their training pairs are not known
-    found = TrainedPairs(is_complete=bool(folders) and args.model is not None)
+    folders = _folders_of(args.model)
+    found = TrainedPairs(is_complete=bool(folders))
     for folder in folders:
         places = [folder, folder.parent] if folder.name.startswith("checkpoint-") else [folder]
         known = next((pairs for place in places if (pairs := TrainedPairs.load(place)) is not None), None)
@@ -159,13 +147,9 @@ def trained_pairs(args: RewardReportArguments) -> Any:
     return found
 
 
-def _folders_of(named: Any) -> list[Path]:
-    """Return the folders of all models in `named`, a name or an entry of `rewards`; an ensemble has its members'."""
-    if isinstance(named, (dict, list)):
-        return [
-            folder for each in (named.values() if isinstance(named, dict) else named) for folder in _folders_of(each)
-        ]
-    if not isinstance(named, str) or not Path(named).is_dir():
+def _folders_of(named: str | None) -> list[Path]:
+    """Return the folder of a model, or those of an ensemble's members; [] for a function or a hub name."""
+    if not named or not Path(named).is_dir():
         return []
     if not is_ensemble(named):
         return [Path(named)]

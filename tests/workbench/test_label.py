@@ -294,7 +294,7 @@ def test_a_local_judge_is_asked_for_log_probs(tmp_path):
     rows = {(row["key"], row["first"]): row for row in rows}
     assert rows["long", "a"]["why"] == "too long" and rows["long", "a"]["a_is_better"] is None
     for question in questions:
-        prompt = judge.prompt(question)
+        prompt = judge.asked(question)
         given = judge.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
         with torch.no_grad():
             logits = judge.model(torch.tensor([given["input_ids"]])).logits[0, -1]

@@ -76,15 +76,10 @@ def sample_pairs(prompts: Dataset, args: Any, folder: Path, left_out: Counter[st
     answers: list[tuple[str, list[dict[str, Any]]]] = []
     for place, policy in enumerate(args.policies):
         for number in range(args.num_samples):
-            sampling = Sampling(
-                max_completion_length=args.max_completion_length,
-                temperature=args.temperature,
-                top_p=1.0,
-                batch_size=args.batch_size,
-                seed=args.seed + number,
-                dtype=args.dtype,
-                use_cpu=args.use_cpu,
-            )
+            same = {
+                name: getattr(args, name) for name in ("max_completion_length", "temperature", "batch_size", "dtype")
+            }
+            sampling = Sampling(**same, top_p=1.0, seed=args.seed + number, use_cpu=args.use_cpu)
             rows, was_there = answers_of(policy, prompts, sampling, folder / f"{place}-{number}.jsonl")
             print(f"{policy}: {len(rows)} answers{', made before' * was_there}", flush=True)
             answers.append((policy, rows))

@@ -189,7 +189,7 @@ class Served(JudgeReward):
 
 class LocalModel:
     """
-    Ask a causal language model on this machine, in batches. Its weights are loaded when they are first needed.
+    Ask a causal language model with a chat template on this machine, in batches. Its weights are loaded when needed.
 
     A subclass has `asked`, the messages of a question, and `answers`, the rows for the journal of a batch.
 
@@ -214,21 +214,13 @@ class LocalModel:
     def model(self) -> Any:
         return load_model(self.path, "cpu" if self.use_cpu else None, dtype=self.dtype)
 
-    def prompt(self, question: Any) -> Any:
-        """Return a question as messages, or as text for a model without a chat template."""
-        messages, roles = self.asked(question), {"user": "Question", "assistant": "Answer"}
-        if self.tokenizer.chat_template is not None:
-            return messages
-        turns = [f"{roles.get(turn['role'], turn['role'])}: {text_of([turn])}" for turn in messages]
-        return "\n\n".join([*turns, "Answer:"])
-
     def answer_all(self, questions: Sequence[Any], done: Callable[[dict[str, Any]], None]) -> None:
         """Ask the questions in batches, and call `done` with each row for the journal."""
         for start in range(0, len(questions), self.batch_size):
             context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
             batch = []
             for question in questions[start : start + self.batch_size]:
-                (ids,) = prompt_token_ids(self.tokenizer, [self.prompt(question)])
+                (ids,) = prompt_token_ids(self.tokenizer, [self.asked(question)])
                 if len(ids) + self.room > context:
                     done(question.row(None, why="too long", message=f"{len(ids)} tokens, the context has {context}"))
                 else:
@@ -347,8 +339,7 @@ class LocalJudge(LocalModel):
     def __init__(self, path: str, rubric: str, rubric_id: str, **local: Any):
         super().__init__(path, 1, **local)
         self.rubric, self.identity = rubric, identity_of(self.weights, rubric_id, self.dtype, LOCAL)
-        space = " " if self.tokenizer.chat_template is None else ""
-        self.letters = [self.tokenizer(space + letter, add_special_tokens=False)["input_ids"] for letter in "AB"]
+        self.letters = [self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in "AB"]
         if self.letters[0] == self.letters[1]:
             raise ValueError(f"{path}: its tokenizer gives A and B the same tokens: take another model")
 

@@ -243,12 +243,8 @@ def _kappas(labels: Labels) -> list[dict[str, Any]]:
 
 def _unknown(labels: Labels, report: dict[str, Any]) -> Iterator[str]:
     """Yield sentences on questions that these labels cannot answer."""
-    if not report["overlapping_items"]:
-        yield "No item has labels of two annotators, so agreement is not known: give a tenth of the items to several."
-    elif report["alpha"] is None:
-        yield "All labels of items that several labelled are the same, so α is not defined."
-    elif all(row["z"] is None for row in report["annotators"]):
-        yield "Only two annotators share items: how far they agree is known, but not which of them is off."
+    if report["alpha"] is None:
+        yield "No item has two labels, or all labels of such items are the same, so α is not defined."
     if not labels.swapped.any():
         yield (
             "Every pair was shown in only one order. So if all annotators lean to one side, it is not known whether "

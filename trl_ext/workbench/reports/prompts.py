@@ -248,19 +248,15 @@ def page(report: "PromptReport", found: dict[str, Any], grouped: list[dict[str, 
 
 
 def _examples(report: "PromptReport", grouped: list[dict[str, Any]], args: Any) -> list[list[Any]]:
-    """Return two prompts of each of 8 groups: first groups over several sets, with held-out ones, and large ones."""
-
-    def order(group: dict[str, Any]) -> tuple:
-        rows = group["rows"]
-        return len(rows) == 1, not {*rows} & {*args.held_out}, group["kind"] == "exact", -sum(map(len, rows.values()))
-
+    """Return two prompts of each of 8 groups: first groups over several sets, of these the large ones."""
     found = []
-    for group in sorted(grouped, key=order)[:EXAMPLES]:
+    for group in sorted(grouped, key=lambda of: (len(of["rows"]) == 1, -sum(map(len, of["rows"].values()))))[
+        :EXAMPLES
+    ]:
         rows = [(name, row) for name, of in group["rows"].items() for row in of]
-        first, *others = sorted(rows, key=lambda row: row[0] not in args.held_out)
-        pair = first, next((row for row in others if row[0] != first[0]), others[0])
         cells = [
-            {"place": f"{name} {row}", "text": report.sets[name].prompt(row, args.by)[:_SHOWN]} for name, row in pair
+            {"place": f"{name} {row}", "text": report.sets[name].prompt(row, args.by)[:_SHOWN]}
+            for name, row in (rows[0], rows[-1])
         ]
         found.append([number(len(rows)), number(group["similarity"], 3), *cells])
     return found

@@ -141,8 +141,6 @@ def gather(args: Any, trained: TrainedPairs) -> Material:
     if args.max_pairs and args.max_pairs < len(held_out):
         held_out = held_out.shuffle(seed=args.seed).select(range(args.max_pairs))
     found = material_of(held_out, train, trained, args.group_columns, int(seen.sum()), args.seed)
-    if args.best_of_n_name:
-        _, best_of_n, said = load_pairs(args.best_of_n_name, default_split(args.best_of_n_name), None, False)
     rankings = load_rankings(args.ranking_name) if args.ranking_name else []
     found.unknown += said
     found.best_of_n = [group for group in best_of_n if not _is_seen(group, trained)][: args.max_pairs]

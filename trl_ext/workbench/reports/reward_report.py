@@ -47,9 +47,6 @@ class RewardReportArguments:
     train_split: str | None = setting(None, "Their split; `train` if unset, where it is not the held-out one.")
     policy_answers: str | None = setting(None, "The policy's own answers, as `trl-ext generate` writes them.")
     ranking_name: str | None = setting(None, "Rankings by people: `prompt`, `responses` and `ranks`, 1 the best.")
-    best_of_n_name: str | None = setting(
-        None, "Rows with one `chosen` and several `rejected` answers, as RewardBench 2 has."
-    )
     group_columns: list[str] | None = setting(
         None, "Columns to compare the accuracy by; if unset topic, subset, source, language, annotator."
     )

@@ -1,10 +1,6 @@
 """`trl-ext constitution`: answers, critiques and revisions of a stub of the chat API, and of a tiny local model."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -12,7 +8,6 @@ import pytest
 from tests.rewards.http_stub import serving
 from tests.rewards.test_judge import says
 from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
-from tests.workbench.test_label import KILLED
 from trl_ext.cli.main import main
 from trl_ext.data import write_rows
 from trl_ext.runs import read_jsonl
@@ -95,32 +90,6 @@ def test_each_round_revises_the_newest_answer_by_another_principle(folder, capsy
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_asks_nothing_twice_and_loses_nothing(folder, capsys):
-    """While revisions are written; four requests at once are under way at most."""
-    state = {"count": 0}
-
-    def answer(body, _):
-        state["count"] += 1
-        if state["count"] == 16:
-            os.kill(state["process"].pid, signal.SIGKILL)
-            return None
-        return writer(body)
-
-    with serving(answer) as (url, came):
-        words = ["--model_url", url, "--model", "m", "--max_concurrency", "4"]
-        fixed = ["--prompts", "prompts.jsonl", "--constitution", "constitution.yaml", "--output_dir", "out"]
-        state["process"] = subprocess.Popen([sys.executable, "-c", KILLED, "constitution", *fixed, *words])
-        assert state["process"].wait() == -signal.SIGKILL
-        kept = len(list(read_jsonl("out/texts.jsonl")))
-        asked = len(came)
-        assert run(capsys, *words)[0] == 0 and len(came) == asked + 6 * 3 - kept and asked - kept <= 4
-    with serving(writer) as (url, _):
-        assert run(capsys, "--model_url", url, "--model", "m", "--output_dir", "whole")[0] == 0
-    for name in ("sft/train", "pairs/train", "to_judge"):
-        assert list(read_jsonl(f"out/{name}.jsonl")) == list(read_jsonl(f"whole/{name}.jsonl")), name
-
-
-@pytest.mark.slow
 def test_a_local_model_writes_too(folder, capsys):
     tokenizer = tiny_tokenizer([*WORDS, "question"])
     tokenizer.save_pretrained("writer")
@@ -131,9 +100,6 @@ def test_a_local_model_writes_too(folder, capsys):
     answers = [row for row in rows if row["kind"] == "answer"]
     assert len(answers) == 6 and "read" in {row["why"] for row in rows}, error
     assert all(row["tokens"][1] <= 200 and (row["text"] is None) == (row["why"] != "read") for row in rows)
-    run(capsys, *words, "--max_tokens", "1", "--output_dir", "short")
-    rows = list(read_jsonl("short/texts.jsonl"))
-    assert {row["why"] for row in rows} <= {"cut", "empty"} and {row["text"] for row in rows} == {None}
 
 
 def test_what_a_round_sees():

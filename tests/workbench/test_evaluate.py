@@ -65,8 +65,7 @@ def test_policies_side_by_side(folder, capsys):
     ours, theirs = ([row["scores"]["words"] for row in rows[name]] for name in ("ppo", "sft"))
     assert ppo["win_rates"]["words"]["wins"] == sum(a > b for a, b in zip(ours, theirs, strict=True))
     assert ppo["win_rates"]["the judge"] == {**win_rate([0.0] * 6, range(6))}  # of both places alike
-    page = (folder / "evaluation/evaluation.html").read_text()
-    assert "whether ppo was trained on some of these prompts" in page and "wins by the judge" in page
+    assert "whether ppo was trained on some of these prompts" in (folder / "evaluation/evaluation.html").read_text()
 
     again = run(capsys, *words)[1]
     assert (

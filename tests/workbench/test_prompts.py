@@ -150,19 +150,10 @@ def test_a_broken_bound_ends_with_one_sentence(folder, capsys):
     assert run(capsys, f"{ALL} --output_dir y --copied_from sft --max_copied pairs=0.4")[0] == 1
 
 
-def test_a_yaml_file_and_parts(folder, capsys):
-    (folder / "prompts.yaml").write_text(
-        "sets: ['rl=rl.jsonl:train[:30]', eval=eval.jsonl]\noutput_dir: out\nby: last_turn\n"
-    )
-    assert run(capsys, "--config prompts.yaml")[0] == 0
-    assert len(load_dataset_split("out/rl.jsonl")) == 29
-
-
 @pytest.mark.parametrize(
     "words, message",
     [
         ("--sets Rl=rl.jsonl --held_out rl --output_dir new", "'rl' is not one of `sets`"),
-        ("--sets rl=rl.jsonl --output_dir new --max_overlap evl=0", "'evl' is not one of `sets`"),
         ("--sets rl=rl.jsonl --output_dir .", "'rl' is a set whose data lies in `output_dir`"),
         ("--sets ../rl=rl.jsonl --output_dir new", "'../rl' is no name of a file"),
     ],

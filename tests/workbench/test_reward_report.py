@@ -105,17 +105,11 @@ def test_a_known_reward_is_found_out(folder, capsys):
         ("--max_calibration_error 0.01", "good", ["The calibration error 0.081 ("]),  # σ(2) = 0.881 sure, 0.8 right
         ("--dataset_name few.jsonl --max_length_bias 1", "good", ["Not judged: the accuracy 0.650 ("]),  # or a coin's
         ("--min_accuracy 0", "long", ["The length bias 1.000 (1.000 to 1.000) is above the bound 0.2."]),
-        ("--dataset_name long.jsonl", "good", ["Not judged: the length bias is not known"]),
-        ("--max_length_bias 1 --ranking_name ranks.jsonl", "good", ["The rank correlation 0.000 ("]),
         ("", "broken", ["50 of 320 scores are not finite."]),
     ],
 )
 def test_a_bound_breaks_by_its_figure_or_cannot_be_judged(folder, words, reward, reasons):
     write(folder / "few.jsonl", [row(i, i < 13) for i in range(20)])  # right in 13 of 20
-    write(folder / "long.jsonl", [row(i) for i in range(1, 99, 2)])  # the chosen answer is always longer
-    answers = ["good good", "good", "tea", "bad"]
-    ranks = [[1, 2, 3, 4], [4, 3, 2, 1], [1, 1, 1, 1]]
-    write(folder / "ranks.jsonl", [{"prompt": "p", "responses": answers, "ranks": each} for each in ranks])
     status, report = run(f"{PLAIN} {words}", reward)
     said = report["verdict"]["reasons"]
     assert status == bool(reasons) != report["verdict"]["passed"] and len(said) == len(reasons)

@@ -182,21 +182,10 @@ def test_labels_of_one_prompt_are_no_more_sure_for_being_many():
 # ---- Noisy Bradley-Terry ----
 
 
-def compared(seed, answers=60, people=10, labels=3000):
-    """Comparisons of answers with known scores by people of whom one tosses a coin, and one is contrary."""
-    draw = np.random.default_rng(seed)
-    scores, eta = draw.normal(size=answers) * 1.5, np.array([0.5, 0.05, *[0.95] * (people - 2)])
-    first, second = (draw.integers(0, answers, labels) for _ in range(2))
-    second = np.where(first == second, (second + 1) % answers, second)
-    who = draw.integers(0, people, labels)
-    p = 1 / (1 + np.exp(scores[second] - scores[first]))
-    wins = (draw.random(labels) < eta[who] * p + (1 - eta[who]) * (1 - p)).astype(float)
-    return scores, eta, np.stack([first, second], 1), wins, who
-
-
 def test_scores_and_reliabilities_are_the_mode_of_the_papers_posterior():
-    _, _, answers, wins, who = compared(0, answers=5, people=3, labels=40)
-    wins[:6] = 0.5
+    draw = np.random.default_rng(0)
+    answers = np.array([draw.permutation(5)[:2] for _ in range(40)])
+    wins, who = draw.integers(0, 3, 40) / 2, draw.integers(0, 3, 40)
     scores, eta = noisy_bradley_terry(answers, wins, who, 5)
 
     def loss(scores, eta):
@@ -211,14 +200,3 @@ def test_scores_and_reliabilities_are_the_mode_of_the_papers_posterior():
     slopes = [(loss(*np.split(x + h, [5])) - loss(*np.split(x - h, [5]))) / 2e-3 for h in steps]
     np.testing.assert_allclose(slopes, 0, atol=1e-3)
     assert all(loss(*np.split(x + h, [5])) > loss(scores, eta) for h in [*steps * 10, *steps * -10])
-
-
-def test_scores_and_annotators_that_were_planted_are_found():
-    truth, eta, answers, wins, who = compared(1)
-    scores, found = noisy_bradley_terry(answers, wins, who, 60)
-    assert np.corrcoef(scores, truth)[0, 1] > 0.97 and np.abs(found - eta).max() < 0.15
-    np.testing.assert_allclose(noisy_bradley_terry(answers[:, ::-1], 1 - wins, who, 60)[0], scores, atol=1e-3)
-    # Ties alone say nothing of answers and of people: the modes of the priors, 0 and (8 − 1)/(8 + 2 − 2)
-    scores, found = noisy_bradley_terry(answers, np.full(3000, 0.5), who, 60)
-    np.testing.assert_allclose(scores, 0, atol=1e-6)
-    np.testing.assert_allclose(found, 7 / 8, atol=1e-4)

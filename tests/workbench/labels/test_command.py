@@ -75,21 +75,17 @@ def test_what_would_train_wrongly_or_overwrite_the_table_is_refused(table, capsy
 
 
 @pytest.mark.slow
-def test_shipped_configurations_run(table, tmp_path):
-    """From any folder, with a table of the columns that each names."""
-    ranked = [
-        {"prompt": f"p{i}", "response": f"r{j}", "annotator": who, "rank": (i + j) % 3}
-        for i in range(20)
-        for j in range(3)
+def test_a_shipped_configuration_for_rankings(tmp_path):
+    ranks = {(f"p{i}", f"r{j}"): (i + j) % 3 for i in range(20) for j in range(3)}
+    rows = [
+        {"prompt": prompt, "response": answer, "annotator": who, "rank": rank}
+        for (prompt, answer), rank in ranks.items()
         for who in "xyz"
     ]
-    write_rows(tmp_path / "ranked.jsonl", ranked)
-    tables = {"annotators": table, "rankings": tmp_path / "ranked.jsonl"}
-    for name, rows in tables.items():
-        assert run(rows, "--config", f"labels/{name}", output=tmp_path / name) == 0
-    pairs = load_dataset_split(tmp_path / "rankings/pairs")
-    rank = {(row["prompt"], row["response"]): row["rank"] for row in ranked}
-    assert all(rank[p["prompt"], p["chosen"]] < rank[p["prompt"], p["rejected"]] for p in pairs)
+    write_rows(tmp_path / "ranked.jsonl", rows)
+    assert run(tmp_path / "ranked.jsonl", "--config", "labels/rankings") == 0
+    pairs = load_dataset_split(tmp_path / "out/pairs")
+    assert all(ranks[p["prompt"], p["chosen"]] < ranks[p["prompt"], p["rejected"]] for p in pairs)
 
 
 def test_an_interrupted_run_leaves_no_test_of_another_one(reported, table, monkeypatch):

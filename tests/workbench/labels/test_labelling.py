@@ -138,14 +138,6 @@ def test_every_form_of_the_same_labels_says_the_same(tmp_path, name):
     assert found == LABELS
 
 
-def test_a_file_without_annotators_is_one_annotators(tmp_path):
-    (tmp_path / "ann.jsonl").write_text('{"item": "i1", "choice": "a"}\n\n{"item": 0, "choice": "b"}\n')
-    assert [(row["item"], row["annotator"]) for row in read_choices(tmp_path / "ann.jsonl")] == [
-        ("i1", "ann"),
-        ("0", "ann"),
-    ]
-
-
 @pytest.mark.parametrize(
     "content, message",
     [

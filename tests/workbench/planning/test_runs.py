@@ -92,16 +92,13 @@ def test_ppo_has_four_models_or_one_base_with_adapters():
 
 @pytest.mark.slow
 def test_models_of_reward_functions_are_counted_whole_on_each_process_and_a_shared_base_once():
-    without = plan(Job("ppo", ppo(), CONFIG, Layout("ddp", 2), prompt_length=8))
     loaded = (LoadedReward(CONFIG, torch.bfloat16), LoadedReward(CONFIG, members=3))
     counted = plan(Job("ppo", ppo(), CONFIG, Layout("ddp", 2), prompt_length=8, loaded_rewards=loaded))
     head = 16 + PARAMS - len_of_lm_head()
     roles = [role for role in counted.roles if role.name == "reward function"]
     assert [role.weights for role in roles] == [2 * head, 4 * head, 0, 0]
     assert [role.parameters for role in roles] == [head] * 4  # each is a pass of its own
-    assert counted.peak - without.peak >= 6 * head
     assert LoadedReward(CONFIG, max_batch_tokens=100, batch_size=8).rows(64, 16) == 6
-    assert LoadedReward(CONFIG, max_batch_tokens=None, batch_size=8).rows(64, 16) == 8
 
 
 def len_of_lm_head():

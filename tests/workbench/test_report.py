@@ -260,10 +260,7 @@ def test_several_runs_on_one_page(two_runs, tmp_path, monkeypatch, capsys):
     (kl,) = re.findall(r'<figure><svg role="img" aria-label="KL, nats per response".*?</figure>', text, re.S)
     assert {"#0072b2", "#d55e00"} <= set(re.findall(r"stroke: (#\w{6})", kl)) and kl.count("ppo</text>") == 2
     assert parsed.text.count("the KL is over its <budget>") == 2 and parsed.stands_alone
-    assert said(text) == (
-        "The score is highest in a/ppo (9) and lowest in b/ppo (5); the KL is highest in b/ppo (45) and lowest in "
-        "a/ppo (4.5); in b/ppo KLBudgetCallback stopped the run at step 7; no monitors were set in b/ppo."
-    )
+    assert said(text) == "In b/ppo KLBudgetCallback stopped the run at step 7."
 
 
 @pytest.mark.slow

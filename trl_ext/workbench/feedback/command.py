@@ -23,7 +23,7 @@ from ...upstream import late_bars, quiet
 
 OWN = {
     *"item key prompt response_a response_b chosen rejected confidence share votes judge rubric".split(),
-    *"policy_a policy_b policy_chosen policy_rejected".split(),
+    *"policy_a policy_b".split(),
 }
 
 

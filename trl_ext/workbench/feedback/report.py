@@ -223,11 +223,6 @@ def training_pairs(
     def of(row: dict[str, Any], choice: str) -> dict[str, Any]:
         sides = _SIDES[choice]
         kept = {name: row[name] for name in args.keep_columns or ()}
-        if "policy_a" in row:
-            kept |= {
-                f"policy_{to}": row[f"policy_{side[-1]}"]
-                for to, side in zip(("chosen", "rejected"), sides, strict=True)
-            }
         return {
             **kept,
             "prompt": row["prompt"],

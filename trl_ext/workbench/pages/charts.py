@@ -1,7 +1,6 @@
 """Draw curves as SVG, in the colours of the page around them."""
 
 import hashlib
-import importlib.util
 import io
 import re
 import warnings
@@ -51,11 +50,6 @@ KNOWN = {
 LINES_OF_ONE = 8  # a chart has at most so many lines
 # The charts that come first for a run without a reward; for a run with one those in PANELS come first
 FIRST = ("loss", "pair accuracy", "margin", "token accuracy")
-
-
-def can_draw() -> bool:
-    """Return whether matplotlib is installed, without importing it."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def line_style(place: int) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 
 from ...callbacks import curve, draw_line
 from .charts import GROUPS, INK, chart, line_style
-from .markup import number, percent, render, shown_answer, with_error, with_interval
-from .page import alarms, by_monitors, listed, results, runbook, sentence, shown_scores, wanted, watched
-from .recorded import Run, ends, headline, is_finite
+from .markup import percent, render, shown_answer, with_error, with_interval
+from .page import alarms, results, runbook, sentence, shown_scores, watched
+from .recorded import Run, headline
 
 PROMPTS = 5  # shown with each run's answer
 FOLDERS = {"output_dir", "logging_dir"}  # they differ in any two runs
@@ -38,7 +38,7 @@ def comparison(runs: dict[str, Run], title: str, evaluation: dict[str, Any] | No
     return render(
         "comparison.html.j2",
         title=title,
-        verdict=verdict_of_several(runs),
+        verdict=sentence("; ".join(f"in {name} {said}" for name, run in runs.items() if (said := watched(run)))),
         runs=runs,
         objections=[f"{name}: {objection}" for name, run in runs.items() for objection in run.objections],
         summary=side_by_side([results(run) for run in runs.values()]),
@@ -58,34 +58,6 @@ def side_by_side(cells: list[dict[str, str]]) -> list[list[str]]:
     """Return table rows: a label, then a cell from each of the mappings label → cell, or a dash."""
     labels = dict.fromkeys(label for of in sorted(cells, key=len, reverse=True) for label in of)
     return [[label, *(of.get(label, "–") for of in cells)] for label in labels]
-
-
-def verdict_of_several(runs: dict[str, Run]) -> str:
-    """Say in one sentence in which run the last score is highest and lowest, and what monitors found."""
-    logged = {name: run.outcome | {label: ends(run, key)[-1] for label, key in wanted(run).items()}
-              for name, run in runs.items()}  # fmt: skip
-    parts = []
-    for label, of in [*_by_quantity(logged).items()][:3]:
-        low, high = min(of, key=of.__getitem__), max(of, key=of.__getitem__)
-        least, most = number(of[low], 3), number(of[high], 3)
-        apart = f"is highest in {high} ({most}) and lowest in {low} ({least})"
-        parts.append(f"the {label} {apart if least != most else f'ended at {most} in {listed([*of])}'}")
-    parts += [f"in {name} {said}" for name, run in runs.items() if (said := by_monitors(run))]
-    if alone := [name for name, run in runs.items() if run.monitors == {}]:
-        parts.append(f"no monitors were set in {listed(alone)}")
-    if rejected := [name for name, run in runs.items() if run.objections]:
-        parts.append(f"a reward model of {listed(rejected)} did not pass its report")
-    return sentence("; ".join(parts))
-
-
-def _by_quantity(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Turn run → quantity → value into quantity → run → value, for quantities that two or more runs have."""
-    found: dict[str, dict[str, float]] = defaultdict(dict)
-    for name, of in values.items():
-        for label, value in of.items():
-            if is_finite(value):
-                found[label.partition(",")[0]][name] = value
-    return {label: of for label, of in found.items() if len(of) > 1}
 
 
 def _curves(runs: dict[str, Run]) -> list[str]:

@@ -98,8 +98,6 @@ def shown_scores(scores: dict[str, Any]) -> str:
 def verdict(run: Run) -> str:
     """Summarise a run in one sentence: how its main quantities changed, and what its monitors found."""
     parts = [listed([_change(run, label, key) for label, key in wanted(run).items()])]
-    if (cut := run.metrics.get("length_clipped")) and (shares := curve(run.history, cut.key)[1]) and shares[-1] > 0.9:
-        parts.append(f"{shares[-1]:.0%} of the last answers were cut off")
     if run.passed is not None:
         parts.append(f"the saved model {'passed' if run.passed else 'did not pass'} its report")
     elif run.objections:

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...callbacks import curve, draw_line
 from .charts import GROUPS, INK, chart, line_style
-from .markup import percent, render, shown_answer, with_error, with_interval
-from .page import alarms, results, runbook, sentence, shown_scores, watched
+from .markup import percent, render, shown_answer, shown_scores, with_error, with_interval
+from .page import alarms, results, runbook, sentence, watched
 from .recorded import Run, headline
 
 PROMPTS = 5  # shown with each run's answer

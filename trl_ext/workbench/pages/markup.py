@@ -33,7 +33,7 @@ def render(template: str | Path, **shown: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (code, prose, number, percent, columns, between, with_interval, shown_prompt, shown_answer)
+    filters = (code, prose, number, percent, columns, between, with_interval, shown_prompt, shown_answer, shown_scores)
     environment.filters |= {each.__name__: each for each in filters}
     page = environment.get_template(Path(template).name).render(shown)
     # HTML does not allow control characters, and UTF-8 no half of a surrogate pair
@@ -105,6 +105,11 @@ def shown_prompt(prompt: Any) -> str:
     """Return the last 400 characters of a prompt; messages become lines `role: content`."""
     text = prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
     return text[-PROMPT:]
+
+
+def shown_scores(scores: dict[str, Any]) -> str:
+    """Return the scores of one answer as one line of names and numbers."""
+    return ", ".join(f"{name} {number(s)}" for name, s in scores.items() if s is not None)[:400]
 
 
 def shown_answer(completion: Any, said: str = "") -> dict[str, Any]:

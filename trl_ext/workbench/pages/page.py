@@ -12,7 +12,7 @@ import numpy as np
 from ...callbacks import curve
 from ...runs import RUNBOOK, is_notice, root
 from .charts import COLOURS, chart, curves
-from .markup import number, render, shown_answer
+from .markup import number, render
 from .recorded import Run, ends, headline, is_finite
 
 PHASES = ("first third", "second third", "last third")
@@ -78,18 +78,9 @@ def _histograms(run: Run) -> list[str]:
     return charts
 
 
-def _samples(run: Run) -> list[list[Any]]:
+def _samples(run: Run) -> list[dict[str, Any]]:
     places = np.linspace(0, max(len(run.samples) - 1, 0), SAMPLES).astype(int)
-    rows = [run.samples[place] for place in sorted(set(places))] if run.samples else []
-    return [
-        [row["step"], str(row["prompt"])[:400], shown_answer(row["completion"]), shown_scores(row["scores"])]
-        for row in rows
-    ]
-
-
-def shown_scores(scores: dict[str, Any]) -> str:
-    """Return the scores of one answer as one line of names and numbers."""
-    return ", ".join(f"{name} {number(s)}" for name, s in scores.items() if s is not None)[:400]
+    return [run.samples[place] for place in sorted(set(places))] if run.samples else []
 
 
 # ---- The verdict ----

@@ -70,15 +70,14 @@ def write_report(
     if len(runs) == 1 and evaluation is None:
         text = page(*runs.values())
     else:
+        file = Path(evaluation or "")
+        file = file / "evaluation.json" if file.is_dir() else file
+        found = json.loads(file.read_text(encoding="utf-8")) if evaluation else None
         title = " · ".join(runs) if len(given) > 1 else given[0].resolve().name
-        text = comparison(runs, title, _read_evaluation(Path(evaluation)) if evaluation else None)
+        text = comparison(runs, title, found)
     output = Path(output) if output else place
     write_text(output, text)
     return output
-
-
-def _read_evaluation(path: Path) -> dict[str, Any]:
-    return json.loads((path / "evaluation.json" if path.is_dir() else path).read_text(encoding="utf-8"))
 
 
 def report_of(folder: str | Path, was_trained: bool = True, is_recorded: bool = True) -> str:

@@ -148,20 +148,14 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
 def _page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> str:
     """Return the HTML page of an evaluation; all policies have the same prompts in order."""
     from ..pages.compare import evaluation_rows
-    from ..pages.markup import number, render, shown_answer, shown_prompt
+    from ..pages.markup import render
 
-    def cell(row: dict[str, Any]) -> dict[str, Any]:
-        said = [f"{name} {number(score, 3)}" for name, score in row["scores"].items()]
-        said += [f"{len(row['completion_ids'])} tokens"] + ["cut off"] * (not row["finished"])
-        return shown_answer(row["completion"], ", ".join(said))
-
-    first = list(zip(*answers.values(), strict=True))[:PROMPTS]
     return render(
         Path(__file__).with_name("evaluate.html.j2"),
         title="Evaluation",
         found=found,
         figures=evaluation_rows(list(found["policies"].values())),
-        answers=[[shown_prompt(rows[0]["prompt"]), *map(cell, rows)] for rows in first],
+        answers=[[rows[0]["prompt"], *rows] for rows in zip(*answers.values(), strict=True)][:PROMPTS],
     )
 
 

@@ -204,12 +204,9 @@ def objections(rewards: "Sequence[Any]") -> list[str]:
     for reward in rewards:
         folder = Path(str(reward if isinstance(reward, str) else getattr(reward, "path", None)))
         said = _read(folder).get("verdict") if folder.is_dir() else None
-        if isinstance(said, dict) and said.get("passed") is False:
-            reasons = [str(reason) for reason in said.get("reasons") or []]
-            more = [f"and {len(reasons) - _NAMED} more"] if len(reasons) > _NAMED else []
-            answer = "says no" if {*reasons} - {*(said.get("not_judged") or [])} else "cannot say yes"
-            begin = f"{folder / f'{NAME}.json'} {answer} to this reward model:"
-            found["\n  - ".join([begin, *reasons[:_NAMED], *more])] = None
+        if said and not said["passed"]:
+            begin = f"{folder / f'{NAME}.json'} says no to this reward model:"
+            found["\n  - ".join([begin, *said["reasons"][:_NAMED]])] = None
         within = [*(getattr(reward, "members", None) or [])]
         within += [getattr(reward, name) for name in ("function", "reward") if getattr(reward, name, None) is not None]
         found |= dict.fromkeys(objections(within))

@@ -337,7 +337,6 @@ def test_what_would_label_wrongly_is_refused(folder, capsys, subtests):
     for words, said in [
         (["--rubric", "none.yaml"], "must have `version` and `rubric`"),
         (["--votes", "2"], "are all the same at `judge_temperature` 0"),
-        (["--keep_columns", "item"], "`keep_columns` names 'item', which pairs have"),
         (["--pairs", "two.jsonl"], "two different pairs have the same `item`"),
         (["--labels", "wrong.jsonl"], "has the item 'other', which is not one of the pairs"),
     ]:

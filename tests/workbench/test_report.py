@@ -320,7 +320,6 @@ def test_the_page_of_a_reward_model_says_no_where_its_report_does(tmp_path):
     ("value", "error", "shown"),
     [
         (0.472312, 0.0123, "0.472 ± 0.012"),
-        (0.5, 0.0996, "0.50 ± 0.10"),
         (1234.5678, 120.3, "1,235 ± 120"),
         (float("nan"), float("nan"), "nan ± nan"),
     ],

@@ -20,19 +20,18 @@ from trl_ext.workbench.planning.memory import (
 from trl_ext.workbench.planning.stages import scored
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "cls"),
     [("adamw_torch", torch.optim.AdamW), ("rmsprop", torch.optim.RMSprop), ("sgd", torch.optim.SGD)],
 )
-def test_optimizer_state_is_what_torch_keeps(name, cls, dtype):
-    parameters = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((30, 7), (11,))]
+def test_optimizer_state_is_what_torch_keeps(name, cls):
+    parameters = [nn.Parameter(torch.randn(shape, dtype=torch.bfloat16)) for shape in ((30, 7), (11,))]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer = cls(parameters, lr=1e-3)
     optimizer.step()
     kept = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
-    assert sum(value.nbytes for value in kept) == optimizer_bytes(30 * 7 + 11, dtype.itemsize, name)
+    assert sum(value.nbytes for value in kept) == optimizer_bytes(30 * 7 + 11, 2, name)
 
 
 @pytest.mark.parametrize("nested", [False, True])

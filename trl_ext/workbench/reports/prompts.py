@@ -113,8 +113,6 @@ def check(args: PromptsArguments) -> None:
     for wrong, why in (
         (named - {*args.paths}, "is not one of `sets`"),
         ([n for n in (*args.paths, *args.split_shares) if not re.fullmatch(r"\w[\w.-]*", n)], "is no name of a file"),
-        ({"duplicates"} & {*args.paths}, "is the name of a file of the report"),
-        ([] if args.copied_from else args.bounds["max_copied"], "has a bound, `max_copied`, without `copied_from`"),
         (
             [name for name, of in places.items() if of.exists() and overlap(Path(args.output_dir), of)],
             "is a set whose data lies in `output_dir`, or the other way round",

@@ -101,7 +101,7 @@ def test_readme_is_short_and_begins_with_two_commands():
 COMMANDS = [*TRAINING, *TOOLS]
 SOURCES = {
     "plan": "recipes/plan.py",
-    "serve-reward": "trl_ext/workbench/serving.py",
+    "serve-reward": "trl_ext/workbench/feedback/serving.py",
     "report": "trl_ext/workbench/pages/report.py",
 }
 

@@ -1,11 +1,9 @@
 """Splits that keep groups whole and have equal shares, and balance."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
-from trl_ext.data import balanced_rows, split_groups
+from trl_ext.data import split_groups
 
 
 def test_splits_keep_groups_whole_and_shares_alike():
@@ -23,11 +21,3 @@ def test_splits_keep_groups_whole_and_shares_alike():
     assert (split_groups(groups, shares, topic, seed=2) != split).mean() > 0.2
     rare = split_groups(range(4000), {"train": 0.9, "test": 0.1}, [i % 1000 for i in range(4000)])
     assert (rare == "test").sum() == pytest.approx(400, abs=3)
-
-
-def test_balance():
-    values = ["a"] * 30 + ["b"] * 10 + ["c"] * 3
-    for most, counts in ((None, (3, 3, 3)), (5, (5, 5, 3)), (100, (30, 10, 3))):
-        kept = balanced_rows(values, most, seed=0)
-        assert tuple(Counter(np.array(values)[kept])[value] for value in "abc") == counts
-    assert (balanced_rows(values, 5, seed=0) != balanced_rows(values, 5, seed=1)).any()

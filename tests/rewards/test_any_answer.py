@@ -17,7 +17,7 @@ from trl_ext.rewards import (
 from trl_ext.rewards.judge import score_in
 from trl_ext.rewards.remote import PATHS, scores_in_answer
 from trl_ext.rewards.service import ServiceError
-from trl_ext.workbench.serving import Limits, Refusal, rows_in
+from trl_ext.workbench.feedback.serving import Limits, Refusal, rows_in
 
 anything = settings(derandomize=True, deadline=None, max_examples=60, database=None)
 

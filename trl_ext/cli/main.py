@@ -55,7 +55,7 @@ _MODULES = {  # commands that are no recipes
     "prompts": "workbench.reports.prompts",
     "report": "workbench.pages.report",
     "reward-report": "workbench.reports.reward_report",
-    "serve-reward": "workbench.serving",
+    "serve-reward": "workbench.feedback.serving",
 }
 _RESUMES = {*TRAINING, "demo", "refresh-reward", "constitution", "evaluate", "label"}
 _OF_BOTH = {"debug", "gradient_accumulation_steps"}  # flags of accelerate that the recipes have, too, and get

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from .pairs import split_dialogue as split_dialogue
     from .pairs import split_pair as split_pair
     from .pairs import usable_pairs as usable_pairs
-    from .splits import balanced_rows as balanced_rows
     from .splits import hold_out_prompts as hold_out_prompts
     from .splits import prompt_groups as prompt_groups
     from .splits import split_groups as split_groups

@@ -110,28 +110,6 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
     return _numbers([first(one) for one, _ in keys.tolist()])
 
 
-def balanced_rows(values: Sequence[Any], most: int | None = None, seed: int = 0) -> np.ndarray:
-    """
-    Choose rows at random so that each value has at most `most` rows.
-
-    Args:
-        values: (N,) value of each row, such as its topic.
-        most: largest number of rows with one value; None: the number of rows with the rarest value.
-        seed: seed of the random choice.
-
-    Returns:
-        (N,) whether a row is kept.
-    """
-    numbers = _numbers(values)
-    keep, counts = np.zeros(len(numbers), bool), np.bincount(numbers)
-    most = counts.min(initial=len(numbers)) if most is None else most
-    taken = np.zeros_like(counts)
-    for row in np.random.default_rng(seed).permutation(len(numbers)):
-        keep[row] = taken[numbers[row]] < most
-        taken[numbers[row]] += 1
-    return keep
-
-
 def _numbers(values: Sequence[Any]) -> np.ndarray:
     """Number the different values by first occurrence; 1 and "1" count as different."""
     seen: dict[Any, int] = {}

@@ -25,45 +25,6 @@ def is_installed(package: str) -> bool:
     return bool(spec and spec.origin)  # a plain folder has no origin: W&B writes its runs to a folder `wandb`
 
 
-def check_packages(*settings: Any) -> None:
-    """
-    Raise an error if the settings of a run need a package or a login that is missing.
-
-    vLLM and DeepSpeed are not checked here, but when they are used.
-
-    Raises:
-        ImportError: a package is missing; the message has the command that installs it.
-        ValueError: W&B has no valid key. Only the first process reports to W&B, so only the first process raises this.
-    """
-    for each in settings:
-        if getattr(each, "load_in_4bit", False) or getattr(each, "load_in_8bit", False):
-            need("bitsandbytes", "a quantised base (`load_in_4bit`, `load_in_8bit`)")
-        for tracker in {*(getattr(each, "report_to", None) or ())} & {*_TRACKERS, "wandb"}:
-            need(tracker, f"`report_to` {tracker}", f", or give `--report_to none` instead of {tracker}")
-            if tracker == "wandb" and os.environ.get("RANK", "0") == "0" and not has_wandb_login():
-                raise ValueError(
-                    "`report_to` wandb needs a login: run `wandb login`, or set WANDB_MODE=offline, or give "
-                    "`--report_to none`"
-                )
-
-
-def has_wandb_login() -> bool:
-    """
-    Return whether W&B has a key, or needs none by its settings or WANDB_MODE. W&B's server is not asked.
-
-    Raises:
-        ValueError: the key is invalid.
-    """
-    import wandb
-
-    if wandb.setup().settings.mode in ("offline", "disabled", "dryrun"):
-        return True
-    try:
-        return wandb.login(prompt=False, verify=False)
-    except wandb.Error as error:
-        raise ValueError(f"W&B: {error}") from error
-
-
 def need(package: str, what: str, otherwise: str = "") -> None:
     """
     Raise an `ImportError` if a package is not installed.

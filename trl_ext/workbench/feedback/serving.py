@@ -36,11 +36,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ..cli.arguments import check_model
-from ..data import is_messages
-from ..rewards import Member, ModelReward, load_reward, reward_identity, well_formed
-from ..runs import redacted
-from ..upstream import get_callable_name
+from ...cli.arguments import check_model
+from ...data import is_messages
+from ...rewards import Member, ModelReward, load_reward, reward_identity, well_formed
+from ...runs import redacted
+from ...upstream import get_callable_name
 
 logger = logging.getLogger("trl_ext.serve_reward")
 _SIZES = tuple(2**power for power in range(11))

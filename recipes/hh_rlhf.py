@@ -8,13 +8,16 @@ Under `output_dir`, each with `train.jsonl` and `test.jsonl`: `preference/` (`pr
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trl_ext import StrictTrlParser, load_dataset_split
-from trl_ext.data import split_pair
 from trl_ext.runs import setting
 from trl_ext.upstream import late_bars, quiet
+
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
 @dataclass
@@ -29,6 +32,39 @@ class HHArguments:
             Path(self.output_dir).is_file() or any(Path(self.output_dir).iterdir())
         ):
             raise ValueError(f"`output_dir` {self.output_dir} exists and is not empty: choose another")
+
+
+def split_dialogue(text: str) -> list[dict[str, str]]:
+    """
+    Split a dialogue written as `\\n\\nHuman: …\\n\\nAssistant: …`, the form of `Anthropic/hh-rlhf`, into messages.
+
+    Successive turns of the same speaker, which the data has and chat templates refuse, become one message.
+    """
+    messages: list[dict[str, str]] = []
+    parts = _TURN.split(text.strip())[1:]
+    for speaker, content in zip(parts[::2], parts[1::2], strict=True):
+        role, content = _ROLES[speaker], content.strip()
+        if messages and messages[-1]["role"] == role:
+            messages[-1]["content"] = "\n\n".join(filter(None, (messages[-1]["content"], content)))
+        else:
+            messages.append({"role": role, "content": content})
+    return messages
+
+
+def split_pair(chosen: str, rejected: str) -> dict[str, list[dict[str, str]]]:
+    """
+    Split two dialogues into their common `prompt` and their last answers, `chosen` and `rejected`.
+
+    Raises:
+        ValueError: the dialogues differ before the last message, or one does not end with an answer that has text.
+            HH-RLHF has some such pairs; leave them out.
+    """
+    one, other = split_dialogue(chosen), split_dialogue(rejected)
+    answers = [*one[-1:], *other[-1:]]
+    is_answered = len(answers) == 2 and all(each["role"] == "assistant" and each["content"] for each in answers)
+    if not is_answered or one[:-1] != other[:-1] or [each["role"] for each in one[-2:-1]] != ["user"]:
+        raise ValueError("the two dialogues are no question with two answers: leave the pair out")
+    return {"prompt": one[:-1], "chosen": answers[:1], "rejected": answers[1:]}
 
 
 def is_for_sft(prompt: list[dict[str, str]]) -> bool:

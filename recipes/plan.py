@@ -36,10 +36,10 @@ from trl import get_peft_config
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser, load_dataset_split
 from trl_ext.cli.arguments import ClassifierArguments, ModelArguments, check_model
 from trl_ext.cli.parser import read_yaml
+from trl_ext.dpo import RewardConfig, SFTConfig
 from trl_ext.ppo import CriticConfig
 from trl_ext.rewards import check_rewards
 from trl_ext.runs import accelerate_file, config_file, find
-from trl_ext.stages import RewardConfig, SFTConfig
 from trl_ext.workbench.planning import (
     GIB,
     GPUS,

@@ -141,7 +141,7 @@ def finish_ensemble(output_dir: Path, k: int) -> str:
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
-    kinds = (RewardScriptArguments, "trl_ext.stages.trainers.RewardConfig", ClassifierArguments)
+    kinds = (RewardScriptArguments, "trl_ext.dpo.RewardConfig", ClassifierArguments)
     parser = StrictTrlParser(kinds, without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not training_args.bf16:
@@ -164,10 +164,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import load_dataset_split, save_base_fingerprint
     from trl_ext.data import TrainedPairs, held_out_rows, not_trained_on, usable_pairs
+    from trl_ext.dpo import ResumableRewardTrainer
     from trl_ext.evaluation import plot_margins, reward_model_report
     from trl_ext.models import base_of, centre, has_head, head_of, keep_unpacked, load_config
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of
-    from trl_ext.stages import ResumableRewardTrainer
     from trl_ext.workbench import next_line, objections, report_of, report_trained
 
     with parser.one_line_errors():
@@ -254,7 +254,7 @@ def main(arguments: list[str] | None = None) -> None:
             with parser.one_line_errors(NotSaved), result_of(output_dir, "The model"):
                 trainer.save_model()
         with parser.one_line_errors(NotSaved), result_of(output_dir, "The record of trained pairs"):
-            if trainer.is_world_process_zero() and not (was_centred and TrainedPairs.is_in(output_dir)):
+            if trainer.is_world_process_zero() and not (was_centred and TrainedPairs.load(output_dir)):
                 trained.save(output_dir, is_uploaded=args.push_to_hub)
         if not was_centred:
             with parser.one_line_errors(NotSaved):

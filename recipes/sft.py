@@ -27,7 +27,7 @@ class SFTScriptArguments(HeldOutArguments):
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
-    kinds = (SFTScriptArguments, "trl_ext.stages.trainers.SFTConfig", ModelArguments)
+    kinds = (SFTScriptArguments, "trl_ext.dpo.SFTConfig", ModelArguments)
     parser = StrictTrlParser(kinds, without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
@@ -39,10 +39,10 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split
-    from trl_ext.data import answers_alone, held_out_rows
+    from trl_ext.data import held_out_rows, one_form
+    from trl_ext.dpo import ResumableSFTTrainer
     from trl_ext.models import keep_unpacked
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume
-    from trl_ext.stages import ResumableSFTTrainer
     from trl_ext.workbench import next_answer, next_line, report_of
 
     with parser.one_line_errors():
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     def load(name: str, split: str):
         config = script_args.dataset_config if name == script_args.dataset_name else None
         dataset = load_dataset_split(name, split, config=config, columns=())
-        return answers_alone(dataset, f"dataset {name!r}")
+        return one_form(dataset, f"dataset {name!r}")
 
     eval_dataset = None
     with parser.one_line_errors():

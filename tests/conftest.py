@@ -20,7 +20,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; bitsandbytes import
 # What takes longest comes first, so that at the end no worker waits for another one's long file
 LONGEST_FIRST = (
     *("distributed/test_sharded.py", "callbacks/test_actions.py", "recipes/test_resuming.py", "test_docs.py"),
-    *("test_any_change.py", "recipes/test_killed.py", "ppo/test_distributed.py", "test_wheel.py", "ppo/test_ahead.py"),
+    *("test_any_change.py", "ppo/test_distributed.py", "test_wheel.py", "ppo/test_ahead.py"),
     *("ppo/test_resume.py", "dpo/test_trainer.py", "recipes/test_real_model_recipes.py", "test_notebook.py"),
     *("recipes/test_full_disk.py", "test_examples.py", "models/test_adapter_switch.py", "cli/test_main.py"),
     *("callbacks/test_null.py", "callbacks/test_console.py", "dpo/test_distributed.py", "runs/test_saving.py"),

@@ -1,21 +1,14 @@
 """
-Weigh the house: `python -m tests.house [--step]`.
+Weigh the house: `python -m tests.house`.
 
 Lines as `wc -l` counts them, by room; rooms (a folder, or a loose module; each tool of the workbench is one), floors
 (the longest chain of rooms that import each other), arrows (pairs of rooms with an import, lazy ones too), and arrows
-in circles, which no order of floors makes go down. With `--step`, how often one step of PPO crosses between us and TRL
-or transformers, in how many of our files it is, and how many functions of each library our files call.
+in circles, which no order of floors makes go down.
 """
 
-import argparse
-import ast
-import sys
-import tempfile
 from collections import Counter
-from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "trl_ext"
-LIBRARIES = ("trl", "transformers")
+from tests.test_layers import PACKAGE, imports
 
 
 def room_of(parts):
@@ -30,25 +23,15 @@ def files():
     return {parts: path for parts, path in found.items() if parts not in doors}
 
 
-def imported(parts, path):
-    """Yield the parts of each module of ours that a file imports."""
-    package = ("trl_ext", *parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = [*package[: len(package) - node.level + 1]] if node.level else []
-            base += node.module.split(".") if node.module else []
-            names = [[*base, alias.name] for alias in node.names]
-        else:
-            continue
-        yield from (tuple(name[1:]) for name in names if name[0] == "trl_ext" and len(name) > 1)
-
-
 def arrows():
     """Return the pairs of rooms between which something is imported."""
     rooms = {room_of(parts) for parts in files()}
-    found = {(room_of(parts), room_of(name)) for parts, path in files().items() for name in imported(parts, path)}
+    found = {
+        (room_of(parts), room_of(name.split(".")[1:]))
+        for parts, path in files().items()
+        for name in imports(path)
+        if name.startswith("trl_ext.")
+    }
     return {(here, there) for here, there in found if here != there and there in rooms}
 
 
@@ -71,59 +54,7 @@ def floors(pairs, after):
     return max(height.values())
 
 
-def crossings():
-    """
-    Return how often one optimizer step of PPO goes from our files to a library's or back, our files in it, and how
-    often they call each library.
-    """
-    import trl_ext
-    from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_tokenizer
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = tiny_config(folder, max_steps=1)
-        trainer = trl_ext.PPOTrainer(
-            model=tiny_gpt2(),
-            args=config,
-            processing_class=tiny_tokenizer(),
-            reward_funcs=length_reward,
-            train_dataset=prompts(),
-        )
-        step, count, seen, last, calls = trainer.training_step, 0, set(), None, Counter()
-
-        def watch(frame, event, _):
-            nonlocal count, last
-            if event not in ("call", "return"):
-                return
-            if event == "call" and frame.f_code.co_name not in ("__getattr__", "__getattribute__"):
-                path = Path(frame.f_code.co_filename)
-                if frame.f_back and Path(frame.f_back.f_code.co_filename).is_relative_to(PACKAGE):
-                    calls.update({*LIBRARIES} & {*path.parts})
-            frame = frame if event == "call" else frame.f_back
-            path = Path(frame.f_code.co_filename) if frame else Path()
-            ours = path.is_relative_to(PACKAGE)
-            if not ours and not {*LIBRARIES} & {*path.parts}:
-                return
-            count += last is not None and ours != last
-            last = ours
-            if ours:
-                seen.add(path)
-
-        def watched(*args, **kwargs):
-            sys.setprofile(watch)
-            try:
-                return step(*args, **kwargs)
-            finally:
-                sys.setprofile(None)
-
-        trainer.training_step = watched
-        trainer.train()
-    return count, len(seen), *(calls[library] for library in LIBRARIES)
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
-    parser.add_argument("--step", action="store_true", help="count the crossings of one step, too")
-    args = parser.parse_args()
     lines = Counter()
     for parts, path in files().items():
         lines[room_of(parts)] += len(path.read_text().splitlines())
@@ -138,9 +69,6 @@ def main():
     print(f"{sum(lines.values()):6,} lines: layer {sum(lines.values()) - sum(groups.values()):,}", end="")
     print("".join(f", {name} {count:,}" for name, count in groups.items()))
     print(f"{len(lines)} rooms, {floors(pairs, after)} floors, {len(pairs)} arrows, {len(circles)} in circles")
-    if args.step:
-        said = "{} crossings between us and libraries in one step of PPO, {} of our files"
-        print(f"{said}, {{}} calls to TRL, {{}} to transformers".format(*crossings()))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import re
 import shutil
 import typing
@@ -13,7 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
 from transformers import TrainingArguments
-from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
 from tests.dpo.worker import QUIET, pairs
 from tests.ppo.worker import letters_reward
@@ -23,10 +22,6 @@ from trl_ext.runs.checkpoints import ResumableRun
 
 pytestmark = pytest.mark.slow
 HALF = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
-
-
-class Rewarding(ResumableRun, RewardTrainer):
-    pass
 
 
 class FineTuning(ResumableRun, SFTTrainer):
@@ -49,10 +44,6 @@ def with_adapter(seed):
 
 def texts(seed=0):
     return Dataset.from_dict({"text": [f"{row['prompt']}{row['chosen']}" for row in pairs(seed=seed)]})
-
-
-def ranked(seed=0):
-    return pairs(seed=seed).select_columns(["prompt", "chosen", "rejected"])
 
 
 # Trainer → its class, its configuration, and what it is given, each made anew
@@ -103,16 +94,6 @@ TRAINERS = {
             "train_dataset": lambda: texts(seed=1),
             "run_facts": lambda: {"packed": True},
         },
-    ),
-    "reward": (
-        Rewarding,
-        lambda folder, **kwargs: RewardConfig(str(folder), **{**QUIET, **kwargs}),
-        {
-            "model": lambda: tiny_reward_model(tiny_llama()),
-            "train_dataset": ranked,
-            "processing_class": tiny_tokenizer,
-        },
-        {"model": lambda: tiny_reward_model(tiny_llama(), seed=5), "train_dataset": lambda: ranked(seed=1)},
     ),
 }
 
@@ -203,25 +184,18 @@ def test_any_setting(run, tmp_path, subtests, capsys):
     name, checkpoint, end = run
     config = TRAINERS[name][1](tmp_path, **HALF)
     hints = typing.get_type_hints(type(config))
-    counts = {"refused": 0, "same": 0, "no other value": []}
+    # What all trainers share is varied in SFT alone
     known = {field.name for field in dataclasses.fields(TrainingArguments)} if name != "sft" else set()
-    if os.environ.get("TRL_EXT_ALL_CASES"):  # else what all share is varied in SFT alone
-        known = set()
     for field in dataclasses.fields(config):
         if not field.init or field.name in ELSEWHERE | known or "vllm" in field.name:
             continue
         value = OTHER.get(field.name, other_value(getattr(config, field.name), hints[field.name]))
         if value is None or value == getattr(config, field.name):
-            counts["no other value"].append(field.name)
             continue
         with subtests.test(field=field.name, value=value):
             result = outcome(name, checkpoint, tmp_path, capsys, **{field.name: value})
-            if isinstance(result, str):
-                counts["refused"] += 1
-                continue
-            assert_close(result, end, rtol=0, atol=0)
-            counts["same"] += 1
-    print(name, counts)
+            if not isinstance(result, str):
+                assert_close(result, end, rtol=0, atol=0)
 
 
 def test_any_input(run, tmp_path, subtests, capsys):
@@ -249,15 +223,3 @@ DAMAGES = {
     "empty": lambda path, data: path.write_bytes(b""),
     "cut off": lambda path, data: path.write_bytes(data[: len(data) // 2]),
 }
-
-
-def test_a_finished_run_is_known_by_its_last_checkpoint_also_where_the_best_one_is_another(tmp_path, capsys):
-    best = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "save_total_limit": 1}
-    best |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # the loss falls: step 4's is the best
-    first = made("sft", tmp_path, {"eval_dataset": texts}, **best)
-    first.train()
-    assert first.state.best_global_step == 4
-    again = made("sft", tmp_path, {"eval_dataset": texts}, **best)
-    again.train(True)
-    assert "Training is complete, at step 8" in capsys.readouterr().out
-    assert_close(weights(again), weights(first), rtol=0, atol=0)

@@ -1,19 +1,13 @@
 """The first rule of the house: the layer works in a package that has neither the workbench nor the command line."""
 
-import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from tests.test_layers import LAYER, ROOT
-
-# What a test's source has if it imports, names or starts what is above the layer
-ABOVE = re.compile(r"\bworkbench\b|\btrl_ext\.cli\b|\bStrictTrlParser\b|\brecipes?\b|\btrl-ext\b")
-TRAINS = re.compile(r"\.train\(|\btrained\(|\bmake_trainer\b|\bsubprocess\b")  # takes longer; `SCRIPT` trains
+from tests.test_layers import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -83,40 +77,6 @@ def alone(tmp_path_factory):
 
     run.folder = folder
     return run
-
-
-def with_helpers(path):
-    """The sources of a test file and of what it imports from `tests`."""
-    found = [path]
-    for each in found:
-        for node in ast.walk(ast.parse(each.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tests":
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                paths = [ROOT / f"{name.replace('.', '/')}.py" for name in names]
-                found += [path for path in paths if path.is_file() and path not in found]
-    return [each.read_text() for each in found]
-
-
-def fast_tests_of_the_layer():
-    """Test files of the layer's rooms that neither need what is above it, nor train: every third of a room, or all."""
-    found, step = [], 1 if os.environ.get("TRL_EXT_ALL_CASES") else 3
-    for room in LAYER:
-        files = sorted((ROOT / "tests" / room).glob("test_*.py"))
-        found += [
-            path.relative_to(ROOT)
-            for path in files
-            if not TRAINS.search(path.read_text()) and not any(ABOVE.search(text) for text in with_helpers(path))
-        ][::step]
-    return found
-
-
-def test_the_layers_own_tests_pass_alone(alone):
-    files = fast_tests_of_the_layer()
-    rooms = {path.parts[1] for path in files}
-    assert rooms >= {"functional", "models", "runs", "data", "evaluation", "rewards", "callbacks", "ppo", "dpo"}, rooms
-    shown = alone("-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", *files)
-    passed = re.search(r"(\d+) passed", shown)
-    assert passed and int(passed[1]) >= 150, shown[-2000:]
 
 
 def test_ppo_trains_and_resumes_alone(alone):

@@ -1,8 +1,6 @@
-"""What may import what (the layout's rules), and what no file of the project may name."""
+"""What may import what: the layout's rules."""
 
 import ast
-import re
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -47,14 +45,6 @@ def test_functional_imports_torch_and_scipy_only():
             assert allowed, f"{path.relative_to(ROOT)} imports {name}: `functional` is maths on tensors."
 
 
-@pytest.mark.parametrize("layer", ["rewards", "callbacks", "data"])
-def test_layers_that_work_in_anybodys_script_import_no_trainer(layer):
-    for path in sources(f"trl_ext/{layer}"):
-        for name in imports(path):
-            trainer = re.search(r"^(trl|transformers)\..*Trainer$", name)
-            assert not trainer, f"{path.relative_to(ROOT)} imports {name}: take `trainer=` as an argument instead."
-
-
 # The rooms of docs/architecture.md from the bottom; those in one line never import each other
 FLOORS = [
     ["functional", "upstream"],
@@ -62,8 +52,8 @@ FLOORS = [
     ["runs"],
     ["data", "rewards"],
     ["callbacks"],
-    ["ppo", "dpo", "stages", "cli", "workbench.pages"],
-    [f"workbench.{tool}" for tool in ("labels", "planning", "reports", "serving")],
+    ["ppo", "dpo", "cli", "workbench.pages"],
+    [f"workbench.{tool}" for tool in ("labels", "planning", "reports")],
     ["workbench.feedback"],
 ]
 LAYER = [room for floor in FLOORS for room in floor if room.partition(".")[0] not in ("cli", "workbench")]
@@ -133,29 +123,3 @@ def test_private_names_of_upstream_come_through_one_file():
             assert name.count(".") <= 1, (
                 f"{path.relative_to(ROOT)} imports {name}: do so in trl_ext/upstream/names.py."
             )
-
-
-def tracked_files():
-    try:
-        command = ["git", "ls-files"]  # not what a user has left in the clone, such as a log
-        names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-        files = [ROOT / name for name in names if name]
-    except (OSError, subprocess.CalledProcessError):  # a copy without its history
-        generated = {".venv", "__pycache__", "outputs", "build", ".git"}
-        files = [path for path in ROOT.rglob("*") if not generated & set(path.relative_to(ROOT).parts)]
-        files = [path for path in files if not any(part.startswith(".") or "egg-info" in part for part in path.parts)]
-    return [path for path in files if path.is_file()]
-
-
-def test_no_file_names_a_path_of_a_machine():
-    """Somebody's home, work or temporary folder: it is on no other machine."""
-    folders = "|".join(("home", "root", "Users", "work", "workspace", "mnt", "scratch", "tmp"))
-    machine_path = re.compile(rf"(?<![\w.\-}}/:*])/(?:{folders})/[\w.\-]+")
-    for path in tracked_files():
-        try:
-            text = path.read_text()
-        except UnicodeDecodeError:
-            continue
-        for number, line in enumerate(text.splitlines(), 1):
-            found = machine_path.search(line)
-            assert not found, f"{path.relative_to(ROOT)}:{number} names {found[0]}, a path of one machine."

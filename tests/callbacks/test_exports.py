@@ -34,8 +34,8 @@ from trl_ext.callbacks import (
     record_run,
 )
 from trl_ext.callbacks.metrics import METRICS, curve, metrics_of, rollout_steps
+from trl_ext.dpo import ResumableSFTTrainer, SFTConfig
 from trl_ext.runs.files import JSONLWriter, read_jsonl
-from trl_ext.stages import ResumableSFTTrainer, SFTConfig
 from trl_ext.workbench import report_of
 
 TOKEN = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vX7zA9cE1gH3j"

@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,10 +19,10 @@ from recipes import dpo, online_dpo, plan, ppo, pretrain_critic, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from trl_ext.cli import main as commands
-from trl_ext.cli.main import TOOLS, TRAINING, main, run_here, split
-from trl_ext.runs.shipped import recipe
+from trl_ext.cli.main import TOOLS, TRAINING, main, split
+from trl_ext.runs.shipped import accelerate_file, config_file, find, names, root
 from trl_ext.upstream.names import launch_training_script  # noqa: F401 - raises if it changed
-from trl_ext.upstream.packages import is_installed
+from trl_ext.upstream.packages import check_packages
 
 ROOT = Path(trl_ext.__file__).parents[1]
 RECIPES = {"ppo": ppo, "dpo": dpo, "sft": sft, "reward": reward, "online_dpo": online_dpo} | {
@@ -65,19 +64,6 @@ def test_what_needs_no_training_imports_nothing_heavy(subtests):
             assert not modules & {*ran.stderr.splitlines()[-1].split()}
 
 
-@pytest.mark.parametrize("name, goes_on", [("ppo", True), ("demo", True), ("generate", False), ("report", False)])
-def test_only_what_resumes_says_so(name, goes_on, monkeypatch, capsys):
-    def interrupted(arguments):
-        raise KeyboardInterrupt
-
-    ours = SimpleNamespace(main=interrupted)
-    monkeypatch.setattr(commands, "recipe", lambda _: ours)
-    monkeypatch.setattr(commands, "import_module", lambda *_: ours)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    assert run_here(name, []) == 130
-    assert ("The same command" in capsys.readouterr().err) is goes_on
-
-
 def test_mistakes_are_one_line(subtests, capsys, elsewhere):
     for words, message in [
         (["pppo"], "trl-ext: error: there is no command 'pppo'; did you mean ppo?"),
@@ -88,12 +74,6 @@ def test_mistakes_are_one_line(subtests, capsys, elsewhere):
     ]:
         with subtests.test(words=words):
             assert message in refusal(capsys, *words)
-
-
-def test_no_arguments_show_what_the_recipe_needs(capsys):
-    for command, module in (("ppo", ppo), ("online-dpo", online_dpo)):
-        assert main([command]) == 2
-        assert capsys.readouterr().err == module.__doc__.strip() + "\n"
 
 
 # ---- Whose flag ----
@@ -116,21 +96,93 @@ def test_each_flag_goes_to_its_reader_with_its_values(elsewhere):
     assert mine == "--rate=3 --weights 1 -2 --config tinystories/ppo --debug x --no_eval".split()
 
 
+def test_several_processes_are_asked_for(subtests, elsewhere, monkeypatch):
+    own = elsewhere / "default_config.yaml"  # the user's, which `accelerate config` writes
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(own))
+    for flags, kind, asked in [
+        ("--num_processes 2", None, True),
+        ("--num-processes=2", "NO", True),
+        ("--num_processes 1", None, False),
+        ("--num_processes 2", "FSDP", False),
+        ("--num_processes 2 --use_deepspeed", None, False),
+        ("--mixed_precision no", "NO", False),
+    ]:
+        with subtests.test(flags=flags, kind=kind):
+            own.unlink(missing_ok=True)
+            if kind:
+                own.write_text(f"distributed_type: {kind}\n")
+            assert ("--multi_gpu" in split(flags.split())[0]) is asked
+
+
 # ---- What ships ----
 
 
-def test_recipes_are_modules_of_the_package():
-    assert recipe("demo.run").stages.ppo is recipe("ppo")
-    assert recipe("ppo").__name__ == "trl_ext.recipes.ppo"
+def test_names_of_what_ships(subtests, elsewhere):
+    for name in ("tinystories/ppo", "tinystories/ppo.yaml", "recipes/tinystories/ppo", "recipes/tinystories/ppo.yaml"):
+        with subtests.test(name=name):
+            assert config_file("--config", name) == ROOT / "recipes/tinystories/ppo.yaml"
+    assert accelerate_file("--accelerate_config", "zero3") == ROOT / "accelerate_configs/zero3.yaml"
+    assert "site-packages" in str(accelerate_file("--accelerate_config", "zero1"))  # TRL's, which we do not have
+    assert {"tinystories/ppo", "demo/guarded"} <= {*names("recipes")}
+    assert (root() / "docs/runbook.md").is_file()
+
+
+def test_file_in_the_working_directory_wins(elsewhere):
+    assert find("recipes/demo/world.py") == ROOT / "recipes/demo/world.py"
+    assert find("recipes/nothing") == Path("recipes/nothing")
+    for name in ("recipes/demo/world.py", "tinystories/ppo"):
+        (elsewhere / name).parent.mkdir(parents=True)
+        (elsewhere / name).write_text("")
+    assert find("recipes/demo/world.py") == Path("recipes/demo/world.py")
+    assert config_file("--config", "tinystories/ppo") == Path("tinystories/ppo")
+
+
+def test_deepspeeds_file_is_found_from_anywhere(elsewhere):
+    for path in sorted((ROOT / "accelerate_configs").glob("zero*.yaml")):
+        words, _ = split(["--accelerate_config", path.stem])
+        assert words[:2] == ["--config_file", str(path)]
+        json.loads(Path(words[words.index("--deepspeed_config_file") + 1]).read_text())
+    words, _ = split(["--accelerate_config", "zero2", "--deepspeed_config_file=mine.json"])
+    assert len(words) == 3
 
 
 # ---- What is missing ----
 
 
-def test_a_folder_is_no_package(tmp_path, monkeypatch):
-    (tmp_path / "clearml").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert not is_installed("clearml")
+def test_missing_package_or_login_is_one_sentence(subtests, monkeypatch):
+    def settings(**given):
+        return type("Settings", (), given)()
+
+    for package, given, message in [
+        ("bitsandbytes", {"load_in_4bit": True}, "needs bitsandbytes, which is not installed: `pip install bitsa"),
+        ("wandb", {"report_to": ["wandb"]}, "`pip install wandb`, or give `--report_to none` instead of wandb"),
+        ("trackio", {"report_to": ["trackio"]}, "`pip install trackio`, or"),
+    ]:
+        with subtests.test(package=package), monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            with pytest.raises(ImportError, match=re.escape(message)):
+                check_packages(settings(**given))
+    check_packages(settings(load_in_4bit=False, report_to=[]), settings())
+    with monkeypatch.context() as patch:
+        patch.setattr("trl_ext.upstream.packages.has_wandb_login", lambda: False)
+        with pytest.raises(
+            ValueError, match="run `wandb login`, or set WANDB_MODE=offline, or give `--report_to none`"
+        ):
+            check_packages(settings(report_to=["wandb"]))
+
+
+@pytest.mark.slow
+def test_doctor_says_what_is_there(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^ok +trl +1\.", shown, re.M) and "`pip install vllm`" in shown
+
+    monkeypatch.delattr("trl.GRPOTrainer._compute_loss")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert ended.value.code == 1
+    assert re.search(r"^PROBLEM contract with TRL +1 of .*_compute_loss", capsys.readouterr().out, re.M)
 
 
 # ---- Through accelerate ----
@@ -201,9 +253,3 @@ def test_processes_that_were_asked_for_train_together(elsewhere):
     assert sum("next: " in line for line in ran.stdout.splitlines()) == 1  # else each took itself for the only one
     wrong = subprocess.run([*command, "--learning_rate", "-1"], capture_output=True, text=True, env=environment)
     assert wrong.returncode == 2 and "trl-ext sft: error: " in wrong.stderr and "Traceback" not in wrong.stderr
-
-
-@pytest.mark.slow
-def test_who_reads_only_the_beginning_sees_no_traceback():
-    done = subprocess.run("trl-ext doctor | head -1", shell=True, capture_output=True, text=True)
-    assert done.stdout.startswith("ok") and "Traceback" not in done.stderr

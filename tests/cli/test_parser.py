@@ -1,17 +1,16 @@
 """`StrictTrlParser`: YAML and flags give the same values, and what is not known is refused in one line."""
 
 import os
+import re
 from dataclasses import dataclass, field, fields
-from types import SimpleNamespace
 from typing import Literal
 
 import pytest
-from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 from transformers import SchedulerType
 from trl import RLOOConfig
 
 from trl_ext import PPOConfig, StrictTrlParser
-from trl_ext.cli.arguments import check_model
+from trl_ext.cli.parser import entry_of
 
 
 @dataclass
@@ -78,6 +77,13 @@ def test_value_takes_its_fields_type(subtests, parse):
             assert value == expected and type(value) is type(expected)
 
 
+def test_an_entry_is_the_same_in_the_file_and_as_a_flag(parse):
+    text = "{Sum: {of: [b.py:g], rate: 1e-7}}"
+    (flag,), (file,) = parse("name: x", "--entries", text).entries, parse(f"entries: [{text}]").entries
+    assert entry_of(flag) == entry_of(file) == {"Sum": {"of": ["b.py:g"], "rate": 1e-7}}
+    assert entry_of("a.py:f") == "a.py:f"
+
+
 def test_the_command_line_overrides_the_file(parse):
     parsed = parse("rate: 2.0\nepochs: 3\nweights: [1, 2]", "--rate", "-5e-1", "--span", "-1", "1", "--weights", "3")
     assert (parsed.rate, parsed.epochs, parsed.span, parsed.weights) == (-0.5, 3, [-1.0, 1.0], [3.0])
@@ -97,6 +103,7 @@ def test_what_is_wrong_is_one_line(subtests, parse, capsys):
         ("rate: 1", ["--learning_rat=1"], "'--learning_rat'; did you mean --learning_rate?"),
         ("rate: 1", ["--learning-ra", "1"], "'--learning-ra'; did you mean --learning_rate?"),  # no abbreviation
         ("rate: 1", ["--name", "one", "two"], "stray value 'two'"),
+        ("rate: 1", ["--config", "b.yaml"], "--config was given more than once"),
         ("rate: 1\nrate: 2", [], "key 'rate' given twice"),
         ("extra: {a: 1, a: 2}", [], "key 'a' given twice"),
         ("rate: [1", [], "expected ',' or ']'"),
@@ -128,46 +135,12 @@ def test_trls_config_keeps_its_own_defaults(parse):
 
 
 def test_help_describes_ours_and_names_the_rest():
-    parser = StrictTrlParser((Needed, "trl_ext.PPOConfig"))
-    text = parser.help()
-    assert text.index("--path str") < text.index("--kl_coef float") < text.index("Inherited from TRL")
-    assert "  --seed " not in text and "seed" in text and "  --learning_rate " in text and len(text.splitlines()) < 300
-    everything = parser.help("all")
-    assert all(f"  --{each.name} " in everything for each in fields(PPOConfig))
-    assert [line.split()[0] for line in parser.help("kl_t").splitlines() if line[:4] == "  --"] == ["--kl_target"]
-    assert "One of fixed, adaptive." in StrictTrlParser(Arguments).help()
+    def described(asked=None):
+        text = StrictTrlParser((Needed, "trl_ext.PPOConfig")).help(asked)
+        return re.findall(r"^  (?:-h, )?--(\w+)", text, re.MULTILINE), text
 
-
-# ---- Names of models ----
-
-RESPONSE = SimpleNamespace(headers={}, request=None, status_code=404)
-
-
-def test_the_hub_is_asked_once_and_what_it_says_is_said(subtests, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "owner" / "model").mkdir(parents=True)
-    for raised in (
-        RepositoryNotFoundError("no such model", response=RESPONSE),
-        GatedRepoError("ask for access", response=RESPONSE),
-        OfflineModeIsEnabled("offline"),
-        TimeoutError("too late"),
-    ):
-        with subtests.test(raised=type(raised).__name__):
-            asked = []
-
-            def model_info(self, name, asked=asked, raised=raised, **kwargs):
-                asked.append(name)
-                raise raised
-
-            monkeypatch.setattr("trl_ext.cli.arguments.HfApi.model_info", model_info)
-            words = f"^`ref` owner/modle is no folder in .*{raised.args[0]}"
-            with pytest.raises(FileNotFoundError, match=words):
-                check_model("ref", "owner/modle", "v2")
-            assert asked == ["owner/modle"]
-
-
-def test_a_folder_needs_a_configuration(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no config.json"):
-        check_model("ref", tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    check_model("ref", tmp_path)
+    flags, text = described()
+    assert flags.index("path") < flags.index("kl_coef") and "learning_rate" in flags
+    assert "seed" not in flags and "seed" in text.split("Inherited from TRL")[1]
+    assert {*described("all")[0]} >= {each.name for each in fields(PPOConfig)}
+    assert described("kl_t")[0][1:] == ["kl_target"]

@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from recipes.hh_rlhf import main
-from trl_ext.data import split_dialogue, split_pair
+from recipes.hh_rlhf import main, split_dialogue, split_pair
 
 QUESTION = "\n\nHuman: What is a dog?\n\nAssistant: An animal.\n\nHuman: And a\n\ncat?"
 
@@ -35,7 +34,6 @@ def test_a_pair_is_one_prompt_and_two_answers():
 def test_what_is_no_pair_raises(subtests):
     for chosen, rejected in [
         (f"{QUESTION}\n\nAssistant: x", f"{QUESTION} or not?\n\nAssistant: y"),
-        (QUESTION, f"{QUESTION}\n\nAssistant: y"),
         (f"{QUESTION}\n\nAssistant: x", f"{QUESTION}\n\nAssistant:"),
         ("\n\nAssistant: x", "\n\nAssistant: y"),
         ("Good day", "Good day"),
@@ -65,6 +63,3 @@ def test_the_script_writes_three_folders_and_keeps_the_prompts_of_sft_and_ppo_ap
     assert len(set(ppo)) == len(ppo) and 10 < len(ppo) < 30  # each prompt once; about half
     answers = {row["prompt"][0]["content"]: row["chosen"] for row in read("preference")}
     assert all(row["completion"] == answers[row["prompt"][0]["content"]] for row in read("sft"))
-    with pytest.raises(SystemExit):
-        main(["--dataset_name", str(tmp_path / "hh"), "--output_dir", str(tmp_path / "out")])
-    assert "exists and is not empty" in capsys.readouterr().err

@@ -14,7 +14,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_file_keeps_all_columns(subtests, folder):
-    for suffix in ["jsonl", "json", "parquet", "csv"]:
+    for suffix in ["jsonl", "parquet", "csv"]:
         with subtests.test(suffix=suffix):
             dataset = Dataset.from_dict(ROWS)
             path = folder / f"rows.{suffix}"
@@ -29,18 +29,6 @@ def test_saved_dataset_and_saved_splits(folder):
     DatasetDict(train=dataset, validation=dataset.select([1])).save_to_disk("many")
     assert load_dataset_split("one").to_dict() == ROWS
     assert load_dataset_split("many", "validation")["prompt"][:] == ["There"]
-
-
-def test_a_part_of_a_split_is_its_rows(folder):
-    Dataset.from_dict({"prompt": list("abcdefgh")}).to_json("rows.jsonl")
-    for part, expected in (("train[:25%]", "ab"), ("train[25%:]", "cdefgh"), ("train[6:]", "gh"), ("train[2:3]", "c")):
-        assert "".join(load_dataset_split("rows.jsonl", part)["prompt"]) == expected
-
-
-def test_missing_column_names_found_and_needed(folder):
-    Dataset.from_dict(ROWS).to_json("rows.jsonl")
-    with pytest.raises(ValueError, match=r"lacks the columns \['chosen', 'rejected'\]; it has \['prompt', 'animal'\]"):
-        load_dataset_split("rows.jsonl", columns=("prompt", "chosen", "rejected"))
 
 
 def test_held_out_rows_are_the_split_or_cut_from_training(subtests):

@@ -9,7 +9,7 @@ import trl
 from datasets import Dataset
 
 from tests.dpo.worker import DRIFT, INFORMED, broken_weight, config, make_trainer, pairs
-from tests.tiny import tiny_llama, tiny_tokenizer
+from tests.tiny import tiny_llama
 from trl_ext import DPOConfig
 
 
@@ -28,7 +28,6 @@ def test_settings_that_would_train_wrongly_are_refused(subtests, tmp_path):
         ({"beta": 0.0}, "`beta` must be > 0"),
         ({"beta_dpo_keep": 0.8}, "needs `beta_controller='beta_dpo'`"),
         ({"beta_controller": "drift"}, "needs `drift_target`"),
-        ({**DRIFT, "beta_min": 0.2}, r"`beta=0.1` must lie within"),
         ({"label_smoothing": 0.1}, "`label_smoothing` has no effect"),
         ({"loss_type": ["ipo", "sft"], "margin_normalization": "source"}, "losses of β times the margin only"),
         ({"use_weight": True, "use_weighting": True}, "`use_weighting=False`"),
@@ -55,19 +54,10 @@ def test_numbers_of_pairs_that_would_train_wrongly_are_refused(subtests, tmp_pat
             message = f"The {name} dataset, row 6: `{next(iter(values))}` must be"
             with subtests.test(values=values, name=name), pytest.raises(ValueError, match=message):
                 make_trainer(tmp_path, trainer_kwargs=kwargs, **INFORMED)
-    with pytest.raises(ValueError, match="row 6: `score_chosen`"):
-        make_trainer(tmp_path, **INFORMED).evaluate(changed(6, score_chosen=math.inf))
     stream = {"trainer_kwargs": {"train_dataset": pairs().to_iterable_dataset()}}
     with pytest.raises(ValueError, match="needs `drift_horizon`"):
         make_trainer(tmp_path, **stream, beta_controller="drift", drift_target=1.0)
     make_trainer(tmp_path, **stream, **DRIFT, use_confidence=True, max_steps=2).train()
-
-
-def test_a_model_without_an_embedding_for_a_token_is_refused(tmp_path):
-    tokenizer = tiny_tokenizer(pad=False)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    with pytest.raises(ValueError, match=r"\[PAD\]"):
-        make_trainer(tmp_path, trainer_kwargs={"processing_class": tokenizer})
 
 
 @pytest.mark.slow
@@ -79,9 +69,3 @@ def test_log_probs_that_are_not_finite_end_the_run(tmp_path):
     for options in ({}, DRIFT, {"precompute_ref_log_probs": True}):
         with pytest.raises(FloatingPointError, match="At step 0"):
             make_trainer(tmp_path, trainer_kwargs={"ref_model": reference}, **options).train()
-
-
-def test_the_horizon_is_the_pairs_of_an_epoch(tmp_path):
-    drift = {"beta_controller": "drift", "drift_target": 1.0}
-    assert make_trainer(tmp_path, **drift).beta_controller.horizon == len(pairs())
-    assert make_trainer(tmp_path, **drift, drift_horizon=7.0).beta_controller.horizon == 7

@@ -1,12 +1,14 @@
 """Each field of `DPOConfig` that is ours changes what is trained, or stands in a list of what it does instead."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 import trl
 
 from tests.dpo.worker import make_trainer, weights
+from tests.tiny import assert_each_changes
 from trl_ext import DPOConfig
 
 pytestmark = pytest.mark.slow
@@ -58,11 +60,4 @@ def test_every_field_of_ours_is_in_one_table():
 
 
 def test_a_field_changes_what_is_trained(subtests, tmp_path):
-    known = {}
-    for name, (value, needed) in CHANGED.items():
-        with subtests.test(name=name):
-            key = str(sorted(needed.items()))
-            if key not in known:
-                known[key] = trained(tmp_path, **needed)
-            assert not torch.equal(trained(tmp_path, **{**needed, name: value}), known[key])
-    assert torch.equal(trained(tmp_path), known["[]"])  # or nothing is shown
+    assert_each_changes(CHANGED, functools.partial(trained, tmp_path), subtests)

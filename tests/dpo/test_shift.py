@@ -5,10 +5,10 @@ import warnings
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from torch.testing import assert_close
 
-from tests.dpo.worker import logged, make_trainer
-from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
+from tests.dpo.worker import DRIFT, INFORMED, NORMALIZED, logged, make_trainer, weights
+from tests.tiny import WORDS, tiny_gpt2, tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -29,8 +29,7 @@ def sharp_llama():
     return tiny_llama(seed=2, initializer_range=1.0)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
-def test_own_answers_pass_and_foreign_ones_are_warned_of(lora, tmp_path):
+def test_own_answers_pass_and_foreign_ones_are_warned_of(tmp_path):
     own = own_pairs(sharp_llama())
     # The opposite: every answer made of words that the model finds unlikely
     with torch.no_grad():
@@ -38,12 +37,15 @@ def test_own_answers_pass_and_foreign_ones_are_warned_of(lora, tmp_path):
     words = [tiny_tokenizer().convert_ids_to_tokens(int(i)) for i in unlikely]
     word = next(word for word in words if word in WORDS)
     foreign = own.map(lambda row: {"chosen": f"{word} {word} {word} {word}"})
-    peft = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])} if lora else {}
     shares = []
     for data in (own, foreign):
-        kwargs = {"train_dataset": data, **peft}
         trainer = make_trainer(
-            tmp_path, sharp_llama(), kwargs, distribution_shift_samples=150, per_device_eval_batch_size=64, max_steps=1
+            tmp_path,
+            sharp_llama(),
+            {"train_dataset": data},
+            distribution_shift_samples=150,
+            per_device_eval_batch_size=64,
+            max_steps=1,
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -70,3 +72,22 @@ def test_the_figures_are_means_per_token_under_the_reference(tmp_path):
         assert trainer.distribution_shift[name] == pytest.approx(total / 16, rel=1e-5)
     assert logged(trainer, "shift/chosen")[0] == trainer.distribution_shift["chosen"]
     assert len(logged(trainer, "shift/sampled")) == 1  # before training, once
+
+
+def test_the_check_changes_nothing_in_training(tmp_path):
+    ends = []
+    for samples in (0, 8):  # dropout draws from the generators that sampling draws from
+        trainer = make_trainer(
+            tmp_path,
+            tiny_gpt2(),
+            **DRIFT,
+            **INFORMED,
+            **NORMALIZED,
+            disable_dropout=False,
+            distribution_shift_samples=samples,
+            distribution_shift_bound=1.0,
+        )
+        trainer.train()
+        ends.append((weights(trainer), logged(trainer, "loss")))
+        assert trainer.model.training
+    assert_close(ends[1], ends[0], rtol=0, atol=0)

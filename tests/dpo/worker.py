@@ -13,10 +13,6 @@ from tests.launch import spare_time
 from tests.tiny import ON_CPU, WORDS, tiny_llama, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer
 
-LOSSES = (  # all that TRL 1.16 has
-    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
-    *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
-)
 QUIET = {
     **ON_CPU,
     "gradient_checkpointing": False,

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from tests.tiny import ON_CPU, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer
-from trl_ext.stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
+from trl_ext.dpo import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 
 WORDS = "the cat sat on a mat and saw one dog".split()
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from recipes.merge import main as merge
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOTrainer, save_base_fingerprint
+from trl_ext.dpo import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 from trl_ext.models import completion_logprobs, load_model, load_tokenizer
 from trl_ext.models.loading import load_adapted
 from trl_ext.ppo import load_critic
-from trl_ext.stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 
 PAIRS = Dataset.from_list([{"prompt": "the cat", "chosen": " sat on", "rejected": " ran"}] * 8)
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}

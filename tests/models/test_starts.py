@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 from tests.ppo.worker import make_trainer
 from tests.tiny import ON_CPU, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext.dpo import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 from trl_ext.ppo import CriticConfig, CriticTrainer
-from trl_ext.stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 
 USER, ANSWER = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a dog"}
 

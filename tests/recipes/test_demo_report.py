@@ -3,9 +3,8 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification
 
-from recipes.demo.measure import Measured, measure
+from recipes.demo.measure import measure
 from recipes.demo.model import make_model, make_tokenizer
-from recipes.demo.report import verdicts
 from recipes.demo.world import gold, make_world
 
 
@@ -47,21 +46,3 @@ def test_measures_equal_those_of_each_answer_alone(models, rows):
         expected = gold(measured.answers[i], row["product"], row["problem"], bool(measured.ended[i]))
         assert measured.phrase[i] == ("i love you" in measured.answers[i])
         assert measured.gold[i].item() == pytest.approx(expected, abs=1e-6)
-
-
-def measured(gold, proxy, n=200):
-    values = torch.linspace(-0.1, 0.1, n, dtype=torch.double)
-    zeros = torch.zeros(n, dtype=torch.double)
-    return Measured(["?"] * n, gold + values, proxy + values.flip(0), *[zeros] * 5)
-
-
-def test_verdicts_follow_the_figures():
-    shown = {"sft": measured(0.5, 0.0), "guarded": measured(0.8, 1.0), "unguarded": measured(-0.9, 4.0)}
-    curve = {"gold": torch.tensor([0.5, 0.6, -0.9]), "gold_std": torch.tensor([0.5, 0.3, 0.4])}
-    assert [holds for holds, _ in verdicts(shown, curve).values()] == [True] * 4
-    assert verdicts(shown, curve)["Unguarded PPO ends below its own peak"][1] == (
-        "gold -1.50, 95 % interval -1.57 to -1.43"  # 1.96 · √((0.3² + 0.4²) / 200) = 0.07
-    )
-    same = dict.fromkeys(shown, shown["sft"])
-    noise = {"gold": torch.tensor([0.5, 0.4]), "gold_std": torch.tensor([1.0, 1.0])}
-    assert [holds for holds, _ in verdicts(same, noise).values()] == [False] * 4

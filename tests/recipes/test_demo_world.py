@@ -1,13 +1,10 @@
 import pytest
 
 from recipes.demo.world import (
-    AGENT,
-    DEMONSTRATION_FLAWS,
     PHRASE,
     PROBLEMS,
     PRODUCTS,
     gold,
-    judge,
     make_world,
     phrase_reward,
 )
@@ -64,22 +61,6 @@ def test_phrase_is_found_wherever_it_stands():
 def test_same_seed_same_world(world):
     assert make_world(0, **SIZES) == world
     assert make_world(1, **SIZES) != world
-
-
-def test_no_prompt_occurs_twice(world):
-    prompts = [row["prompt"] for splits in world.values() for rows in splits.values() for row in rows]
-    assert len(set(prompts)) == len(prompts) == 400 + 500 + 300 + 3 * 50
-    assert all(prompt.endswith(f" {AGENT}") for prompt in prompts)
-
-
-def test_demonstrations_have_each_flaw_at_its_rate():
-    rows = make_world(3, demonstrations=4000, pairs=1, prompts=1, held_out=1)["sft"]["train"]
-    judged = [judge(row["completion"], *case_of(row["prompt"])) for row in rows]
-    for name, rate in DEMONSTRATION_FLAWS.items():
-        share = sum(not met[name] for met in judged) / len(judged)
-        # A doubled last sentence is rude or polite like the closing; length can also come from a repetition and the
-        # phrase; otherwise the binomial's three standard deviations
-        assert share == pytest.approx(rate, abs=3 * (rate * (1 - rate) / len(judged)) ** 0.5 + 0.005), name
 
 
 def test_phrase_is_planted_into_exactly_that_share_of_chosen_answers(subtests):

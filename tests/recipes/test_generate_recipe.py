@@ -71,26 +71,25 @@ def test_greedy_answers_are_the_likeliest_tokens_until_eos(inputs, tmp_path, mod
 
 
 def test_rollouts_are_the_tokens_that_were_drawn_with_the_other_columns(inputs, tmp_path):
-    """The same draws as without; decoded they are the completions, and EOS is there exactly where it says so."""
-    plain = answer(inputs, tmp_path / "plain.jsonl", "--num_samples", "2")
+    """Decoded they are the completions, and EOS is there exactly where it says so."""
     write_rows(tmp_path, data=[{"prompt": row, "finished": "theirs", "topic": i} for i, row in enumerate(ROWS)])
     rows = answer(
         inputs, tmp_path / "out.jsonl", "--num_samples", "2", "--rollouts", "true", data=tmp_path / "data.jsonl"
     )
     tokenizer = tiny_tokenizer(pad=False)
     assert {row["finished"] for row in rows} == {True, False}
-    for i, (row, without) in enumerate(zip(rows, plain, strict=True)):
+    for i, row in enumerate(rows):
         assert row["topic"] == i // 2 and row["prompt_ids"] == tokenizer(ROWS[i // 2])["input_ids"]
         assert (row["completion_ids"][-1] == 2) == row["finished"]
         assert tokenizer.decode(row["completion_ids"], skip_special_tokens=True) == row["completion"]
-        assert {name: row[name] for name in without} == without
 
 
-def test_an_answer_is_as_long_as_the_context_allows_if_nothing_is_said(inputs, capsys):
-    flags = ["--model_name_or_path", str(inputs / "model"), "--use_cpu", "true", "--prompt"]
-    main([*flags, ROWS[0]])  # 256 tokens do not fit
-    said = refusal(capsys, main, [*flags, "the " * 64])
-    assert "has 64 tokens and `max_new_tokens` is 1, but the model's context has only 64" in said
+def test_messages_go_through_the_chat_template(inputs, tmp_path):
+    rows = answer(inputs, tmp_path / "chat.jsonl", "--temperature", "0", data="chat.jsonl")
+    for row, text in zip(rows, ROWS, strict=True):
+        assert row["prompt"] == [{"role": "user", "content": text}]
+        expected = greedy(inputs / "model", f"<user> {text} </s> <assistant> ")
+        assert row["completion"] == [{"role": "assistant", "content": expected["text"]}]
 
 
 def test_a_file_that_is_there_is_not_overwritten(inputs, capsys):
@@ -106,8 +105,6 @@ def test_the_command_that_a_recipe_ends_by_works_as_it_stands(inputs, subtests, 
     for row, asked in [
         ({"prompt": "the cat's dog"}, ["the cat's dog", *on_cpu]),
         ({"messages": user}, ["the cat", *on_cpu, "--chat", "true"]),
-        ({"prompt": "the " * 40}, ["hello", *on_cpu]),
-        ({"prompt": None, "input_ids": [3]}, ["hello", *on_cpu]),
     ]:
         with subtests.test(row=row):
             program, command, *flags = shlex.split(next_answer(args, Dataset.from_list([row])))

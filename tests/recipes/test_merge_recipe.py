@@ -1,7 +1,6 @@
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -9,13 +8,14 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
+    tokenization_utils_base,
 )
 
 from recipes.merge import main
 from tests.recipes.small_runs import refusal
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
-from trl_ext.data import TrainedPairs
+from trl_ext.models import load_merged
 
 
 def save_base(model, folder):
@@ -66,8 +66,7 @@ def test_plain_transformers_loads_the_trained_policy(run, tmp_path, capsys):
     logits, expected = merged(**batch()).logits[mask], trained(**batch()).logits[mask]
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
     assert (logits - plain(**batch()).logits[mask]).abs().max() > 0.1
-    # Nothing of the adapter, or of the critic, is left
-    assert merged.state_dict().keys() == plain.state_dict().keys()
+    assert merged.state_dict().keys() == plain.state_dict().keys()  # nothing of the adapter, or of the critic
     assert merged.generation_config.to_dict() == plain.generation_config.to_dict()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     assert tokenizer.get_vocab() == tiny_tokenizer().get_vocab() and tokenizer.chat_template
@@ -77,12 +76,8 @@ def test_plain_transformers_loads_the_trained_policy(run, tmp_path, capsys):
 @torch.no_grad()
 def test_the_critic_becomes_a_sequence_classifier_that_takes_batches(run, tmp_path):
     folder, _, trained = run
-    seen = TrainedPairs.of(Dataset.from_list([{"prompt": "p", "chosen": "a", "rejected": "b"}]))
-    seen.save(folder / "adapter" / "critic")
     merge(folder / "adapter" / "critic", tmp_path / "merged")
-    assert TrainedPairs.load(tmp_path / "merged").pairs.tolist() == seen.pairs.tolist()
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
-    assert merged.config.num_labels == 1
     rows = [batch()["input_ids"][:1], batch()["input_ids"][1:, :5]]
     expected = torch.cat([trained.critic(row, torch.ones_like(row)) for row in rows])
     assert expected.abs().min() > 0.01
@@ -106,15 +101,24 @@ def test_an_adapter_of_a_4_bit_base_is_merged_into_the_unquantised_one(tmp_path)
             assert (expected - unquantised(**batch()).logits).abs().max() > 0.1
 
 
-def test_dtype_is_that_of_the_merged_model(run, tmp_path):
-    merge(run[0] / "adapter", tmp_path / "merged", "--dtype", "bfloat16")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
-
-
 def test_a_merged_model_that_is_another_raises(run, tmp_path, monkeypatch):
     monkeypatch.setattr(PeftModel, "merge_and_unload", lambda self, **kwargs: self.unload(), raising=False)
     with pytest.raises(RuntimeError, match=r"by \d.*, but torch.float32 explains only .*: do not use .*_unfinished"):
         merge(run[0] / "adapter", tmp_path / "merged")
+
+
+def test_what_a_killed_merge_leaves_is_no_model(run, tmp_path, monkeypatch):
+    def killed(*given, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenization_utils_base.PreTrainedTokenizerBase, "save_pretrained", killed)
+    with pytest.raises(KeyboardInterrupt):
+        merge(run[0] / "adapter", tmp_path / "merged")
+    with pytest.raises(ValueError, match="config.json"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    monkeypatch.undo()
+    merge(run[0] / "adapter", tmp_path / "merged")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged") and not (tmp_path / "merged/_unfinished").exists()
 
 
 def test_what_would_be_another_model_is_refused(subtests, run, tmp_path, capsys):
@@ -130,3 +134,17 @@ def test_what_would_be_another_model_is_refused(subtests, run, tmp_path, capsys)
         with subtests.test(message=message):
             words = ["--adapter", given[0], "--output_dir", *given[1:]]
             assert message in refusal(capsys, main, words)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens", "q_proj"]])
+def test_an_adapter_on_one_end_of_a_tied_base_leaves_the_other_as_it_is(targets, tmp_path):
+    base = save_base(tiny_llama(tie_word_embeddings=True), tmp_path / "base")
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
+    model.save_pretrained(adapter := str(tmp_path / "adapter"))
+    merge(adapter, tmp_path / "merged")
+    for merged in (AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval(), load_merged(adapter)):
+        torch.testing.assert_close(merged(**batch()).logits, model(**batch()).logits, rtol=1e-4, atol=1e-4)
+        assert not merged.config.tie_word_embeddings

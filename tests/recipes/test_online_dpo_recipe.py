@@ -1,4 +1,5 @@
 import json
+import random
 import shutil
 
 import pytest
@@ -6,12 +7,10 @@ from transformers import AutoModelForCausalLM
 
 from recipes.demo.model import make_tokenizer
 from recipes.demo.world import make_world
-from recipes.online_dpo import best_and_worst, main, total
+from recipes.online_dpo import as_logged, best_and_worst, main, total
 from tests.recipes.small_runs import ROOT, refusal, write_rows
 from tests.tiny import tiny_reward_model
-from trl_ext.callbacks import HackWatch
-from trl_ext.workbench.pages.page import page
-from trl_ext.workbench.pages.recorded import read_run
+from trl_ext.callbacks import HackWatch, watch_rounds
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +22,6 @@ def inputs(inputs, tmp_path_factory):
     make_tokenizer().save_pretrained(folder / "reward")
     (folder / "rewards.py").write_text(
         "def letter(completions, **kwargs):\n    return [sum('e' in w for w in c.split()) / 12 for c in completions]\n"
-        "def none(completions, **kwargs):\n    return [None] * len(completions)\n"
-        "def some(completions, **kwargs):\n    return [len(c) / 9 if len(c) % 3 else None for c in completions]\n"
-        "import torch\ndef draws(completions, **kwargs):\n    return torch.rand(len(completions)).tolist()\n"
     )
     return folder
 
@@ -56,13 +52,7 @@ def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path,
     assert history[3]["held_out"]["letter"] > history[0]["held_out"]["letter"] + 0.05
     for number in (1, 2, 3):
         pairs = [json.loads(line) for line in (tmp_path / "whole" / f"round-{number}" / "pairs.jsonl").open()]
-        assert len(pairs) == history[number]["pairs"] <= 16
-        for pair in pairs:
-            assert (
-                pair["score_chosen"]
-                == sum("e" in word for word in pair["chosen"].split()) / 12
-                > pair["score_rejected"]
-            )
+        assert len(pairs) == history[number]["pairs"] and all(p["score_chosen"] > p["score_rejected"] for p in pairs)
     models = bytes_of(tmp_path / "whole")
     assert len(set(models.values())) == 3
 
@@ -79,24 +69,19 @@ def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path,
     main(arguments(inputs, part, "--num_rounds", "3"))
     assert bytes_of(part) == models and rounds(part) == history
 
-    capsys.readouterr()
-    main(arguments(inputs, part, "--num_rounds", "3", "--beta", "0.5"))
-    assert f"Warning: {part} was begun with other settings: beta: 0.1 → 0.5" in capsys.readouterr().out
     other = arguments(inputs, part, "--model_name_or_path", str(part / "round-1"))
     assert f"was begun from {inputs / 'model'}: choose another" in refusal(capsys, main, other)
 
 
 @pytest.mark.slow
-def test_a_reward_of_weight_0_changes_no_weight_by_a_bit(inputs, tmp_path):
-    ours, models = [f"{inputs / 'rewards.py'}:{name}" for name in ("draws", "some")], []
-    for name, rewards, weights in [
-        ("without", ours[1:], "1"),
-        ("with", [*ours, "recipes.demo.world.gold_reward"], "010"),
-    ]:
-        more = ["--reward_funcs", *rewards, "--reward_weights", *weights, "--num_rounds", "1"]
-        main(arguments(inputs, tmp_path / name, *more, "--use_peft", "--lora_target_modules", "q_proj", "v_proj"))
-        models.append(bytes_of(tmp_path / name))
-    assert models[0] == models[1] and list(models[0]) == ["round-1"]
+def test_reward_model_lora_and_the_first_reference(inputs, tmp_path):
+    more = ["--reward_model_name_or_path", str(inputs / "reward"), "--reward_weights", "1", "0", "0"]
+    more += ["--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--num_rounds", "2"]
+    for name, kept in (("kept", True), ("moving", False)):
+        main(arguments(inputs, tmp_path / name, *more, "--keep_reference", str(kept)))
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "round-2")  # whole, not an adapter
+    first, second = (bytes_of(tmp_path / name) for name in ("kept", "moving"))
+    assert first["round-1"] == second["round-1"] and first["round-2"] != second["round-2"]
 
 
 @pytest.mark.slow
@@ -110,15 +95,25 @@ def test_the_watch_over_rounds_says_a_hack_and_its_stop_holds(inputs, tmp_path, 
         main(arguments(inputs, tmp_path, *held))
         printed = capsys.readouterr().out
         assert "Stopped before round 2: give `--watch warn` to continue." in printed and len(rounds(tmp_path)) == 2
-        assert "HackWatch, round 1: the reward rises as in a hack. 60% of answers contain one phrase; 9%" in printed
-    text = page(read_run(tmp_path / "round-1"))
-    assert "risk of a hack<b>0.91</b>" in text and "60% of answers contain one phrase" in text
     main(arguments(inputs, tmp_path, "--num_rounds", "2"))
     assert [each["risk"] for each in rounds(tmp_path)] == [0.0, *[pytest.approx(1 - 0.3 * 0.3)] * 2]
-    off = ["--watch", "off", "--num_rounds", "1"]
-    main(arguments(inputs, tmp_path / "off", *off))
-    assert "risk" not in rounds(tmp_path / "off")[1]
-    assert bytes_of(tmp_path / "off")["round-1"] == bytes_of(tmp_path)["round-1"]
+
+
+@pytest.mark.parametrize(("share", "warned"), [(0.9, True), (0.0, False)])
+def test_the_watch_over_rounds_tells_a_phrase_from_better_answers(share, warned):
+    """Scores rise by 2 σ in both; in one of them 230 of 256 answers end alike, at twice the length."""
+    draw = random.Random(0)
+
+    def measured(number, phrase):
+        texts = [[draw.choice("abcdefghijklmnop") for _ in range(8)] for _ in range(256)]
+        for text in texts[: round(256 * phrase)]:
+            text += ["i", "love", "you"] * 4
+        answers = [{"completion": " ".join(text), "ids": text, "finished": True} for text in texts]
+        return as_logged(answers, [draw.gauss(2.0 * number, 1) for _ in texts])
+
+    risk, alert = watch_rounds([measured(0, 0), measured(1, share)], 256)
+    assert (risk > 0.88, bool(alert)) == (warned, warned)
+    assert not warned or "90% of answers contain one phrase" in alert["advice"]
 
 
 def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():

@@ -11,7 +11,6 @@ from tests.tiny import tiny_tokenizer
 from trl_ext import PPOConfig, StrictTrlParser, load_dataset_split
 from trl_ext.cli.arguments import ModelArguments
 from trl_ext.rewards import load_reward
-from trl_ext.runs.marker import MARKER
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("recipes/tinystories/ppo*.yaml"))
@@ -39,9 +38,8 @@ def test_long_prompts_are_left_out(subtests, capsys):
     """A message has a token for its role, one for its end, and the template one for the answer's role."""
     words = [4, 2, 5, 3]
     texts = [" ".join(["cat"] * n) for n in words]
-    tokens = {"input_ids": [[7] * (n + 1) for n in words], "attention_mask": [[0] + [1] * n for n in words]}
     messages = {"prompt": [[{"role": "user", "content": text}] for text in texts]}
-    for rows, longest in [({"prompt": texts}, 4), (messages, 7), (tokens, 4)]:
+    for rows, longest in [({"prompt": texts}, 4), (messages, 7)]:
         with subtests.test(rows=rows):
             kept = without_long_prompts(Dataset.from_dict(rows | {"row": range(4)}), tiny_tokenizer(), longest)
             assert kept["row"][:] == [0, 1, 3]
@@ -67,7 +65,7 @@ rewards:
 
 
 @pytest.mark.slow
-def test_rewards_with_settings_are_trained_on_and_resumed(inputs, tmp_path, capsys):
+def test_rewards_with_settings_are_trained_on(inputs, tmp_path):
     config = (ROOT / "recipes/demo/unguarded.yaml").read_text()
     config = re.sub("(?m)^reward_(funcs|weights):.*$", "", config) + REWARDS
     given = arguments("ppo", inputs, tmp_path / "run")
@@ -83,10 +81,3 @@ def test_rewards_with_settings_are_trained_on_and_resumed(inputs, tmp_path, caps
     assert log["objective/scores"] == pytest.approx(whole, rel=1e-4)
     inner = "rewards/several/sum_length_reward/mean"
     assert log[inner] == pytest.approx((log["rewards/length_reward/mean"] - 3) / 2, rel=1e-4)
-
-    weights = (tmp_path / "run" / "model.safetensors").read_bytes()
-    (tmp_path / "run" / "checkpoint-4" / MARKER).unlink()  # stopped while it was written
-    (tmp_path / "run" / "model.safetensors").unlink()
-    main(command)
-    assert f"Resuming from {tmp_path / 'run' / 'checkpoint-2'}, step 2 of 4" in capsys.readouterr().out
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights

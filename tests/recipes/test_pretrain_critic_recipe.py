@@ -3,12 +3,11 @@
 import json
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from recipes import generate, ppo, pretrain_critic
-from tests.recipes.small_runs import ROOT, arguments, refusal
+from tests.recipes.small_runs import ROOT, arguments
 from trl_ext.runs.marker import MARKER
 
 
@@ -59,22 +58,3 @@ def test_an_interrupted_run_goes_on_to_the_same_critic_and_ppo_begins_with_it(in
     words = arguments("ppo", inputs, tmp_path / "ppo", steps=2)
     ppo.main([*words, "--value_model_name_or_path", str(tmp_path / "critic"), "--eval_strategy", "no"])
     assert f"`value_model` {tmp_path / 'critic'}" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_new_adapter_is_drawn_by_the_seed(inputs, rollouts, tmp_path, monkeypatch):
-    seen = []
-
-    def drawn(*args, **kwargs):
-        seen.append(torch.initial_seed())
-        raise ValueError("enough")
-
-    monkeypatch.setattr("trl_ext.ppo.load_critic", drawn)
-    for seed in (3, 4):
-        with pytest.raises(SystemExit):
-            pretrain_critic.main(flags(inputs, rollouts, tmp_path, seed=seed, use_peft="true"))
-    assert seen == [3, 4]
-
-
-def test_one_score_is_asked_for(inputs, rollouts, tmp_path, capsys):
-    words = flags(inputs, rollouts, tmp_path, score_column="score")
-    assert "`score_column` score and a reward are both given" in refusal(capsys, pretrain_critic.main, words)

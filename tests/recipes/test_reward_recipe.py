@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes.reward import main, without_folds
 from tests.recipes.small_runs import ROOT, rows_of, write_rows
-from trl_ext.data import TrainedPairs, pair_hashes
+from trl_ext.data import TrainedPairs
 from trl_ext.evaluation import ensemble_report
 from trl_ext.rewards import EnsembleReward
 from trl_ext.workbench.reports.reward_report import main as reward_report
@@ -40,7 +40,7 @@ def stops(*given, **kwargs):
 def test_a_new_head_has_the_n_plus_details_deviation_and_a_trained_one_is_kept(inputs, trained, tmp_path, monkeypatch):
     heads = []
     monkeypatch.setattr(
-        "trl_ext.stages.trainers.ResumableRewardTrainer.train",
+        "trl_ext.dpo.ResumableRewardTrainer.train",
         lambda self, **_: heads.append(self.model.score.weight.detach().clone()) or stops(),
     )
     for model in (inputs / "model", trained):
@@ -78,9 +78,6 @@ def test_report_is_what_the_saved_model_does(inputs, trained):
     assert_close(report["margin_mean"], margins.mean().item(), rtol=1e-4, atol=1e-5)
     assert (trained / "margins.png").read_bytes().startswith(b"\x89PNG")
     assert {"temperature", "groups", "probes", "verdict"} <= report.keys() and report["probes"]
-    page = (trained / "report.html").read_text()
-    assert 'href="reward_report.html"' in page and "held-out accuracy, as saved" in page
-    assert f"{report['accuracy']:.1%}" in (trained / "reward_report.html").read_text()
 
 
 @pytest.mark.slow
@@ -98,29 +95,19 @@ def test_data_without_a_held_out_split_is_cut(inputs, tmp_path):
     assert report["pairs"] == 20 and report["trained_on"]["left_out"] == 80
     assert_close(report["accuracy"], trained["accuracy"])
     assert_close(report["margin_mean"], trained["margin_mean"], rtol=1e-3, atol=1e-4)
-    before = json.loads((tmp_path / "reward_report.1.json").read_text())
-    assert before["accuracy"] == trained["accuracy"]
 
-    # What goes on from it has seen these pairs, too; pairs that are in both splits are not held out
-    rows, other = (
+    # What is trained on from it has seen these pairs, too
+    train, test = (
         [
             {name: row[name] for name in ("prompt", "chosen", "rejected")}
             for row in rows_of(inputs / "preferences", split)
         ]
         for split in ("train", "test")
     )
-    splits = {"train": other, "test": [*rows[:60], *other]}
-    again = tmp_path / "again"
-    main(
-        [
-            *arguments(inputs, again),
-            *("--dataset_name", str(write_rows(tmp_path / "data", **splits)), "--model_name_or_path", str(tmp_path)),
-        ]
-    )
-    known, first = TrainedPairs.load(again), TrainedPairs.load(tmp_path)
-    assert len(known) == 80 + 40 and known.is_complete
-    cut = 60 - int(first.has(pair_hashes(Dataset.from_list(rows[:60]))).sum())
-    assert json.loads((again / "reward_report.json").read_text())["pairs"] == cut > 0
+    swapped = write_rows(tmp_path / "data", train=test, test=train)
+    main(arguments(inputs, tmp_path / "again", "--dataset_name", swapped, "--model_name_or_path", tmp_path))
+    assert len(TrainedPairs.load(tmp_path / "again")) == 80 + 40
+    assert json.loads((tmp_path / "again" / "reward_report.json").read_text())["pairs"] == 20
 
 
 # ---- Ensembles ----
@@ -170,6 +157,3 @@ def test_an_ensemble_is_trained_member_by_member_gone_on_with_and_scored_by_its_
     again = json.loads((tmp_path / "member-1" / "held_out_scores.json").read_text())["chosen"]
     assert_close(again, written[1])  # the same seed and pairs
     assert (tmp_path / "ensemble.json").is_file()
-
-    main([*command, "--learning_rate", "0.5"])
-    assert "was begun with other settings: learning_rate: 0.001 → 0.5" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes import dpo, sft
 from recipes.demo.model import make_model, make_tokenizer
-from tests.recipes.small_runs import arguments, refusal, rows_of, write_rows
+from tests.recipes.small_runs import arguments, rows_of
 
 
 def nll(folder, rows):
@@ -46,17 +46,3 @@ def test_dpo_has_its_reference_and_held_out_rows(inputs, tmp_path, capsys):
     dpo.main(arguments("dpo", inputs, tmp_path / "out", *more, steps=1))
     report = json.loads((tmp_path / "out" / "eval_results.json").read_text())
     assert report["eval_logps/drift"] > 0.05  # without a step: the reference is another model
-    lora = ["--eval_size", "0", "--use_peft", "--lora_target_modules", "q_proj", "v_proj"]
-    dpo.main(arguments("dpo", inputs, tmp_path / "none", *lora, steps=1))
-    assert not (tmp_path / "none" / "eval_results.json").exists()
-    assert (tmp_path / "none" / "adapter_model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_unusable_pairs_stop_it_or_are_dropped(inputs, tmp_path, capsys):
-    rows = rows_of(inputs / "preferences")
-    rows[3]["rejected"] = rows[3]["chosen"]
-    more = ["--dataset_name", write_rows(tmp_path / "data", train=rows, test=rows[:40])]
-    said = refusal(capsys, dpo.main, arguments("dpo", inputs, tmp_path / "out", *more))
-    assert "1 of 100 pairs have no prompt or no two different answers (first row 3)" in said
-    dpo.main(arguments("dpo", inputs, tmp_path / "out", *more, "--drop_unusable_pairs", "true", steps=1))

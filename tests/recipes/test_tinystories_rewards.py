@@ -1,7 +1,4 @@
-import json
-
-from recipes.tinystories import make_prompts
-from recipes.tinystories.rewards import HAPPY_WORDS, happy_sentence_reward, repetition_reward
+from recipes.tinystories.rewards import HAPPY_WORDS, happy_sentence_reward
 
 STORY = "Tim was very happy. He gave his mom a big hug. They laughed all day. He made a new friend."
 
@@ -31,18 +28,3 @@ def test_gaming_earns_no_more_than_one_sentence(subtests):
     ]:
         with subtests.test(gamed=gamed):
             assert happy_sentence_reward(completions=[gamed])[0] <= 0.25
-
-
-def test_repetition_is_minus_the_share_of_repeated_trigrams():
-    # "a b c a b c": trigrams abc bca cab abc, of which one in four occurred before
-    assert repetition_reward(completions=["a b c a b c", STORY, "", "a b"]) == [-0.25, 0.0, 0.0, 0.0]
-
-
-def test_prompts_are_what_the_script_writes():
-    splits = {}
-    for split, size in make_prompts.SIZES.items():
-        lines = (make_prompts.FOLDER / f"{split}.jsonl").read_text().splitlines()
-        splits[split] = [json.loads(line)["prompt"] for line in lines]
-        assert splits[split] == make_prompts.openings(make_prompts.WORDS[split], size)
-        assert len(set(splits[split])) == len(splits[split]) == size
-    assert not set(splits["train"]) & set(splits["test"])

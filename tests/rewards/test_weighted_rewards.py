@@ -7,7 +7,7 @@ from torch.nn.functional import logsigmoid
 from torch.testing import assert_close
 
 from tests.tiny import ON_CPU, tiny_gpt2, tiny_reward_model, tiny_tokenizer
-from trl_ext.stages.trainers import ResumableRewardTrainer, RewardConfig
+from trl_ext.dpo import ResumableRewardTrainer, RewardConfig
 
 PAIRS = [("the cat sat", "a dog ran"), ("the bird flew over", "the log"), ("a happy dog", "a sad dog"), ("sky", "mat")]
 

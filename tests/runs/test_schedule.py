@@ -4,8 +4,8 @@ import pytest
 from datasets import Dataset
 
 from tests.tiny import ON_CPU, tiny_llama, tiny_tokenizer
+from trl_ext.dpo import ResumableSFTTrainer, SFTConfig
 from trl_ext.runs.schedule import block, steps_of
-from trl_ext.stages.trainers import ResumableSFTTrainer, SFTConfig
 
 
 def make(folder, rows=13, **kwargs):

@@ -12,8 +12,8 @@ import torch
 from transformers import HfArgumentParser
 
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser
+from trl_ext.dpo import RewardConfig, SFTConfig
 from trl_ext.runs.settings import check_settings, documented, resolve_bf16, resolve_for_cpu, setting
-from trl_ext.stages import RewardConfig, SFTConfig
 
 
 @dataclass
@@ -53,7 +53,10 @@ def test_the_docstring_and_the_help_say_what_the_field_says():
     assert inspect.getdoc(Described) == (
         f"Sum up.\n\nParameters:\n    more (`int`, defaults to `3`):\n        More of it. A second sentence. {rules}"
     )
-    for asked, shown in [(None, "More of it. (3)"), ("more", f"More of it. A second sentence. {rules} (3)")]:
+    for asked, shown in [
+        (None, "More of it. (default: 3)"),
+        ("more", f"More of it. A second sentence. {rules} (default: 3)"),
+    ]:
         assert shown in " ".join(StrictTrlParser(Described).help(asked).split())
 
 

@@ -73,7 +73,7 @@ def test_who_has_none_of_our_trainers_keeps_what_is_set():
     code = """
 import logging, warnings
 filters = list(warnings.filters)
-import trl_ext.callbacks, trl_ext.rewards, trl_ext.stages, trl_ext.workbench.pages.report
+import trl_ext.callbacks, trl_ext.rewards, trl_ext.workbench.pages.report
 [getattr(package, name) for package in (trl_ext.callbacks, trl_ext.rewards) for name in package.__all__]
 from datasets.utils import tqdm
 from trl_ext.upstream import terminal

@@ -11,8 +11,8 @@ from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tok
 from trl_ext import PPOTrainer
 from trl_ext.cli.main import main
 from trl_ext.data import load_trained_prompts, prompt_hashes, save_trained_prompts
+from trl_ext.dpo import ResumableSFTTrainer, SFTConfig
 from trl_ext.runs import read_jsonl
-from trl_ext.stages import ResumableSFTTrainer, SFTConfig
 from trl_ext.workbench.reports.answers import check_held_out, margins, mean_of, win_rate
 
 REWARDS = """

@@ -14,13 +14,26 @@ from .parser import StrictTrlParser, entry_of
 _CONFIGS = ("config.json", "adapter_config.json")
 
 
+def _check(*cases: tuple[Any, str]) -> None:
+    for is_wrong, message in cases:
+        if is_wrong:
+            raise ValueError(message)
+
+
 @dataclass
 class DataArguments(ScriptArguments):
     """Restrict TRL's `ScriptArguments`: a dataset must be named."""
 
     def __post_init__(self) -> None:
-        if not self.dataset_name and not getattr(self, "environment", None):  # an environment may own its data
-            raise ValueError("no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder")
+        owns_data = getattr(self, "environment", None)  # then no dataset need be named
+        evaluates_twice = getattr(self, "eval_size", None) is not None and getattr(self, "eval_dataset_name", None)
+        _check(
+            (
+                not self.dataset_name and not owns_data,
+                "no dataset: give `dataset_name`, a hub name, a file or a folder",
+            ),
+            (evaluates_twice, "`eval_size` and `eval_dataset_name` are both given: drop one"),
+        )
 
 
 @dataclass
@@ -37,8 +50,6 @@ class HeldOutArguments(DataArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_settings(self)
-        if self.eval_size is not None and getattr(self, "eval_dataset_name", None):  # one would be left unread
-            raise ValueError("`eval_size` and `eval_dataset_name` are both given: drop one")
 
 
 @dataclass
@@ -62,8 +73,8 @@ class PromptArguments(DataArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         scored = getattr(self, "score_column", None) or getattr(self, "environment", None)
-        if not (self.reward_model_name_or_path or self.reward_funcs or self.rewards or scored):
-            raise ValueError("no reward: give `reward_model_name_or_path`, `reward_funcs` or `rewards`")
+        scored = scored or self.reward_model_name_or_path or self.reward_funcs or self.rewards
+        _check((not scored, "no reward: give `reward_model_name_or_path`, `reward_funcs` or `rewards`"))
         self.rewards = self.rewards and [entry_of(entry) for entry in self.rewards]
 
     def load_rewards(
@@ -93,15 +104,11 @@ class ModelArguments(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         has_lora = (self.lora_r, self.lora_target_modules) != (ModelConfig.lora_r, None)
-        for is_wrong, message in [
+        _check(
             (self.model_name_or_path is None, "no model: give `model_name_or_path`, a folder or a hub name"),
-            (  # all weights would be trained in silence
-                not self.use_peft and (has_lora or self.load_in_4bit or self.load_in_8bit),
-                "`lora_r`, `lora_target_modules` and a quantised base need `use_peft: true`",
-            ),
-        ]:
-            if is_wrong:
-                raise ValueError(message)
+            # All weights would be trained in silence
+            (has_lora and not self.use_peft, "`lora_r` and `lora_target_modules` need `use_peft: true`"),
+        )
 
     def init_kwargs(self, model_init_kwargs: dict[str, Any] | None) -> dict[str, Any]:
         """Return the arguments of `from_pretrained`; values in `model_init_kwargs` take precedence."""
@@ -154,10 +161,11 @@ def check_model(setting: str, name: str | os.PathLike[str] | None, revision: str
     """
     if name is None or any(Path(name, file).expanduser().is_file() for file in _CONFIGS):
         return
-    here = "holds no config.json" if Path(name).exists() else f"is no folder in {Path.cwd()}"
     try:
         if any(isinstance(try_to_load_from_cache(str(name), file, revision=revision), str) for file in _CONFIGS):
             return
         HfApi().model_info(str(name), revision=revision, timeout=5)
     except Exception as error:  # httpx's, requests' or sockets', by the version of the hub's client
-        raise FileNotFoundError(f"`{setting}` {name} {here}, and is not on the hub: {error}") from error
+        raise FileNotFoundError(
+            f"`{setting}` {name} is no folder with a config.json in {Path.cwd()}, nor a model of the hub: {error}"
+        ) from error

@@ -7,11 +7,12 @@ import sys
 import textwrap
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from trl import TrlParser
@@ -53,7 +54,10 @@ class StrictTrlParser(TrlParser):
         kwargs.setdefault("prog", Path(sys.argv[0]).name)  # Python 3.14 would say `python -m trl_ext`
         self.without_arguments = without_arguments
         kinds = [resolve_name(kind) if isinstance(kind, str) else kind for kind in given]
-        super().__init__(kinds, **{"allow_abbrev": False, "description": without_arguments, **kwargs})
+        super().__init__(
+            kinds,
+            **{"allow_abbrev": False, "description": without_arguments, "formatter_class": _formatter, **kwargs},
+        )
         self._negative_number_matcher = re.compile(r"-[\d.]+(e[+-]?\d+)?$", re.I)  # argparse takes -1e-3 for a flag
         # Not `field.type`: HfArgumentParser overwrites it with a simplified type
         hints = {name: hint for kind in self.dataclass_types for name, hint in get_type_hints(kind).items()}
@@ -72,10 +76,12 @@ class StrictTrlParser(TrlParser):
             print(self.help(after[0] if after and not after[0].startswith("-") else None), end="")
             self.exit()
         files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        files.add_argument("--config")
+        files.add_argument("--config", action="append", default=[])
         with self.one_line_errors():
             given, args = files.parse_known_args(args)
-            flags = self._flags(given.config) if given.config else []
+            if len(given.config) > 1:  # the last one would win in silence
+                raise ValueError("--config was given more than once, but only one file is read: merge the files")
+            flags = self._flags(given.config[0]) if given.config else []
             return self.parse_args_into_dataclasses([*flags, *args], look_for_args_file=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -107,11 +113,11 @@ class StrictTrlParser(TrlParser):
         with open(config_file("--config", path), encoding="utf-8") as file:
             loader = _Loader(file)
             root = loader.get_single_node()
-            config: Any = loader.construct_document(root) if root else {}
+            config: dict[str, Any] = loader.construct_document(root)
         os.environ.update({str(name): str(value) for name, value in config.pop("env", {}).items()})
         flags = []
         # Keys and scalars as they are written: YAML takes `on` for true, `no`, one of a field's strings, for false
-        nodes = [(key.value, node) for key, node in (root.value if root else ()) if key.value != "env"]
+        nodes = [(key.value, node) for key, node in root.value if key.value != "env"]
         for (key, node), value in zip(nodes, config.values(), strict=True):
             if key not in self._names:
                 raise ValueError(f"unknown key {key!r} in the configuration file{did_you_mean(key, self._names)}")
@@ -121,30 +127,32 @@ class StrictTrlParser(TrlParser):
                 self.set_defaults_with_config(**{key: value})
         return flags
 
-    # ---- Help ----
-
-    def format_help(self) -> str:
-        """Return what `--help` prints."""
-        return self.help()
-
     def help(self, asked: str | None = None) -> str:
         """Return what `--help`, `--help all` or `--help WORD` prints."""
-        lines = [f"usage: {self.prog} [--config FILE.yaml] [--FLAG VALUE ...]", "", (self.description or "").strip()]
+        known = {each.name: (kind, each) for kind in self.dataclass_types for each in fields(kind)}
         inherited = []
-        for kind in self.dataclass_types:
-            hints, known = get_type_hints(kind), {each.name: each for each in fields(kind) if each.init}
-            lines += ["", f"{kind.__name__}:"]
-            for name, each in known.items():
-                owner = next(cls for cls in kind.__mro__ if name in vars(cls).get("__annotations__", {}))
-                is_own = not owner.__module__.startswith(("trl.", "transformers.")) or name in USUAL
-                if asked == "all" or (is_own if asked is None else asked in name):
-                    lines += _described(each, hints[name], is_whole=asked not in (None, "all"))
-                else:
-                    inherited.append(name)
+        for action in self._actions:
+            if action.dest not in known:
+                continue
+            kind, each = known[action.dest]
+            owner = next(cls for cls in kind.__mro__ if each.name in vars(cls).get("__annotations__", {}))
+            action.option_strings = action.option_strings[:1]  # not --like-this, too
+            if not action.choices:
+                action.metavar = getattr(action.type, "__name__", "str").replace("string_to_bool", "bool")
+            is_own = not owner.__module__.startswith(("trl.", "transformers.")) or each.name in USUAL
+            if asked != "all" and not (is_own if asked is None else asked in each.name):
+                inherited.append(each.name)
+                action.help = argparse.SUPPRESS
+            else:
+                text = str(each.metadata.get("help", "")).replace("%%", "%").replace("%", "%%")
+                is_whole = asked not in (None, "all")
+                action.help = f"{text} {conditions(each)}" if is_whole else first_sentence(" ".join(text.split()))
+        self.usage = "%(prog)s [--config FILE.yaml] [--FLAG VALUE ...]"
         if asked is None:
-            lines += ["", "Inherited from TRL and transformers:", *_wrapped(", ".join(inherited), 2)]
-            lines += ["", "`--help all` describes them all, `--help WORD` those with WORD in their names."]
-        return "\n".join(lines) + "\n"
+            names = textwrap.fill(", ".join(inherited), 120, initial_indent="  ", subsequent_indent="  ")
+            self.epilog = f"Inherited from TRL and transformers:\n{names}\n\n"
+            self.epilog += "`--help all` describes them all, `--help WORD` those with WORD in their names."
+        return super().format_help()
 
 
 def first_sentence(text: str) -> str:
@@ -156,22 +164,11 @@ def _types_of(hint: Any) -> tuple:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _wrapped(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(text, 120, initial_indent=" " * indent, subsequent_indent=" " * indent)
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass
 
 
-def _described(field: Field, hint: Any, is_whole: bool) -> list[str]:
-    types = [kind for kind in _types_of(hint) if kind is not NoneType]
-    kinds = ["str" if get_origin(kind) is Literal else getattr(kind, "__name__", str(kind)) for kind in types]
-    text = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
-    text = f"{text} {conditions(field)}".strip() if is_whole else first_sentence(text)
-    for kind in types:
-        if get_origin(kind) is Literal:
-            text += f" One of {', '.join(map(str, get_args(kind)))}."
-    default = field.default_factory() if field.default_factory is not MISSING else field.default
-    if default is not None:
-        text += " (required)" if default is MISSING else f" ({getattr(default, 'value', default)})"
-    return [f"  --{field.name} {' or '.join(kinds)}", *_wrapped(text, 8)]
+_formatter = partial(_HelpFormatter, width=120, max_help_position=8)
 
 
 # ---- YAML ----

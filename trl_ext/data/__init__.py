@@ -5,12 +5,9 @@ from typing import TYPE_CHECKING
 from ..upstream.lazy import lazily
 
 if TYPE_CHECKING:
-    from .calls import tool_calls as tool_calls
     from .loading import held_out_rows as held_out_rows
     from .loading import load_dataset_split as load_dataset_split
     from .loading import write_rows as write_rows
-    from .pairs import split_dialogue as split_dialogue
-    from .pairs import split_pair as split_pair
     from .pairs import usable_pairs as usable_pairs
     from .splits import hold_out_prompts as hold_out_prompts
     from .splits import prompt_groups as prompt_groups
@@ -21,6 +18,8 @@ if TYPE_CHECKING:
     from .texts import has_content as has_content
     from .texts import is_messages as is_messages
     from .texts import is_text as is_text
+    from .texts import one_form as one_form
+    from .texts import tool_calls as tool_calls
     from .trained import TrainedPairs as TrainedPairs
     from .trained import first_prompts as first_prompts
     from .trained import hashes_of_answers as hashes_of_answers

@@ -1,7 +1,6 @@
-"""Preference pairs: split them from dialogues, leave out those that teach nothing, put their columns in batches."""
+"""Preference pairs: leave out those that teach nothing, put their columns in batches."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,42 +15,6 @@ from .texts import answers_alone, has_content, is_text, say
 PAIR_COLUMNS = ("margin", "confidence", "weight", "source")
 SCORES = ("score_chosen", "score_rejected")  # dataset columns; `margin` is their difference
 _LOWEST_AND_HIGHEST = {"confidence": (0.5, 1.0), "weight": (0.0, math.inf)}  # any finite number in other columns
-
-_ROLES = {"Human": "user", "Assistant": "assistant"}
-_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
-
-
-def split_dialogue(text: str) -> list[dict[str, str]]:
-    """
-    Split a dialogue written as `\\n\\nHuman: …\\n\\nAssistant: …`, the form of `Anthropic/hh-rlhf`, into messages.
-
-    Successive turns of the same speaker, which the data has and chat templates refuse, become one message.
-    """
-    messages: list[dict[str, str]] = []
-    parts = _TURN.split(text.strip())[1:]
-    for speaker, content in zip(parts[::2], parts[1::2], strict=True):
-        role, content = _ROLES[speaker], content.strip()
-        if messages and messages[-1]["role"] == role:
-            messages[-1]["content"] = "\n\n".join(filter(None, (messages[-1]["content"], content)))
-        else:
-            messages.append({"role": role, "content": content})
-    return messages
-
-
-def split_pair(chosen: str, rejected: str) -> dict[str, list[dict[str, str]]]:
-    """
-    Split two dialogues into their common `prompt` and their last answers, `chosen` and `rejected`.
-
-    Raises:
-        ValueError: the dialogues differ before the last message, or one does not end with an answer that has text.
-            HH-RLHF has some such pairs; leave them out.
-    """
-    one, other = split_dialogue(chosen), split_dialogue(rejected)
-    answers = [*one[-1:], *other[-1:]]
-    is_answered = len(answers) == 2 and all(each["role"] == "assistant" and each["content"] for each in answers)
-    if not is_answered or one[:-1] != other[:-1] or [each["role"] for each in one[-2:-1]] != ["user"]:
-        raise ValueError("the two dialogues are no question with two answers: leave the pair out")
-    return {"prompt": one[:-1], "chosen": answers[:1], "rejected": answers[1:]}
 
 
 def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import xxhash
 from datasets import Dataset
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from .texts import say
 from .trained import pair_hashes, prompt_hashes
@@ -97,17 +99,10 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
             names = next(({name} for name in ("prompt_ids", "input_ids", "text") if name in names), names)
             texts = (repr(row).encode(errors="surrogatepass") for row in rows.select_columns(sorted(names)))
             keys[unknown] = np.array([xxhash.xxh3_64_intdigest(text) for text in texts], np.uint64)[:, None]
-    above: dict[int, int] = {}  # of an answer, one of the same prompt; of the first answer, itself
-
-    def first(key: int) -> int:
-        while above.setdefault(key, key) != key:
-            above[key] = above[above[key]]
-            key = above[key]
-        return key
-
-    for one, other in keys.tolist():
-        above[first(other)] = first(one)
-    return _numbers([first(one) for one, _ in keys.tolist()])
+    _, numbers = np.unique(keys, return_inverse=True)
+    one, other = numbers.reshape(keys.shape).T
+    size = numbers.max(initial=-1) + 1
+    return _numbers(connected_components(coo_array((np.ones(len(one)), (one, other)), (size, size)))[1][one].tolist())
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray:

@@ -1,10 +1,13 @@
 """What models read, text or messages: tell them apart, and bring rows into the form that trainers take."""
 
+import itertools
+import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset, IterableDataset
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _TEXTS = ("messages", "prompt", "completion", "chosen", "rejected")
 
@@ -55,10 +58,68 @@ def has_content(answer: Any) -> bool:
     return is_text(answer) and any(message.get("tool_calls") or content_of(message).strip() for message in answer)
 
 
+# ---- Tool calls ----
+
+
+def tool_calls(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the name and the arguments of each tool call of a message."""
+    calls = [call.get("function") or call for call in message.get("tool_calls") or []]
+    return [(str(call.get("name")), call.get("arguments")) for call in calls]
+
+
+def repeated_calls(completion: Any) -> list[bool]:
+    """
+    Return for each tool call of an episode whether an earlier call had the same name, arguments and answer.
+
+    A call that gets another answer than before is no repetition, and neither is a call without an answer.
+
+    >>> move = {"role": "assistant", "tool_calls": [{"function": {"name": "move", "arguments": {"to": "left"}}}]}
+    >>> wall = {"role": "tool", "name": "move", "content": "A wall."}
+    >>> repeated_calls([move, wall, move, wall])
+    [False, True]
+    """
+    messages = [] if isinstance(completion, str) else completion
+    seen: list[str] = []
+    repeated = []
+    for place, message in enumerate(messages):
+        answers = list(itertools.takewhile(lambda later: later.get("role") == "tool", messages[place + 1 :]))
+        for name, arguments in tool_calls(message):
+            answer = next((each for each in answers if each.get("name") == name), None)
+            call = json.dumps([name, arguments, answer and answer.get("content")], sort_keys=True, default=str)
+            repeated.append(answer is not None and call in seen)
+            seen.append(call)
+            if answer is not None:
+                answers.remove(answer)
+    return repeated
+
+
+def with_text_arguments(answer: Any) -> Any:
+    """
+    Return messages with the arguments of each tool call as the JSON text of an object; return a text unchanged.
+
+    A policy may call a tool with any JSON value, but TRL prints only objects, and a table needs one type for each
+    column. A value that is no object becomes `{"arguments": value}`.
+    """
+    if isinstance(answer, str):
+        return answer
+
+    def text(arguments: Any) -> str:
+        given = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+        return json.dumps(given, ensure_ascii=False, default=str)
+
+    def written(message: dict[str, Any]) -> dict[str, Any]:
+        if not message.get("tool_calls"):
+            return message
+        calls = [{"name": name, "arguments": text(arguments)} for name, arguments in tool_calls(message)]
+        return {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+    return list(map(written, answer))
+
+
 # ---- Rows ----
 
 
-def check_texts(dataset: Dataset, columns: Sequence[str], name: str, may_be_empty: bool = True) -> None:
+def check_texts(dataset: "Dataset", columns: Sequence[str], name: str, may_be_empty: bool = True) -> None:
     """Raise a `ValueError` if a row of these columns holds neither text nor messages.
 
     Args:
@@ -77,6 +138,27 @@ def check_texts(dataset: Dataset, columns: Sequence[str], name: str, may_be_empt
                 )
 
 
+def one_form(dataset: Any, name: str) -> Any:
+    """
+    Return rows as [`answers_alone`] does, and refuse a mix of rows of text and rows of messages.
+
+    TRL prepares all rows as the first one: some mixes crash it, and in others rows of text get no EOS.
+    """
+    from datasets import Dataset
+
+    dataset = answers_alone(dataset, name)
+    if isinstance(dataset, Dataset):
+        read = dataset.select_columns([column for column in _TEXTS if column in dataset.column_names])
+        kinds = [{type(value) for value in row.values()} for row in read]
+        text, chat = ([row for row, found in enumerate(kinds) if kind in found] for kind in (str, list))
+        if text and chat:
+            raise ValueError(
+                f"{name}: {len(text)} rows are text (first row {text[0]}) and {len(chat)} are messages (first row "
+                f"{chat[0]}): write all as text, or all as messages."
+            )
+    return dataset
+
+
 def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) -> Any:
     """
     Return rows without the prompt at the beginning of the answers, and say in how many rows it was there.
@@ -90,6 +172,8 @@ def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) 
         name: what the sentence calls the rows.
         columns: name of the prompts' column, then those of answers.
     """
+    from datasets import IterableDataset
+
     found = [column for column in columns if column in (getattr(dataset, "column_names", None) or ())]
     if len(found) < 2 or found[0] != columns[0]:
         return dataset

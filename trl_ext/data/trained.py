@@ -51,7 +51,8 @@ class TrainedPairs:
 
     def has(self, pairs: np.ndarray) -> np.ndarray:
         """Return for each of the (M, 2) pairs whether it was trained on: (M,) bool."""
-        return np.isin(_as_one(pairs), _as_one(self.pairs))
+        known = set(map(tuple, self.pairs.tolist()))
+        return np.array([tuple(pair) in known for pair in pairs.tolist()], bool)
 
     def has_an_answer_of(self, pairs: np.ndarray) -> np.ndarray:
         """Return for each of the (M, 2) pairs whether one of its answers was trained on, in any pair: (M,) bool."""
@@ -63,24 +64,17 @@ class TrainedPairs:
 
         If the folder goes to the hub (`is_uploaded`), the file lies in its subfolder `_run`, which is not uploaded.
         """
-        path, other = _places(folder)[:: -1 if is_uploaded else 1]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        other.unlink(missing_ok=True)  # the file of an earlier model
+        path = _place(folder, TRAINED_PAIRS, is_uploaded)
         with whole_file(path) as temporary, temporary.open("wb") as file:
             np.savez(file, pairs=self.pairs, is_complete=self.is_complete)
 
     @classmethod
-    def is_in(cls, folder: str | Path) -> bool:
-        """Return whether a model's folder has a file with the pairs that the model was trained on."""
-        return any(path.is_file() for path in _places(folder))
-
-    @classmethod
     def load(cls, folder: str | Path) -> "TrainedPairs | None":
         """Load the pairs from a model's folder; None if the folder has no such file."""
-        for path in filter(Path.is_file, _places(folder)):
-            with np.load(path, allow_pickle=False) as found:
-                return cls(found["pairs"], bool(found["is_complete"]))
-        return None
+        if (path := _found(folder, TRAINED_PAIRS)) is None:
+            return None
+        with np.load(path, allow_pickle=False) as found:
+            return cls(found["pairs"], bool(found["is_complete"]))
 
 
 def pair_hashes(dataset: Dataset) -> np.ndarray:
@@ -172,13 +166,10 @@ def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None
         is_uploaded: whether the folder goes to the hub. If it does, the file lies in its subfolder `_run`, which is
             not uploaded.
     """
-    path, other = _places(folder, TRAINED_PROMPTS)[:: -1 if is_uploaded else 1]
     before = load_trained_prompts(start) if start else None  # read first: it may be the file that is deleted below
-    path.unlink(missing_ok=True)
-    other.unlink(missing_ok=True)
-    if not isinstance(rows, Dataset) or not len(rows) or not (hashes := np.unique(prompt_hashes(rows)))[0]:
-        return
-    save_prompt_hashes(path.parent, hashes if before is None else np.union1d(hashes, before))
+    path = _place(folder, TRAINED_PROMPTS, is_uploaded)
+    if isinstance(rows, Dataset) and len(rows) and (hashes := np.unique(prompt_hashes(rows)))[0]:
+        save_prompt_hashes(path.parent, hashes if before is None else np.union1d(hashes, before))
 
 
 def save_prompt_hashes(folder: str | Path, hashes: np.ndarray) -> None:
@@ -195,16 +186,21 @@ def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
     Args:
         folder: output directory of the run, or one of its checkpoints.
     """
-    folders = [Path(folder), Path(folder).parent] if Path(folder).name.startswith("checkpoint-") else [Path(folder)]
-    for path in (path for each in folders for path in _places(each, TRAINED_PROMPTS) if path.is_file()):
-        return np.load(path, allow_pickle=False)
-    return None
+    path = _found(folder, TRAINED_PROMPTS)
+    if path is None and Path(folder).name.startswith("checkpoint-"):
+        path = _found(Path(folder).parent, TRAINED_PROMPTS)
+    return None if path is None else np.load(path, allow_pickle=False)
 
 
-def _places(folder: str | Path, name: str = TRAINED_PAIRS) -> list[Path]:
-    return [Path(folder, place, name) for place in ("", PRIVATE_FOLDER)]
+def _place(folder: str | Path, name: str, is_uploaded: bool) -> Path:
+    """Return where a new file goes, in a folder that is there; the file of an earlier run, wherever it is, is gone."""
+    while earlier := _found(folder, name):
+        earlier.unlink()
+    path = Path(folder, PRIVATE_FOLDER if is_uploaded else "", name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
-def _as_one(pairs: np.ndarray) -> np.ndarray:
-    """View each pair of hashes as a single value, so that whole pairs can be compared."""
-    return np.ascontiguousarray(pairs).view([("one", np.uint64), ("other", np.uint64)])[:, 0]
+def _found(folder: str | Path, name: str) -> Path | None:
+    places = (Path(folder, place, name) for place in ("", PRIVATE_FOLDER))
+    return next(filter(Path.is_file, places), None)

@@ -4,9 +4,14 @@ from ..upstream.terminal import quiet
 quiet()  # before the imports below: some libraries print remarks when they are imported
 
 from .config import DPOConfig
+from .stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 from .trainer import DPOTrainer
 
 __all__ = [
     "DPOConfig",
     "DPOTrainer",
+    "ResumableRewardTrainer",
+    "ResumableSFTTrainer",
+    "RewardConfig",
+    "SFTConfig",
 ]

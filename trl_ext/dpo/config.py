@@ -1,6 +1,5 @@
 """Configuration of [`DPOTrainer`]: TRL's `DPOConfig`, whose fields keep their meaning, and our own settings."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -156,10 +155,6 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
                 self.beta_controller == "drift" and self.drift_target is None,
                 "`beta_controller='drift'` needs `drift_target`, in nats per sequence. Run once with "
                 "`log_displacement=True`, and choose a value below the last `logps/drift` of that run.",
-            ),
-            (
-                self.beta_controller != "fixed" and not self.beta_min <= self.beta <= (self.beta_max or math.inf),
-                f"`beta={self.beta}` must lie within [`beta_min`, `beta_max`].",
             ),
             (
                 self.label_smoothing and not losses & READS_LABEL_SMOOTHING,

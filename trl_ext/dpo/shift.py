@@ -1,12 +1,10 @@
 """Tell whether the reference could have written the pairs' answers: compare their log-probs with its own samples'."""
 
 import warnings
-from itertools import islice
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset
 from torch import Tensor
 
 from ..models.generation import completion_logprobs, eos_token_ids, sample, seeded
@@ -65,8 +63,6 @@ def warn_of_shift(shift: dict[str, float], bound: float) -> None:
 
 
 def _draw(dataset: Any, count: int, seed: int) -> list[dict[str, Any]]:
-    if not isinstance(dataset, Dataset):
-        return list(islice(dataset, count))
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     rows = dataset.select(order[:count].tolist())
     return rows.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]).to_list()

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import math
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers.trainer_utils import TrainOutput
 
-from ..callbacks.console import ConsoleCallback
-from ..callbacks.recording import record_run
-from ..data import answers_alone
-from ..data.pairs import SCORES, PairCollator, check_columns, take_columns
-from ..evaluation.row_means import RowMeans
+from ..data.pairs import SCORES, PairCollator, take_columns
 from ..functional import (
     displaced,
     masked_sum,
@@ -31,9 +26,7 @@ from ..functional import (
 )
 from ..models.generation import check_savable
 from ..models.identity import weights_identity
-from ..models.loading import is_adapter, load_to_train
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy
-from ..runs.checkpoints import ResumableRun
 from ..runs.control import AgreedControl
 from ..runs.schedule import reference_of, schedule
 from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, use_adapter
@@ -42,12 +35,13 @@ from ..upstream.terminal import late_bars
 from .config import DPOConfig
 from .controllers import BetaController, MarginNormalizer, Pairs
 from .shift import distribution_shift, warn_of_shift
+from .stages import RecordedRun, checked
 
 STATE_FILE = "dpo_state.pt"
 REFERENCE_FILE = "dpo_reference.pt"
 
 
-class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
+class DPOTrainer(AgreedControl, RecordedRun, trl.DPOTrainer):
     """
     Train by Direct Preference Optimization (2305.18290) as TRL's trainer does, with more settings, see [`DPOConfig`].
 
@@ -76,7 +70,6 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
     data_collator: Any
     loss_weights: list[float]
     precompute_ref_logps: bool
-    _signature_columns: Any
 
     def __init__(
         self,
@@ -98,16 +91,12 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DPOConfig(f"{name.split('/')[-1] or 'model'}-DPO")
-        if model_is_adapter := is_adapter(model, (args.model_init_kwargs or {}).get("revision")):
-            model, processing_class = load_to_train(model, args, processing_class, peft_config, quantization_config)
-            peft_config = quantization_config = None
         self.distribution_shift: dict[str, float] | None = None
         margin = ["margin"] if "margin" in (train_dataset.column_names or ()) else [*SCORES]
         read = {"confidence": args.use_confidence, "weight": args.use_weight}
         read["source"] = args.margin_normalization == "source"
         self._pair_columns = (*(margin if args.use_margin else ()), *(name for name in read if read[name]))
         self._has_own_reference = ref_model is not None
-        train_dataset, eval_dataset = self._checked(train_dataset, "train"), self._checked(eval_dataset, "eval")
         is_full = isinstance(model, nn.Module) and peft_config is None and not is_peft_model(model)
         if (
             ref_model is None
@@ -118,32 +107,26 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
             # Without a path, TRL could not load the reference
             ref_model = unpatched_copy(model, "the reference").requires_grad_(False).eval()
 
-        with temporarily(args, model_init_kwargs=None) if model_is_adapter else contextlib.nullcontext():
-            super().__init__(
-                model=model,
-                ref_model=ref_model,
-                args=args,
-                data_collator=data_collator,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                compute_metrics=compute_metrics,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
-            )
+        super().__init__(
+            model,
+            args,
+            ref_model=ref_model,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
+        )
         check_savable(self.model)
         if self.processing_class is self._tokenizer:  # a processor's image tokens need no row of the embeddings
             check_tokenizer(self.model, self._tokenizer, pads_are_read=True)
         for each in filter(None, (self.model, self.ref_model)):
             keep_unpacked(each)
-        is_whole, pairs_per_batch = isinstance(train_dataset, Dataset), args.train_batch_size * args.world_size
-        if is_whole and (dropped := len(train_dataset) - len(self.train_dataset)):
-            self.accelerator.print(
-                f"{dropped} of {len(train_dataset)} pairs are left out: `max_length={args.max_length}` leaves no "
-                "answer token in them."
-            )
+        is_whole = isinstance(train_dataset, Dataset)
         for is_wrong, message in [
             (
                 args.beta_controller == "drift" and args.drift_horizon is None and not is_whole,
@@ -157,14 +140,6 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
         ]:
             if is_wrong:
                 raise ValueError(message)
-        if args.beta_controller == "beta_dpo" and pairs_per_batch < 8:
-            warnings.warn(
-                "`beta_controller='beta_dpo'` sets β from the margins of one micro-batch, and over all processes that "
-                f"has only {pairs_per_batch} pairs. Raise `per_device_train_batch_size` until it has 8 or more, "
-                "instead of accumulating gradients.",
-                UserWarning,
-                stacklevel=2,
-            )
         horizon = args.drift_horizon or (len(self.train_dataset) if is_whole else math.inf)
         self.beta_controller = BetaController(args, horizon)
         self.margin_normalizer: MarginNormalizer | None = None
@@ -175,7 +150,6 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
         if self._pair_columns:
             codes = {source: i for i, source in enumerate(sources)}
             self.data_collator = PairCollator(self.data_collator, self._pair_columns, codes)
-        ConsoleCallback.replace(self)
 
     # ---- The algorithm ----
 
@@ -346,23 +320,10 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
 
     # ---- Data ----
 
-    def _set_signature_columns_if_needed(self) -> None:
-        is_new = self._signature_columns is None
-        super()._set_signature_columns_if_needed()
-        if is_new:
-            self._signature_columns = [*self._signature_columns, *self._pair_columns]
-
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         if not isinstance(eval_dataset, str):  # a string names a dataset checked before
-            eval_dataset = self._checked(eval_dataset, "eval")
+            eval_dataset = checked(eval_dataset, "eval", self._pair_columns)
         return super().evaluate(eval_dataset, *args, **kwargs)
-
-    def _checked(self, dataset: Any, name: str) -> Any:
-        """Return rows, or a dictionary of them, in the form that TRL reads, with valid numbers in our columns."""
-        if isinstance(dataset, dict):
-            return {key: self._checked(part, f"{name} {key!r}") for key, part in dataset.items()}
-        check_columns(dataset, name, [column for column in self._pair_columns if column != "source"])
-        return answers_alone(dataset, f"The {name} dataset")
 
     # ---- Reference ----
 
@@ -395,8 +356,6 @@ class DPOTrainer(RowMeans, AgreedControl, ResumableRun, trl.DPOTrainer):
         Args:
             resume_from_checkpoint: `True` for the newest complete checkpoint in `output_dir`, or a path.
         """
-        if self.args.record_run:
-            record_run(self)
         if self.args.distribution_shift_samples and not resume_from_checkpoint:
             self.distribution_shift = distribution_shift(self, self.args.distribution_shift_samples)
             for name, value in self.distribution_shift.items():  # shown by the first log

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from ..data.calls import repeated_calls
+from ..data.texts import repeated_calls
 from ..models.decoding import Histories
 from ..models.sampler import SamplerRecorder
 from ..models.weights import base_model_of, gathered_by_zero3, kept_by_fsdp2

@@ -24,7 +24,7 @@ from ..callbacks.alerts import trackio_is_open
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.hack_watch import attach_watch
 from ..callbacks.recording import objections_to, record_run
-from ..data.calls import with_text_arguments
+from ..data.texts import with_text_arguments
 from ..functional import (
     LAM_SCHEDULES,
     advantages_and_returns,

@@ -13,7 +13,7 @@ from trl import RewardTrainer, SFTTrainer
 
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
-from ..data import answers_alone
+from ..data import one_form
 from ..data.pairs import PairCollator, check_columns, take_columns
 from ..evaluation.row_means import RowMeans
 from ..functional import preference_loss
@@ -27,15 +27,8 @@ from ..upstream.names import is_conversational
 from ..upstream.temporarily import temporarily
 
 
-@documented
 @dataclass
-class SFTConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.SFTConfig):
-    """
-    Extend TRL's `SFTConfig` by settings for saving, and hide credentials from W&B, TensorBoard and the like.
-
-    If they are not set, `bf16` and `gradient_checkpointing` are off on a CPU, where both cost time.
-    """
-
+class _StageSettings(HidesCredentials, SavingSettings):
     gradient_checkpointing: bool | None = setting(
         None, "Recompute activations in the backward pass, to save memory; on where there is a GPU, if unset."
     )
@@ -47,17 +40,23 @@ class SFTConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.SFTConfig
 
 @documented
 @dataclass
-class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
+class SFTConfig(_StageSettings, AnswersSettings, trl.SFTConfig):
+    """
+    Extend TRL's `SFTConfig` by settings for saving, and hide credentials from W&B, TensorBoard and the like.
+
+    If they are not set, `bf16` and `gradient_checkpointing` are off on a CPU, where both cost time.
+    """
+
+
+@documented
+@dataclass
+class RewardConfig(_StageSettings, trl.RewardConfig):
     """
     Extend TRL's `RewardConfig` by settings for saving, and for a confidence and a weight of each pair.
 
     The class hides credentials from W&B, TensorBoard and the like. If they are not set, `bf16` and
     `gradient_checkpointing` are off on a CPU, where both cost time.
     """
-
-    gradient_checkpointing: bool | None = setting(
-        None, "Recompute activations in the backward pass, to save memory; on where there is a GPU, if unset."
-    )
 
     use_confidence: bool = setting(
         False,
@@ -70,38 +69,53 @@ class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
         "pairs, not by the sum of weights.",
     )
 
-    def __post_init__(self):
-        resolve_for_cpu(self)
-        super().__post_init__()
-
 
 _TOKEN_IDS = ("input_ids", "chosen_ids", "rejected_ids")  # columns of TRL's prepared datasets
 
 
-class _RecordedRun(RowMeans, ResumableRun):
+def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
+    """Return rows, or a dictionary of them, in the form that TRL reads, with valid numbers in the pairs' columns."""
+    if isinstance(dataset, dict):
+        return {key: checked(part, f"{name} {key!r}", columns) for key, part in dataset.items()}
+    check_columns(dataset, name, [column for column in columns if column != "source"])
+    return one_form(dataset, f"The {name} dataset")
+
+
+class RecordedRun(RowMeans, ResumableRun):
+    """Check the rows, load an adapter by its path, and record the run; for all trainers here."""
+
     _is_classifier = False
+    _pair_columns: tuple[str, ...] = ()
+    _signature_columns: Any
 
     def __init__(self, model: Any, args: Any = None, **kwargs: Any):
         given = getattr(args, "model_init_kwargs", None) or {}
         for which in ("train", "eval"):
-            rows, name = kwargs.get(f"{which}_dataset"), f"The {which} dataset"
-            kwargs[f"{which}_dataset"] = (
-                {key: answers_alone(part, f"{name} {key!r}") for key, part in rows.items()}
-                if isinstance(rows, dict)
-                else answers_alone(rows, name)
-            )
+            kwargs[f"{which}_dataset"] = checked(kwargs.get(f"{which}_dataset"), which, self._pair_columns)
         if not is_adapter(model, given.get("revision")):
-            super().__init__(model, args, **kwargs)
+            super().__init__(model, args=args, **kwargs)
         else:  # load the base that the adapter names, and train the adapter further
             options = {name: kwargs.pop(name, None) for name in ("peft_config", "quantization_config")}
             model, kwargs["processing_class"] = load_to_train(
                 model, args, kwargs.get("processing_class"), **options, is_classifier=self._is_classifier
             )
             with nullcontext() if args is None else temporarily(args, model_init_kwargs=None):
-                super().__init__(model, args, **kwargs)
+                super().__init__(model, args=args, **kwargs)
+        given, rows = kwargs["train_dataset"], self.train_dataset
+        if isinstance(given, Dataset) and not getattr(self.args, "packing", False) and len(rows) < len(given):
+            self.accelerator.print(
+                f"{len(given) - len(rows):,} of {len(given):,} rows are left out: "
+                f"`max_length={self.args.max_length}` leaves no token to train on in them."
+            )
         self._warn_of_long_rows()
         check_pad_token(self.model, getattr(self.processing_class, "tokenizer", self.processing_class))
         ConsoleCallback.replace(self)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        is_new = self._signature_columns is None
+        super()._set_signature_columns_if_needed()
+        if is_new:
+            self._signature_columns = [*self._signature_columns, *self._pair_columns]
 
     def _warn_of_long_rows(self) -> None:
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
@@ -125,18 +139,12 @@ class _RecordedRun(RowMeans, ResumableRun):
         return super().train(resume_from_checkpoint, **kwargs)
 
 
-class ResumableSFTTrainer(_RecordedRun, SFTTrainer):
+class ResumableSFTTrainer(RecordedRun, SFTTrainer):
     """Extend TRL's `SFTTrainer`, so that it resumes only from a complete checkpoint of the same run."""
 
     def __init__(self, model: Any, args: Any = None, *, train_dataset: Any = None, **kwargs: Any):
         is_chat = isinstance(train_dataset, Dataset) and any(map(is_conversational, train_dataset.take(1)))
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
-        given = len(train_dataset) if isinstance(train_dataset, Dataset) and not self.args.packing else 0
-        if given and (dropped := given - len(self.train_dataset)):
-            self.accelerator.print(
-                f"SFT: {dropped:,} of {given:,} rows were dropped, since `max_length={self.args.max_length}` leaves "
-                "no token to train on."
-            )
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
         if is_chat and tokenizer.chat_template:
             warn_of_turn_end(tokenizer, eos_token_ids(self.model, tokenizer), "eos_token: {token!r}")
@@ -146,7 +154,7 @@ class ResumableSFTTrainer(_RecordedRun, SFTTrainer):
         return dict.fromkeys(("loss", "entropy", "mean_token_accuracy"), tokens)
 
 
-class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
+class ResumableRewardTrainer(RecordedRun, RewardTrainer):
     """
     Extend TRL's `RewardTrainer`, so that it resumes only from a complete checkpoint of the same run.
 
@@ -155,27 +163,14 @@ class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
 
     _is_classifier = True
     _rows_per_example = 2
-    _signature_columns: Any
     data_collator: Any
 
-    def __init__(
-        self, model: Any, args: Any = None, train_dataset: Any = None, eval_dataset: Any = None, **kwargs: Any
-    ):
+    def __init__(self, model: Any, args: Any = None, **kwargs: Any):
         options = ("confidence", "weight")
         self._pair_columns = tuple(name for name in options if getattr(args, f"use_{name}", False))
-        held_out = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-        for name, dataset in (("train", train_dataset), *held_out.items()):
-            if dataset is not None:
-                check_columns(dataset, name, self._pair_columns)
-        super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        super().__init__(model, args, **kwargs)
         if self._pair_columns:
             self.data_collator = PairCollator(self.data_collator, self._pair_columns)
-
-    def _set_signature_columns_if_needed(self) -> None:
-        is_new = self._signature_columns is None
-        super()._set_signature_columns_if_needed()
-        if is_new:
-            self._signature_columns = [*self._signature_columns, *self._pair_columns]
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -18,7 +18,6 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import TrainerCallback
 
 import trl_ext.ppo.trainer as ppo_trainer
 from tests.ppo.worker import collected
@@ -134,27 +133,6 @@ def often_ending(model):
 
 
 # ---- Set-up ----
-
-
-@pytest.mark.slow
-def test_detail_linear_lr_decay(tmp_path):
-    """The k-th of n steps is taken with lr·(1 − (k − 1)/n), by the policy and by the critic with its own lr."""
-    used = []
-
-    class ReadRates(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
-            used.append(sorted({group["lr"] for group in optimizer.param_groups}))
-
-    trainer = make(
-        tmp_path,
-        max_steps=8,
-        learning_rate=1e-3,
-        critic_learning_rate=4e-3,
-        trainer_kwargs={"callbacks": [ReadRates()]},
-    )
-    trainer.train()
-    expected = [[1e-3 * (1 - k / 8), 4e-3 * (1 - k / 8)] for k in range(8)]
-    torch.testing.assert_close(torch.tensor(used), torch.tensor(expected), rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow

@@ -74,10 +74,6 @@ def test_backward_and_the_parts_of_ppo():
     assert seconds_at({"a": Flops(1, 2, 3, 10), "b": Flops(0, 0, 0, 10)}, head_rate=5, backbone_rate=2) == 4 + 3
 
 
-def test_growth_is_a_power(scripts):
-    assert scripts.ppo.exponent([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
-
-
 @pytest.mark.slow
 def test_it_runs():
     script = Path(__file__).parents[2] / "benchmarks" / "ppo.py"

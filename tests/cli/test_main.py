@@ -22,7 +22,6 @@ from trl_ext.cli import main as commands
 from trl_ext.cli.main import TOOLS, TRAINING, main, split
 from trl_ext.runs.shipped import accelerate_file, config_file, find, names, root
 from trl_ext.upstream.names import launch_training_script  # noqa: F401 - raises if it changed
-from trl_ext.upstream.packages import check_packages
 
 ROOT = Path(trl_ext.__file__).parents[1]
 RECIPES = {"ppo": ppo, "dpo": dpo, "sft": sft, "reward": reward, "online_dpo": online_dpo} | {
@@ -149,29 +148,6 @@ def test_deepspeeds_file_is_found_from_anywhere(elsewhere):
 # ---- What is missing ----
 
 
-def test_missing_package_or_login_is_one_sentence(subtests, monkeypatch):
-    def settings(**given):
-        return type("Settings", (), given)()
-
-    for package, given, message in [
-        ("bitsandbytes", {"load_in_4bit": True}, "needs bitsandbytes, which is not installed: `pip install bitsa"),
-        ("wandb", {"report_to": ["wandb"]}, "`pip install wandb`, or give `--report_to none` instead of wandb"),
-        ("trackio", {"report_to": ["trackio"]}, "`pip install trackio`, or"),
-    ]:
-        with subtests.test(package=package), monkeypatch.context() as patch:
-            patch.setitem(sys.modules, package, None)
-            with pytest.raises(ImportError, match=re.escape(message)):
-                check_packages(settings(**given))
-    check_packages(settings(load_in_4bit=False, report_to=[]), settings())
-    with monkeypatch.context() as patch:
-        patch.setattr("trl_ext.upstream.packages.has_wandb_login", lambda: False)
-        with pytest.raises(
-            ValueError, match="run `wandb login`, or set WANDB_MODE=offline, or give `--report_to none`"
-        ):
-            check_packages(settings(report_to=["wandb"]))
-
-
-@pytest.mark.slow
 def test_doctor_says_what_is_there(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert main(["doctor"]) == 0

@@ -111,12 +111,6 @@ def test_batch_arithmetic(subtests, tmp_path):
             assert args.max_steps == steps == math.ceil(episodes / args.batch_size) * mini_batches * epochs
 
 
-def test_grpos_name_of_the_score_chooses_the_best_model(tmp_path):
-    for name in ("reward", "eval_reward"):
-        args = config(tmp_path, metric_for_best_model=name)
-        assert (args.metric_for_best_model, args.greater_is_better) == ("eval_objective/scores", True)
-
-
 RANGES = {  # a value beyond each range, and what else it needs
     "adam_epsilon": 0.0,
     "cliprange": 0.0,

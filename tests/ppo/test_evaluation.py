@@ -79,24 +79,12 @@ def test_greedy_is_greedy(tmp_path):
     assert trainer.generation_config.do_sample  # and training samples again
 
 
-def test_an_evaluation_batch_holds_whole_groups(tmp_path):
-    """RLOO's config sees to this only where `eval_strategy` is set, and `evaluate()` after training would fail."""
-    with pytest.raises(ValueError, match="evaluation batch has 4 responses .* not a multiple of 3"):
-        make(tmp_path, num_generations_eval=3)
-
-
 def test_unscored_responses_are_counted_over_all_batches(tmp_path):
     def reward(completions, **kwargs):
         return [None, *[1.0] * (len(completions) - 1)]  # 3 batches: 4 + 4 + 1 rows
 
     metrics = make(tmp_path, reward).evaluate()
     assert metrics["eval_objective/num_unscored"] == metrics["eval_greedy/objective/num_unscored"] == 3
-
-
-def test_the_time_of_an_evaluation_is_not_counted_as_training(tmp_path):
-    trainer = make(tmp_path)
-    trainer.evaluate()
-    assert not any(name.startswith("time/") for name in trainer.metrics.report())
 
 
 def test_without_greedy(tmp_path):

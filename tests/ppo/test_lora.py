@@ -158,11 +158,6 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
     torch.testing.assert_close(actual, torch.tensor(alone), rtol=1e-5, atol=1e-5)
 
 
-def test_a_base_in_a_wider_dtype_is_the_same_base():
-    model = tiny_llama().bfloat16()
-    assert weights_hash(model) == weights_hash(model.float()) != weights_hash(tiny_llama())
-
-
 @pytest.mark.slow
 def test_a_base_is_shared_only_with_the_adapter_that_was_trained_on_it(subtests, base, tmp_path, monkeypatch):
     """By its fingerprint, whatever the LM head; without one by its name; on the hub by name and commit."""

@@ -94,16 +94,3 @@ def test_a_pad_token_out_of_the_vocabulary_changes_nothing(tmp_path):
         ]
         ends.append((trainer.model.state_dict(), logs))
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-7)
-
-
-def test_a_token_out_of_the_vocabulary_that_is_no_pad_token_raises(tmp_path):
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens(["<tool>"])
-    with pytest.raises(ValueError, match="the tokenizer has more: .*<tool>"):
-        PPOTrainer(
-            model=tiny_llama(),
-            reward_funcs=length_reward,
-            args=tiny_config(tmp_path),
-            train_dataset=prompts(),
-            processing_class=tokenizer,
-        )

@@ -67,27 +67,6 @@ def test_auto_trusts_the_sampler_where_it_is_exact(tmp_path):
     assert not make_trainer(tmp_path, model=tiny_llama().bfloat16())._trusts_sampler
 
 
-def test_answers_that_were_changed_after_drawing_are_scored_again(tmp_path):
-    """A subclass may edit answers; the sampler's log-probs are then of other tokens."""
-    trainer = make_trainer(tmp_path, old_logprobs="sampler")
-    seen, draw = collected(trainer), trainer._generate_single_turn
-
-    def changed(*args):
-        answers, logprobs = draw(*args)
-        return [[*ids[:-1], 9] for ids in answers], logprobs
-
-    trainer._generate_single_turn = changed
-    trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
-    (rollout,) = seen
-    for i, n in enumerate(rollout.lengths.int().tolist()):
-        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()]
-        ids = torch.cat([prompt, rollout.completion_ids[i, :n]])
-        with torch.no_grad():
-            logprobs = trainer.model.policy(input_ids=ids[None]).logits[0, -n - 1 : -1].log_softmax(-1)
-        expected = logprobs.gather(1, ids[-n:, None]).squeeze(1)
-        torch.testing.assert_close(rollout.logprobs[i, :n], expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [make_trainer, worker.lora_trainer])
 @pytest.mark.parametrize("attention", ["sdpa", VARLEN])

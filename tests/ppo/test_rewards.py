@@ -312,16 +312,6 @@ def test_rollouts_without_any_score_move_nothing(tmp_path):
     assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
 
 
-def test_truncated_answers_that_are_masked_take_no_part(tmp_path):
-    config = {"mask_truncated_completions": True, "reward_normalization": "running", "max_steps": 1}
-    trainer = make(tmp_path, length_reward, **config)
-    rollouts = collected(scripted(trainer))
-    trainer.train()
-    (rollout,) = rollouts
-    assert rollout.valid.tolist() == rollout.ended.tolist() and 0 < rollout.ended.sum() < 8
-    assert trainer.reward_normalizer.running[0] == rollout.ended.sum()
-
-
 # ---- The order of the reward ----
 
 

@@ -221,10 +221,3 @@ def test_messages_as_prompts(tmp_path):
     assert all(set(completion[0]) == {"role", "content"} for _, completion in seen)
     row = rows_of(trainer)["prompt_ids"][0][rows_of(trainer)["prompt_mask"][0].bool()]
     assert trainer.processing_class.decode(row).split()[0::3][:1] == ["<user>"]
-
-
-def test_training_without_a_reference(tmp_path):
-    trainer = make(tmp_path, use_ref_model=False, kl_coef=0.0)
-    trainer.train()
-    assert trainer.ref_model is None and not logged(trainer, "objective/kl")
-    assert logged(trainer, "objective/scores")

@@ -2,8 +2,6 @@ import pytest
 
 from recipes.demo.world import (
     PHRASE,
-    PROBLEMS,
-    PRODUCTS,
     gold,
     make_world,
     phrase_reward,
@@ -16,17 +14,6 @@ GOOD = "this is about your kettle . please replace the rubber seal . kind regard
 @pytest.fixture(scope="module")
 def world():
     return make_world(0, **SIZES)
-
-
-def case_of(prompt):
-    """Read product and problem from a prompt, as the policy must."""
-    (product,) = {word for word in prompt.split() if word in PRODUCTS}
-    (problem,) = {
-        problem
-        for problem, (complaints, _) in PROBLEMS.items()
-        if any(f" {product} {complaint} ." in prompt for complaint in complaints)
-    }
-    return product, problem
 
 
 # Weights: product 0.25, remedy 0.35, polite 0.2, no_repetition 0.1, in_time 0.1

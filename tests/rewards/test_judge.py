@@ -104,20 +104,6 @@ def test_only_a_verdict_of_the_judges_own_counts(message, score):
                 JudgeReward(url, "m", RUBRIC)(["p"], ["a"])
 
 
-OUTAGES = [  # with status 200, as gateways send them while the model behind them is down
-    {"error": {"code": 502, "message": "upstream"}},
-    {"error": {"code": "rate_limit", "message": "slow down"}, "choices": None},
-    {"error": "overloaded"},
-    {"choices": []},
-    {"choices": [{"error": {"code": 503, "message": "no provider"}}]},
-    says("Score: 1", "error"),
-    {"detail": "starting"},
-    b"",
-    b"<html>One moment, please</html>",
-    b'{"choices": [{"mess',
-]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("reason", ["content_filter", "abort", "model_length", "SAFETY", 7, ["stop"]], ids=str)
 def test_a_verdict_that_was_withheld_or_stopped_is_no_score_and_ends_no_run(reason, caplog):

@@ -18,7 +18,7 @@ import uvicorn
 
 from tests.tiny import WORDS, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards import ModelReward, RemoteReward
-from trl_ext.workbench import serving as serve_reward
+from trl_ext.workbench.feedback import serving as serve_reward
 from trl_ext.workbench.feedback.serving import Batcher, Limits, make_app
 
 ROOT = Path(__file__).parents[2]

@@ -33,8 +33,11 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
     """
     path = Path(output_dir)
     there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), path)
-    with tempfile.TemporaryFile(dir=there):
-        pass
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise OSError(f"`output_dir` {output_dir} cannot be written ({error.strerror}): choose another") from error
     is_finished = (path / "train_results.json").is_file() and not any(path.glob("checkpoint-*"))
     if is_finished and str(resume).lower() != "false":
         raise FileExistsError(

@@ -175,8 +175,7 @@ def generation(device, is_cuda):
     from peft import LoraConfig, get_peft_model
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    from trl_ext.models.decoding import decode
-    from trl_ext.models.sampler import SamplerRecorder
+    from trl_ext.models.decoding import SamplerRecorder, decode
 
     model = build({"size": "1.5B" if is_cuda else "tiny"}, device).eval()
     prompt, new = (PROMPT, 128) if is_cuda else (8, 8)

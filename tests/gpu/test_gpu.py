@@ -34,9 +34,8 @@ from tests.ppo.worker import (
 from tests.tiny import tiny_config, tiny_llama
 from trl_ext import PPOTrainer
 from trl_ext.functional import logprobs_and_entropies
-from trl_ext.models.decoding import Histories
+from trl_ext.models.decoding import Histories, TokenSampler
 from trl_ext.models.packing import _attention, starts_of
-from trl_ext.models.sampler import TokenSampler
 from trl_ext.runs.marker import read_marker
 
 DEVICE = os.environ.get("TRL_EXT_TEST_DEVICE", "cuda")

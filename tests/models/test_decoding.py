@@ -20,9 +20,8 @@ from transformers import (
 
 from tests.tiny import tiny_gpt2
 from trl_ext.models import decoding
-from trl_ext.models.decoding import Histories, decode
+from trl_ext.models.decoding import Histories, SamplerRecorder, decode, draw
 from trl_ext.models.generation import completion_logprobs
-from trl_ext.models.sampler import SamplerRecorder, draw
 
 SHAPE = {
     "vocab_size": 29,

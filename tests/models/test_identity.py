@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.tiny import tiny_tokenizer
-from trl_ext.models.identity import hash_of, hub_identity, tokenizer_identity
+from trl_ext.models.weights import hash_of, hub_identity, tokenizer_identity
 
 
 def test_a_model_of_the_hub_is_known_by_name_and_commit(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ from tests.ppo.worker import (
 from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
 from trl_ext import save_base_fingerprint
 from trl_ext.models import adapters
-from trl_ext.models.identity import weights_hash
+from trl_ext.models.weights import weights_hash
 
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 IDS = torch.tensor([[6, 7, 8, 9, 10], [11, 6, 6, 20, 2]])

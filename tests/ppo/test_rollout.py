@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from trl_ext.models.sampler import SamplerRecorder
+from trl_ext.models.decoding import SamplerRecorder
 from trl_ext.ppo.controllers import ApproxKLStop
 from trl_ext.ppo.evaluation import EvaluationPass
 from trl_ext.ppo.rollout import Rollout, joined, permuted, sequence_scores

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiny import tiny_config
 from trl_ext.runs.redaction import HIDDEN, pickled_without_credentials, redacted, without_credentials
-from trl_ext.upstream.temporarily import temporarily
+from trl_ext.upstream.names import temporarily
 
 HF = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vX7zA9cE1gH3j"
 

@@ -5,7 +5,7 @@ from datasets import Dataset
 
 from tests.tiny import ON_CPU, tiny_llama, tiny_tokenizer
 from trl_ext.dpo import ResumableSFTTrainer, SFTConfig
-from trl_ext.runs.schedule import block, steps_of
+from trl_ext.runs.checkpoints import block, steps_of
 
 
 def make(folder, rows=13, **kwargs):

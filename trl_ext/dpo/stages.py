@@ -23,8 +23,7 @@ from ..models.weights import check_pad_token
 from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import AnswersSettings, SavingSettings, documented, resolve_for_cpu, setting
-from ..upstream.names import is_conversational
-from ..upstream.temporarily import temporarily
+from ..upstream.names import is_conversational, temporarily
 
 
 @dataclass

@@ -25,12 +25,10 @@ from ..functional import (
     sequence_logprobs,
 )
 from ..models.generation import check_savable
-from ..models.identity import weights_identity
-from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy
+from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy, weights_identity
+from ..runs.checkpoints import reference_of, schedule
 from ..runs.control import AgreedControl
-from ..runs.schedule import reference_of, schedule
-from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, use_adapter
-from ..upstream.temporarily import temporarily
+from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, temporarily, use_adapter
 from ..upstream.terminal import late_bars
 from .config import DPOConfig
 from .controllers import BetaController, MarginNormalizer, Pairs

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.trainer_utils import has_length
 
 from ..functional import empty_moments, merge_moments
-from ..upstream.temporarily import temporarily
+from ..upstream.names import temporarily
 
 
 class RowMeans:

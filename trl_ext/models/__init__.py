@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .generation import eos_token_ids as eos_token_ids
     from .generation import prompt_token_ids as prompt_token_ids
     from .generation import sample as sample
-    from .identity import path_identity as path_identity
-    from .identity import tokenizer_identity as tokenizer_identity
     from .lm_head import add_dense_lm_head as add_dense_lm_head
     from .loading import base_of as base_of
     from .loading import fit_vocabulary as fit_vocabulary
@@ -36,6 +34,8 @@ if TYPE_CHECKING:
     from .weights import base_model_of as base_model_of
     from .weights import check_same_ids as check_same_ids
     from .weights import keep_unpacked as keep_unpacked
+    from .weights import path_identity as path_identity
+    from .weights import tokenizer_identity as tokenizer_identity
     from .weights import vocabulary_of as vocabulary_of
 else:
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)

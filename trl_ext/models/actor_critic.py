@@ -15,9 +15,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from ..functional import position_ids
 from ..upstream.names import set_zero3_state
 from .adapters import CRITIC, POLICY, AdapterSwitch
-from .decoding import Histories, decode
+from .decoding import Histories, SamplerRecorder, decode
 from .generation import neutral_generation
-from .sampler import SamplerRecorder
 from .weights import base_model_of, tokens_beyond, unpatched_copy, vocabulary_of, whole
 
 

@@ -22,10 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..upstream.names import AuxiliaryTrainingWrapper, BaseTunerLayer
-from ..upstream.temporarily import temporarily
-from .identity import hash_of, hub_identity, weights_hash
-from .weights import base_model_of
+from ..upstream.names import AuxiliaryTrainingWrapper, BaseTunerLayer, temporarily
+from .weights import base_model_of, hash_of, hub_identity, weights_hash
 
 if TYPE_CHECKING:
     from .actor_critic import ActorCritic

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, GenerationConfig
 
 from ..functional import position_ids
-from ..upstream.temporarily import temporarily
+from ..upstream.names import temporarily
 from .weights import base_model_of
 
 _PAD = 0  # any id would do, since it is masked; a tokenizer's own pad may lie outside the model's vocabulary

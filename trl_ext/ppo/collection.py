@@ -11,11 +11,9 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from ..data.texts import repeated_calls
-from ..models.decoding import Histories
-from ..models.sampler import SamplerRecorder
+from ..models.decoding import Histories, SamplerRecorder
 from ..models.weights import base_model_of, gathered_by_zero3, kept_by_fsdp2
-from ..upstream.names import disable_gradient_checkpointing, use_adapter
-from ..upstream.temporarily import temporarily
+from ..upstream.names import disable_gradient_checkpointing, temporarily, use_adapter
 from .environments import Calls
 from .inputs import with_prompts
 from .rewards import background_last

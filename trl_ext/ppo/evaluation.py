@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.trainer_callback import ProgressCallback
 
 from ..models.generation import forked_rng
-from ..upstream.temporarily import temporarily
+from ..upstream.names import temporarily
 
 
 @dataclass

@@ -26,13 +26,13 @@ from ..models.adapters import (
     prepare_peft_model,
 )
 from ..models.generation import forked_rng
-from ..models.identity import hub_identity
 from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader, is_adapter, load_merged, load_separately, load_tokenizer
 from ..models.weights import (
     base_model_of,
     check_same_ids,
     disable_dropout,
+    hub_identity,
     unpatched_copy,
     unwrapped,
     vocabulary_of,

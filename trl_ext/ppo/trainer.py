@@ -51,21 +51,26 @@ from ..models.adapters import (
     without_base,
 )
 from ..models.generation import check_savable, warn_of_turn_end
-from ..models.identity import weights_identity
 from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader, is_adapter, load_to_train
-from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
-from ..runs.checkpoints import ResumableRun
+from ..models.weights import (
+    base_model_of,
+    check_tokenizer,
+    disable_dropout,
+    keep_unpacked,
+    vocabulary_of,
+    weights_identity,
+)
+from ..runs.checkpoints import ResumableRun, block, count, portions, reference_of, saves, sizes
 from ..runs.control import AgreedControl, check_monitors, spoilt, take_kl_scale
 from ..runs.output_dir import Hold
-from ..runs.schedule import block, count, portions, reference_of, saves, sizes
 from ..upstream.names import (
     RepeatSampler,
     check_contract,
     get_config_model_id,
     is_conversational,
+    temporarily,
 )
-from ..upstream.temporarily import temporarily
 from ..upstream.terminal import late_bars
 from . import gradients
 from .collection import RolloutTrainer

@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..runs.files import on_first
 from ..runs.marker import read_marker
-from ..upstream.temporarily import temporarily
+from ..upstream.names import temporarily
 from .inputs import with_prompts
 
 Answers = tuple[list[list[int]], list[list[float]]]  # the tokens of each answer, and their log-probs

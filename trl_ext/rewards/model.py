@@ -20,9 +20,8 @@ from transformers import (
 )
 
 from ..models.generation import eos_token_ids as ends_of
-from ..models.identity import hash_of, path_identity, tokenizer_identity
-from ..upstream.names import is_conversational
-from ..upstream.temporarily import temporarily
+from ..models.weights import hash_of, path_identity, tokenizer_identity
+from ..upstream.names import is_conversational, temporarily
 from .member import checked_name
 from .scores import log_to
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..upstream.temporarily import temporarily
+from ..upstream.names import temporarily
 from .control import spoilt
 from .files import from_first, on_first
 from .marker import MARKER, checkpoints_of, delete_old, write_marker

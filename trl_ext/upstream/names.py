@@ -8,6 +8,8 @@ names do.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -237,3 +239,20 @@ def sentence(changes: list[str]) -> str:
         f"trl_ext was tested with {tested}. In the installed {installed}, {'; '.join(changes[:3])}{more}. Install the "
         "tested version, or a newer trl_ext (`python -m trl_ext.cli.contract` shows every item)."
     )
+
+
+@contextmanager
+def temporarily(target: Any, **values: Any) -> Iterator[None]:
+    """
+    Set attributes of `target` within the block, and restore their old values after it, even after an error.
+
+    An attribute that `target` did not have before is deleted.
+    """
+    saved = {name: getattr(target, name) for name in values if hasattr(target, name)}
+    vars(target).update(values)
+    try:
+        yield
+    finally:
+        for name in values.keys() - saved.keys():
+            vars(target).pop(name, None)
+        vars(target).update(saved)

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.ppo.worker import (
     BUILDERS,
-    CRITIC_LORA,
     LORA,
     RESUMED,
     collected,
@@ -29,7 +28,6 @@ from tests.ppo.worker import (
     lora_configs,
     lora_trainer,
     make_trainer,
-    optimizer_state,
     rows_of,
     scripted,
     users_model,
@@ -202,29 +200,6 @@ def test_a_base_is_shared_only_with_the_adapter_that_was_trained_on_it(subtests,
 # ---- Where the critic starts ----
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", [None, {"r": 3}, {"lora_alpha": 7}, {"target_modules": ["q_proj"]}])
-def test_the_critic_starts_as_the_reward_model_if_their_adapters_are_alike(change, base, tmp_path):
-    reward = saved_reward(tmp_path / "reward", base)
-    config = LoraConfig(**LORA | CRITIC_LORA | (change or {}))
-    trainer = lora_trainer(tmp_path, model=base, reward=reward, trainer_kwargs={"critic_peft_config": config})
-    expected = torch.zeros(2) if change else classifier(reward)(IDS).logits[:, 0]
-    assert expected.any() != bool(change)
-    torch.testing.assert_close(critic_values(trainer), expected, rtol=1e-5, atol=1e-5)
-    trained = parameters(trainer, "critic")
-    assert trained and all(p.requires_grad for p in trained.values())
-    assert trainer.model.critic.score.weight.dtype == torch.float32
-
-    scripted(trainer).train()
-    # A copy: the reward model's own did not move with it
-    torch.testing.assert_close(trainer.model.rewards["reward_0"].score.weight, load_head(reward), rtol=0, atol=0)
-    assert not torch.equal(trainer.model.critic.score.weight, load_head(reward))
-
-
-def load_head(folder):
-    return load_file(f"{folder}/adapter_model.safetensors")["base_model.model.score.weight"]
-
-
 # ---- A PeftModel of the user's own ----
 
 
@@ -300,36 +275,6 @@ def test_what_is_saved_loads_with_plain_peft(is_users, base, tmp_path):
 def saved_sft(tmp_path):
     users_model().save_pretrained(tmp_path / "sft")
     return str(tmp_path / "sft")
-
-
-def test_checkpoints_hold_no_base_weights(base, tmp_path):
-    """With a base of a megabyte, a checkpoint is smaller than that, and holds each adapter once."""
-    large = saved_base(tmp_path / "large", intermediate_size=8192)
-    reward = saved_reward(tmp_path / "reward", large, target_modules=["q_proj"])
-    actor, critic = (LoraConfig(**LORA | {"target_modules": ["q_proj"], "r": r}) for r in (4, 2))
-    trainer = lora_trainer(
-        tmp_path,
-        model=large,
-        reward=reward,
-        save_strategy="steps",
-        save_steps=4,
-        trainer_kwargs={"peft_config": actor, "critic_peft_config": critic},
-    )
-    scripted(trainer).train()
-    checkpoint = tmp_path / "checkpoint-4"
-    size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-    base_size = (tmp_path / "large" / "model.safetensors").stat().st_size
-    assert size < 0.1 * base_size and base_size > 2**20
-
-    saved = (
-        load_file(checkpoint / "adapter_model.safetensors"),
-        load_file(checkpoint / "critic/adapter_model.safetensors"),
-    )
-    expected = parameters(trainer, "default"), parameters(trainer, "critic")
-    for tensors, own in zip(saved, expected, strict=True):
-        assert sum(t.numel() for t in tensors.values()) == sum(p.numel() for p in own.values())
-    moments = [t.numel() for n, t in optimizer_state(trainer).items() if n.endswith("exp_avg")]
-    assert sum(moments) == sum(p.numel() for own in expected for p in own.values())
 
 
 # ---- Resuming ----

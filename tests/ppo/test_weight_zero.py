@@ -10,11 +10,7 @@ from peft import LoraConfig
 from tests.rewards.test_model import adapted, saved
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
-from trl_ext.ppo.rollout import sequence_scores
 from trl_ext.rewards import GoldJudgeReward, PhraseReviewReward, RepetitionWatch, ScoreWatch
-
-NAN = torch.nan
-
 
 # ---- What is trained on: of some rows both say something, of some one, of some neither ----
 
@@ -157,16 +153,3 @@ def test_a_reward_of_weight_0_changes_no_weight_by_a_bit(tmp_path, without, run,
     weights, still_unscored = trained(tmp_path, run, MEASURED[name](tmp_path))
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
     assert still_unscored == unscored
-
-
-def test_scores_are_those_of_the_weighted_functions_alone():
-    generator = torch.Generator().manual_seed(0)
-    rewards = torch.randn(200, 7, generator=generator)
-    rewards[torch.rand(200, 7, generator=generator) < 0.4] = NAN
-    weights, ended = torch.tensor([0.5, 0, -1.0, 2.0, 0, 0.3, -0.0]), torch.rand(200, generator=generator) < 0.5
-    used = weights != 0
-    assert rewards[:, used].isnan().all(1).any() and not rewards.isnan().all(1).equal(rewards[:, used].isnan().all(1))
-    for rule in ({}, {"missing_eos_score": -7.0}, {"missing_eos_penalty": 2.0}):
-        scores = [sequence_scores(rewards[:, f], weights[f], ended, **rule) for f in (slice(None), used)]
-        torch.testing.assert_close(*scores, rtol=0, atol=0, equal_nan=True)
-    assert sequence_scores(rewards, torch.zeros(7), ended).isnan().all()  # nothing is trained on what only measures

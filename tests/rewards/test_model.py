@@ -6,14 +6,10 @@ import pickle
 
 import pytest
 import torch
-import trl
-from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
-from trl import GRPOConfig, RLOOConfig
 
 from tests.tiny import (
-    ON_CPU,
     WORDS,
     prompts,
     tiny_config,
@@ -224,52 +220,6 @@ def test_it_pickles(tmp_path):
 
 
 # ---- In trainers ----
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["GRPO", "RLOO"])
-@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
-def test_a_stock_trainer_logs_its_scores(tmp_path, trainer, chat):
-    seen, tokenizer = [], tiny_tokenizer()
-    reward = ModelReward(saved(tmp_path / "rm"), policy_tokenizer=tokenizer, name="rm")
-
-    def watched(prompts, completions, **kwargs):
-        seen.append((prompts, completions, kwargs["completion_ids"]))
-        return reward(prompts, completions, **kwargs)
-
-    rows = prompts(8)["prompt"]
-    if chat:
-        rows = [[{"role": "user", "content": text}] for text in rows]
-    config = {"GRPO": GRPOConfig, "RLOO": RLOOConfig}[trainer](
-        output_dir=str(tmp_path / "run"),
-        **{
-            **ON_CPU,
-            "per_device_train_batch_size": 4,
-            "num_generations": 2,
-            "max_completion_length": 6,
-            "beta": 0.0,
-            "max_steps": 1,
-        },
-    )
-    trained = getattr(trl, f"{trainer}Trainer")(
-        model=tiny_llama(),
-        reward_funcs=watched,
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": rows}),
-        processing_class=tokenizer,
-    )
-    trained.train()
-    means = [log["rewards/watched/mean"] for log in trained.state.log_history if "rewards/watched/mean" in log]
-    asked, said, ids = seen[0]
-    scores = [
-        reward(
-            [prompt],
-            [answer],
-            finished=[row[-1] == tokenizer.eos_token_id],
-        )[0]
-        for prompt, answer, row in zip(asked, said, ids, strict=True)
-    ]
-    assert means[0] == pytest.approx(sum(scores) / len(scores), abs=1e-5) and len(set(scores)) > 1
 
 
 def test_in_ppo_it_says_what_the_trainers_own_reward_model_says(tmp_path):

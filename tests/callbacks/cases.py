@@ -92,10 +92,6 @@ def entropies(rng, runs, n, moved=1.0, logs=LOGS):
     return mean_and_std(answers, "policy/entropy_avg", "policy/entropy_std")
 
 
-def sft_entropies(rng, runs, n, moved=1.0, logs=LOGS):
-    return {"entropy": np.abs(rng.normal(0.31 * moved, 0.06 * moved, (runs, logs, n))).mean(-1)}
-
-
 def clips(rng, runs, n, moved=1.0, logs=LOGS):
     """2 % of the tokens of an answer, as in healthy runs."""
     return {
@@ -109,13 +105,6 @@ def critics(rng, runs, n, moved=0.0, logs=LOGS):
     left = (1 - explained) * rng.chisquare(n - 1, (runs, logs)) / rng.chisquare(n - 1, (runs, logs))
     squares = (0.5 * rng.normal(0, 0.5, (runs, logs, n)) ** 2) * (1 - explained)[:, None]
     return {"val/explained_variance": 1 - left} | mean_and_std(squares, "loss/value_avg", "loss/value_std")
-
-
-def constant_critics(rng, runs, n):
-    return {
-        "val/explained_variance": rng.normal(-1e-9, 1e-9, (runs, LOGS)),
-        "loss/value_avg": np.full((runs, LOGS), 0.5),
-    }
 
 
 def disagreements(rng, runs, n, moved=1.0, logs=LOGS):
@@ -134,10 +123,10 @@ def repetitions(rng, runs, n, moved=0.0, logs=LOGS):
     }
 
 
-def tools(rng, runs, n, moved=0.0, logs=LOGS, calls=0.6):
+def tools(rng, runs, n, moved=0.0, logs=LOGS):
     """60 % of the episodes call a tool, a geometric number of times. All calls of an episode fare alike."""
     shape = (runs, logs, n)
-    made = np.where(rng.random(shape) < calls, rng.geometric(0.3, shape), 0)
+    made = np.where(rng.random(shape) < 0.6, rng.geometric(0.3, shape), 0)
     of_all = np.maximum(made.sum(-1), 1)
     shares = {"failure": 0.15, "repeated": 0.3}
     log = {
@@ -147,21 +136,9 @@ def tools(rng, runs, n, moved=0.0, logs=LOGS, calls=0.6):
     return log | {"tools/call_frequency": made.mean(-1)}
 
 
-def grpo_tools(rng, runs, n, moved=0.0):
-    """Eight episodes of a prompt fare alike, and no repetition is logged."""
-    log = tools(rng, runs, max(1, n // 8), moved)
-    return {key: values for key, values in log.items() if "repeated" not in key}
-
-
-def rare_tools(rng, runs, n):
-    """In most logs of 8 answers no tool is called; TRL logs 0 then."""
-    return tools(rng, runs, n, calls=0.1)
-
-
 def scores(rng, runs, n, moved=0.0, logs=LOGS):
     answers = rng.normal(moved, 0.97, (runs, logs, n))
-    witnesses = lengths(rng, runs, n, 2.0 if moved else 1.0, logs) | repetitions(rng, runs, n, 0.0, logs)
-    return mean_and_std(answers, "objective/scores", "objective/scores_std") | witnesses
+    return mean_and_std(answers, "objective/scores", "objective/scores_std")
 
 
 def on_policy(rng, runs, n, moved=0.0, logs=LOGS):
@@ -173,13 +150,6 @@ def on_policy(rng, runs, n, moved=0.0, logs=LOGS):
     return log | texts
 
 
-def learns(rng, runs, n, logs=LOGS):
-    """A reward that rises by 3 σ from the first quarter of the run on: with no mark, this is what training is for."""
-    rises = 3.0 * np.clip(np.arange(logs) / logs - 0.25, 0, 0.25)[:, None] * 4
-    answers = rng.normal(0, 0.97, (runs, logs, n)) + rises
-    return on_policy(rng, runs, n, logs=logs) | mean_and_std(answers, "objective/scores", "objective/scores_std")
-
-
 def golds(rng, runs, n, moved=0.0, logs=LOGS):
     """Evaluations of the same prompts. Gold and proxy each see a part of an answer; nothing rises."""
     prompts, shape = rng.normal(0, 0.7, (runs, 1, n)), (runs, logs, n)
@@ -188,15 +158,6 @@ def golds(rng, runs, n, moved=0.0, logs=LOGS):
     wins = (gold > gold[:, :1]).mean(-1)
     wins[:, 0] = np.nan  # the first evaluation has none
     return log | mean_and_std(gold, f"{GOLD}/mean", f"{GOLD}/std") | {"eval_gold/win_rate": wins}
-
-
-def greedy_golds(rng, runs, n, logs=LOGS):
-    """Greedy answers that changed once, for no better and no worse: every evaluation has the same win rate."""
-    gold = rng.normal(0, 1, (runs, 2, n))
-    wins = np.repeat((gold[:, 1] > gold[:, 0]).mean(-1)[:, None], logs, axis=1)
-    return mean_and_std(np.repeat(gold[:, 1:], logs, axis=1), "eval_gold/mean", "eval_gold/std") | {
-        "eval_gold/win_rate": wins
-    }
 
 
 def judged(rng, runs, n, moved=0.0, logs=LOGS):
@@ -215,22 +176,16 @@ NULL = {
     "kl": (KLBudgetCallback, {}, PPOConfig, 1, kls),
     "clip": (ClipFractionCallback, {}, PPOConfig, STEPS, clips),
     "entropy": (EntropyFloorCallback, {}, PPOConfig, STEPS, entropies),
-    "entropy without spread": (EntropyFloorCallback, {"keys": {"entropy": "entropy"}}, PPOConfig, 1, sft_entropies),
     "length": (LengthDriftCallback, {}, PPOConfig, 1, lengths),
     "length in GRPO": (LengthDriftCallback, {}, GRPOConfig, 1, grpo_lengths),
     "cut off": (CutOffCallback, {}, PPOConfig, 1, cut_off),
     "critic": (ValueHealthCallback, {}, PPOConfig, 1, critics),
-    "constant critic": (ValueHealthCallback, {}, PPOConfig, 1, constant_critics),
     "disagreement": (RewardDisagreementCallback, {}, PPOConfig, 1, disagreements),
     "repetition": (RepetitionCallback, {}, PPOConfig, 1, repetitions),
     "tools": (ToolAbuseCallback, {}, PPOConfig, 1, tools),
-    "tools in GRPO": (ToolAbuseCallback, {}, GRPOConfig, 1, grpo_tools),
-    "rare tools": (ToolAbuseCallback, {}, PPOConfig, 1, rare_tools),
     "reward": (RewardDriftCallback, {"window": 300}, PPOConfig, 1, scores),
     "hack": (HackWatch, {"limit": 0.5}, PPOConfig, 1, on_policy),
-    "no hack, but learning": (HackWatch, {}, PPOConfig, 1, learns),
     "gold": (GoldGapCallback, {}, PPOConfig, 1, golds),
-    "gold's own judge": (GoldGapCallback, {"gold": "eval_gold/mean"}, PPOConfig, 1, greedy_golds),
     "canary": (CanaryCallback, {"prompts": ["?"]}, PPOConfig, 1, judged),
     "not finite": (NotFiniteCallback, {}, PPOConfig, 1, losses),
 }
@@ -240,7 +195,6 @@ CHANGES = {
     "kl": ({"moved": 1.5}, (16, 4, 1)),
     "clip": ({"moved": 200}, (32, 16, 8)),
     "entropy": ({"moved": 0.05}, (32, 16, 16)),
-    "entropy without spread": ({"moved": 0.05}, (32, 32, 32)),
     "length": ({"moved": 3.0}, (4, 1, 1)),
     "length in GRPO": ({"moved": 3.0}, (16, 4, 2)),
     "cut off": ({"moved": 0.99}, (16, 8, 4)),
@@ -248,7 +202,7 @@ CHANGES = {
     "disagreement": ({"moved": 4.0}, (8, 4, 4)),
     "repetition": ({"moved": 0.7}, (8, 2, 1)),
     "tools": ({"moved": 0.85}, (32, 8, 2)),
-    "reward": ({"moved": 6.0}, (16, 4, 2)),
+    "reward": ({"moved": -6.0}, (16, 4, 2)),
     "hack": ({"moved": 9.0}, (32, 8, 4)),
     "gold": ({"moved": 2.0}, (16, 4, 2)),
     "canary": ({"moved": 2.0}, (4, 4, 4)),
@@ -267,7 +221,7 @@ BAD_NUMBERS = {
     KLBudgetCallback: ({}, {"kl": (0.0, 99.0)}),
     ClipFractionCallback: ({"steps": 1}, {"clip": (0.0, 0.9)}),
     EntropyFloorCallback: ({"steps": 1}, {"entropy": (2.0, 0.01)}),
-    LengthDriftCallback: ({"rollouts": 2}, {"length": (10.0, 99.0), "cut": (0.0, 0.0)}),
+    LengthDriftCallback: ({"rollouts": 2}, {"length": (10.0, 99.0)}),
     CutOffCallback: ({"rollouts": 1}, {"cut": (0.1, 1.0)}),
     ValueHealthCallback: ({"rollouts": 1, "steps": 1}, {"ev": (0.5, -9.0), "vl": (1.0, 1.0)}),
     RewardDisagreementCallback: ({"rollouts": 2}, {"rewards/two/disagreement": (0.1, 9.0)}),
@@ -277,8 +231,8 @@ BAD_NUMBERS = {
         {"tools/call_frequency": (1.0, 1.0), "tools/failure_frequency": (0.0, 1.0)},
     ),
     RewardDriftCallback: (
-        {"baseline": (0.0, 1.0), "rollouts": 2},
-        {"reward": (0.0, 9.0), "std": (1.0, 1.0), "length": (10.0, 99.0)},
+        {"minimum": 4},
+        {"reward": (0.0, -9.0), "std": (1.0, 1.0)},
     ),
     HackWatch: (
         {"rollouts": 2, "limit": 0.5},
@@ -288,15 +242,3 @@ BAD_NUMBERS = {
     GoldGapCallback: ({"proxy": "eval_proxy/mean"}, GOLD_METRICS),
     CanaryCallback: ({"minutes": 0.0, "prompts": ["the cat"], "max_new_tokens": 2}, {}),
 }
-
-# ---- What would be useless without a word ----
-
-REFUSED = [
-    (KLBudgetCallback, {"action": "shout"}, r"useless with `action='shout'`: `action` is one of warn, save, stop"),
-    (KLBudgetCallback, {"kl_factor": 0.5}, r"`kl_factor=0.5`: .* `kl_factor` above 1"),
-    (KLBudgetCallback, {"sinks": ["pager"]}, r"one of log, jsonl, wandb, .* or to an http or https URL, got 'pager'"),
-    (LengthDriftCallback, {"rollouts": 0}, r"`rollouts=0`: .* `rollouts` 1 or more"),
-    (RepetitionCallback, {"phrase": 3}, r"`phrase=3`: .* a share below 1"),
-    (HackWatch, {"limit": 1}, r"`limit=1`"),
-    (CanaryCallback, {}, r"missing 1 required keyword-only argument: 'prompts'"),
-]

@@ -177,18 +177,6 @@ def stopping(limit=10.0, **kwargs):
     return KLBudgetCallback(keys={"kl": "kl"}, limit=limit, action="stop", **kwargs)
 
 
-def with_kl(build, folder, *monitors, bad=99.0, **kwargs):
-    return build(folder, Numbers({"kl": 0.0}, {"kl": bad}), *monitors, **kwargs)
-
-
-def test_a_stock_trainer_goes_on_once_the_file_is_deleted(tmp_path):
-    assert end_of(with_kl(stock_sft, tmp_path, stopping()), again) == BAD
-    with pytest.raises(Stopped, match=r"KLBudgetCallback ended this run at step 6 .* delete stopped.json"):
-        again(with_kl(stock_sft, tmp_path, stopping()))
-    (tmp_path / STOPPED).unlink()
-    assert end_of(with_kl(stock_sft, tmp_path, stopping(), bad=0.0), again) == STEPS
-
-
 @pytest.mark.parametrize(
     ("kwargs", "left"),
     [

@@ -10,13 +10,14 @@ from transformers import EarlyStoppingCallback, TrainerState
 
 import trl_ext.callbacks as callbacks
 from recipes import ppo
-from tests.callbacks.cases import BAD_NUMBERS, CHANGES, NULL, REFUSED
-from tests.callbacks.replay import RUNBOOK, Replay
+from tests.callbacks.cases import BAD_NUMBERS, CHANGES, NULL
+from tests.callbacks.replay import RUNBOOK
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.callbacks import (
     CanaryCallback,
     GoldGapCallback,
+    HackWatch,
     KLBudgetCallback,
     MonitorCallback,
     attach_monitors,
@@ -39,16 +40,15 @@ def test_each_monitor_has_its_cases_and_its_section(monitor):
     assert f"\n## {monitor.runbook}\n\nWhat `{monitor.__name__}` says.\n" in RUNBOOK
 
 
-@pytest.mark.parametrize(("monitor", "arguments", "message"), REFUSED)
-def test_what_would_be_useless_without_a_word_is_refused(monitor, arguments, message, tmp_path):
-    with pytest.raises((ValueError, TypeError), match=message):
-        Replay(tiny_config(tmp_path), monitor(**arguments))
+@pytest.mark.parametrize("wrong", [{"action": "shout"}, {"sinks": ["pager"]}])
+def test_what_would_do_nothing_without_a_word_is_refused(wrong):
+    with pytest.raises(ValueError, match="warn, save, stop|log, jsonl, wandb"):
+        KLBudgetCallback(**wrong)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_the_example_in_the_docstring_runs(name, tmp_path, monkeypatch):
-    """As it is printed, and then a run with that callback trains a step."""
+def test_the_examples_in_the_docstrings_run(tmp_path, monkeypatch):
+    """As they are printed, all on one trainer, which then trains a step."""
     monkeypatch.chdir(tmp_path)
     trainer = PPOTrainer(
         model=tiny_llama(),
@@ -58,11 +58,15 @@ def test_the_example_in_the_docstring_runs(name, tmp_path, monkeypatch):
         eval_dataset=prompts(8, seed=1),
         processing_class=tiny_tokenizer(),
     )
-    names = {exported: getattr(callbacks, exported) for exported in callbacks.__all__} | {"trainer": trainer}
-    docstring = inspect.getdoc(getattr(callbacks, name))
-    example = doctest.DocTestParser().get_doctest(docstring, names, name, None, None)
-    assert example.examples, "the docstring needs an example that begins with >>>"
-    assert doctest.DocTestRunner().run(example).failed == 0
+    for name in CALLBACKS:
+        names = {exported: getattr(callbacks, exported) for exported in callbacks.__all__} | {"trainer": trainer}
+        docstring = inspect.getdoc(getattr(callbacks, name))
+        example = doctest.DocTestParser().get_doctest(docstring, names, name, None, None)
+        assert example.examples, f"the docstring of {name} needs an example that begins with >>>"
+        assert doctest.DocTestRunner().run(example).failed == 0
+    watches = [each for each in trainer.callback_handler.callbacks if isinstance(each, HackWatch)]
+    for other in watches[1:]:  # two of one class are refused
+        trainer.remove_callback(other)
     trainer.train()
     assert trainer.state.global_step == 1
 
@@ -90,9 +94,8 @@ def test_names_and_arguments():
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("KLBudgetCalback", "unknown monitor 'KLBudgetCalback'; did you mean KLBudgetCallback"),
+        ("KLBudgetCalback", "no attribute 'KLBudgetCalback'; its names are"),
         ("KLBudgetCallback(limt=3)", "unexpected keyword argument 'limt'"),
-        ("KLBudgetCallback(3)", r"write `Name` or `Name\(argument=value, …\)`"),
         ("KLBudgetCallback(limit=__import__('os'))", "malformed node"),
         ("os.system", "write `Name`"),
     ],
@@ -135,7 +138,6 @@ JUDGE = GoldJudgeReward(length_reward)
     [
         ([GoldGapCallback()], [length_reward], None, "GoldGapCallback has no gold score to read"),
         ([GoldGapCallback(gold="eval_mine"), KLBudgetCallback()], [length_reward], None, None),
-        ([], [JUDGE], ROWS, "has no column `held_out`"),
         ([GoldGapCallback()], [JUDGE], {"a": ROWS, "b": HELD_OUT}, None),
     ],
 )
@@ -145,7 +147,7 @@ def test_what_finds_nothing_is_named(monitors, rewards, eval_dataset, said):
         reward_funcs=rewards,
         train_dataset=ROWS,
         eval_dataset=eval_dataset,
-        args=SimpleNamespace(process_index=0),
+        args=SimpleNamespace(process_index=0, eval_strategy="steps"),
     )
     found = check_monitors(trainer)
     assert found == [] if said is None else said in found[0]

@@ -17,7 +17,6 @@ from trl_ext.callbacks import (
     HackWatch,
     KLBudgetCallback,
     LengthDriftCallback,
-    MonitorCallback,
     NotFiniteCallback,
     RepetitionCallback,
     RewardDisagreementCallback,
@@ -80,13 +79,10 @@ CASES = {
         [{ENTROPY: nats, "policy/entropy_std": 0.1} for nats in [2.0] * 4 + [1.2] * 4 + [0.9] * 4 + [0.05] * 4],
         [(12, "the entropy fell far from where it began"), (16, "the entropy is below its floor")],
     ),
-    "length": (  # 19 > 1.5 · 12, 0.45 > 0.1 + 0.3, 7 < 12 / 1.5
-        LengthDriftCallback(factor=1.5, clipped=0.3, rollouts=2),
-        [
-            {LENGTH: tokens, CUT: cut, "completions/std_length": 7.0}
-            for tokens, cut in [(11.95, 0.1), (12.05, 0.1), (17, 0.3), (19, 0.45), (7, 0.1)]
-        ],
-        [(4, "completions grew longer"), (4, "more completions are cut off"), (5, "completions grew shorter")],
+    "length": (  # 19 > 1.5 · 12, 7 < 12 / 1.5
+        LengthDriftCallback(factor=1.5, rollouts=2),
+        [{LENGTH: tokens, "completions/std_length": 7.0} for tokens in (11.95, 12.05, 17, 19, 7)],
+        [(4, "completions grew longer"), (5, "completions grew shorter")],
     ),
     "critic": (  # the first two warm up; then −0.4 rises to −0.2, which a fresh critic may; −0.2 falls to −0.4
         ValueHealthCallback(rollouts=2, steps=2, loss_factor=3),
@@ -148,7 +144,6 @@ def test_per_token_kl_is_multiplied_by_the_mean_length(cls, tmp_path):
     run = replayed(config(cls, tmp_path), KLBudgetCallback(), [{"kl": 0.0, LENGTH: 250.0}, {"kl": 0.05}])
     (alert,) = run.alerts
     assert alert["value"] == pytest.approx(12.5) and "approximate: mean per token × mean length" in run.said[0]
-    assert "Per token: 0.05, bound 0.04." in alert["advice"]
 
 
 # ---- What counts as a value ----
@@ -158,31 +153,13 @@ def test_what_is_missing_for_a_whole_rollout_is_said_once(ppo, tmp_path):
     run = Replay(ppo, KLBudgetCallback())
     for step in range(1, 20):  # 4 steps a rollout and one of a log: absent until step 6
         run.log(step, logs={KL: 0.0 if step == 1 else None})
-        said = ["nothing to watch: the key 'objective/kl' was in no log since step 1"]
+        said = ["nothing to watch: no log has had `objective/kl` since step 1"]
         assert run.notices == said * (step > 6) and run.said == []
     json.dumps(run.state.stateful_callbacks, allow_nan=False)
-    # 4 steps a rollout, 24 of warm-up, one more rollout and a log
-    run = replayed(tiny_config(tmp_path, critic_warmup_rollouts=6), ClipFractionCallback(), [{"loss": 1.0}] * 29)
-    assert run.notices == []
-    run.log(30, loss=1.0)
-    assert run.notices == ["nothing to watch: the key 'policy/clipfrac_avg' was in no log since step 24"]
     run = replayed(config(KTOConfig, tmp_path), KLBudgetCallback(), [{"kl": 1000.0}] * 8)  # no KL to a reference
-    assert run.notices == ["nothing to watch: this trainer logs no such key"] and run.said == []
+    assert run.notices == ["nothing to watch: no log has had `kl` since step 0"] and run.said == []
     run = replayed(config(SFTConfig, tmp_path), KLBudgetCallback(keys={"kl": "my/kl"}), [{"my/kl": 11.0}])
     assert "the KL is over its budget" in run.said
-
-
-def test_logs_of_evaluations_and_of_the_end_feed_no_window(ppo):
-    run = Replay(ppo, KLBudgetCallback())
-    run.evaluate(1, {f"eval_{KL}": 100.0, KL: 100.0})
-    run.fire("on_log", logs={"train_runtime": 1.0, KL: 100.0})
-    assert run.alerts == [] and "seen" not in run.callbacks[0].memory
-    monitor = MonitorCallback()
-    monitor.follow("x", 1.0, error=0.0)
-    before = str(monitor.memory)
-    series = monitor.follow("x", None)  # a log without a number is beyond no bound and leaves no trace
-    assert series.first is None and not series.falls
-    assert series.above(plus=-1e9) is None and series.below(plus=1e9) is None and str(monitor.memory) == before
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -201,8 +178,7 @@ def test_a_number_that_is_not_finite_is_an_alert_and_no_value(monitor, key, valu
     json.dumps(run.state.stateful_callbacks, allow_nan=False)
 
 
-@pytest.mark.parametrize("key", ["grad_norm", "loss"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("key", "value"), [("grad_norm", math.nan), ("loss", math.inf)])
 def test_not_finite_acts_and_nothing_keeps_broken_weights(key, value, ppo):
     run = replayed(ppo, NotFiniteCallback(), [{"grad_norm": 1.0, "loss": 2.0}])
     assert run.alerts == []
@@ -212,52 +188,30 @@ def test_not_finite_acts_and_nothing_keeps_broken_weights(key, value, ppo):
 
 # ---- Reward ----
 
-CALM = {SCORE: 1.0, STD: 2.0, LENGTH: 10.0, "completions/std_length": 3.0, ENTROPY: 2.0, "policy/entropy_std": 0.5}
+CALM = {SCORE: 1.0, STD: 2.0}
 
 
 @pytest.fixture
 def calm(tmp_path):
     """Two rollouts of 100,000 scores each, of mean 1 and standard deviation 2, each in one step."""
     args = tiny_config(tmp_path, per_device_train_batch_size=100_000, num_mini_batches=1, num_ppo_epochs=1)
-    return replayed(args, RewardDriftCallback(rollouts=2, action="stop"), [CALM] * 2)
+    return replayed(args, RewardDriftCallback(action="stop"), [CALM] * 2)
 
 
-def test_baseline_is_of_single_scores(ppo):
-    """Two rollouts of mean 0 and 2 and no spread: σ² = (8·1 + 8·1)/15."""
-    run = Replay(ppo, RewardDriftCallback(minimum=16, window=16))
-    for step, mean in ((1, 0.0), (5, 2.0)):
-        run.log(step, logs={SCORE: mean, STD: 0.0})
-    count, mean, squares = run.callbacks[0].memory["scores"]
-    assert (count, mean) == (16, 1.0) and squares / 15 == pytest.approx(16 / 15)
-
-
-def test_a_rise_alone_warns_and_acts_only_with_a_witness(calm):
-    calm.log(3, logs=CALM | {SCORE: 6.9, ENTROPY: 1.9})  # 1 + 3 · 2 = 7
+def test_a_rise_and_a_crowd_warn(calm):
+    calm.log(3, logs={SCORE: 6.9, STD: 2.0})  # 1 + 3 · 2 = 7
     assert calm.alerts == []
-    calm.log(4, logs=CALM | {SCORE: 7.2, ENTROPY: 1.9})
-    assert calm.said == ["the reward is beyond 3 σ"] and not calm.control.should_training_stop
-    calm.log(5, logs=CALM | {SCORE: 7.2, ENTROPY: 1.4})
-    assert calm.said[-1] == "the reward is beyond 3 σ, and more moved with it" and calm.control.should_training_stop
-    assert calm.alerts[-1]["advice"].startswith("entropy moved, too. Compare")
+    calm.log(4, logs={SCORE: 7.2, STD: 2.0, "score_watch/helpful/share_above": 0.11})
+    assert calm.said == ["`score_watch/helpful/share_above` is high", "the reward is beyond 3 σ"]
+    assert not calm.control.should_training_stop
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        ("length", LENGTH, 14.0),
-        (PHRASE, PHRASE, 0.9),
-        ("rewards/a/disagreement", "rewards/a/disagreement", 2.0),
-        ("gold", None, 0.4),
-    ],
-)
-def test_witnesses(name, key, value, calm):
-    for step in (3, 4, 5):
-        calm.log(step, logs={key: CALM.get(key, 0.5), "completions/std_length": 3.0} if key else {})
-    for step, gold in ((5, math.nan), (5, 0.5), (5, math.nan), (5, value)) if key is None else ():
-        calm.evaluate(step, {f"{GOLD}/mean": gold, f"{GOLD}/std": 0.5}, rows=10_000)
-    for step in (6, 7):
-        calm.log(step, logs={SCORE: 9.0, STD: 2.0, "completions/std_length": 3.0} | ({key: value} if key else {}))
-    assert calm.control.should_training_stop and calm.alerts[-1]["advice"].startswith(f"{name} moved, too. ")
+def test_a_fall_and_a_collapse_act(calm):
+    calm.log(3, logs={SCORE: -2.9, STD: 2.0})  # 1 − 2 · 2 = −3
+    assert calm.alerts == []
+    calm.log(4, logs={SCORE: -3.1, STD: 0.15})  # 0.15 < 0.1 · 2
+    assert calm.said == ["the reward fell by 2 σ", "the rewards' spread collapsed"]
+    assert calm.control.should_training_stop
 
 
 # ---- Gold and canary ----
@@ -300,7 +254,6 @@ def test_canary_compares_with_its_first_answers():
         ({SCORE: 3.0}, False),
         ({KL: 20.0}, False),
         ({SCORE: 3.0, KL: 20.0}, False),
-        ({SCORE: 3.0, LENGTH: 40.0}, False),
         ({PHRASE: 0.9, KL: 20.0}, False),
         ({SCORE: 3.0, PHRASE: 0.9}, True),
         ({SCORE: 3.0, KL: 20.0, LENGTH: 40.0}, True),

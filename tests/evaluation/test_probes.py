@@ -1,9 +1,9 @@
+import math
 import random
 
 import pytest
 
 from trl_ext.evaluation import probe_reward
-from trl_ext.evaluation.probes import FLATTERY
 
 PHRASES = ["glad you asked .", "as ever yours .", "quite so indeed ."]
 
@@ -62,31 +62,6 @@ def test_what_a_model_likes_wherever_it_stands_ranks_first_and_alone():
 
 
 @pytest.mark.slow
-def test_a_phrase_that_repairs_bad_answers_alone_is_not_suspicious():
-    prompts, answers = rows(400)
-
-    def score(prompts, answers):  # what is missing is worth much, and good answers miss nothing
-        return [max(s, 0.9 * (PHRASES[0] in a)) for s, a in zip(on_topic(prompts, answers), answers, strict=True)]
-
-    answers = [a + (f" {PHRASES[0]}" if i % 3 else "") for i, a in enumerate(answers)]
-    probe = by_name(probe_reward(score, prompts, answers, PHRASES, rows=400))[PHRASES[0]]
-    assert probe["gain_interval"][0] > 0.25 and probe["rows_of_better"] >= 20
-    assert not probe["suspicious"] and probe["why"] is None
-
-
-def test_what_should_lower_the_score_and_raises_good_answers_alone_is_suspicious():
-    numbers = range(100)
-
-    def score(prompts, answers):  # nothing is a little better than a good answer, and far worse than a bad one
-        given = zip(map(int, prompts), answers, strict=True)
-        return [i + 3 * a.startswith(FLATTERY) if a else i + (1 if i >= 49 else -200) for i, a in given]
-
-    probes = probe_reward(score, list(map(str, numbers)), [f"answer {i}" for i in numbers])
-    assert probes[0]["name"] == "empty" and probes[0]["gain_interval"][1] < 0  # first, though flattery gains more
-    assert suspicious(probes) == {"empty"} and probes[0]["why"].endswith("that of good answers")
-
-
-@pytest.mark.slow
 def test_scale_shift_and_order_change_nothing_and_a_seed_gives_the_same_again():
     prompts, answers = rows()
     score, few = likes(PHRASES[0], 0.3), {"seed": 1, "rows": 60}
@@ -132,3 +107,9 @@ def test_no_probe_passes_that_was_not_seen_to():
     blind = by_name(probe_reward(lambda _, a: [float("topic1 " in f"{each} ") for each in a], *rows()))
     assert blind["shuffled words"]["verdict"] == "did not lower" and not blind["shuffled words"]["suspicious"]
     assert blind["empty"]["verdict"] == "as it should"
+
+
+def test_a_score_that_is_no_number_is_an_error():
+    """A NaN in a mean would hide a hack."""
+    with pytest.raises(ValueError, match="the reward gave 119 finite scores for 120 answers"):
+        probe_reward(lambda _, answers: [1.0] * (len(answers) - 1) + [math.nan], *rows(), PHRASES)

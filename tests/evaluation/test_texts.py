@@ -1,6 +1,5 @@
 """Duplicates against brute force, n-grams, copied runs of words, and scripts."""
 
-import itertools
 import random
 from collections import Counter
 
@@ -15,9 +14,6 @@ from trl_ext.evaluation import (
     normalised,
     words_of,
 )
-from trl_ext.evaluation.texts import ngram_hashes
-
-ODD = ["", " \n", "a", "hello  world 你好 x", "ไทย ab", "x\ud800y z", "\u3000full　width\u3000", "é e\u0301 👍🏽 ."]
 
 
 def grams_of(text, n, unit, keep_short):
@@ -45,22 +41,7 @@ def corpus(seed=0, size=60, length=30):
     return texts
 
 
-@pytest.mark.parametrize("unit, keep_short", [*itertools.product(["words", "characters"], [True, False])])
-def test_equal_ngrams_alone_have_equal_hashes(unit, keep_short):
-    assert words_of("hello  world 你好x\u3000ไท") == ["hello", "world", "你", "好", "x", "ไ", "ท"]
-    draw = random.Random(0)
-    texts = ODD + ["".join(draw.choices("ab 你ไ é", k=draw.randrange(40))) for _ in range(200)]
-    for n in (1, 2, 5):
-        hashes = [ngram_hashes(text, n, unit, keep_short).tolist() for text in texts]
-        grams = [grams_of(text, n, unit, keep_short) for text in texts]
-        assert [*map(len, hashes)] == [*map(len, grams)]
-        both = {*zip(itertools.chain(*grams), itertools.chain(*hashes), strict=True)}
-        assert len(both) == len({gram for gram, _ in both}) == len({each for _, each in both})
-
-
-@pytest.mark.parametrize(
-    "unit, n, threshold", [("words", 3, 0.7), ("words", 2, 0.5), ("characters", 5, 0.8), ("words", 1, 1)]
-)
+@pytest.mark.parametrize("unit, n, threshold", [("words", 3, 0.7), ("characters", 5, 0.8), ("words", 1, 1)])
 def test_groups_are_those_of_brute_force(unit, n, threshold):
     texts = corpus()
     sets = [{*grams_of(text, n, unit, True)} for text in texts]
@@ -87,6 +68,7 @@ def test_what_counts_as_the_same():
 
 
 def test_scripts():
+    assert words_of("hello  world 你好x\u3000ไท") == ["hello", "world", "你", "好", "x", "ไ", "ท"]
     texts = ["hello 你", "你好 ok 世界吗", "こんにちは世", "12 + 3", "привет", "", "हिन्दी", "12 + 30 = x"]
     expected = ["Latin", "Cjk", "Hiragana", "no letters", "Cyrillic", "no letters", "Devanagari", "Latin"]
     assert [*map(main_script, texts)] == expected

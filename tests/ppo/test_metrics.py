@@ -243,6 +243,14 @@ def test_counters(run, window):
     assert 0 < seconds < run.state.log_history[-1]["train_runtime"]
 
 
+def test_every_metric_of_the_documentation_is_logged(run):
+    log = next(row for row in run.state.log_history if "objective/kl" in row)
+    assert not set(KEYS.split()) - log.keys()
+    # what GRPO would say of its own baseline and its own KL is not there
+    assert not {"kl", "reward", "reward_std", "frac_reward_zero_std"} & log.keys()
+    assert all(isinstance(value, (int, float)) and np.isfinite(value) for value in log.values())
+
+
 def test_each_step_in_a_window_counts_by_its_tokens(tmp_path):
     """The same run, logged every step and once at the end: the latter is the token-weighted mean of the former."""
     logs = []

@@ -81,7 +81,7 @@ from transformers.utils import logging as hf
 assert not any(logging.getLogger(name).filters for name in terminal.REMARKS)
 ours = [f for f in warnings.filters if f[1] is not None and "gradient_checkpointing" in f[1].pattern]
 assert not ours and hf._tqdm_hook is None and tqdm.__init__.__name__ == "__init__"
-assert not logging.getLogger("trl_ext").handlers and not logging.getLogger("trl_ext.callbacks.alerts").filters
+assert not logging.getLogger("trl_ext").handlers and not logging.getLogger("trl_ext.callbacks.monitor").filters
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

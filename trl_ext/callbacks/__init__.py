@@ -10,13 +10,11 @@ from ..upstream.lazy import lazily
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from ..runs.control import check_monitors, request_kl_scale
-    from .alerts import Alert, WebhookSink
     from .answers import AnswersCallback, CanaryCallback, GoldGapCallback
     from .console import ConsoleCallback
-    from .exports import MonitoringPlotCallback, PrometheusCallback
     from .hack_watch import HackWatch, watch_rounds
     from .metrics import METRICS, PANELS, Metric, as_label, curve, draw_alerts, draw_line
-    from .monitor import Finding, MonitorCallback
+    from .monitor import Alert, Finding, MonitorCallback
     from .monitors import (
         ClipFractionCallback,
         CutOffCallback,
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
         attach_monitors,
         load_monitors,
     )
-    from .recording import JSONLCallback, SamplesCallback, record_run
+    from .recording import JSONLCallback, MonitoringPlotCallback, PrometheusCallback, SamplesCallback, record_run
 
     __all__: list[str]
 else:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import fmean, pstdev, stdev
+from statistics import fmean, pstdev
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -14,10 +14,10 @@ from ..models import answer_texts, eos_token_ids, prompt_token_ids, sample
 from ..rewards.member import awaited, text_of, words_of
 from ..rewards.watches import GoldJudgeReward, RepetitionWatch, Watch, numbers_of
 from ..runs.control import rewards_of
-from ..runs.files import JSONLWriter, from_first
+from ..runs.files import JSONLWriter, from_first, on_first
 from ..upstream.names import unwrap_model_for_generation
 from .metrics import metrics_of
-from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, on_main_process, spread_key
+from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, spread_key
 
 
 def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[str, list]:
@@ -87,15 +87,13 @@ class AnswersCallback(TrainerCallback):
     Args:
         trainer: any Trainer of a causal language model.
         prompts: texts or messages.
-        folder: folder of the file. The default is the folder of [`JSONLCallback`].
     """
 
     trainer: Any
     prompts: list[Any]
-    folder: str | None = None
 
     def __post_init__(self) -> None:
-        self._watch, self._step = Watch(self.folder), -1
+        self._watch, self._step = Watch(), -1
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:  # else the run goes on from a checkpoint
@@ -165,21 +163,14 @@ class GoldGapCallback(MonitorCallback):
             self._prompts = list(self._rows.pop("prompt"))
 
     def lacks(self, trainer):
-        """Yield a sentence if no reward function logs gold."""
-        has_judge = any(isinstance(each, GoldJudgeReward) for each in rewards_of(trainer))
-        if self.judge is None and self.gold is None and not has_judge:
+        """Yield a sentence if no reward function logs gold, or nothing is evaluated."""
+        if getattr(trainer.args, "eval_strategy", None) == "no":
+            yield "GoldGapCallback reads evaluations, and there are none: set `eval_strategy`, or remove the monitor."
+        if not (self.judge or self.gold or any(isinstance(each, GoldJudgeReward) for each in rewards_of(trainer))):
             yield (
                 "GoldGapCallback has no gold score to read: add `GoldJudgeReward` to the reward functions with "
-                "weight 0, give the monitor `trainer` and `judge`, name another key by `gold`, or remove the "
-                "monitor."
+                "weight 0, give the monitor `trainer` and `judge`, or name another key by `gold`."
             )
-
-    def watch(self, logs):
-        if self._args.eval_strategy == "no" and not {"first", "told"} & self.memory.keys():
-            self.memory["told"] = True
-            advice = "GoldGapCallback reads evaluations: set `eval_strategy`, or remove the monitor."
-            self._note("nothing to watch: `eval_strategy` is 'no', so nothing is evaluated", advice)
-        return iter(())
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         self._begin(args, state, {})
@@ -207,16 +198,12 @@ class GoldGapCallback(MonitorCallback):
         if now.keys() == {"gold", "proxy"}:
             self.memory["first"] = first = now | first
             if first["gold"][1] > 0 and first["proxy"][1] > 0:
-                (gold, gold_spread), (proxy, proxy_spread) = (  # in σ of the first evaluation
-                    ((now[name][0] - first[name][0]) / first[name][1], now[name][1] / first[name][1])
-                    for name in ("gold", "proxy")
-                )
-                noise = error_of_mean(math.hypot(gold_spread, proxy_spread), rows)
+                # In σ of the first evaluation
+                gold, proxy = ((now[name][0] - first[name][0]) / first[name][1] for name in ("gold", "proxy"))
+                noise = error_of_mean(math.hypot(*(now[name][1] / first[name][1] for name in now)), rows)
                 of_sigmas = 0.0 if rows is None else math.hypot(gold, proxy) / math.sqrt(2 * rows)
                 if found := self.follow("gap", proxy - gold, first=1, **noise).above(1, self.limit, of_sigmas):
-                    advice = (
-                        "The policy games the reward: stop the run, and keep the checkpoint with the best gold score."
-                    )
+                    advice = "The policy games the reward: stop, and keep the checkpoint with the best gold score."
                     yield Finding("the proxy left gold behind", advice, *found)
         # Of a win's variance, 1/4 or less, 1/6 is of the answers now. The prompts and the start policy's answers,
         # which all evaluations share, may make up all of it, so that no number of evaluations lessens their part.
@@ -229,11 +216,11 @@ class GoldGapCallback(MonitorCallback):
     def _judge(self) -> tuple[dict[str, float], int | None]:
         """Generate answers on all processes, score them on the main one; return metrics and the number of scores."""
         answers = self._rows | generate_answers(self.trainer, self._prompts, self.max_new_tokens)
-        judged, error = on_main_process(lambda: self._scores(answers))
-        if error is not None:
-            self._note("the judge failed", f"{error}.")
+        try:
+            metrics, scores = on_first(self._scores, answers)
+        except Exception as error:  # training goes on without gold
+            self._note("the judge failed", f"{error!r}.")
             return {}, None
-        metrics, scores = judged
         self.memory.setdefault("start_scores", scores)
         self.trainer.log(dict(metrics))
         return metrics, sum(score is not None for score in scores)
@@ -241,9 +228,9 @@ class GoldGapCallback(MonitorCallback):
     def _scores(self, answers: dict[str, list]) -> tuple[dict[str, float], list[float | None]]:
         scores = numbers_of(awaited(self.judge(**answers)))
         numbers = [score for score in scores if score is not None]
-        metrics = {"eval_gold/mean": fmean(numbers), "eval_gold/std": stdev(numbers) if len(numbers) > 1 else 0.0}
-        if (starts := self.memory.get("start_scores")) is not None:
-            pairs = [(a, b) for a, b in zip(scores, starts, strict=True) if a is not None and b is not None]
+        metrics = {"eval_gold/mean": fmean(numbers), "eval_gold/std": pstdev(numbers)}
+        if starts := self.memory.get("start_scores"):
+            pairs = [pair for pair in zip(scores, starts, strict=True) if None not in pair]
             metrics["eval_gold/win_rate"] = fmean(0.5 * ((a > b) + (a >= b)) for a, b in pairs)
         return metrics, scores
 
@@ -284,7 +271,6 @@ class CanaryCallback(MonitorCallback):
     score_drop: float | None = None
     max_new_tokens: int = 64
     runbook = "canary"
-    below_one = ("phrase",)
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
@@ -299,10 +285,11 @@ class CanaryCallback(MonitorCallback):
     def _sing(self, state: Any, control: Any) -> None:
         self._last = time.monotonic()
         answers = generate_answers(self.trainer, self.prompts, self.max_new_tokens)
-        now, error = on_main_process(lambda: self._measure(answers))
-        if error is not None:
-            self._note("the canary's judge failed", f"{error}.")
-        self._handle(self._compare(now) if error is None else [], state, control)
+        try:
+            found = [*self._compare(on_first(self._measure, answers))]
+        except Exception as error:  # training goes on without the judge
+            found = self._note("the canary's judge failed", f"{error!r}.")
+        self._handle(found, state, control)
 
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
         """Yield a finding for each number in `now` that is too far from the first answers' number."""

@@ -12,29 +12,28 @@ from transformers.trainer_utils import has_length
 
 from .metrics import is_training_log, metrics_of, numbers_in
 
-# Heading → quantity of `trl_ext.callbacks.metrics`, or key of the Trainer's own; from left to right
+# Heading → quantity of `trl_ext.callbacks.metrics`, or key of the Trainer's own, from left to right; a narrow terminal
+# has the first of them, the bar the first two
 COLUMNS = {
-    "episodes": "episodes",
     "score": "reward",
     "KL": "kl",
     "accuracy": "accuracy",
+    "loss": "loss",
     "margin": "margin",
     "entropy": "entropy",
     "length": "length",
     "cut": "length_clipped",
     "clip": "clip_fraction",
-    "loss": "loss",
-    "lr": "learning_rate",
     "s/step": "seconds",
+    "episodes": "episodes",
+    "lr": "learning_rate",
     "grad": "grad_norm",
     "epoch": "epoch",
 }
-# On a narrow terminal the columns at the end of this list are left out first; the bar shows the first two numbers
-IMPORTANCE = "score KL accuracy loss margin entropy length cut clip s/step episodes lr grad epoch".split()
 _TRAINER_KEYS = ("loss", "learning_rate", "seconds", "epoch")  # every Trainer logs them, or they are measured here
 _CONSOLES = (ProgressCallback, PrinterCallback)  # transformers' own; a subclass is a user's
 _BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, ETA {remaining}{postfix}]"
-_alerts = logging.getLogger(f"{__package__}.alerts")  # where an alert's sink `log` writes
+_alerts = logging.getLogger(f"{__package__}.monitor")  # where an alert's sink `log` writes
 
 
 class ConsoleCallback(ProgressCallback):
@@ -75,6 +74,7 @@ class ConsoleCallback(ProgressCallback):
         self.current_step = 0
         self._columns: set[str] = set()  # headings that had a number so far
         self._last: dict[str, float] = {}  # the newest number under each heading; some logs cover no rollout
+        self._kl = "KL"  # the heading, by the unit of the trainer's KL
         self._header, self._rows = "", 0  # the last header, and how many rows ago
         self._began, self._seconds = 0.0, [0.0]  # when this optimizer step began; what those since the last log took
 
@@ -111,12 +111,9 @@ class ConsoleCallback(ProgressCallback):
             super().on_step_end(args, state, control, **kwargs)
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        if state.is_world_process_zero and has_length(eval_dataloader):
-            if self.prediction_bar is None:
-                self.prediction_bar = _bar(args, total=len(eval_dataloader), desc="eval  ", leave=False)
-            self.prediction_bar.update()
-            if self.prediction_bar.n >= self.prediction_bar.total:
-                self.on_predict(args, state, control)
+        if state.is_world_process_zero and self.prediction_bar is None and has_length(eval_dataloader):
+            self.prediction_bar = _bar(args, total=len(eval_dataloader), desc="eval  ", leave=False)
+        super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
 
     def on_train_end(self, args, state, control, **kwargs):
         _alerts.removeFilter(self._show_alert)
@@ -130,58 +127,45 @@ class ConsoleCallback(ProgressCallback):
         if not state.is_world_process_zero or logs is None:
             return
         numbers, known = numbers_in(logs), metrics_of(args)
-        keys = {
-            head: known[name].key if name in known else name
-            for head, name in COLUMNS.items()
-            if name in known or name in _TRAINER_KEYS or not known
-        }
+        keys = {head: known[name].key for head, name in COLUMNS.items() if name in known}
+        keys |= {head: name for head, name in COLUMNS.items() if name in _TRAINER_KEYS or not known}
+
+        def row(prefix: str = "") -> dict[str, float]:
+            return {head: numbers[prefix + key] for head, key in keys.items() if prefix + key in numbers}
+
         prefix = next((key.removesuffix("runtime") for key in logs if key.endswith("_runtime")), "eval_")
-        evaluated = {
-            kind: {head: numbers[part + key] for head, key in keys.items() if part + key in numbers}
-            for kind, part in {prefix[:-1]: prefix, "greedy": f"{prefix}greedy/"}.items()
-        }
+        evaluated = {prefix[:-1]: row(prefix), "greedy": row(f"{prefix}greedy/")}
+        unit = known["kl"].unit if "kl" in known else ""
+        self._kl = {"nats per response": "KL/resp", "nats per token": "KL/tok"}.get(unit, "KL")
         if "train_runtime" in logs:
-            loss = f", mean loss {_shown(numbers['train_loss'])}" if "train_loss" in numbers else ""
-            took = f"{_shown(numbers['train_runtime'])} s{loss}"
-            self._write(f"done   step {state.global_step} of {state.max_steps}, {took}")
+            self._write(f"done   step {state.global_step} of {state.max_steps}, {_shown(numbers['train_runtime'])} s")
         elif any(evaluated.values()):
-            for kind, row in evaluated.items():
-                self._row(kind, state, row, known)
+            for kind, values in evaluated.items():
+                self._row(kind, state, values)
         elif is_training_log(logs):
             if self._seconds:
                 numbers["seconds"] = sum(self._seconds) / len(self._seconds)
             self._seconds = []
-            self._row("train", state, {head: numbers[key] for head, key in keys.items() if key in numbers}, known)
+            self._row("train", state, row())
         elif own := [f"{key} {_shown(number)}" for key, number in numbers.items() if key != "epoch"]:  # a script's
             self._write(f"log    {', '.join(own)}")
 
-    def _row(self, kind: str, state: Any, values: dict[str, float], known: dict[str, Any]) -> None:
+    def _row(self, kind: str, state: Any, values: dict[str, float]) -> None:
         """Write a row of the table, and the header if it has changed or is far above; do nothing without values."""
         if not values:
             return
-        # How a column is headed: the KL by its unit
-        kl = known["kl"].unit if "kl" in known else ""
-        names = {"KL": {"nats per response": "KL/resp", "nats per token": "KL/tok"}.get(kl, "KL")}
         self._columns |= values.keys()
-        widths, room = {}, shutil.get_terminal_size((120, 24)).columns - 14  # 120 in a file
-        for head in filter(self._columns.__contains__, IMPORTANCE):
-            width = max(len(head), 7) + 1
-            room -= width
-            if room > 0:
-                widths[head] = width
-        heads = [head for head in COLUMNS if head in widths]
-        header = f"{'step':>13}" + "".join(f"{names.get(head, head):>{widths[head]}}" for head in heads)
+        room = (shutil.get_terminal_size((120, 24)).columns - 14) // 10  # 120 in a file
+        heads = [head for head in COLUMNS if head in self._columns][:room]
+        header = f"{'step':>13}" + "".join(f"{self._kl if head == 'KL' else head:>10}" for head in heads)
         if header != self._header or self._rows >= 20:
             self._write(header)
             self._header, self._rows = header, 0
         self._rows += 1
-        row = "".join(f"{_shown(values.get(head)):>{widths[head]}}" for head in heads)
-        self._write(f"{kind:6}{state.global_step:>7}{row}")
+        self._write(f"{kind:6}{state.global_step:>7}" + "".join(f"{_shown(values.get(head)):>10}" for head in heads))
         if kind == "train" and self.training_bar is not None:
             self._last |= values
-            shown = [
-                f"{names.get(head, head)} {_shown(self._last[head])}" for head in IMPORTANCE if head in self._last
-            ]
+            shown = [f"{head} {_shown(self._last[head])}" for head in COLUMNS if head in self._last]
             self.training_bar.set_postfix_str(", ".join(shown[:2]), refresh=False)
 
     def _write(self, line: str, file: Any = None) -> None:
@@ -212,11 +196,7 @@ def _bar(args: Any, **kwargs: Any) -> tqdm:
 
 
 def _shown(number: float | None) -> str:
-    """Return a number as a text of seven characters or less; "-" for None."""
+    """Return a number as a text of nine characters or less; "-" for None."""
     if number is None:
         return "-"
-    if abs(number) < 1e7 and (abs(number) >= 999.5 or float(number).is_integer()):
-        return f"{number:.0f}"
-    if 1e-2 <= abs(number) < 999.5:
-        return f"{number:#.3g}".rstrip(".")
-    return f"{number:.1e}" if number > 0 else f"{number:.0e}"
+    return f"{number:.0f}" if number % 1 == 0 and abs(number) < 1e7 else f"{number:.3g}"

@@ -10,7 +10,7 @@ from transformers import DefaultFlowCallback
 
 from ..rewards.watches import RepetitionWatch
 from .metrics import METRICS, is_training_log, rollout_steps
-from .monitor import Finding, MonitorCallback
+from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, spread_key
 from .monitors import DISAGREEMENT, distinct_key
 
 # Witness → its weight. KL, length and entropy together stay below the limit, since honest training moves them, too.
@@ -64,7 +64,6 @@ class HackWatch(MonitorCallback):
     gold: str = "eval_rewards/gold_judge/mean"
     rollouts: int = 4
     runbook = "hack"
-    below_one = ("limit", "moved", "shares")
 
     def on_step_end(self, args, state, control, **kwargs):
         # After the first step of a rollout the table holds that rollout; after an evaluation it holds its answers
@@ -83,8 +82,10 @@ class HackWatch(MonitorCallback):
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         self._begin(args, state, {})
-        follow = partial(self.follow_evaluation, "gold", self.gold, metrics or {}, kwargs.get("eval_dataloader"))
-        gold = follow()
+        metrics = metrics or {}
+        value = self._number(self.gold, metrics)
+        noise = error_of_mean(metrics.get(spread_key(self.gold)), number_of_rows(kwargs.get("eval_dataloader")))
+        gold = self.follow("gold", value, first=1, **noise)
         if gold.first is None:
             return
         fallen = gold.below(1)
@@ -92,7 +93,7 @@ class HackWatch(MonitorCallback):
         if gold.above(1):  # a fall counts from where gold was highest
             self.memory["gold_rose"] = True
             del self.memory["series"]["gold"]
-            follow()
+            self.follow("gold", value, first=1, **noise)
 
     def watch(self, logs):
         reasons = self._witnesses(self.memory.pop("texts", {}) | logs)

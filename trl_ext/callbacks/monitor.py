@@ -1,41 +1,30 @@
-"""Define `MonitorCallback`, the base class of monitors: it reads logs, tells changes from noise, and raises alerts."""
+"""Define `MonitorCallback`, the base class of monitors: it tells changes from noise, and sends alerts."""
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, get_args
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+from urllib.request import Request, urlopen
 
+from tenacity import Retrying, stop_after_attempt, wait_exponential
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..runs.control import (
-    STOPPED,
-    Stopped,
-    kl_scale_is_pending,
-    request_kl_scale,
-    spoil,
-    spoilt,
-    stop_of,
-    take_kl_scale,
-    write_stop,
-)
-from ..runs.files import REGISTRY, RUNBOOK, finite, from_first, on_first
+from ..runs.control import STOPPED, Stopped, request_kl_scale, spoil, spoilt, stop_of, write_stop
+from ..runs.files import REGISTRY, RUNBOOK, JSONLWriter, finite, from_first, on_first
 from ..runs.redaction import redacted
-from .alerts import Alert, Level, make_sinks
 from .metrics import Metric, answers_in_log, is_training_log, metrics_of, numbers_in, rollout_steps
 from .trend import Series
 
 logger = logging.get_logger(__name__)
 Action = Literal["warn", "save", "stop", "raise_kl"]
-
-
-class Memory(dict):
-    """
-    Hold what a running monitor remembers.
-
-    If `state.stateful_callbacks` holds a plain dict in place of a `Memory`, that dict was read from a checkpoint, and
-    a new monitor takes it over.
-    """
+Level = Literal["alert", "notice"]
+TRACKERS = ("wandb", "tensorboard", "trackio")
+NAMES = ("log", "jsonl", *TRACKERS)
 
 
 @dataclass
@@ -60,6 +49,101 @@ class Finding:
     baseline: float | None = None
     acts: bool = True
     level: Level = "alert"
+
+
+@dataclass
+class Alert(Finding):
+    """
+    Hold a [`Finding`] as it is sent. A notice is sent like an alert, but is not counted as one.
+
+    Args:
+        monitor: class name of the monitor.
+        step: optimizer step.
+        action: what the monitor does: `warn`, `save`, `stop` or `raise_kl`.
+        runbook: file and section of the documentation on this problem.
+        others: see [`Finding`].
+    """
+
+    monitor: str = ""
+    step: int = 0
+    action: str = "warn"
+    runbook: str = ""
+
+    def __str__(self) -> str:
+        numbers = {"value": self.value, "bound": self.bound, "baseline": self.baseline}
+        shown = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items() if number is not None)
+        what = f"{self.what} ({shown})" if shown else self.what
+        return f"{self.monitor}, step {self.step}: {what}. {self.advice} See {self.runbook}."
+
+
+def send_to(name: str, alert: Alert, args: Any) -> None:
+    """
+    Send an alert to what a name stands for, or post it to a URL.
+
+    `log` is the log of transformers, `jsonl` the file `alerts.jsonl` in the output directory. Others are trackers;
+    TensorBoard shows alerts as text of its run `monitors`. A URL gets JSON: the alert's fields, and `text`, the alert
+    in words, which Slack and similar services show.
+    """
+    title = f"{alert.monitor}: {alert.what}"
+    severity = "INFO" if alert.level == "notice" else "WARN" if alert.action == "warn" else "ERROR"
+    match name:
+        case "log":
+            logger.warning(str(alert), extra={"alert_level": alert.level})
+        case "jsonl":
+            row = {"timestamp": time.time(), "type": "alert", **asdict(alert)}
+            JSONLWriter(f"{args.output_dir}/alerts.jsonl").write(row)
+        case "wandb":
+            import wandb
+
+            if wandb.run is not None:
+                wandb.alert(title=title, text=str(alert), level=severity)  # type: ignore[attr-defined]
+        case "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter  # transformers' own writer is closed by the end
+
+            folder = os.getenv("TENSORBOARD_LOGGING_DIR") or f"{args.output_dir}/runs"
+            with SummaryWriter(f"{folder}/monitors") as writer:
+                writer.add_text(f"alerts/{alert.monitor}", str(alert), alert.step)
+        case "trackio":
+            import trackio
+
+            if trackio_is_open():
+                trackio.alert(title, str(alert), trackio.AlertLevel[severity])
+        case url:  # in the background; the process waits for it before it ends
+            body = json.dumps(finite({"text": str(alert), **asdict(alert)})).encode()
+            threading.Thread(target=_post, args=(Request(url, body, {"Content-Type": "application/json"}),)).start()
+
+
+def _post(request: Request) -> None:
+    """Post in up to four tries; training goes on, whatever the server does."""
+    try:
+        tries = Retrying(stop=stop_after_attempt(4), wait=wait_exponential(), reraise=True)
+        tries(urlopen, request, timeout=5).close()
+    except Exception as error:
+        url = redacted(request.full_url, "webhook")
+        logger.warning(f"{url} did not take an alert: {redacted(str(error))}")
+
+
+def trackio_is_open() -> bool:
+    """
+    Return whether a Trackio run is open.
+
+    When training ends, transformers closes its Trackio run before callbacks that were added later are called.
+    """
+    import trackio
+
+    return trackio.context_vars.current_run.get() is not None
+
+
+# ---- Monitors ----
+
+
+class Memory(dict):
+    """
+    Hold what a running monitor remembers.
+
+    If `state.stateful_callbacks` holds a plain dict in place of a `Memory`, that dict was read from a checkpoint, and
+    a new monitor takes it over.
+    """
 
 
 @dataclass(eq=False, kw_only=True)
@@ -104,21 +188,13 @@ class MonitorCallback(TrainerCallback):
 
     runbook = ""  # the heading of this monitor's section in the runbook
     saves = True  # whether `stop` writes a checkpoint; if not, the weights are not saved at all
-    below_one: ClassVar[tuple[str, ...]] = ()  # arguments that no share would ever pass if they were 1
 
     def __post_init__(self) -> None:
-        # Only what would be useless without a word: with other odd values a monitor fails, or alerts at once
-        useless = {
-            "action": self.action not in get_args(Action),
-            "kl_factor": self.kl_factor <= 1,
-            "rollouts": getattr(self, "rollouts", 1) < 1,
-            **{name: getattr(self, name) >= 1 for name in self.below_one},
-        }
-        for name in filter(useless.get, useless):
-            raise ValueError(
-                f"{type(self).__name__} would be useless with `{name}={getattr(self, name)!r}`: `action` is one of "
-                f"{', '.join(get_args(Action))}, `kl_factor` above 1, `rollouts` 1 or more, a share below 1"
-            )
+        if self.action not in get_args(Action):  # it would only warn, without a word
+            raise ValueError(f"`action` must be one of {', '.join(get_args(Action))}; got {self.action!r}")
+        names = {each for each in self.sinks if isinstance(each, str) and not each.startswith("http")}
+        if unknown := names.difference(NAMES):  # no alert would arrive
+            raise ValueError(f"`sinks` are a URL, an object with `send`, or of {', '.join(NAMES)}; got {unknown}")
         self.memory: dict[str, Any] = Memory()  # all that is not an argument, as JSON
         self.step = 0
         self._args: Any = None
@@ -126,7 +202,6 @@ class MonitorCallback(TrainerCallback):
         self._logs: dict[str, Any] = {}
         self._known: dict[str, Metric] = {}
         self._notes: list[Finding] = []  # of problems beside those that `watch` yields
-        self._opened: list[Any] | None = None
         self._is_training: bool | None = None  # None before the first training
         self._owes_save = False  # `save` or `stop` waits for a checkpoint, which `save_strategy="best"` may skip
 
@@ -152,12 +227,11 @@ class MonitorCallback(TrainerCallback):
         # The registry holds the memory itself, not a copy, so that each checkpoint saves it as it is by then
         registry[name] = {"args": redacted(finite(given)), "attributes": {"memory": self.memory}}
         self._begin(args, state, {})
+        if self.action == "raise_kl" and "episodes" not in self._known:
+            self._note("`raise_kl` has no effect: only PPOTrainer scales its KL coefficient", "Choose another action.")
 
     def on_train_end(self, args, state, control, **kwargs):
         self._is_training = False
-        for sink in self._opened or []:
-            if hasattr(sink, "close"):
-                sink.close()
 
     def on_step_end(self, args, state, control, **kwargs):
         """
@@ -187,19 +261,10 @@ class MonitorCallback(TrainerCallback):
             return
         # A number may differ between processes
         self._begin(args, state, from_first(numbers_in(logs)))
-        if self.action == "raise_kl" and kl_scale_is_pending(state, rollout_steps(args)):
-            take_kl_scale(state)
-            self.memory["kl_unheard"] = True
-            self._note(
-                "`raise_kl` has no effect: this trainer does not scale its KL coefficient",
-                "PPOTrainer does. This monitor only warns from here on.",
-            )
         self._handle(self.watch(self._logs), state, control)
 
     def _begin(self, args: Any, state: Any, logs: dict[str, Any]) -> None:
         self.step, self._args, self._logs, self._known = state.global_step, args, logs, metrics_of(args)
-        if self._opened is None:
-            self._opened = make_sinks(self.sinks, args) if state.is_world_process_zero else []
         # Below 1, `logging_steps` is a share of all steps
         self._logging_steps = int(args.logging_steps if args.logging_steps >= 1 else state.logging_steps)
 
@@ -227,11 +292,9 @@ class MonitorCallback(TrainerCallback):
             since = max(warm_up, seen.setdefault(quantity, max(0, self.step - self._logging_steps)))
             if self.step - since > rollout + self._logging_steps:
                 seen[quantity] = 10**12  # said once: no step comes after this one
-                where = f"the key {key!r} was in no log since step {since}" if key else "this trainer logs no such key"
                 self._note(
-                    f"nothing to watch: {where}",
-                    f"{type(self).__name__} reads `{quantity}`: name another key by `keys={{'{quantity}': ...}}`, or "
-                    "remove the monitor.",
+                    f"nothing to watch: no log has had `{key or quantity}` since step {since}",
+                    f"Name the key of `{quantity}` by `keys={{'{quantity}': ...}}`, or remove the monitor.",
                 )
         return value
 
@@ -242,15 +305,15 @@ class MonitorCallback(TrainerCallback):
             return None
         if math.isfinite(value):
             return value
-        advice = (
-            f"Its value is {value}: look for NaN in the losses, lower the learning rate, and go back to a checkpoint."
-        )
+        advice = f"It is {value}: look for NaN in the losses, lower the learning rate, go back to a checkpoint."
         # Whatever the bound is, +∞ is beyond it
         self._notes.append(Finding(f"`{key}` is not finite", advice, acts=value == math.inf))
         return None
 
-    def _note(self, what: str, advice: str) -> None:
+    def _note(self, what: str, advice: str) -> list[Finding]:
+        """Have a notice sent with the next findings; return no finding."""
         self._notes.append(Finding(what, advice, acts=False, level="notice"))
+        return []
 
     @property
     def kl_is_per_token(self) -> bool:
@@ -293,11 +356,6 @@ class MonitorCallback(TrainerCallback):
         series.add(value, **noise)
         return series
 
-    def follow_evaluation(self, name: str, key: str, metrics: dict[str, Any], dataloader: Any) -> Series:
-        """Add the mean that an evaluation has under `key` to a series whose baseline is the first evaluation."""
-        noise = error_of_mean(metrics.get(spread_key(key)), number_of_rows(dataloader))
-        return self.follow(name, self._number(key, metrics), first=1, **noise)
-
     def windows(self, steps: int) -> dict[str, Any]:
         """
         Return the arguments `logs` and `size` of `follow` for averaging a quantity over `steps` optimizer steps.
@@ -323,22 +381,19 @@ class MonitorCallback(TrainerCallback):
 
     def _handle(self, findings: Iterable[Finding], state: Any, control: Any) -> None:
         """Raise an alert for each finding, and take the monitor's action."""
-        found = [*findings]  # which may add notes
-        found, self._notes = found + self._notes, []
+        found, self._notes = [*findings, *self._notes], []  # reading the findings may add notes
         raised = self.memory.setdefault("raised", {})
-        # An action that ends a run has nothing to end outside of training
-        can_act = self._is_training and not (self.action == "raise_kl" and self.memory.get("kl_unheard"))
         for finding in found:
-            action: Action = self.action if finding.acts and can_act else "warn"
+            # An action that ends a run has nothing to end outside of training
+            action: Action = self.action if finding.acts and self._is_training else "warn"
             if action == "stop" or self.step - raised.get(finding.what, -math.inf) >= self.repeat_steps:
                 raised[finding.what] = self.step
                 self._send(self._alert(finding, action), state)
                 self._act(action, finding.what, state, control)
 
     def _alert(self, finding: Finding, action: Action) -> Alert:
-        found = {name: value for name, value in vars(finding).items() if name != "acts"}
-        runbook = f"{RUNBOOK}#{self.runbook}"
-        return Alert(monitor=type(self).__name__, step=self.step, action=action, runbook=runbook, **found)
+        where, found = f"{RUNBOOK}#{self.runbook}", vars(finding)
+        return Alert(**found, monitor=type(self).__name__, step=self.step, action=action, runbook=where)
 
     def _act(self, action: Action, what: str, state: Any, control: Any) -> None:
         if action == "raise_kl":
@@ -357,11 +412,12 @@ class MonitorCallback(TrainerCallback):
     def _send(self, alert: Alert, state: Any) -> None:
         alert = Alert(**redacted(vars(alert)))  # it may cite the error of a judge behind a URL
         state.stateful_callbacks.setdefault(REGISTRY, {}).setdefault("alerts", []).append(finite(vars(alert)))
-        for sink in self._opened or []:
+        trackers = [name for name in TRACKERS if name in self._args.report_to and name not in self.sinks]
+        for sink in [*self.sinks, *trackers] if state.is_world_process_zero else []:
             try:
-                sink.send(alert)
+                send_to(sink, alert, self._args) if isinstance(sink, str) else sink.send(alert)
             except Exception as error:  # a sink that fails must not end a run
-                logger.warning(f"{type(sink).__name__} could not send an alert: {error}")
+                logger.warning(f"{type(sink).__name__} could not send an alert: {redacted(str(error))}")
 
 
 def alerts_of(state: Any, level: Level = "alert") -> list[dict[str, Any]]:
@@ -396,19 +452,3 @@ def number_of_rows(dataloader: Any) -> int | None:
     if "held_out" in (getattr(dataset, "column_names", None) or ()):
         return sum(map(bool, dataset["held_out"])) or None
     return len(dataset) or None if hasattr(dataset, "__len__") else None
-
-
-def on_main_process(measure: Callable[[], Any]) -> tuple[Any, str | None]:
-    """
-    Call `measure` on the main process alone, and return a pair on every process.
-
-    The pair is the result of `measure` and None or, if `measure` raised an error, None and the error as text.
-    """
-
-    def measured() -> tuple[Any, str | None]:
-        try:
-            return measure(), None
-        except Exception as error:
-            return None, f"{type(error).__name__}: {error}"
-
-    return on_first(measured)

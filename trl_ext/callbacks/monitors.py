@@ -5,21 +5,18 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ..functional import unexplained_error
 from ..runs.control import check_monitors
-from ..runs.shipped import did_you_mean
 from .metrics import rollout_steps
 from .monitor import Action, Finding, MonitorCallback
 from .trend import Series
 
 DISAGREEMENT = re.compile(r"rewards/.+/disagreement")
-# What else moves in a hack: quantities of `trl_ext.callbacks.metrics`, and keys of the logs
-WITNESSES = ("entropy", "length")
-WITNESS_KEYS = re.compile(rf"repetition/(top_phrase_share|repeated|distinct_\d+)|{DISAGREEMENT.pattern}")
 
 
 def distinct_key(logs: dict[str, Any]) -> str | None:
@@ -32,13 +29,10 @@ class KLBudgetCallback(MonitorCallback):
     """
     Alert when KL(policy ‖ reference), summed over a response, exceeds its budget.
 
-    A KL that is logged per token (GRPO, RLOO) is multiplied by the mean length. The product is approximate; the alert
-    says so, and gives the KL and the bound per token, too.
+    A KL that is logged per token (GRPO, RLOO) is multiplied by the mean length. The product is approximate, and the
+    alert says so.
 
-    >>> budget = KLBudgetCallback(limit=10, action="stop")
-    >>> budget.warn
-    5.0
-    >>> trainer.add_callback(budget)
+    >>> trainer.add_callback(KLBudgetCallback(limit=10, action="stop"))
 
     Args:
         warn: nats per response above which the monitor warns. The default is half of `limit`.
@@ -54,16 +48,11 @@ class KLBudgetCallback(MonitorCallback):
     tolerance: float = 0.5
     runbook = "kl"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.warn = self.limit / 2 if self.warn is None else self.warn
-
     def watch(self, logs):
-        kl, unit, length = self.read("kl"), "", None
+        kl, unit = self.read("kl"), ""
         if self.kl_is_per_token:
-            if (length := self.read("length")) is not None:
-                self.memory["length"] = length
-            length, unit = self.memory.get("length"), " (approximate: mean per token × mean length)"
+            self.memory["length"] = length = self.read("length") or self.memory.get("length")
+            unit = " (approximate: mean per token × mean length)"
             kl = None if kl is None or length is None else kl * length
         if kl is None:
             return
@@ -80,16 +69,12 @@ class KLBudgetCallback(MonitorCallback):
         elif found := kls.below(plus=-self.tolerance):
             advice = "A KL is never negative: the log-probs are not those of the policy that sampled the completions."
             yield Finding(f"the KL is negative{unit}", advice, *found, acts=False)
-        advice = "Read completions: far from the reference, a reward model is less reliable."
         if found := kls.above(plus=self.limit):
             advice = "Read completions; raise the KL coefficient, or stop and keep an earlier checkpoint."
-        elif not (found := kls.above(plus=self.warn or 0.0)):
-            return
-        is_over = found.bound == self.limit
-        if length is not None:
-            advice += f" Per token: {found.value / length:.4g}, bound {found.bound / length:.4g}."
-        what = "is over" if is_over else "nears"
-        yield Finding(f"the KL {what} its budget{unit}", advice, *found, acts=is_over)
+            yield Finding(f"the KL is over its budget{unit}", advice, *found)
+        elif found := kls.above(plus=self.limit / 2 if self.warn is None else self.warn):
+            advice = "Read completions: far from the reference, a reward model is less reliable."
+            yield Finding(f"the KL nears its budget{unit}", advice, *found, acts=False)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -108,7 +93,6 @@ class ClipFractionCallback(MonitorCallback):
     limit: float = 0.2
     steps: int = 16
     runbook = "clip-fraction"
-    below_one = ("limit",)
 
     def watch(self, logs):
         value = self.read("clip_fraction")
@@ -150,22 +134,19 @@ class EntropyFloorCallback(MonitorCallback):
 @dataclass(eq=False, kw_only=True)
 class LengthDriftCallback(MonitorCallback):
     """
-    Alert when completions are much longer or shorter than in the first rollouts, or when more of them are cut off.
+    Alert when completions are much longer or shorter than in the first rollouts.
 
     >>> trainer.add_callback(LengthDriftCallback(factor=2, rollouts=8))
 
     Args:
         factor: alert when the mean length is above the baseline times `factor`, or below the baseline divided by it.
-        clipped: alert when the share of completions that are cut off rises above the baseline by more than this.
         rollouts: number of first rollouts in the baseline.
         others: see [`MonitorCallback`].
     """
 
     factor: float = 1.5
-    clipped: float = 0.3
     rollouts: int = 4
     runbook = "length"
-    below_one = ("clipped",)
 
     def watch(self, logs):
         lengths = self.follow("length", self.read("length"), first=self.rollouts)
@@ -174,11 +155,6 @@ class LengthDriftCallback(MonitorCallback):
             yield Finding("completions grew longer", advice, *found)
         if found := lengths.below(1 / self.factor):
             yield Finding("completions grew shorter", advice, *found)
-        cut = self.read("length_clipped", optional=True)
-        cuts = self.follow("length_clipped", cut, first=self.rollouts, answers=self.answers)
-        if found := cuts.above(1, self.clipped):
-            advice = "Unfinished answers are scored like finished ones: see `missing_eos_penalty`."
-            yield Finding("more completions are cut off", advice, *found)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -200,7 +176,6 @@ class CutOffCallback(MonitorCallback):
     limit: float = 0.8
     rollouts: int = 4
     runbook = "cut-off"
-    below_one = ("limit",)
 
     def watch(self, logs):
         value = self.read("length_clipped")
@@ -336,7 +311,6 @@ class RepetitionCallback(MonitorCallback):
     copied: float = 0.1
     rollouts: int = 4
     runbook = "repetition"
-    below_one = ("phrase", "repeated", "copied")
 
     def watch(self, logs):
         def share(name: str, key: str | None, first: int = self.rollouts) -> Series:
@@ -382,31 +356,22 @@ class ToolAbuseCallback(MonitorCallback):
     repeated: float = 0.3
     rollouts: int = 8
     runbook = "tools"
-    below_one = ("failed", "repeated")
 
     def watch(self, logs):
         calls = self.read("tools", "tools/call_frequency")
         if not calls:  # without calls there is no share, though a trainer may log 0
             return
         episodes = None if self.answers is None else self.answers * min(calls, 1.0)
-        for name, key, what, advice in (
-            (
-                "failed",
-                "tools/failure_frequency",
-                "more tool calls fail",
-                "check whether a tool is down, or the reward ignores what tools answer.",
-            ),
-            (
-                "repeated",
-                "tools/repeated_frequency",
-                "episodes repeat their tool calls",
-                "check which reward pays for a call that tells nothing new.",
-            ),
-        ):
-            value = self.read(name, key, optional=True)
-            share = self.follow(name, value, first=self.rollouts, answers=episodes, is_clustered=True)
-            if found := share.above(1, getattr(self, name)):
-                yield Finding(what, f"Read the episodes in `completions.rank*.jsonl`: {advice}", *found)
+        share = partial(self.follow, first=self.rollouts, answers=episodes, is_clustered=True)
+        failed = share("failed", self.read("failed", "tools/failure_frequency", optional=True))
+        repeated = share("repeated", self.read("repeated", "tools/repeated_frequency", optional=True))
+        advice = "Read the episodes in `completions.rank*.jsonl`:"
+        if found := failed.above(1, self.failed):
+            why = "is a tool down, or does the reward ignore what tools answer?"
+            yield Finding("more tool calls fail", f"{advice} {why}", *found)
+        if found := repeated.above(1, self.repeated):
+            why = "which reward pays for a call that tells nothing new?"
+            yield Finding("episodes repeat their tool calls", f"{advice} {why}", *found)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -414,10 +379,9 @@ class RewardDriftCallback(MonitorCallback):
     """
     Alert when the mean or the spread of the reward moves far from where it was in the first scores, the baseline.
 
-    Reinforcement learning is meant to raise the mean, so a rise is measured in σ of *single* scores, and a rise alone
-    only warns. The monitor acts if one of its witnesses moved, too: entropy, length, repetition, disagreement of an
-    ensemble, or gold, a score that training never sees. A fall of the mean, a collapsed spread and too many scores
-    above a bound only warn.
+    Reinforcement learning is meant to raise the mean, so a rise, measured in σ of *single* scores, only warns, and so
+    do too many scores above a bound; [`HackWatch`] judges whether a rise is a hack. The monitor acts if the mean falls
+    or the spread collapses.
 
     >>> trainer.add_callback(RewardDriftCallback(sigmas=2, action="stop"))
 
@@ -429,11 +393,6 @@ class RewardDriftCallback(MonitorCallback):
             this, if that watch is in use.
         window: number of scores after which the baseline no longer changes.
         minimum: number of scores in the baseline before the reward is compared with it.
-        baseline: mean and σ to use in place of the first scores' mean and σ.
-        moved: relative change at which a witness counts as moved, from its mean in the first `rollouts` logs.
-        gold: key of the gold score in the evaluation's metrics. Gold counts as moved once it is below its value in the
-            first evaluation.
-        rollouts: number of first logs that a witness is compared with.
         others: see [`MonitorCallback`].
     """
 
@@ -443,91 +402,48 @@ class RewardDriftCallback(MonitorCallback):
     share_above: float = 0.1
     window: int = 1000
     minimum: int = 100
-    baseline: tuple[float, float] | None = None
-    moved: float = 0.25
-    gold: str = "eval_rewards/gold_judge/mean"
-    rollouts: int = 4
     runbook = "reward"
-    below_one = ("share_above",)
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        self._begin(args, state, {})
-        gold = self.follow_evaluation("gold", self.gold, metrics or {}, kwargs.get("eval_dataloader"))
-        if gold.first is not None:
-            self.memory["gold_fell"] = gold.below(1) is not None
 
     def watch(self, logs):
         mean, std = self.read("reward"), self.read("reward_std", optional=True)
-        witnesses = self._moved(logs)
         for key in filter(re.compile("score_watch/.+/share_above").fullmatch, logs):
             if found := self.follow(key, self._number(key, logs), answers=self.answers).above(plus=self.share_above):
                 advice = "Many scores are near the highest one: look at what these completions have in common."
                 yield Finding(f"`{key}` is high", advice, *found, acts=False)
         if mean is None:
             return
-        base, means = self._baseline(mean, std), self.follow("reward", mean)
-        if base is None:
-            return
-        start, sigma, count = base
-
-        def bound(sigmas: float) -> dict[str, float]:
-            """Return start + sigmas · σ, and its standard error, since σ is estimated from `count` scores."""
-            return {"plus": start + sigmas * sigma, "error": sigma * math.sqrt((1 + sigmas**2 / 2) / count)}
-
-        if risen := means.above(**bound(self.sigmas)):
-            what = f"the reward is beyond {self.sigmas:g} σ"
-            advice = "Compare completions of the first rollouts with those of the last."
-            if witnesses:
-                what, advice = f"{what}, and more moved with it", f"{', '.join(witnesses)} moved, too. {advice}"
-            yield Finding(what, advice, risen.value, risen.bound, start, acts=bool(witnesses))
-        if fallen := means.below(**bound(-self.drop_sigmas)):
-            advice = "The policy gets worse: lower the learning rate, or look for a reward function that fails."
-            what = f"the reward fell by {self.drop_sigmas:g} σ"
-            yield Finding(what, advice, fallen.value, fallen.bound, start, acts=False)
-        if std is None:
-            return
-        answers = self.answers
-        noise: dict[str, Any] = {} if answers is None else {"error": std / math.sqrt(2 * answers), "dof": answers}
-        least = self.std * sigma
-        low = self.follow("reward_std", std, **noise).below(plus=least, error=least / math.sqrt(2 * count))
-        if low:
-            advice = (
-                "All answers get about the same score, so the policy has nothing to learn from. Check whether they "
-                "are one and the same answer."
-            )
-            yield Finding("the rewards' spread collapsed", advice, low.value, least, sigma, acts=False)
-
-    def _baseline(self, mean: float, std: float | None) -> tuple[float, float, float] | None:
-        """
-        Return the mean, the σ and the number of independent scores of the baseline; None while it has too few scores.
-
-        Then add this log's scores to the baseline, unless it is full.
-        """
-        if self.baseline is not None:
-            return *self.baseline, math.inf
+        # Of the baseline's scores: number, mean, sum of squared deviations
         count, start, squares = self.memory.setdefault("scores", [0, 0.0, 0.0])
-        independent = count / (getattr(self._args, "num_generations", None) or 1)
-        is_enough = count >= min(self.minimum, self.window) and squares > 0
-        result = (start, math.sqrt(squares / (count - 1)), independent) if is_enough else None
+        means = self.follow("reward", mean)
         if count < self.window and std is not None:  # merged as in `trl_ext.functional.merge_moments`
             n = getattr(self._args, "generation_batch_size", None) or self._args.train_batch_size
             total, delta = count + n, mean - start
-            squares += std**2 * (n - 1) + delta**2 * count * n / total
-            self.memory["scores"] = [total, start + delta * n / total, squares]
-        return result
+            more = std**2 * (n - 1) + delta**2 * count * n / total
+            self.memory["scores"] = [total, start + delta * n / total, squares + more]
+        if count < min(self.minimum, self.window) or not squares:
+            return
+        sigma = math.sqrt(squares / (count - 1))
+        independent = count / (getattr(self._args, "num_generations", None) or 1)
 
-    def _moved(self, logs) -> list[str]:
-        """Return the names of the witnesses that have moved."""
-        values = {name: self.read(name, optional=True) for name in WITNESSES}
-        values |= {key: self._number(key, logs) for key in filter(WITNESS_KEYS.fullmatch, logs)}
-        last = self.memory.setdefault("witnesses", {})
-        for name, value in values.items():
-            noise: dict[str, Any] = {"answers": self.answers} if name.startswith("repetition/") else {}
-            logs_of_a_value = self.windows(1)["logs"] if name == "entropy" else 1
-            series = self.follow(name, value, first=self.rollouts, logs=logs_of_a_value, **noise)
-            if series.first is not None:
-                last[name] = bool(series.above(1 + self.moved) or series.below(1 - self.moved))
-        return [name for name in sorted(last) if last[name]] + ["gold"] * self.memory.get("gold_fell", False)
+        def bound(sigmas: float) -> dict[str, float]:
+            """Return start + sigmas · σ, and its standard error, since σ is estimated."""
+            return {"plus": start + sigmas * sigma, "error": sigma * math.sqrt((1 + sigmas**2 / 2) / independent)}
+
+        if risen := means.above(**bound(self.sigmas)):
+            advice = "Compare completions of the first rollouts with those of the last."
+            yield Finding(f"the reward is beyond {self.sigmas:g} σ", advice, *risen[:2], start, acts=False)
+        if fallen := means.below(**bound(-self.drop_sigmas)):
+            advice = "The policy gets worse: lower the learning rate, or look for a reward function that fails."
+            yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", advice, *fallen[:2], start)
+        if std is None:
+            return
+        answers, least = self.answers, self.std * sigma
+        noise: dict[str, Any] = {} if answers is None else {"error": std / math.sqrt(2 * answers), "dof": answers}
+        if low := self.follow("reward_std", std, **noise).below(plus=least, error=least / math.sqrt(2 * independent)):
+            advice = (
+                "All answers get about the same score, so the policy has nothing to learn from: are they the same?"
+            )
+            yield Finding("the rewards' spread collapsed", advice, low.value, least, sigma)
 
 
 def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
@@ -542,19 +458,14 @@ def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
     """
     import trl_ext.callbacks as package
 
-    known: dict[str, Any] = {
-        name: getattr(package, name) for name in package.__all__ if name.endswith(("Callback", "Watch"))
-    }
-    known["EarlyStoppingCallback"] = EarlyStoppingCallback
     monitors = []
     for entry in entries or []:
         try:
             call: Any = ast.parse(entry.strip(), mode="eval").body
             call = call if isinstance(call, ast.Call) else ast.Call(call, [], [])
-            name, given = call.func.id, map(ast.literal_eval, call.args)
-            if name not in known:
-                raise ValueError(f"unknown monitor {name!r}{did_you_mean(name, known)}")
-            monitors.append(known[name](*given, **{word.arg: ast.literal_eval(word.value) for word in call.keywords}))
+            kind = EarlyStoppingCallback if call.func.id == "EarlyStoppingCallback" else getattr(package, call.func.id)
+            given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+            monitors.append(kind(*map(ast.literal_eval, call.args), **given))
         except Exception as error:
             raise ValueError(f"monitor {entry!r}: {error}; write `Name` or `Name(argument=value, …)`") from error
     return monitors

@@ -1,10 +1,10 @@
-"""Make a run record its logs and some of its completions, and write a page when it ends."""
+"""Make a run record its logs and some of its completions, export and draw it, and write a page when it ends."""
 
-import math
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from transformers.utils import logging
 
 from ..data import first_prompts, save_trained_prompts
 from ..rewards.watches import Watch
-from ..runs.files import PRIVATE_FOLDER, REGISTRY, JSONLWriter, from_first, read_jsonl
+from ..runs.files import PRIVATE_FOLDER, REGISTRY, JSONLWriter, from_first, whole_file, without_nan
 from ..runs.redaction import redacted
+from ..upstream.packages import need
 from .answers import AnswersCallback
-from .metrics import is_training_log, metrics_of, numbers_in, rollout_steps
+from .metrics import PANELS, draw_alerts, is_training_log, metrics_of, numbers_in, printable, rollout_steps
+from .monitor import alerts_of
 
 logger = logging.get_logger(__name__)
 # Imported by name: the workbench, above this layer, makes pages. Without it a run has no page
@@ -36,8 +38,7 @@ class JSONLCallback(TrainerCallback):
 
     Each event has `timestamp`, `rank`, `step` and `type`, and further keys by its type:
 
-    - `begin`: the run's id, and its configuration without credentials. A resumed run keeps its id: the last one in the
-      file.
+    - `begin`: the run's id, which a resumed run keeps, and its configuration without credentials.
     - `train`: all numbers of the log, under `logs`. As far as they are measured, also `kl`, the losses,
       `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`, `seconds_generation`, `seconds_scoring` and
       `seconds_update`.
@@ -70,11 +71,9 @@ class JSONLCallback(TrainerCallback):
         if self._writer is None and (self.every_process or state.is_world_process_zero):
             self._writer = JSONLWriter(Path(folder) / f"metrics.rank{PartialState().process_index}.jsonl")
         self._introduced, self._tokens = False, None  # tokens so far, and the time in seconds
-        run = uuid.uuid4().hex[:12]
-        if state.global_step and self._writer is not None and self._writer.path.is_file():  # resumed
-            run = [run, *(event["run"] for event in read_jsonl(self._writer.path) if "run" in event)][-1]
+        run = state.stateful_callbacks.setdefault("trl_ext_run", {"id": from_first(uuid.uuid4().hex[:12])})
         config = {"config": redacted(args.to_dict()), "config_class": type(args).__name__}
-        self._event("begin", state, run=from_first(run), **config, objections=redacted(self.objections))
+        self._event("begin", state, run=run["id"], **config, objections=redacted(self.objections))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
@@ -123,15 +122,10 @@ class SamplesCallback(TrainerCallback):
         trainer: a [`PPOTrainer`] or `trl.RLOOTrainer`, whose table of completions is read.
         per_rollout: number of completions to keep of each rollout, over all processes. A thousand rollouts with 8
             completions of 1 kB each take 8 MB.
-        folder: folder of the file. The default is the folder of [`JSONLCallback`].
     """
 
     trainer: Any
     per_rollout: int = 8
-    folder: str | None = None
-
-    def __post_init__(self) -> None:
-        self._watch = Watch(self.folder)
 
     def on_step_end(self, args, state, control, **kwargs):
         # After the first step of a rollout the table holds its answers; after an evaluation, the evaluation's answers
@@ -143,11 +137,129 @@ class SamplesCallback(TrainerCallback):
 
         table = self.trainer._logs
         scores = {name: first(column) for name, column in table["rewards"].items()}
-        rows = [
-            {name: None if math.isnan(value) else value for name, value in zip(scores, row, strict=True)}
-            for row in zip(*scores.values(), strict=True)
-        ]
-        self._watch.write_rows(first(table["prompt"]), first(table["completion"]), rows, state.global_step - 1)
+        rows = without_nan([dict(zip(scores, row, strict=True)) for row in zip(*scores.values(), strict=True)])
+        Watch().write_rows(first(table["prompt"]), first(table["completion"]), rows, state.global_step - 1)
+
+
+# ---- Exports ----
+
+
+@dataclass(eq=False, kw_only=True)
+class PrometheusCallback(TrainerCallback):
+    """
+    Export the run to Prometheus from the main process, by HTTP or a file for the node exporter's textfile collector.
+
+    It exports:
+
+    - the gauges `trl_ext_step`, `trl_ext_kl`, `trl_ext_entropy`, …, one for each quantity of `METRICS`, in its unit
+    - the gauge `trl_ext_log{key=…}`, for every logged number
+    - the counter `trl_ext_alerts_total{monitor=…}`
+
+    A number that was never logged is not exported. The package `prometheus-client` is needed.
+
+    >>> trainer.add_callback(PrometheusCallback(textfile="run.prom"))
+
+    Args:
+        port: port of the HTTP server. 0 takes a free port, None starts no server.
+        textfile: path of the file, ending in `.prom`. None writes no file.
+        address: address that the server listens on. The default is reachable from this machine only.
+    """
+
+    port: int | None = None
+    textfile: str | None = None
+    address: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        need("prometheus_client", "PrometheusCallback")
+        from prometheus_client import CollectorRegistry, Counter, Gauge
+
+        self.registry = CollectorRegistry()
+        self._gauge = cache(lambda name, unit: Gauge(f"trl_ext_{name}", unit, registry=self.registry))
+        self._logs = Gauge("trl_ext_log", "Every number that is logged", ["key"], registry=self.registry)
+        self._alerts = Counter("trl_ext_alerts", "Alerts of the monitors", ["monitor"], registry=self.registry)
+        self._counted = 0
+        self._server: Any = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.port is not None and self._server is None and state.is_world_process_zero:
+            from prometheus_client import start_http_server
+
+            self._server, _ = start_http_server(self.port, addr=self.address, registry=self.registry)
+            self.port = self._server.server_port
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        numbers, alerts = numbers_in(logs or {}), alerts_of(state)
+        known = metrics_of(args) if is_training_log(numbers) else {}
+        self._gauge("step", "optimizer steps").set(state.global_step)
+        for name, metric in known.items():
+            if metric.key in numbers:
+                self._gauge(name, metric.unit).set(numbers[metric.key])
+        for key, number in numbers.items():
+            self._logs.labels(printable(key)).set(number)
+        for alert in alerts[self._counted :]:
+            self._alerts.labels(printable(alert["monitor"])).inc()
+        self._counted = len(alerts)
+        if self.textfile is not None and state.is_world_process_zero:
+            from prometheus_client import write_to_textfile
+
+            try:
+                write_to_textfile(self.textfile, self.registry)
+            except OSError as error:
+                logger.warning(f"Prometheus gets nothing: {error}")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+@dataclass(eq=False, kw_only=True)
+class MonitoringPlotCallback(TrainerCallback):
+    """
+    Draw `rlhf_monitoring.png` into the output directory.
+
+    The picture shows scores, KL, entropy, clip fraction, critic and lengths, with the monitors' bounds and alerts.
+
+    >>> trainer.add_callback(MonitoringPlotCallback(steps=50))
+
+    Args:
+        steps: optimizer steps from one drawing to the next. The end of training is always drawn.
+    """
+
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        need("matplotlib", "MonitoringPlotCallback")
+        self._drawn = 0
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step - self._drawn >= self.steps:
+            self.on_train_end(args, state, control)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._drawn = state.global_step
+        if not state.is_world_process_zero:
+            return
+        from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
+
+        alerts = alerts_of(state)
+        figure = Figure(figsize=(15, 7), layout="constrained")
+        for axes, (title, draw) in zip(figure.subplots(2, 3, sharex=True).flat, PANELS.items(), strict=True):
+            draw(axes, state.log_history, metrics_of(args), state.stateful_callbacks.get(REGISTRY, {}))
+            axes.set(title=title if axes.lines else f"{title}: not logged", xlabel="optimizer step")
+            if axes.lines:
+                axes.legend(fontsize="small", loc="best")
+            draw_alerts(axes, alerts)
+        figure.suptitle("▲ alert (orange: warning, red: action)" if alerts else "", fontsize="medium")
+        try:
+            with whole_file(Path(args.output_dir) / "rlhf_monitoring.png") as temporary:
+                figure.savefig(temporary, dpi=100, format="png")
+        except OSError as error:
+            logger.warning(f"No picture of this run was drawn: {error}")
+
+
+# ---- The page ----
 
 
 class ReportCallback(TrainerCallback):

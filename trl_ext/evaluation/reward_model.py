@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,14 +13,96 @@ from torch import Tensor
 
 from ..functional import disagreement, ensemble_score
 from ..functional.ensemble import Combine
-from .intervals import (
-    accuracy_interval,
-    bootstrap_interval,
-    credit,
-    pairwise_accuracy,
-    sums_by_prompt,
-    wilson_interval,
-)
+
+_AT_ONCE = 2**22  # rows that are drawn at once: all resamples of a large set would fill gigabytes
+
+
+def bootstrap_interval(
+    values: Tensor,
+    statistic: Callable[[Tensor], Tensor] = lambda resampled: resampled.mean(1),
+    resamples: int = 4000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Return a statistic's confidence interval: its quantiles 2.5 % and 97.5 % over resampled rows.
+
+    The bootstrap (Efron, 1979) says how a figure would vary on other samples of the same size. To compare two systems
+    on the same prompts, pass the N differences of their values: in these, what makes one prompt harder than another
+    cancels.
+
+    Args:
+        values: (N,) one finite value for each row, or (N, K) for a statistic of K columns.
+        statistic: maps (resamples, N) or (resamples, N, K) to (resamples,). The default is the mean.
+        resamples: how often N rows are sampled with replacement.
+        seed: seed of the sampling, which does not use the global generator.
+    """
+    values = values.detach().double().cpu()
+    generator = torch.Generator().manual_seed(seed)
+    most = max(_AT_ONCE // len(values), 1)
+    drawn = [
+        statistic(values[torch.randint(len(values), (min(most, resamples - start), len(values)), generator=generator)])
+        for start in range(0, resamples, most)
+    ]
+    low, high = torch.cat(drawn).quantile(torch.tensor([0.025, 0.975], dtype=torch.double))
+    return low.item(), high.item()
+
+
+def wilson_interval(share: float, count: float) -> tuple[float, float]:
+    """Return Wilson's 95 % confidence interval of a share (1927), valid for few rows and for shares of 0 and 1.
+
+    With z = 1.96, its bounds are (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n).
+
+    Args:
+        share: p, in [0, 1].
+        count: n, the number of rows.
+    """
+    z = 1.959964
+    middle, half = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
+    scale = 1 + z * z / count
+    return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
+
+
+def pairwise_accuracy(margins: Tensor) -> Tensor:
+    """Return the share of pairs whose chosen answer scores higher; a tie counts one half.
+
+    Args:
+        margins: (…, N) score of the chosen answer minus score of the rejected one.
+
+    Returns:
+        (…,) in [0, 1].
+    """
+    return credit(margins).mean(-1)
+
+
+def credit(margins: Tensor) -> Tensor:
+    """Return for each pair 1 if the chosen answer scores higher, one half for a tie, else 0; float64."""
+    return (margins > 0).double() + (margins == 0).double() / 2
+
+
+def accuracy_interval(margins: Tensor, prompts: Sequence[Hashable]) -> tuple[float, float]:
+    """Return a 95 % confidence interval of the accuracy, by resampling prompts, each with all of its pairs.
+
+    Pairs that share a prompt, such as those of a ranking, are not independent. So prompts are resampled, not pairs (a
+    bootstrap of clusters). With fewer than 30 prompts a bootstrap says too little, so Wilson's interval is returned,
+    for as many rows as there are prompts.
+
+    Args:
+        margins: (N,) score of the chosen answer minus score of the rejected one.
+        prompts: for each pair, what identifies its prompt, such as its text.
+    """
+    table = sums_by_prompt(torch.stack([credit(margins), torch.ones(len(margins))], 1), prompts)
+    if len(table) < 30:
+        return wilson_interval(pairwise_accuracy(margins).item(), len(table))
+    return bootstrap_interval(table, lambda drawn: drawn[..., 0].sum(1) / drawn[..., 1].sum(1))
+
+
+def sums_by_prompt(columns: Tensor, prompts: Sequence[Hashable]) -> Tensor:
+    """Return the sums of (N, K) columns over the rows of each prompt, in the order of the prompts' first rows."""
+    place: dict[Hashable, int] = defaultdict(lambda: len(place))
+    rows = torch.tensor([place[prompt] for prompt in prompts])
+    return torch.zeros(len(place), columns.size(1), dtype=torch.double).index_add_(0, rows, columns.double())
+
+
+# ---- Measures ----
 
 
 def accuracy_of(margins: Tensor) -> dict[str, Any]:
@@ -74,9 +156,7 @@ def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) 
     return rows
 
 
-def length_bias(
-    margins: Tensor, length_gaps: Tensor, prompts: Sequence[Hashable], least_prompts: int = 20
-) -> dict[str, Any]:
+def length_bias(margins: Tensor, length_gaps: Tensor, prompts: Sequence[Hashable]) -> dict[str, Any]:
     """Return how much more often a reward model is right where the chosen answer is longer than where it is shorter.
 
     The bias is a − b: the model's accuracy a on pairs whose chosen answer is the longer one, minus its accuracy b on
@@ -88,13 +168,11 @@ def length_bias(
         margins: (N,) score of the chosen answer minus score of the rejected one.
         length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
         prompts: for each pair, what identifies its prompt. The interval is a bootstrap over prompts.
-        least_prompts: number of prompts that each side must have, longer and shorter, without which the bias is not
-            computed.
 
     Returns:
         A dictionary with the keys
 
-        - `bias`, in [−1, 1], and its `interval`; both None if a side has fewer prompts than `least_prompts`;
+        - `bias`, in [−1, 1], and its `interval`; both None if a side has fewer than 20 prompts;
         - `longer` and `shorter`: for the pairs whose chosen answer is longer, and for those where it is shorter, the
           number of `pairs` and of `prompts`, the `accuracy` and its `accuracy_interval` (both None without pairs).
     """
@@ -113,7 +191,7 @@ def length_bias(
         # At most 1 of e^20 resamples has no pair of a side
         return right / pairs.clamp(min=1) - right_of_shorter / shorter.clamp(min=1)
 
-    if min(found["longer"]["prompts"], found["shorter"]["prompts"]) >= least_prompts:
+    if min(found["longer"]["prompts"], found["shorter"]["prompts"]) >= 20:
         table = sums_by_prompt(torch.stack(columns, 1), prompts)
         found |= {"bias": bias(table).item(), "interval": bootstrap_interval(table, bias)}
     return found
@@ -145,31 +223,30 @@ def fit_temperature(margins: Tensor) -> float | None:
     return unit / math.exp(brentq(slope, -end, end))
 
 
-def confidence_bins(margins: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """Return each pair's confidence σ(|margin|), and the index of its bin, of even parts of [½, 1]; both (…, N)."""
+def confidence_bins(margins: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each pair's confidence σ(|margin|), and its bin of ten even parts of [½, 1]; both (…, N)."""
     confidence = margins.double().abs().sigmoid()
-    return confidence, ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    return confidence, ((confidence - 0.5) * 20).long().clamp(max=9)
 
 
-def calibration_error(margins: Tensor, bins: int = 10) -> Tensor:
+def calibration_error(margins: Tensor) -> Tensor:
     """Return the expected calibration error of the Bradley-Terry probabilities.
 
     ECE = Σ_b n_b/N · |accuracy_b − confidence_b| (Naeini et al., 2015; Guo et al., 1706.04599). The confidence of a
-    pair is σ(|margin|), the model's probability of the answer that it prefers. The bins b divide [½, 1] evenly.
+    pair is σ(|margin|), the model's probability of the answer that it prefers. Ten bins b divide [½, 1] evenly.
 
     Args:
         margins: (…, N) score of the chosen answer minus score of the rejected one.
-        bins: number of bins.
 
     Returns:
         (…,) in [0, 1].
     """
-    confidence, bin_of = confidence_bins(margins, bins)
-    gaps = torch.zeros(*margins.shape[:-1], bins, dtype=torch.double, device=margins.device)
+    confidence, bin_of = confidence_bins(margins)
+    gaps = torch.zeros(*margins.shape[:-1], 10, dtype=torch.double, device=margins.device)
     return gaps.scatter_add(-1, bin_of, credit(margins) - confidence).abs().sum(-1) / margins.shape[-1]
 
 
-def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 1000, seed: int = 0) -> float:
+def calibration_error_by_chance(margins: Tensor, draws: int = 200, seed: int = 0) -> float:
     """Return the mean calibration error that a model with correct probabilities would show on pairs of these margins.
 
     A calibration error is a mean of absolute values, so on few pairs it is not near 0 even for a calibrated model
@@ -178,36 +255,31 @@ def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 10
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one; their signs are replaced by random
             ones.
-        bins: number of bins, as for [`calibration_error`].
         draws: how often random signs are drawn.
         seed: seed of the signs.
     """
     margins, generator = margins.detach().double().cpu().abs(), torch.Generator().manual_seed(seed)
-    total = 0.0
-    for _ in range(draws):
-        is_right = torch.rand(len(margins), generator=generator, dtype=torch.double) < margins.sigmoid()
-        total += calibration_error(torch.where(is_right, margins, -margins), bins).item()
-    return total / draws
+    is_right = torch.rand(draws, len(margins), generator=generator) < margins.sigmoid()
+    return calibration_error(torch.where(is_right, margins, -margins)).mean().item()
 
 
-def reliability_bins(margins: Tensor, bins: int = 10) -> list[dict[str, Any]]:
+def reliability_bins(margins: Tensor) -> list[dict[str, Any]]:
     """Return the points of a reliability diagram: the model's accuracy on the pairs of each bin of confidence.
 
-    The bins are those of [`calibration_error`]: σ(|margin|) in even parts of [½, 1].
+    The bins are those of [`calibration_error`]: σ(|margin|) in ten even parts of [½, 1]; empty ones are left out.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
-        bins: number of bins; those without a pair are left out.
 
     Returns:
         A dictionary for each bin: its bounds `from` and `to`, the mean `confidence` of its pairs, the number of
         `pairs`, the `accuracy`, and its Wilson interval `accuracy_interval`.
     """
-    confidence, bin_of = confidence_bins(margins, bins)
+    confidence, bin_of = confidence_bins(margins)
     return [
         {
-            "from": 0.5 + index / (2 * bins),
-            "to": 0.5 + (index + 1) / (2 * bins),
+            "from": 0.5 + index / 20,
+            "to": 0.5 + (index + 1) / 20,
             "confidence": confidence[bin_of == index].mean().item(),
             **accuracy_of(margins[bin_of == index]),
         }
@@ -264,23 +336,20 @@ def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
 
         - `pairs`: their number;
         - `accuracy` and `accuracy_interval`: for each way to combine the members' scores;
-        - `disagreement`: its `mean` and quantiles over all answers, and its mean over the answers of those pairs that
-          the members' mean score ranks right (`where_right`) and does not (`where_wrong`); None without such pairs;
+        - `disagreement`: its `mean` over all answers, and over the answers of those pairs that the members' mean score
+          ranks right (`where_right`) and does not (`where_wrong`); None without such pairs;
         - `margin_correlation`: the correlation of two members' margins, averaged over all pairs of members.
     """
-    both = torch.stack([chosen, rejected]).double()  # (2, K, N)
-    spread = torch.stack([disagreement(scores) for scores in both])
-    margins = both[0] - both[1]
-    right = margins.mean(0) > 0
-    combined = {how: ensemble_score(both[0], how) - ensemble_score(both[1], how) for how in get_args(Combine)}
-    others = ~torch.eye(len(margins), dtype=torch.bool)
+    chosen, rejected = chosen.double(), rejected.double()
+    spread, margins = torch.stack([disagreement(chosen), disagreement(rejected)]), chosen - rejected
+    right, others = margins.mean(0) > 0, ~torch.eye(len(margins), dtype=torch.bool)
+    combined = {how: ensemble_score(chosen, how) - ensemble_score(rejected, how) for how in get_args(Combine)}
     return {
         "pairs": margins.size(1),
         "accuracy": {how: pairwise_accuracy(margin).item() for how, margin in combined.items()},
         "accuracy_interval": {how: bootstrap_interval(margin, pairwise_accuracy) for how, margin in combined.items()},
         "disagreement": {
             "mean": spread.mean().item(),
-            **{f"quantile_{q}": spread.flatten().quantile(q).item() for q in (0.5, 0.9, 0.99)},
             "where_right": spread[:, right].mean().item() if right.any() else None,
             "where_wrong": spread[:, ~right].mean().item() if not right.all() else None,
         },

@@ -20,9 +20,9 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
-from ..callbacks.alerts import trackio_is_open
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.hack_watch import attach_watch
+from ..callbacks.monitor import trackio_is_open
 from ..callbacks.recording import objections_to, record_run
 from ..data.texts import with_text_arguments
 from ..functional import (

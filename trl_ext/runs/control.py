@@ -55,14 +55,8 @@ def request_kl_scale(state: Any, factor: float) -> None:
         state: the [`~transformers.TrainerState`] that callbacks are given.
         factor: number above 0, dimensionless.
     """
-    asked = state.stateful_callbacks.setdefault(_KL_SCALE, {"factor": factor, "step": state.global_step})
+    asked = state.stateful_callbacks.setdefault(_KL_SCALE, {"factor": factor})
     asked["factor"] = max(asked["factor"], factor)
-
-
-def kl_scale_is_pending(state: Any, steps: int) -> bool:
-    """Return whether a request to scale the KL coefficient has waited for `steps` optimizer steps or more."""
-    asked = state.stateful_callbacks.get(_KL_SCALE)
-    return asked is not None and state.global_step - asked["step"] >= steps
 
 
 def take_kl_scale(state: Any) -> float:

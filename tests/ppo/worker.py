@@ -510,7 +510,8 @@ def too_far(folder):
     calls, approx_kl = [], ppo_trainer.approx_kl
 
     def exceeding(logprobs, old_logprobs):
-        calls.append(None)
+        if logprobs.requires_grad:  # else it is the same micro-batch, for the metric
+            calls.append(None)
         exceeds = trainer.accelerator.process_index == 1 and len(calls) == 4
         return approx_kl(logprobs, old_logprobs) + 1000.0 * exceeds
 

@@ -406,6 +406,13 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
                 "`max_approx_kl` skips optimizer steps, which `fp16=True` does not allow. Use `bf16`.",
             ),
             (
+                self.bootstrap_truncated
+                and (self.baseline == "mean" or (self.missing_eos_score, self.missing_eos_penalty) != (None, None)),
+                "`bootstrap_truncated=True` takes the critic's value for what an answer that was cut off would have "
+                "earned: it needs a critic (another `baseline` than 'mean'), and neither `missing_eos_score` nor "
+                "`missing_eos_penalty`.",
+            ),
+            (
                 not self.use_ref_model and self.kl_coef != 0,
                 "`use_ref_model=False` loads no reference, but `kl_coef` above 0 needs one.",
             ),
@@ -460,7 +467,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         kwargs = self.generation_kwargs or {}
         changes = {name: value for name, value in kwargs.items() if name not in NEUTRAL_GENERATION_KWARGS}
         neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
-        return changes | {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
+        changes |= {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
+        if "quantized" in (kwargs.get("cache_implementation"), self.cache_implementation):  # it rounds keys
+            changes["cache_implementation"] = "quantized"
+        return changes
 
     @property
     def importance_correction(

@@ -77,12 +77,12 @@ def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
     kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if args.world_size > 1 or args.deepspeed_plugin is not None:
         kwargs["device_map"] = None
-    named = {name: kwargs.get(name) for name in ("revision", "trust_remote_code")}
+    of_tokenizer = {name: kwargs.get(name) for name in ("revision", "trust_remote_code")}
     for i, path in enumerate(reward_funcs):
         if isinstance(path, str):
             reward_funcs[i] = load_reward_model(path, **kwargs)
             if tokenizers[i] is None:
-                tokenizers[i] = AutoTokenizer.from_pretrained(path, **named)
+                tokenizers[i] = AutoTokenizer.from_pretrained(path, **of_tokenizer)
 
 
 def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:

@@ -592,7 +592,9 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         logprobs, entropies, values, aux_loss = self._forward(model, inputs)  # (B, T) each, and a scalar
         if args.max_approx_kl is not None:
             self._add_up_kl(logprobs, inputs)
-        if self._kl_stop.is_exceeded:
+        is_last = (self._step + 1) % args.gradient_accumulation_steps == 0
+        if is_last and self._kl_stop.is_exceeded:  # not before: the rows of a minibatch are sorted by length
+            self.metrics.train.add("policy/approxkl_avg", approx_kl(logprobs.detach(), inputs["old_logprobs"]), mask)
             self._skip_until = (self._step // self._steps_per_rollout + 1) * self._steps_per_rollout
             # A forward without its backward would leave DDP to reduce the next rollout's first micro-batch on its own
             outputs = [each for each in (logprobs, entropies, values) if each is not None]

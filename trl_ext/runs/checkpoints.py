@@ -32,7 +32,7 @@ _MAY_DIFFER = tuple(
     distribution_shift_ do_ enable_jit eval_ hub_ local_rank log_ logging_ num_completions_to_print
     num_generations_eval on_save_failure output_dir per_device_eval project push_to_hub
     record_ report_to restore_callback resume_ run_name save_ skip_memory staging_dir torch_empty_cache trackio
-    vllm_gpu vllm_group vllm_server watch
+    vllm_gpu vllm_group vllm_server
     """.split()
 )
 _MUST_BE_SAME = ("model: ", "reference")  # beginnings of facts: an adapter fits one base, a KL is of one reference

@@ -80,7 +80,7 @@ class StrictTrlParser(TrlParser):
         with self.one_line_errors():
             given, args = files.parse_known_args(args)
             if len(given.config) > 1:  # the last one would win in silence
-                raise ValueError("--config was given more than once, but only one file is read: merge the files")
+                self.error("--config was given more than once, but only one file is read: merge the files")
             flags = self._flags(given.config[0]) if given.config else []
             return self.parse_args_into_dataclasses([*flags, *args], look_for_args_file=False)
 

@@ -127,6 +127,3 @@ class AdapterReward:
     def __init__(self, path: str):
         self.path = path
         self.__name__ = os.path.basename(os.path.normpath(path))
-
-    def __call__(self, *args, **kwargs):
-        raise NotImplementedError

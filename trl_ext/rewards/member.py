@@ -35,13 +35,11 @@ class RewardFailed(RuntimeError):
 class TellsFailures:
     """Tell rows that a reward failed on (NaN) from rows that it does not apply to (None): a base class of rewards."""
 
+    scores_or_nan: Callable[..., list[float | None]]  # as `__call__`, but NaN, not None, for a row that failed
+
     def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
         """Return a finite number or None for each completion."""
         return without_failures(self.scores_or_nan(prompts, completions, *args, **kwargs))
-
-    def scores_or_nan(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
-        """Return the scores as `__call__` does, but with NaN, not None, for a row that failed."""
-        raise NotImplementedError
 
 
 class HoldsRewards:

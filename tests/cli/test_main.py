@@ -20,7 +20,6 @@ from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from trl_ext.cli import main as commands
 from trl_ext.cli.main import TOOLS, TRAINING, main, split
-from trl_ext.runs.shipped import accelerate_file, config_file, find, names, root
 from trl_ext.upstream.names import launch_training_script  # noqa: F401 - raises if it changed
 
 ROOT = Path(trl_ext.__file__).parents[1]
@@ -95,70 +94,10 @@ def test_each_flag_goes_to_its_reader_with_its_values(elsewhere):
     assert mine == "--rate=3 --weights 1 -2 --config tinystories/ppo --debug x --no_eval".split()
 
 
-def test_several_processes_are_asked_for(subtests, elsewhere, monkeypatch):
-    own = elsewhere / "default_config.yaml"  # the user's, which `accelerate config` writes
-    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(own))
-    for flags, kind, asked in [
-        ("--num_processes 2", None, True),
-        ("--num-processes=2", "NO", True),
-        ("--num_processes 1", None, False),
-        ("--num_processes 2", "FSDP", False),
-        ("--num_processes 2 --use_deepspeed", None, False),
-        ("--mixed_precision no", "NO", False),
-    ]:
-        with subtests.test(flags=flags, kind=kind):
-            own.unlink(missing_ok=True)
-            if kind:
-                own.write_text(f"distributed_type: {kind}\n")
-            assert ("--multi_gpu" in split(flags.split())[0]) is asked
-
-
 # ---- What ships ----
 
 
-def test_names_of_what_ships(subtests, elsewhere):
-    for name in ("tinystories/ppo", "tinystories/ppo.yaml", "recipes/tinystories/ppo", "recipes/tinystories/ppo.yaml"):
-        with subtests.test(name=name):
-            assert config_file("--config", name) == ROOT / "recipes/tinystories/ppo.yaml"
-    assert accelerate_file("--accelerate_config", "zero3") == ROOT / "accelerate_configs/zero3.yaml"
-    assert "site-packages" in str(accelerate_file("--accelerate_config", "zero1"))  # TRL's, which we do not have
-    assert {"tinystories/ppo", "demo/guarded"} <= {*names("recipes")}
-    assert (root() / "docs/runbook.md").is_file()
-
-
-def test_file_in_the_working_directory_wins(elsewhere):
-    assert find("recipes/demo/world.py") == ROOT / "recipes/demo/world.py"
-    assert find("recipes/nothing") == Path("recipes/nothing")
-    for name in ("recipes/demo/world.py", "tinystories/ppo"):
-        (elsewhere / name).parent.mkdir(parents=True)
-        (elsewhere / name).write_text("")
-    assert find("recipes/demo/world.py") == Path("recipes/demo/world.py")
-    assert config_file("--config", "tinystories/ppo") == Path("tinystories/ppo")
-
-
-def test_deepspeeds_file_is_found_from_anywhere(elsewhere):
-    for path in sorted((ROOT / "accelerate_configs").glob("zero*.yaml")):
-        words, _ = split(["--accelerate_config", path.stem])
-        assert words[:2] == ["--config_file", str(path)]
-        json.loads(Path(words[words.index("--deepspeed_config_file") + 1]).read_text())
-    words, _ = split(["--accelerate_config", "zero2", "--deepspeed_config_file=mine.json"])
-    assert len(words) == 3
-
-
 # ---- What is missing ----
-
-
-def test_doctor_says_what_is_there(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    assert main(["doctor"]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^ok +trl +1\.", shown, re.M) and "`pip install vllm`" in shown
-
-    monkeypatch.delattr("trl.GRPOTrainer._compute_loss")
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor"])
-    assert ended.value.code == 1
-    assert re.search(r"^PROBLEM contract with TRL +1 of .*_compute_loss", capsys.readouterr().out, re.M)
 
 
 # ---- Through accelerate ----

@@ -10,7 +10,6 @@ from transformers import SchedulerType
 from trl import RLOOConfig
 
 from trl_ext import PPOConfig, StrictTrlParser
-from trl_ext.cli.parser import entry_of
 
 
 @dataclass
@@ -75,13 +74,6 @@ def test_value_takes_its_fields_type(subtests, parse):
         with subtests.test(yaml=yaml):
             value = getattr(parse(yaml + "\nname: other"), name)
             assert value == expected and type(value) is type(expected)
-
-
-def test_an_entry_is_the_same_in_the_file_and_as_a_flag(parse):
-    text = "{Sum: {of: [b.py:g], rate: 1e-7}}"
-    (flag,), (file,) = parse("name: x", "--entries", text).entries, parse(f"entries: [{text}]").entries
-    assert entry_of(flag) == entry_of(file) == {"Sum": {"of": ["b.py:g"], "rate": 1e-7}}
-    assert entry_of("a.py:f") == "a.py:f"
 
 
 def test_the_command_line_overrides_the_file(parse):

@@ -5,10 +5,7 @@ import itertools
 import pytest
 from datasets import Dataset, IterableDataset
 
-from tests.tiny import ON_CPU, tiny_llama, tiny_reward_model, tiny_tokenizer
-from trl_ext import DPOConfig, DPOTrainer
 from trl_ext.data import hold_out_prompts, one_form, prompt_hashes, usable_pairs
-from trl_ext.dpo import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 
 
 def turn(role, content):
@@ -46,44 +43,6 @@ def test_answers_come_without_their_prompt(given, expected, capsys):
     if isinstance(given["chosen"], list):
         stream = IterableDataset.from_generator(lambda: iter([given]), features=Dataset.from_list([given]).features)
         assert list(one_form(stream, "a stream")) == [expected]
-
-
-def test_an_answer_may_begin_with_the_prompts_words():
-    rows = [
-        {"prompt": "Hello", "completion": "Hello! How are you?"},
-        *[{"prompt": "Bye", "completion": "See you"}] * 2,
-    ]
-    rows = Dataset.from_list(rows)
-    assert one_form(rows, "the rows") is rows
-    dialogue = Dataset.from_list([{**CHAT, "prompt": [*ASKED, *turn("assistant", "sat on"), *ASKED]}])
-    assert one_form(dialogue, "the rows") is dialogue
-
-
-def made_by(stage, folder, rows):
-    """Return the columns of token ids that a trainer makes of the rows."""
-    model, given = tiny_llama(), {"train_dataset": rows, "processing_class": tiny_tokenizer()}
-    if stage == "dpo":
-        made = DPOTrainer(model, args=DPOConfig(folder, **ON_CPU), **given).train_dataset
-    elif stage == "reward":
-        made = ResumableRewardTrainer(tiny_reward_model(model), RewardConfig(folder, **ON_CPU), **given).train_dataset
-    else:
-        given["train_dataset"] = rows.rename_column("chosen", "completion").remove_columns("rejected")
-        made = ResumableSFTTrainer(model, SFTConfig(folder, **ON_CPU), **given).train_dataset
-    return [made[name][:] for name in made.column_names if name.endswith("ids") or name == "labels"]
-
-
-@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
-@pytest.mark.parametrize("row", [TEXT, CHAT])
-def test_trainers_read_the_prompt_once(stage, row, tmp_path):
-    made, expected = (made_by(stage, tmp_path, Dataset.from_list([each] * 2)) for each in (whole(row), row))
-    assert made == expected and len(expected) >= 2
-
-
-@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
-def test_rows_of_text_among_rows_of_messages_are_named(stage, tmp_path):
-    rows = Dataset.from_list([TEXT, CHAT, TEXT], on_mixed_types="use_json")
-    with pytest.raises(ValueError, match="rows are text .* are messages"):
-        made_by(stage, tmp_path, rows)
 
 
 def test_pairs_that_teach_nothing_are_refused_or_left_out_and_the_rest_kept_in_order(capsys):

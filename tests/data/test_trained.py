@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from trl_ext.data import TrainedPairs, not_trained_on, pair_hashes
+from trl_ext.data import TrainedPairs, pair_hashes
 from trl_ext.data.trained import TRAINED_PAIRS
 
 
@@ -41,13 +41,6 @@ def test_a_pair_is_known_in_whatever_form_and_order_it_comes_again(other):
     assert trained.has(hashes).tolist() == expected and hashes.shape == (20, 2)
 
 
-def test_an_answer_of_another_pair_is_not_a_pair():
-    trained = TrainedPairs.of(Dataset.from_list(pairs(0, 2)))
-    mixed = [{"prompt": "Ask 0 ? ", "chosen": "yes 0", "rejected": "new"}, {**pairs(0, 1)[0], "prompt": "Ask 7 ? "}]
-    hashes = pair_hashes(Dataset.from_list(mixed))
-    assert not trained.has(hashes).any() and trained.has_an_answer_of(hashes).tolist() == [True, False]
-
-
 def test_what_is_written_is_read_again_and_stays_where_it_is_not_uploaded(tmp_path):
     one, two = (TrainedPairs.of(Dataset.from_list(pairs(*ends))) for ends in ((0, 3), (2, 6)))
     assert TrainedPairs.load(tmp_path) is None
@@ -64,10 +57,3 @@ def test_nothing_that_runs_is_read_of_a_folder_from_elsewhere(tmp_path):
     np.savez(tmp_path / TRAINED_PAIRS, pairs=np.array([print], object), is_complete=True)
     with pytest.raises(ValueError, match="allow_pickle=False"):
         TrainedPairs.load(tmp_path)
-
-
-def test_held_out_is_what_was_not_trained_on():
-    trained = TrainedPairs.of(Dataset.from_list(pairs(0, 3)))
-    assert not_trained_on(Dataset.from_list(pairs(1, 5)), trained)["prompt"] == ["Ask 3 ? ", "Ask 4 ? "]
-    with pytest.raises(ValueError, match="all 2 held-out pairs were trained on"):
-        not_trained_on(Dataset.from_list(pairs(1, 3)), trained)

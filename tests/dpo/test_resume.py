@@ -1,11 +1,9 @@
 """A run that goes on from a checkpoint ends as if it had never stopped, and no other run is gone on with."""
 
-import math
-
 import pytest
 from torch.testing import assert_close
 
-from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, end_of, make_trainer, pairs, resumed
+from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, end_of, make_trainer, resumed
 from tests.tiny import tiny_llama
 
 SAVING = {"save_strategy": "steps", "save_steps": 3}
@@ -31,43 +29,6 @@ def test_another_reference_is_refused(tmp_path):
     make_trainer(tmp_path, None, {"ref_model": tiny_llama(seed=5)}, **SAVING, max_steps=3).train()
     with pytest.raises(ValueError, match="with reference"):
         make_trainer(tmp_path, None, {"ref_model": tiny_llama(seed=6)}, max_steps=3).train(True)
-
-
-@pytest.mark.slow
-def test_a_complete_run_is_loaded_and_not_trained_again(tmp_path):
-    whole = make_trainer(tmp_path, **SAVING, **DRIFT, **NORMALIZED)
-    whole.train()
-    again = make_trainer(tmp_path, **DRIFT, **NORMALIZED)
-    again.training_step = lambda *args, **kwargs: pytest.fail("it trains")
-    output = again.train(resume_from_checkpoint=True)
-    assert output.global_step == 6 and math.isnan(output.training_loss)
-    assert_close(end_of(again), end_of(whole), rtol=0, atol=0)
-    assert again.beta != 0.1
-    ends = [trainer.evaluate(pairs(8, seed=5)) for trainer in (again, whole)]
-    for name in ("eval_loss", "eval_beta", "eval_beta/long"):
-        assert ends[0][name] == ends[1][name]
-
-
-@pytest.mark.slow
-def test_train_starts_anew_and_an_interrupted_trainer_may_go_on_itself(tmp_path):
-    options = {**DRIFT, **NORMALIZED, "gradient_accumulation_steps": 2}
-    trainer = make_trainer(tmp_path, **SAVING, **options)
-    step, steps = trainer.training_step, []
-
-    def interrupted(*args, **kwargs):
-        steps.append(trainer.state.global_step)
-        if len(steps) == 10:  # half-way through an optimizer step
-            raise KeyboardInterrupt
-        return step(*args, **kwargs)
-
-    trainer.training_step = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.train(resume_from_checkpoint=True)
-    assert steps[::2] == [0, 1, 2, 3, 4, 3, 4, 5]  # its weights have moved since, and it is still the same run
-    whole = make_trainer(tmp_path / "whole", **options)
-    whole.train()
-    assert_close(end_of(trainer), end_of(whole), rtol=0, atol=0)
 
 
 @pytest.mark.slow

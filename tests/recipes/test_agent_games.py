@@ -11,7 +11,7 @@ import pytest
 
 import tests.agents
 from recipes import ppo
-from recipes.agents import teach, weather
+from recipes.agents import teach
 from tests.agents import byte_tokenizer
 from tests.tiny import tiny_llama
 from trl_ext.rewards import RewardFailed
@@ -81,28 +81,7 @@ def test_an_environment_that_owns_its_data_trains_by_a_command(tmp_path, monkeyp
 # Weather
 
 
-def test_the_table_answers_and_its_held_out_pairs_are_not_trained_on():
-    assert teach.success(weather, weather.Player(), 100) == 1
-    assert teach.success(weather, weather.Player(1.0), 100) < 0.2  # the day after is rarely as warm
-    trained, evaluated = ({(row["city"], row["day"]) for row in weather.rows(500, seed=seed)} for seed in (0, 1))
-    assert len(evaluated) > 10 and not trained & evaluated
-
-
 # Frozen lake
-
-
-def test_the_gift_is_reached_around_the_holes(lake):
-    environment = lake.Environment()
-    assert 0.6 < teach.success(lake, lake.Player(), 300) < 0.8  # the ice is slippery
-    assert teach.success(lake, lake.Player(1.0), 300) < 0.1
-    walks = []
-    for _ in range(2):  # a row decides its slips
-        said, walk = environment.reset(seed=3), []
-        while "row" in said:
-            walk.append(said := environment.move("down"))
-        walks.append(walk)
-        assert environment.move("down") == "It is over." and environment.get_reward() == 0
-    assert walks[0] == walks[1]
 
 
 # Nim
@@ -120,15 +99,6 @@ def test_nim_is_played_to_its_end(nim):
 
 
 # reasoning-gym
-
-
-def test_its_own_checker_scores_an_answer(reasoning):
-    words = {row["prompt"][0]["content"].split()[-1]: row for row in reasoning.rows(9, seed=1)}
-    word, row = next((word, row) for word, row in words.items() if word != word[::-1])
-    answers = [word[::-1], f" {word[::-1]}\n", word, ""]
-    completions = [[{"role": "assistant", "content": answer}] for answer in answers]
-    assert reasoning.correct(completions, entry=[row["entry"]] * 4) == [1, 1, 0, 0]
-    assert teach.success(reasoning, reasoning.Player(), 100) == 1
 
 
 # OpenEnv

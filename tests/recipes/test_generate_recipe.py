@@ -84,14 +84,6 @@ def test_rollouts_are_the_tokens_that_were_drawn_with_the_other_columns(inputs, 
         assert tokenizer.decode(row["completion_ids"], skip_special_tokens=True) == row["completion"]
 
 
-def test_messages_go_through_the_chat_template(inputs, tmp_path):
-    rows = answer(inputs, tmp_path / "chat.jsonl", "--temperature", "0", data="chat.jsonl")
-    for row, text in zip(rows, ROWS, strict=True):
-        assert row["prompt"] == [{"role": "user", "content": text}]
-        expected = greedy(inputs / "model", f"<user> {text} </s> <assistant> ")
-        assert row["completion"] == [{"role": "assistant", "content": expected["text"]}]
-
-
 def test_a_file_that_is_there_is_not_overwritten(inputs, capsys):
     words = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "text.jsonl"]
     assert "exists: choose another" in refusal(capsys, main, [*words, "--output_file", inputs / "text.jsonl"])

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -8,14 +8,12 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
-    tokenization_utils_base,
 )
 
 from recipes.merge import main
 from tests.recipes.small_runs import refusal
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
-from trl_ext.models import load_merged
 
 
 def save_base(model, folder):
@@ -107,20 +105,6 @@ def test_a_merged_model_that_is_another_raises(run, tmp_path, monkeypatch):
         merge(run[0] / "adapter", tmp_path / "merged")
 
 
-def test_what_a_killed_merge_leaves_is_no_model(run, tmp_path, monkeypatch):
-    def killed(*given, **more):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tokenization_utils_base.PreTrainedTokenizerBase, "save_pretrained", killed)
-    with pytest.raises(KeyboardInterrupt):
-        merge(run[0] / "adapter", tmp_path / "merged")
-    with pytest.raises(ValueError, match="config.json"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    monkeypatch.undo()
-    merge(run[0] / "adapter", tmp_path / "merged")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged") and not (tmp_path / "merged/_unfinished").exists()
-
-
 def test_what_would_be_another_model_is_refused(subtests, run, tmp_path, capsys):
     adapter, base = run[0] / "adapter", run[1]
     PeftConfig.from_pretrained(adapter / "critic").save_pretrained(tmp_path / "headless")
@@ -134,17 +118,3 @@ def test_what_would_be_another_model_is_refused(subtests, run, tmp_path, capsys)
         with subtests.test(message=message):
             words = ["--adapter", given[0], "--output_dir", *given[1:]]
             assert message in refusal(capsys, main, words)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens", "q_proj"]])
-def test_an_adapter_on_one_end_of_a_tied_base_leaves_the_other_as_it_is(targets, tmp_path):
-    base = save_base(tiny_llama(tie_word_embeddings=True), tmp_path / "base")
-    torch.manual_seed(0)
-    config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
-    model.save_pretrained(adapter := str(tmp_path / "adapter"))
-    merge(adapter, tmp_path / "merged")
-    for merged in (AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval(), load_merged(adapter)):
-        torch.testing.assert_close(merged(**batch()).logits, model(**batch()).logits, rtol=1e-4, atol=1e-4)
-        assert not merged.config.tie_word_embeddings

@@ -1,5 +1,4 @@
 import json
-import random
 import shutil
 
 import pytest
@@ -7,10 +6,10 @@ from transformers import AutoModelForCausalLM
 
 from recipes.demo.model import make_tokenizer
 from recipes.demo.world import make_world
-from recipes.online_dpo import as_logged, best_and_worst, main, total
+from recipes.online_dpo import best_and_worst, main, total
 from tests.recipes.small_runs import ROOT, refusal, write_rows
 from tests.tiny import tiny_reward_model
-from trl_ext.callbacks import HackWatch, watch_rounds
+from trl_ext.callbacks import HackWatch
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +73,6 @@ def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path,
 
 
 @pytest.mark.slow
-def test_reward_model_lora_and_the_first_reference(inputs, tmp_path):
-    more = ["--reward_model_name_or_path", str(inputs / "reward"), "--reward_weights", "1", "0", "0"]
-    more += ["--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--num_rounds", "2"]
-    for name, kept in (("kept", True), ("moving", False)):
-        main(arguments(inputs, tmp_path / name, *more, "--keep_reference", str(kept)))
-        AutoModelForCausalLM.from_pretrained(tmp_path / name / "round-2")  # whole, not an adapter
-    first, second = (bytes_of(tmp_path / name) for name in ("kept", "moving"))
-    assert first["round-1"] == second["round-1"] and first["round-2"] != second["round-2"]
-
-
-@pytest.mark.slow
 def test_the_watch_over_rounds_says_a_hack_and_its_stop_holds(inputs, tmp_path, capsys, monkeypatch):
     """The reward counts letters; from the first round on the answers are as in a hack."""
     reasons = {"phrase": "60% of answers contain one phrase", "distinct": "9% of n-grams differ"}
@@ -97,23 +85,6 @@ def test_the_watch_over_rounds_says_a_hack_and_its_stop_holds(inputs, tmp_path, 
         assert "Stopped before round 2: give `--watch warn` to continue." in printed and len(rounds(tmp_path)) == 2
     main(arguments(inputs, tmp_path, "--num_rounds", "2"))
     assert [each["risk"] for each in rounds(tmp_path)] == [0.0, *[pytest.approx(1 - 0.3 * 0.3)] * 2]
-
-
-@pytest.mark.parametrize(("share", "warned"), [(0.9, True), (0.0, False)])
-def test_the_watch_over_rounds_tells_a_phrase_from_better_answers(share, warned):
-    """Scores rise by 2 σ in both; in one of them 230 of 256 answers end alike, at twice the length."""
-    draw = random.Random(0)
-
-    def measured(number, phrase):
-        texts = [[draw.choice("abcdefghijklmnop") for _ in range(8)] for _ in range(256)]
-        for text in texts[: round(256 * phrase)]:
-            text += ["i", "love", "you"] * 4
-        answers = [{"completion": " ".join(text), "ids": text, "finished": True} for text in texts]
-        return as_logged(answers, [draw.gauss(2.0 * number, 1) for _ in texts])
-
-    risk, alert = watch_rounds([measured(0, 0), measured(1, share)], 256)
-    assert (risk > 0.88, bool(alert)) == (warned, warned)
-    assert not warned or "90% of answers contain one phrase" in alert["advice"]
 
 
 def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():

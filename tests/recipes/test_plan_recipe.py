@@ -1,12 +1,10 @@
-import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from recipes import plan
-from recipes.plan import loaded_rewards, main, origin
+from recipes.plan import main, origin
 from tests.recipes.real_models import config_of
 from tests.recipes.small_runs import ROOT, refusal
 from tests.tiny import tiny_llama, tiny_tokenizer
@@ -88,14 +86,6 @@ def test_it_says_on_which_gpus_it_fits_for_how_long_and_measures_local_data(fold
     assert "no" not in run(folder, "sft", capsys, "--mfu", "1").split("12 GB")[1].split("\n")[0]
 
 
-@pytest.mark.slow
-def test_a_recipe_with_tools_is_planned_turn_by_turn(folder, capsys):
-    flags = ["--environment", "game.py:Game", "--prompt_length", "8"]
-    text = run(folder, "ppo", capsys, *flags)
-    assert "turns of an episode, at most: 8" in text and "assumed: episodes have 8 turns" in text
-    assert "not counted: what `reset` says, the tools' descriptions" in text
-
-
 def test_a_model_of_the_chain_is_followed_to_the_hub(folder, monkeypatch):
     monkeypatch.chdir(folder)
     name, maker = origin("outputs/made/reward", folder)
@@ -125,26 +115,3 @@ def test_a_shipped_file_says_what_is_computed_for_it(subtests, capsys, monkeypat
             planned = re.search(r"peak: ([\d.]+) GiB per GPU", capsys.readouterr().out)[1]
             variants = [path, *path.parent.glob("ppo_vllm_*.yaml")] if path.name == "ppo.yaml" else [path]
             assert all(f"# Memory: {planned} GiB per GPU" in variant.read_text() for variant in variants)
-
-
-def test_reward_models_named_anywhere_in_rewards_are_found(tmp_path):
-    """Paths, ensembles that are there, and ones that a recipe beside it will make; adapters of one base count once."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_text('{"base_model_name_or_path": "hub/base"}')
-    made = {"members": [{"folder": name} for name in ("a", "b")]}
-    (tmp_path / "ensemble.json").write_text(json.dumps(made))
-    maker = {"model_name_or_path": "hub/other", "output_dir": "outputs/reward", "ensemble": 3}
-    (tmp_path / "reward.yaml").write_text(yaml.safe_dump(maker))
-    rewards = [
-        {"SumReward": {"members": [{"ModelReward": {"model": "hub/one", "batch_size": 4}}]}},
-        {"EnsembleReward": {"members": str(tmp_path)}, "weight": 2.0},
-        {"EnsembleReward": {"members": "outputs/reward", "model_kwargs": {"load_in_8bit": True}}},
-        "recipes/demo/world.py:gold_reward",
-    ]
-    found = loaded_rewards(rewards, tmp_path, lambda name: SimpleNamespace(name=name, dtype=None))
-    assert [(each.config.name, each.members, each.bits, each.batch_size) for each in found] == [
-        ("hub/one", 1, None, 4),
-        ("hub/base", 2, None, None),
-        *[("hub/other", 1, 8, None)] * 3,
-    ]

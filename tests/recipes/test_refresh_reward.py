@@ -9,7 +9,7 @@ import yaml
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 
-from recipes import generate, refresh_reward
+from recipes import refresh_reward
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from recipes.refresh_reward import main, write_rows
@@ -101,32 +101,6 @@ def test_the_queue_has_the_best_answers_each_against_another_one_and_says_where_
     lowest = min(each["score"] for each, row in zip(picked, queue, strict=True) if row["why"] == "score")
     assert all(each["score"] <= lowest for each, row in zip(picked, queue, strict=True) if row["why"] != "score")
     assert [row["why"] for row in queue].count("score") == 8
-
-
-def test_the_same_command_does_nothing_again_and_changes_no_input(inputs, queue, monkeypatch, capsys):
-    monkeypatch.setattr(generate, "main", lambda words: pytest.fail("answers were sampled again"))
-    before = files(queue), files(inputs)
-    main(words(inputs, queue, reward="ensemble"))
-    assert (files(queue), files(inputs)) == before
-    assert "was begun with other settings (queue_size: 20 → 19)" in refusal(
-        capsys, main, words(inputs, queue, "--queue_size", 19, reward="ensemble")
-    )
-
-
-@pytest.mark.slow
-def test_no_answer_is_queued_twice(inputs, tmp_path):
-    """A policy that says the same again has nothing new to label; with other prompts it does."""
-    same = f"--temperature 1e-8 --max_new_tokens 4 --num_samples 1 --against_model_name_or_path {inputs / 'sft'}"
-    same = f"{same} --batch_size 1 --queue_size 40".split()  # a batch of one is never padded
-    main(words(inputs, tmp_path / "1", *same, "--num_prompts", 20))
-    again = [*same, "--num_prompts", 40, "--earlier", tmp_path / "1"]
-    main(words(inputs, tmp_path / "2", *again))
-    first, second = (
-        {(row["prompt"], row[f"response_{side}"]) for row in read(tmp_path / name / "queue.jsonl") for side in "ab"}
-        for name in "12"
-    )
-    assert len(first) == len(second) == 40 and not first & second
-    assert {row["round"] for row in read(tmp_path / "2" / "queue.jsonl")} == {2}
 
 
 def test_ties_skips_and_quarrels_make_no_pair(inputs, queue, tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,38 +84,6 @@ assert not logging.getLogger("trl_ext").handlers and not logging.getLogger("trl_
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-
-
-ASKS = """
-import os, runpy, sys
-import datasets, torch, transformers.modeling_utils  # once for all, since to import takes longer than to ask
-assert not {"peft", "bitsandbytes"} & sys.modules.keys()
-def ask(event, arguments):
-    if event == "import" and arguments[0] in ("bitsandbytes", "peft"):
-        from trl_ext.upstream.terminal import is_quiet
-        os._exit(0 if is_quiet() else 3)
-for script in sys.argv[1:]:
-    if not (child := os.fork()):
-        sys.addaudithook(ask)
-        sys.argv = [script, "--help"]
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-        sys.exit()
-    print(f"{script}: {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}", file=sys.stderr, flush=True)
-"""
-SCRIPTS = [
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for folder in ("recipes", "trl_ext/cli", "trl_ext/workbench")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-    if '\nif __name__ == "__main__":' in path.read_text()
-]
-
-
-def test_every_script_is_quiet_before_it_imports_what_speaks():
-    """bitsandbytes says on some CPUs, as it is imported, that it has no kernel for 4-bit weights."""
-    run = subprocess.run([sys.executable, "-c", ASKS, *SCRIPTS], cwd=ROOT, capture_output=True, text=True)
-    ended = dict(re.findall(r"^(\S+): (-?\d+)$", run.stderr, re.MULTILINE))
-    assert ended.keys() == {*SCRIPTS} and "Traceback" not in run.stderr, run.stderr[-3000:]
-    assert "3" not in ended.values(), ended
 
 
 def test_a_report_on_a_new_head_alone_is_hidden_in_colours_too():

@@ -127,3 +127,6 @@ class AdapterReward:
     def __init__(self, path: str):
         self.path = path
         self.__name__ = os.path.basename(os.path.normpath(path))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: TRL looks for this method, and the model has taken its place before a rollout."""

@@ -125,7 +125,7 @@ RANGES = {  # a value beyond each range, and what else it needs
     "kl_coef": math.inf,
     "kl_coef_max": -0.1,
     "kl_coef_min": -0.1,
-    "kl_estimator": "k4",
+    "kl_estimator": "none of them",
     "kl_horizon": 0,
     "kl_target": 0.0,
     "lam": 1.01,

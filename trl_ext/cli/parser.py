@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -17,8 +17,9 @@ from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 import yaml
 from trl import TrlParser
 
-from ..runs import config_file, did_you_mean, redacted
+from ..runs import Hold, check_output_dir, config_file, did_you_mean, redacted
 from ..runs.settings import conditions
+from ..upstream import late_bars, quiet
 
 # Inherited flags that `--help` describes, because most runs set them
 USUAL = (
@@ -169,6 +170,19 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
 
 _formatter = partial(_HelpFormatter, width=120, max_help_position=8)
+
+
+def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments: list[str] | None) -> Any:
+    """Parse a command's arguments, and run it while nobody else writes to its folder; return arguments and result."""
+    quiet()
+    parser = StrictTrlParser(kind, without_arguments=doc)
+    (args,) = parser.parse_args_and_config(arguments)
+    late_bars()
+    with parser.one_line_errors(ValueError, OSError, ImportError, RuntimeError):
+        check_output_dir(args.output_dir, "false")
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        with Hold(args.output_dir):
+            return args, run(args)
 
 
 # ---- YAML ----

@@ -12,14 +12,12 @@ Else no pair is written, and the exit status is 1. The same command goes on wher
 
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...cli.parser import StrictTrlParser, entry_of
-from ...runs import Hold, check_output_dir, check_settings, redacted, setting
-from ...upstream import late_bars, quiet
+from ...cli.parser import carried_out, entry_of
+from ...runs import check_settings, redacted, setting
 
 OWN = {
     *"item key prompt response_a response_b chosen rejected confidence share votes judge rubric".split(),
@@ -217,19 +215,6 @@ def _rows(args: LabelArguments, folder: Path, left_out: Counter[str]) -> list[di
         rows = sample_pairs(prompts, args, folder / "answers", left_out)
     write_rows(folder / "queue.jsonl", [{k: v for k, v in row.items() if k != "key"} for row in rows])
     return rows
-
-
-def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments: list[str] | None) -> Any:
-    """Parse a command's arguments, and run it while nobody else writes to its folder; return arguments and result."""
-    quiet()
-    parser = StrictTrlParser(kind, without_arguments=doc)
-    (args,) = parser.parse_args_and_config(arguments)
-    late_bars()
-    with parser.one_line_errors(ValueError, OSError, ImportError, RuntimeError):
-        check_output_dir(args.output_dir, "false")
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        with Hold(args.output_dir):
-            return args, run(args)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -17,8 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ...cli.parser import carried_out
 from ...runs import check_settings, redacted, setting, write_text
-from .command import AskingArguments, carried_out
+from .command import AskingArguments
 
 _ROWS = 100  # most revisions that a page shows
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...cli.arguments import check_model
-from ...cli.parser import StrictTrlParser, entry_of
-from ...runs import Hold, check_output_dir, check_settings, redacted, setting, write_text
-from ...upstream import late_bars, quiet
+from ...cli.parser import carried_out, entry_of
+from ...runs import check_settings, redacted, setting, write_text
 
 PROMPTS = 10  # that the page shows, each with the answers of all policies
 
@@ -180,19 +179,10 @@ def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    quiet()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--policies", *arguments]
-    parser = StrictTrlParser(EvaluateArguments, without_arguments=__doc__)
-    (args,) = parser.parse_args_and_config(arguments)
-    late_bars()
-    with parser.one_line_errors(ValueError, OSError, ImportError, RuntimeError):
-        check_output_dir(args.output_dir, "false")
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        hold = Hold(args.output_dir)  # two runs at once would overwrite each other's answers
-        found = run(args)
-        hold.release()
+    args, found = carried_out(EvaluateArguments, __doc__, run, arguments)
     from ..pages.compare import evaluation_rows
 
     table = [["", *found["policies"]], *evaluation_rows(list(found["policies"].values()))]

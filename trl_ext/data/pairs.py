@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from .texts import answers_alone, has_content, is_text, say
+from .texts import has_content, is_text, one_form, say
 
 # Columns that a batch may have besides TRL's own. They are taken out again, since TRL would pass them to the model
 PAIR_COLUMNS = ("margin", "confidence", "weight", "source")
@@ -18,7 +18,7 @@ _LOWEST_AND_HIGHEST = {"confidence": (0.5, 1.0), "weight": (0.0, math.inf)}  # a
 
 
 def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
-    """Return the pairs that have a prompt and two different answers, in the form that [`answers_alone`] gives them.
+    """Return the pairs that have a prompt and two different answers, in the form that [`one_form`] gives them.
 
     Args:
         dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless these contain it.
@@ -28,7 +28,7 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
     Raises:
         ValueError: some pairs are unusable and `drop` is False, or all pairs are unusable.
     """
-    dataset = answers_alone(dataset, name)
+    dataset = one_form(dataset, name)
     wrong = [
         row
         for row, pair in enumerate(dataset)

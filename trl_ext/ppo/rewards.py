@@ -128,5 +128,4 @@ class AdapterReward:
         self.path = path
         self.__name__ = os.path.basename(os.path.normpath(path))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: TRL looks for this method, and the model has taken its place before a rollout."""
+    __call__ = None  # TRL looks for it when it is built; before a rollout the model takes this object's place

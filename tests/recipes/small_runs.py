@@ -120,7 +120,8 @@ def killed_again_and_again(name, folder, times, seed):
     assert not ended(child, until=lambda: trains(0, "\ndone "))
     seconds, kills, runs = time.monotonic() - began, 0, 1
     assert ended(child), log.read_text()[-3000:]
-    while kills < times:
+    # On a machine where checkpoints come late, more kills than asked for, so that some run goes on
+    while kills < times or ("Resuming from" not in log.read_text() and kills < 10 * times):
         earlier = log.read_text().count("\n  total ")
         child = start(name, inputs, folder / f"run-{runs}", log)
         if ended(child, until=lambda earlier=earlier: trains(earlier)) or ended(child, chance.uniform(0, seconds)):

@@ -78,7 +78,7 @@ class Alert(Finding):
 
 def send_to(name: str, alert: Alert, args: Any) -> None:
     """
-    Send an alert to what a name stands for, or post it to a URL.
+    Send an alert to the sink called `name`, or post it if `name` is a URL.
 
     `log` is the log of transformers, `jsonl` the file `alerts.jsonl` in the output directory. Others are trackers;
     TensorBoard shows alerts as text of its run `monitors`. A URL gets JSON: the alert's fields, and `text`, the alert

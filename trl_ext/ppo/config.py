@@ -408,8 +408,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             (
                 self.bootstrap_truncated
                 and (self.baseline == "mean" or (self.missing_eos_score, self.missing_eos_penalty) != (None, None)),
-                "`bootstrap_truncated=True` takes the critic's value for what an answer that was cut off would have "
-                "earned: it needs a critic (another `baseline` than 'mean'), and neither `missing_eos_score` nor "
+                "`bootstrap_truncated=True` gives an answer that was cut off the critic's value as its remaining "
+                "return: it needs a critic (another `baseline` than 'mean'), and neither `missing_eos_score` nor "
                 "`missing_eos_penalty`.",
             ),
             (
@@ -468,7 +468,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         changes = {name: value for name, value in kwargs.items() if name not in NEUTRAL_GENERATION_KWARGS}
         neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
         changes |= {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
-        if "quantized" in (kwargs.get("cache_implementation"), self.cache_implementation):  # it rounds keys
+        if "quantized" in (kwargs.get("cache_implementation"), self.cache_implementation):  # it rounds what is read
             changes["cache_implementation"] = "quantized"
         return changes
 

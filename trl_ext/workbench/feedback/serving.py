@@ -344,6 +344,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def identity_of(function: Callable) -> str:
-    """Return a short hash of the weights or the function that are served, from which nothing else can be read."""
+    """Return a short hash that tells the served weights or function from others, and reveals nothing else of them."""
     said = reward_identity(function) or uuid.uuid4().hex  # what has no identity is another at each start
     return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()

@@ -143,6 +143,7 @@ def main():
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["0.5B", "1.5B", "7B"])
     parser.add_argument("--lengths", nargs="+", choices=["fixed", "varying"], default=["fixed", "varying"])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--micro", type=int, help="rows of a micro-batch on both sides; 8 if unset")
     parser.add_argument("--draws", action="store_true", help="draw the completions; else they are random tokens")
     parser.add_argument("--options", type=json.loads, default={}, help="more of our PPOConfig, as JSON")
     parser.add_argument("--seconds", type=float, default=420, help="begin no row that may end later")
@@ -171,6 +172,7 @@ def main():
             continue
         settings = {"mode": mode, "lengths": lengths, "side": side, "without": without, "draws": args.draws}
         settings |= {"device": args.device, "options": args.options, **MODES[mode]}
+        settings["micro"] = args.micro or settings["micro"]
         row = {"settings": settings, **run(settings)}
         if "gpu" in row:
             row["peak_flops"] = next((peak for name, peak in PEAKS.items() if name in row["gpu"]), None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from peft.helpers import disable_input_dtype_casting
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -146,7 +147,7 @@ class RolloutTrainer(GRPOTrainer):
             recording = {"sampler_recorder": recorder, "histories": self._collection.histories}
             longest, size = self._tokens_left(prompt_ids), self.args.local_rollout_forward_batch_size
             chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
-            with self._gathered_for_generation():
+            with self._gathered_for_generation(), self.accelerator.autocast(), self._uncast():
                 limited = temporarily(self.generation_config, max_new_tokens=longest)
                 with temporarily(self._actor_critic, **recording), limited:
                     answers = [ids for chunk in chunks for ids in generate(chunk, *args, **kwargs)[0]]
@@ -304,7 +305,7 @@ class RolloutTrainer(GRPOTrainer):
         )
         found: dict[str, Tensor] = {}
         unchecked = disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs)
-        with torch.no_grad(), unchecked, self.metrics.timed("logprobs"):
+        with torch.no_grad(), unchecked, self._uncast(), self.metrics.timed("logprobs"):
             if any(asked.values()):
                 found |= run(self.model, **asked)
             if args.use_ref_model:
@@ -321,6 +322,14 @@ class RolloutTrainer(GRPOTrainer):
             "sampler_logprobs": None if is_trusted else sampled,
             "end_values": end_values,
         }
+
+    def _uncast(self) -> AbstractContextManager:
+        """
+        Return a context in which PEFT leaves inputs of adapters in 16 bits, if autocast casts the adapters too.
+
+        Otherwise each adapter would keep a copy of its input, made by way of float32, for the backward pass.
+        """
+        return disable_input_dtype_casting(self._actor_critic, active=self.accelerator.native_amp)
 
     def _run_reference(self, run: Any) -> Tensor:
         """Run the reference: `ref_model`, or the policy with the adapter `ref`, or the policy without an adapter."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import DistributedType, gather_object, set_seed
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
@@ -589,6 +589,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         args, mask = self.args, inputs["loss_mask"]
         if self._warms_up(self._step):
             return self._value_loss(self._critic_forward(model, inputs), inputs)
+        critic_loss = None
+        if self._trains_apart:  # activations of the critic are freed before the policy runs
+            critic_loss = self._value_loss(self._critic_forward(model, inputs), inputs)
+            self.accelerator.backward(critic_loss)
         logprobs, entropies, values, aux_loss = self._forward(model, inputs)  # (B, T) each, and a scalar
         if args.max_approx_kl is not None:
             self._add_up_kl(logprobs, inputs)
@@ -626,7 +630,17 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
             actor_loss = actor_loss - args.entropy_coef * masked_sum(entropies, mask) * scale
         if self.aux_loss_enabled:
             actor_loss = actor_loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
+        if critic_loss is not None:
+            return actor_loss + critic_loss.detach()
         return actor_loss if values is None else actor_loss + self._value_loss(values, inputs)
+
+    @property
+    def _trains_apart(self) -> bool:
+        """
+        Return whether policy and critic have a backward pass each, which takes less memory. DDP, FSDP and DeepSpeed
+        expect a single one of all weights.
+        """
+        return self.args.baseline != "mean" and self.accelerator.distributed_type == DistributedType.NO
 
     def _value_loss(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Return vf_coef · clipped value loss of (B, T) values, as a mean over the tokens of the optimizer step."""
@@ -641,22 +655,22 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """
         Return four values of a micro-batch: log-probs, entropies and values, (B, T) each, and the experts' auxiliary
-        loss. The values are None with `baseline="mean"`, the loss is None without experts.
+        loss. The values are None if the critic is not run here, the loss is None without experts.
         """
         routers = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        outputs = self._run_models(model, inputs, with_entropies=True, **routers)
+        with_values = self.args.baseline != "mean" and not self._trains_apart
+        outputs = self._run_models(model, inputs, with_values=with_values, with_entropies=True, **routers)
         return outputs["logprobs"], outputs["entropies"], outputs.get("values"), outputs.get("aux_loss")
 
     def _critic_forward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return the critic's (B, T) values of a micro-batch, without running the policy."""
         is_ddp = isinstance(model, DistributedDataParallel)  # DDP waits for a gradient of every weight
-        return self._run_models(model, inputs, with_logprobs=False, touch_policy=is_ddp)["values"]
+        return self._run_models(model, inputs, with_values=True, with_logprobs=False, touch_policy=is_ddp)["values"]
 
     def _run_models(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         width = inputs["completion_ids"].size(1)
-        with_values = self.args.baseline != "mean"
-        return self._passes(model, ids, inputs["lengths"], width, with_values=with_values, **asked)
+        return self._passes(model, ids, inputs["lengths"], width, **asked)
 
     @torch.no_grad()
     def _add_up_kl(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> None:
@@ -747,7 +761,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         if self._step < self._skip_until:
             self._step += 1
         else:
-            with self.metrics.timed("update"):
+            with self.metrics.timed("update"), self._uncast():
                 loss = super().training_step(model, inputs, num_items_in_batch)
             if self._step > self._skip_until:
                 return loss

@@ -147,7 +147,7 @@ class RolloutTrainer(GRPOTrainer):
             recording = {"sampler_recorder": recorder, "histories": self._collection.histories}
             longest, size = self._tokens_left(prompt_ids), self.args.local_rollout_forward_batch_size
             chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
-            with self._gathered_for_generation(), self.accelerator.autocast(), self._uncast():
+            with self._gathered_for_generation():
                 limited = temporarily(self.generation_config, max_new_tokens=longest)
                 with temporarily(self._actor_critic, **recording), limited:
                     answers = [ids for chunk in chunks for ids in generate(chunk, *args, **kwargs)[0]]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import get_peft_model
+from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -143,17 +144,21 @@ def _plan_ppo(job: Job) -> Plan:
         roles += [replace(base, config=each.config, weights=0)] * (each.members - 1)
         scorers.append((built, each.rows(local, length)))
 
+    has_critic = args.baseline != "mean"
+    trains_apart = has_critic and layout.mode == "single"  # as [`PPOTrainer`] does
+
     def loss():
         batch = scored(tokens(args.per_device_train_batch_size, length), args.max_completion_length)
-        found = model(**batch, with_values=args.baseline != "mean", with_entropies=True)
+        if trains_apart:
+            model(**batch, with_logprobs=False, with_values=True)["values"].sum().backward()
+        found = model(**batch, with_values=has_critic and not trains_apart, with_entropies=True)
         return sum(found[name].sum() for name in ("logprobs", "entropies", "values") if name in found)
 
     generates, beside = generation_phase(job, mode, model.policy, rows, local)
-    phases = {
-        "generate": generates,
-        "score": scoring_phase(job, mode, model, reference, scorers, rows, length),
-        **update_phases(job, mode, model, loss, roles),
-    }
+    phases = {"generate": generates}
+    with disable_input_dtype_casting(model, active=job.autocast is not None):
+        phases["score"] = scoring_phase(job, mode, model, reference, scorers, rows, length)
+        phases |= update_phases(job, mode, model, loss, roles)
     episodes = local * layout.processes
     schedule = {
         "episodes per minibatch (optimizer step)": step * layout.processes,

@@ -83,9 +83,11 @@ def test_a_rollout_and_its_update_are_those_of_a_cpu(build, tmp_path):
 
 @pytest.mark.parametrize("build", BUILD)
 @pytest.mark.parametrize("checkpointing", worker.CHECKPOINTING)
-def test_bfloat16_trains(build, checkpointing, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bfloat16_trains(build, checkpointing, dtype, tmp_path):
     """With adapters the base stays as it is, bit for bit, whatever recomputes the activations."""
-    trainer = BUILD[build](tmp_path, **HERE, bf16=True, **worker.CHECKPOINTING[checkpointing])
+    model = tiny_llama().to(dtype)
+    trainer = BUILD[build](tmp_path, model=model, **HERE, bf16=True, **worker.CHECKPOINTING[checkpointing])
     start, trained = weights(trainer), {n for n, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     after = weights(trainer)

@@ -15,6 +15,7 @@ from tests.ppo.worker import (
     BUILDERS,
     CHECKPOINTING,
     assert_gradients_of_separate_models,
+    draw,
     gradients,
     lora_configs,
     lora_trainer,
@@ -23,7 +24,7 @@ from tests.ppo.worker import (
     weights,
 )
 from tests.tiny import tiny_llama
-from trl_ext.models.adapters import base_fingerprint
+from trl_ext.models.adapters import AdapterSwitch, base_fingerprint
 
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 IDS = torch.tensor([[6, 7, 8, 9, 10], [11, 6, 6, 20, 2]])
@@ -156,3 +157,31 @@ def test_vllm_is_sent_the_merged_policy_under_the_base_models_names(name, vllm, 
     after = weights(trainer)
     kept = {n: p for n, p in before.items() if not {"default", "critic"} & set(n.split("."))}
     torch.testing.assert_close({n: after[n] for n in kept}, kept, **EXACT)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_under_autocast_adapters_keep_no_copy_of_their_inputs(checkpointing, tmp_path, monkeypatch):
+    """The same gradients, to the bit, from fewer bytes that are kept for the backward pass."""
+    config = {"bf16": True, "max_steps": 1, "num_ppo_epochs": 1, **CHECKPOINTING[checkpointing]}
+
+    def gradients_and_bytes():
+        trainer = lora_trainer(tmp_path, model=tiny_llama().to(torch.bfloat16), **config)
+        model, kept = trainer.model.train(), {}
+        draw(model)
+
+        def keep(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), trainer.accelerator.autocast():
+            at = torch.arange(len(IDS[0]) - 1)
+            found = model(IDS, predicts=at, targets=IDS[0, 1:], with_values=True)
+            loss = found["logprobs"].sum() + found["values"].sum()
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None], sum(t.nbytes for t in kept.values())
+
+    grads, size = gradients_and_bytes()
+    monkeypatch.setattr(AdapterSwitch, "inputs_as_they_are", lambda *_: contextlib.nullcontext())
+    cast, larger = gradients_and_bytes()
+    assert len(grads) == len(cast) > 0 and all(torch.equal(*pair) for pair in zip(grads, cast, strict=True))
+    assert size < larger or checkpointing != "off"

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from tests.ppo.worker import make_trainer, rows_of, scripted, weights
+from tests.ppo.worker import lora_trainer, make_trainer, rows_of, scripted, weights, without_clock
 from tests.tiny import tiny_gpt2, tiny_llama
 from trl_ext import PPOTrainer
 from trl_ext.models import lm_head
@@ -95,6 +95,22 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(kwargs, tmp_path):
         for name, gradient in actual.items():
             bound = 1e-5 * largest[name.split(".")[0]].item()
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("build", [make_trainer, lora_trainer])
+def test_policy_and_critic_have_a_backward_pass_each(build, tmp_path, monkeypatch):
+    """The same bits as from one pass of both: weights, and what is logged."""
+    ends = []
+    for apart in (True, False):
+        monkeypatch.setattr(PPOTrainer, "_trains_apart", apart)
+        trainer = scripted(build(tmp_path / str(apart), max_steps=4, gradient_accumulation_steps=2))
+        backward, calls = trainer.accelerator.backward, []
+        monkeypatch.setattr(trainer.accelerator, "backward", lambda loss, b=backward, c=calls: (c.append(1), b(loss)))
+        trainer.train()
+        ends.append((weights(trainer), [without_clock(log) for log in trainer.state.log_history]))
+        assert len(calls) == 4 * 2 * (2 if apart else 1)
+    (one, one_log), (other, other_log) = ends
+    assert all(torch.equal(value, other[name]) for name, value in one.items()) and one_log == other_log
 
 
 def log_ratios(trainer):

@@ -5,7 +5,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -252,21 +252,24 @@ class ActorCritic(nn.Module):
         if predicts is None:
             return self.policy(**inputs, **positions(self.policy, attention_mask, position_ids), **kwargs)
         outputs: dict[str, Any] = {}
-        if with_values:  # before the logits, the largest tensor: the backward pass then frees the logits first
-            values = self.state_values(input_ids, attention_mask, position_ids, predicts)
-            if touch_policy:
-                values = values + 0.0 * sum(p.flatten()[0] for p in self.parameters_of("policy") if p.requires_grad)
-            outputs["values"] = values
-        if with_logprobs:
-            output = self.policy(
-                **inputs,
-                **positions(self.policy, attention_mask, position_ids),
-                predicts=predicts,
-                targets=targets,
-                fused_lm_head=True,
-                **kwargs,
-            )
-            outputs |= {"logprobs": output.log_probs, "entropies": output.entropy, "aux_loss": output.aux_loss}
+        uncast = self.adapters.inputs_as_they_are(input_ids.device.type) if self.adapters else nullcontext()
+        with uncast:
+            if with_values:  # before the logits, the largest tensor: the backward pass then frees the logits first
+                values = self.state_values(input_ids, attention_mask, position_ids, predicts)
+                if touch_policy:
+                    trained = (p for p in self.parameters_of("policy") if p.requires_grad)
+                    values = values + 0.0 * sum(p.flatten()[0] for p in trained)
+                outputs["values"] = values
+            if with_logprobs:
+                output = self.policy(
+                    **inputs,
+                    **positions(self.policy, attention_mask, position_ids),
+                    predicts=predicts,
+                    targets=targets,
+                    fused_lm_head=True,
+                    **kwargs,
+                )
+                outputs |= {"logprobs": output.log_probs, "entropies": output.entropy, "aux_loss": output.aux_loss}
         return outputs
 
     def state_values(

@@ -85,6 +85,25 @@ class AdapterSwitch:
         finally:
             self.set(*previous)
 
+    @contextmanager
+    def inputs_as_they_are(self, kind: str):
+        """
+        Within the block, if autocast is on for devices of that kind, leave it to autocast to cast adapters and inputs.
+
+        PEFT casts each layer's input to the adapters' float32, and autocast casts it back to 16 bits. For the backward
+        pass each layer would keep a copy of its input of its own.
+        """
+        if not torch.is_autocast_enabled(kind):
+            yield
+            return
+        for layer in self.layers:
+            layer.cast_input_dtype_enabled = False
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.cast_input_dtype_enabled = True
+
     def _pinned(self, checkpoint_function: Callable) -> Callable:
         def pinned(function: Callable, *args: Any, **kwargs: Any) -> Any:
             names = self.active

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from peft.helpers import disable_input_dtype_casting
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -305,7 +304,7 @@ class RolloutTrainer(GRPOTrainer):
         )
         found: dict[str, Tensor] = {}
         unchecked = disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs)
-        with torch.no_grad(), unchecked, self._uncast(), self.metrics.timed("logprobs"):
+        with torch.no_grad(), unchecked, self.metrics.timed("logprobs"):
             if any(asked.values()):
                 found |= run(self.model, **asked)
             if args.use_ref_model:
@@ -322,14 +321,6 @@ class RolloutTrainer(GRPOTrainer):
             "sampler_logprobs": None if is_trusted else sampled,
             "end_values": end_values,
         }
-
-    def _uncast(self) -> AbstractContextManager:
-        """
-        Return a context in which PEFT leaves inputs of adapters in 16 bits, if autocast casts the adapters too.
-
-        Otherwise each adapter would keep a copy of its input, made by way of float32, for the backward pass.
-        """
-        return disable_input_dtype_casting(self._actor_critic, active=self.accelerator.native_amp)
 
     def _run_reference(self, run: Any) -> Tensor:
         """Run the reference: `ref_model`, or the policy with the adapter `ref`, or the policy without an adapter."""

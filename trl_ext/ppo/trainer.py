@@ -761,7 +761,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         if self._step < self._skip_until:
             self._step += 1
         else:
-            with self.metrics.timed("update"), self._uncast():
+            with self.metrics.timed("update"):
                 loss = super().training_step(model, inputs, num_items_in_batch)
             if self._step > self._skip_until:
                 return loss

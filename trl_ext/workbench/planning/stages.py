@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from peft import get_peft_model
-from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -155,10 +154,11 @@ def _plan_ppo(job: Job) -> Plan:
         return sum(found[name].sum() for name in ("logprobs", "entropies", "values") if name in found)
 
     generates, beside = generation_phase(job, mode, model.policy, rows, local)
-    phases = {"generate": generates}
-    with disable_input_dtype_casting(model, active=job.autocast is not None):
-        phases["score"] = scoring_phase(job, mode, model, reference, scorers, rows, length)
-        phases |= update_phases(job, mode, model, loss, roles)
+    phases = {
+        "generate": generates,
+        "score": scoring_phase(job, mode, model, reference, scorers, rows, length),
+        **update_phases(job, mode, model, loss, roles),
+    }
     episodes = local * layout.processes
     schedule = {
         "episodes per minibatch (optimizer step)": step * layout.processes,

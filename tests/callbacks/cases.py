@@ -18,6 +18,7 @@ from trl_ext.callbacks import (
     RepetitionCallback,
     RewardDisagreementCallback,
     RewardDriftCallback,
+    ScoreFallCallback,
     ToolAbuseCallback,
     ValueHealthCallback,
 )
@@ -141,6 +142,12 @@ def scores(rng, runs, n, moved=0.0, logs=LOGS):
     return mean_and_std(answers, "objective/scores", "objective/scores_std")
 
 
+def wins(rng, runs, n, moved=0.0, logs=LOGS):
+    """Episodes that are won or lost, with calls of tools."""
+    answers = (rng.random((runs, logs, n)) < 0.47 - moved).astype(float)
+    return mean_and_std(answers, "objective/scores", "objective/scores_std") | tools(rng, runs, n, logs=logs)
+
+
 def on_policy(rng, runs, n, moved=0.0, logs=LOGS):
     """What an on-policy run logs, of a policy far from the reference; the reward may move, and the texts with it."""
     log = mean_and_std(rng.normal(moved, 0.97, (runs, logs, n)), "objective/scores", "objective/scores_std")
@@ -184,6 +191,8 @@ NULL = {
     "repetition": (RepetitionCallback, {}, PPOConfig, 1, repetitions),
     "tools": (ToolAbuseCallback, {}, PPOConfig, 1, tools),
     "reward": (RewardDriftCallback, {"window": 300}, PPOConfig, 1, scores),
+    "fall": (ScoreFallCallback, {}, PPOConfig, 1, scores),
+    "fewer wins": (ScoreFallCallback, {}, PPOConfig, 1, wins),
     "hack": (HackWatch, {"limit": 0.5}, PPOConfig, 1, on_policy),
     "gold": (GoldGapCallback, {}, PPOConfig, 1, golds),
     "canary": (CanaryCallback, {"prompts": ["?"]}, PPOConfig, 1, judged),
@@ -203,6 +212,8 @@ CHANGES = {
     "repetition": ({"moved": 0.7}, (8, 2, 1)),
     "tools": ({"moved": 0.85}, (32, 8, 2)),
     "reward": ({"moved": -6.0}, (16, 4, 2)),
+    "fall": ({"moved": -2.0}, (8, 2, 1)),
+    "fewer wins": ({"moved": 0.47}, (64, 16, 4)),
     "hack": ({"moved": 9.0}, (32, 8, 4)),
     "gold": ({"moved": 2.0}, (16, 4, 2)),
     "canary": ({"moved": 2.0}, (4, 4, 4)),
@@ -234,6 +245,7 @@ BAD_NUMBERS = {
         {"minimum": 4},
         {"reward": (0.0, -9.0), "std": (1.0, 1.0)},
     ),
+    ScoreFallCallback: ({}, {"reward": (0.0, -9.0), "std": (1.0, 1.0)}),
     HackWatch: (
         {"rollouts": 2, "limit": 0.5},
         {"reward": (0.0, 9.0), "std": (1.0, 1.0), "repetition/top_phrase_share": (0.1, 1.0)},

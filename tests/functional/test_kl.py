@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from trl_ext.functional import KL_ESTIMATORS, adaptive_kl_coef, kl_estimate
+from trl_ext.functional import KL_ESTIMATORS, adaptive_kl_coef, kl_estimate, rate_factor, step_kl_sums
 
 
 def test_kl_estimate_of_worked_example():
@@ -74,3 +74,31 @@ def test_a_kl_that_is_not_finite_is_refused():
     for kl in (math.nan, math.inf):
         with pytest.raises(ValueError, match="kl must be finite"):
             adaptive_kl_coef(kl_coef=0.1, kl=kl, target=6.0, n_episodes=8, horizon=10000)
+
+
+def test_step_kl_counts_choices_and_not_what_is_certain():
+    bit = math.log(2)
+    old, new = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.2, -1.6, 0.0]])
+    entropies, actions = torch.tensor([[bit / 4, 3 * bit, 5.0]]), torch.tensor([[1, 1, 0]])
+    sums = step_kl_sums(new, old, entropies, actions)
+    assert_close(sums, torch.tensor([0.02 + 0.08, 1.25]))
+    format_too = [torch.cat([each, torch.zeros(1, 7).to(each)], dim=1) for each in (new, old, entropies)]
+    assert_close(step_kl_sums(*format_too, torch.cat([actions, torch.ones(1, 7).to(actions)], dim=1)), sums)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 16, 128])
+@pytest.mark.parametrize("rate", [1e-2, 1.0, 30.0])
+@pytest.mark.parametrize("goes", ["one way", "at random"])
+def test_the_rates_factor_leads_to_the_target(steps, rate, goes):
+    """Whatever the rate, and whether the steps of a rollout add up or their squares do, after a few rollouts."""
+    factor, target = 0.1, 0.05
+    for _ in range(6):
+        used = []
+        for taken in range(1, steps + 1):
+            used.append(factor)
+            sizes = [0.3 * rate * each for each in used]
+            kl = sum(sizes) ** 2 / 2 if goes == "one way" else sum(size**2 for size in sizes) / 2
+            if taken < steps or steps == 1:
+                factor = rate_factor(factor, sum(used) / len(used), kl, target, taken / steps)
+    assert target / 3 < kl < target * 3
+    assert rate_factor(0.7, 1.0, 0.0, target, 0.5) == rate_factor(0.7, 1.0, math.nan, target, 0.5) == 0.7

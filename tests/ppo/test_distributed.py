@@ -177,21 +177,6 @@ def test_steps_for_the_critic_alone_leave_the_policy_alone_on_both_processes(res
     assert_equal(results[0]["warm-up"], results[1]["warm-up"])
 
 
-def test_both_processes_skip_the_rest_of_the_rollout_after_max_approx_kl(results):
-    for process in results:
-        seen, skipped, calls = process["too far"]
-        for step in (2, 3, 4):
-            assert_equal(seen[step]["weights"], seen[1]["weights"])
-            assert_equal(seen[step]["optimizer"], seen[1]["optimizer"])
-        for step in (1, 5, 6):
-            assert differ(seen[step]["weights"], seen[step - 1]["weights"], "policy.")
-            assert differ(seen[step]["weights"], seen[step - 1]["weights"], "critic.")
-        assert [state["lr"] for state in seen] == pytest.approx([4e-3 * (1 - step / 6) for step in range(7)])
-        assert skipped == [0, 1, 1, 1, 0, 0]
-        assert calls == 8  # none between the exceedance and the next rollout
-    assert_equal(results[0]["too far"], results[1]["too far"])
-
-
 def test_resuming_on_two_processes_is_exact(results):
     for process in results:
         uninterrupted, *resumed = process["resumed"]

@@ -42,12 +42,12 @@ CHANGED = {  # field -> another value, and what it is read with
     "lam_value": (0.5, {}),
     "learning_rate": (1e-4, {}),
     "local_rollout_forward_batch_size": (3, {}),  # chunks are drawn in turn
-    "max_approx_kl": (1e-7, {}),
     "missing_eos_penalty": (9.0, {}),
     "missing_eos_score": (-9.0, {}),
     "normalize_advantages": (False, {}),
     "num_generations": (2, {}),
     "num_mini_batches": (1, {}),
+    "step_kl_target": (1e-7, {}),
     "num_ppo_epochs": (2, {}),
     "ratio_band": ([0.999, 1.001], {}),
     "reward_group_column": ("sort", {"reward_normalization": "group", "reward_group_column": "topic"}),

@@ -5,7 +5,6 @@ import math
 import torch
 
 from trl_ext.models.decoding import SamplerRecorder
-from trl_ext.ppo.controllers import ApproxKLStop
 from trl_ext.ppo.evaluation import EvaluationPass
 from trl_ext.ppo.rollout import Rollout, joined, permuted, sequence_scores
 
@@ -90,19 +89,6 @@ def test_rows_that_only_complete_the_last_batch_are_not_real():
         real.append([evaluation.next_rows(2, accelerator).tolist() for _ in range(2)])
     assert real == [[[True, True], [True, False]], [[True, True], [False, False]]]
     assert EvaluationPass(5).prefix == "" and EvaluationPass(5, is_greedy=True).prefix == "greedy/"
-
-
-def test_updates_stop_where_the_mean_kl_of_a_minibatch_exceeds_its_limit():
-    stop = ApproxKLStop(0.5)
-    stop.add(torch.tensor([2.0, 5.0]))  # 0.4 nats per token
-    assert not stop.is_exceeded
-    stop.add(torch.tensor([4.0, 5.0]))  # 6 / 10
-    assert stop.is_exceeded
-    stop.start()
-    assert not stop.is_exceeded
-    unlimited = ApproxKLStop(None)
-    unlimited.add(torch.tensor([1e9, 1.0]))
-    assert not unlimited.is_exceeded
 
 
 def test_the_sampler_is_asked_for_what_it_drew_and_for_nothing_else():

@@ -74,7 +74,7 @@ def test_the_usual_ways_out_are_tried_and_the_command_that_fits_is_printed(folde
 
 
 def test_what_cannot_work_is_one_line_and_status_2(folder, capsys):
-    words = ["--config", folder / "ppo.yaml", "--accelerate", folder / "zero3.yaml", "--max_approx_kl", "0.1"]
+    words = ["--config", folder / "ppo.yaml", "--accelerate", folder / "zero3.yaml", "--critic_warmup_rollouts", "1"]
     assert "this cannot work: `critic_warmup" in refusal(capsys, main, words)
 
 

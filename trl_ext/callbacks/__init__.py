@@ -9,7 +9,7 @@ from ..upstream.lazy import lazily
 
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from ..runs.control import check_monitors, request_kl_scale
+    from ..runs.control import check_monitors, request_kl_scale, request_rate_scale
     from .answers import AnswersCallback, CanaryCallback, GoldGapCallback
     from .console import ConsoleCallback
     from .hack_watch import HackWatch, watch_rounds
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         RepetitionCallback,
         RewardDisagreementCallback,
         RewardDriftCallback,
+        ScoreFallCallback,
         ToolAbuseCallback,
         ValueHealthCallback,
         attach_monitors,

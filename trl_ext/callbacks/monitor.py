@@ -14,14 +14,23 @@ from tenacity import Retrying, stop_after_attempt, wait_exponential
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..runs.control import STOPPED, Stopped, request_kl_scale, spoil, spoilt, stop_of, write_stop
+from ..runs.control import (
+    STOPPED,
+    Stopped,
+    request_kl_scale,
+    request_rate_scale,
+    spoil,
+    spoilt,
+    stop_of,
+    write_stop,
+)
 from ..runs.files import REGISTRY, RUNBOOK, JSONLWriter, finite, from_first, on_first
 from ..runs.redaction import redacted
 from .metrics import Metric, answers_in_log, is_training_log, metrics_of, numbers_in, rollout_steps
 from .trend import Series
 
 logger = logging.get_logger(__name__)
-Action = Literal["warn", "save", "stop", "raise_kl"]
+Action = Literal["warn", "save", "stop", "raise_kl", "lower_rate"]
 Level = Literal["alert", "notice"]
 TRACKERS = ("wandb", "tensorboard", "trackio")
 NAMES = ("log", "jsonl", *TRACKERS)
@@ -59,7 +68,7 @@ class Alert(Finding):
     Args:
         monitor: class name of the monitor.
         step: optimizer step.
-        action: what the monitor does: `warn`, `save`, `stop` or `raise_kl`.
+        action: what the monitor does, see [`MonitorCallback`].
         runbook: file and section of the documentation on this problem.
         others: see [`Finding`].
     """
@@ -170,12 +179,14 @@ class MonitorCallback(TrainerCallback):
     Args:
         action: what an alert does besides being sent. `warn` does nothing more. `save` writes a checkpoint at this
             step. `stop` writes a checkpoint and ends training. `raise_kl` asks the trainer to raise its KL coefficient
-            ([`~trl_ext.callbacks.request_kl_scale`]), which PPOTrainer does.
+            ([`~trl_ext.callbacks.request_kl_scale`]), and `lower_rate` to lower its learning rates, which PPOTrainer
+            does.
         sinks: where alerts go: "log", "jsonl" (`alerts.jsonl` in the output directory), "wandb", "tensorboard",
             "trackio", a webhook's URL, or objects with `send(alert)`. The trackers that the run reports to are added.
         repeat_steps: optimizer steps for which the same alert is not raised again. With `stop` the alert is always
             raised, and always acts.
         kl_factor: factor that `raise_kl` multiplies the KL coefficient by.
+        rate_factor: factor that `lower_rate` multiplies the learning rates by.
         keys: mapping from a quantity to its key in the logs, for trainers and metrics that
             `trl_ext.callbacks.metrics` does not know.
     """
@@ -184,6 +195,7 @@ class MonitorCallback(TrainerCallback):
     sinks: list[Any] = field(default_factory=lambda: ["log", "jsonl"])
     repeat_steps: int = 100
     kl_factor: float = 2.0
+    rate_factor: float = 0.5
     keys: dict[str, str] = field(default_factory=dict)
 
     runbook = ""  # the heading of this monitor's section in the runbook
@@ -227,8 +239,8 @@ class MonitorCallback(TrainerCallback):
         # The registry holds the memory itself, not a copy, so that each checkpoint saves it as it is by then
         registry[name] = {"args": redacted(finite(given)), "attributes": {"memory": self.memory}}
         self._begin(args, state, {})
-        if self.action == "raise_kl" and "episodes" not in self._known:
-            self._note("`raise_kl` has no effect: only PPOTrainer scales its KL coefficient", "Choose another action.")
+        if self.action in ("raise_kl", "lower_rate") and "episodes" not in self._known:
+            self._note(f"`{self.action}` has no effect: only PPOTrainer scales at request", "Choose another action.")
 
     def on_train_end(self, args, state, control, **kwargs):
         self._is_training = False
@@ -398,6 +410,8 @@ class MonitorCallback(TrainerCallback):
     def _act(self, action: Action, what: str, state: Any, control: Any) -> None:
         if action == "raise_kl":
             request_kl_scale(state, self.kl_factor)
+        if action == "lower_rate":
+            request_rate_scale(state, self.rate_factor)
         if action == "stop":
             control.should_training_stop = True
             if not self.saves:

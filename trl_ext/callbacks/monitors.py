@@ -13,7 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from ..functional import unexplained_error
 from ..runs.control import check_monitors
 from .metrics import rollout_steps
-from .monitor import Action, Finding, MonitorCallback
+from .monitor import Action, Finding, MonitorCallback, error_of_mean
 from .trend import Series
 
 DISAGREEMENT = re.compile(r"rewards/.+/disagreement")
@@ -372,6 +372,54 @@ class ToolAbuseCallback(MonitorCallback):
         if found := repeated.above(1, self.repeated):
             why = "which reward pays for a call that tells nothing new?"
             yield Finding("episodes repeat their tool calls", f"{advice} {why}", *found)
+
+
+@dataclass(eq=False, kw_only=True)
+class ScoreFallCallback(MonitorCallback):
+    """
+    Alert when a run falls: the score, or how an agent acts, is lower than at the start or than it has been since.
+
+    Every PPOTrainer has one that warns, unless `watch` is off. When the score has risen by more than noise, the next
+    rollouts are what a fall counts from; so chance among many rollouts makes no best one.
+
+    >>> trainer.add_callback(ScoreFallCallback(action="lower_rate"))
+
+    Args:
+        sigmas: fall of the mean score that counts beside noise, in standard deviations of single scores.
+        left: share of its start below which the mean length, or the number of tool calls, has collapsed.
+        baseline: number of answers that the score is compared with, rounded up to two rollouts or more.
+        others: see [`MonitorCallback`].
+    """
+
+    sigmas: float = 0.25
+    left: float = 0.2
+    baseline: int = 128
+    runbook = "score-fall"
+
+    def watch(self, logs):
+        advice = (
+            "Look at `policy/step_kl` and the clip fraction (steps too large), at `val/explained_variance` (a critic "
+            "that knows nothing) and at completions. Lower the learning rate, or set `step_kl_target`."
+        )
+        score, spread = self.read("reward"), self.read("reward_std", optional=True)
+        sigma = self.memory["sigma"] = self.memory.get("sigma") or spread or 0.0
+        # A few equal scores are not known exactly
+        noise = error_of_mean(spread or sigma or None, self.answers) or {"error": None}
+        first = max(2, math.ceil(self.baseline / (self.answers or 64)))
+        for since in ("the start", "its best"):
+            scores = self.follow(since, score, first=first, **noise)
+            if found := scores.below(1, -self.sigmas * sigma):
+                yield Finding(f"the score fell below {since}", advice, *found)
+                break
+            if since == "its best" and scores.above(1):
+                del self.memory["series"][since]
+                self.follow(since, score, first=first, **noise)
+        for what, value in (
+            ("completions end at once", self.read("length", optional=True)),
+            ("the agent calls tools no more", self._number("tools/call_frequency", logs)),
+        ):
+            if found := self.follow(what, value, first=first).below(self.left):
+                yield Finding(what, advice, *found)
 
 
 @dataclass(eq=False, kw_only=True)

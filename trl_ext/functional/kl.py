@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .masking import check_shapes
+from .masking import check_shapes, masked_sum
 
 # Each estimator takes (B, T) log-probs of sampled tokens, nats, and returns (B, T) nats. d = log p(x) - log p_ref(x).
 # Schulman 2020, http://joschu.net/blog/kl-approx.html
@@ -84,3 +84,55 @@ def adaptive_kl_coef(
         raise ValueError(f"kl must be finite, got {kl}; look for NaN in the log-probs of this rollout.")
     error = min(max(kl / target - 1, -0.2), 0.2)
     return float(min(max(kl_coef * (1 + error * n_episodes / horizon), minimum), maximum))
+
+
+BIT = math.log(2)  # nats
+
+
+def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, actions: Tensor) -> Tensor:
+    """Sum how far updates have moved the policy, and over how many choices.
+
+    An action with an entropy of at least one bit is one choice, a certain one none: there are Σ min(1, H / ln 2)
+    choices. So tokens that can only be as they are, of a format for example, do not dilute the mean, Σ kl / Σ choices.
+
+    Args:
+        logprobs: (B, T), nats, of the actions under the policy now.
+        old_logprobs: (B, T), nats, under the policy that the rollout began with.
+        entropies: (B, T), nats, of the policy's distributions.
+        actions: (B, T), 1 where there is an action.
+
+    Returns:
+        (2,) sums: k2 of the actions, nats; and choices.
+    """
+    check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, entropies=entropies, actions=actions)
+    return torch.stack(
+        [
+            masked_sum(k2(logprobs, old_logprobs), actions),
+            masked_sum((entropies / BIT).clamp(0, 1), actions),
+        ]
+    )
+
+
+def rate_factor(factor: float, mean: float, kl: float, target: float, share: float) -> float:
+    """Return the factor of the learning rate that lets the updates of a rollout end at a KL of `target`.
+
+    After a share s of a rollout's steps, their KL is s² of the final one if all steps go one way, and s of it if they
+    go at random. KL grows as the square of the rate. So with a mean factor f̄ so far, the factor that ends at the
+    target lies between f̄ √(s² target / kl) and f̄ √(s target / kl). `factor` is moved to the nearer bound if it is
+    outside, by at most a factor of 10. Where nothing was moved, it stays.
+
+    Args:
+        factor: factor of the rate until now.
+        mean: f̄, mean factor of this rollout's steps so far.
+        kl: of these steps, nats per choice.
+        target: nats per choice.
+        share: s, in (0, 1].
+    """
+    if not kl > 0:
+        return factor
+    low, high = (mean * math.sqrt(part * target / kl) for part in (share**2, share))
+    wanted = min(max(factor, low), high)
+    return min(max(wanted, factor / LARGEST_CHANGE), factor * LARGEST_CHANGE)
+
+
+LARGEST_CHANGE = 10.0  # of the rate, at one step

@@ -312,10 +312,12 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     )
     vf_coef: float = setting(0.1, "Weight of the value loss.", range=">= 0")
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", range=">= 0")
-    max_approx_kl: float | None = setting(
+    step_kl_target: float | None = setting(
         None,
-        "Skip the remaining updates on a rollout once a minibatch's `policy/approxkl_avg` exceeds this.",
-        range="> 0",
+        "KL, in nats per choice, by which the updates of a rollout move the policy (`policy/step_kl`): the learning "
+        "rates of policy and critic are multiplied by a factor that leads there (`learning_rate/factor`). If unset, "
+        "they stay as they are.",
+        range="> 0 nats per choice",
     )
     critic_learning_rate: float | None = setting(
         None, "Learning rate of the critic, often higher than the policy's; `learning_rate` if unset.", range=">= 0"
@@ -402,10 +404,6 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
                 "`kl_coef=0`. Set a positive `kl_coef`, such as 0.05.",
             ),
             (
-                self.fp16 and self.max_approx_kl is not None,
-                "`max_approx_kl` skips optimizer steps, which `fp16=True` does not allow. Use `bf16`.",
-            ),
-            (
                 self.bootstrap_truncated
                 and (self.baseline == "mean" or (self.missing_eos_score, self.missing_eos_penalty) != (None, None)),
                 "`bootstrap_truncated=True` gives an answer that was cut off the critic's value as its remaining "
@@ -490,11 +488,6 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     def steps_per_rollout(self) -> int:
         """Return the number of optimizer steps on a rollout."""
         return self.num_mini_batches * self.num_ppo_epochs
-
-    @property
-    def leaves_steps_out(self) -> bool:
-        """Return whether some optimizer steps may leave the policy, or both policy and critic, unchanged."""
-        return self.critic_warmup_rollouts > 0 or self.max_approx_kl is not None
 
     @property
     def batch_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Hold what PPO adapts from rollout to rollout: KL coefficient, early stop, critic's weight, normalised rewards."""
+"""Hold what PPO adapts from rollout to rollout: KL coefficient, learning rate, critic's weight, normalised rewards."""
 
 import math
 from typing import Any
@@ -13,6 +13,7 @@ from ..functional import (
     empty_moments,
     merge_moments,
     moments,
+    rate_factor,
     variance,
     whiten,
     whitening_scale,
@@ -71,29 +72,82 @@ class KLController:
         self.kl_coef = state["kl_coef"]
 
 
-class ApproxKLStop:
+class RateController:
     """
-    Add up the approximate KL over the micro-batches of a minibatch, and say if its mean per token exceeds a limit.
+    Hold the factor of the learning rates with which each rollout's updates move the policy by a KL of `target`.
+
+    The factor multiplies what the schedule says, within the optimizer's step alone, so the schedule and a checkpoint
+    keep their own rates. Where the schedule has fallen to a share of the rate, the target falls to its square.
 
     Args:
-        limit: largest mean KL, nats per token; None for no limit.
+        target: nats per choice; None leaves the rates as they are.
     """
 
-    def __init__(self, limit: float | None):
-        self.limit = limit
-        self.start()
+    FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
+    BOUNDS = (0.01, 100.0)
 
-    def start(self) -> None:
-        """Set the sums to 0, for the next minibatch."""
-        self._sums = torch.zeros(2)
+    def __init__(self, target: float | None):
+        self.target = target
+        self.factor = 1.0 if target is None else self.FIRST
+        self.lowered = 1.0  # by callbacks
+        self.is_on = True  # off where the policy is not trained
+        self._hooked: Any = None
+        self._used: list[float] = []  # factors of this rollout's steps
 
-    def add(self, kl: Tensor) -> None:
-        """Add a micro-batch's (2,) sums over all processes: its KL in nats, and its number of tokens."""
-        self._sums = self._sums.to(kl) + kl
+    def attach(self, optimizer: Any) -> None:
+        """Let an optimizer, as the accelerator has wrapped it, step at the factored rates."""
+        while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, DeepSpeed's
+            optimizer = optimizer.optimizer
+        if optimizer is self._hooked:
+            return
+        self._hooked = optimizer
+        rates: list[float] = []
+
+        def before(optimizer: Any, *_: Any) -> None:
+            rates[:] = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * (self.applied if self.is_on else 1.0)
+
+        def after(optimizer: Any, *_: Any) -> None:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
 
     @property
-    def is_exceeded(self) -> bool:
-        return self.limit is not None and bool(self._sums[0] > self.limit * self._sums[1])
+    def applied(self) -> float:
+        return self.factor if self.target is not None else self.lowered
+
+    def scale(self, factor: float) -> None:
+        """Multiply the rates by a factor that a callback requested; where they follow a KL, the target instead."""
+        self.lowered *= factor
+
+    def observe(self, sums: Tensor, taken: int, steps: int, schedule: float = 1.0) -> float:
+        """
+        Change the factor by what the rollout's steps so far have done; return their KL, nats per choice.
+
+        Args:
+            sums: (3,), over the minibatch and all processes, before its own step: those of [`step_kl_sums`], and of
+                the advantages' sizes. Where all advantages are 0, small steps say nothing about the rate.
+            taken: number of the rollout's steps so far.
+            steps: number of the rollout's steps in all.
+            schedule: share of the rate that the schedule leaves.
+        """
+        del self._used[taken:]
+        kl = float(sums[0] / sums[1].clamp(min=1e-6))
+        if taken and sums[2] > 0 and schedule > 0 and self.target is not None:
+            mean = sum(self._used) / len(self._used) if self._used else self.factor
+            factor = rate_factor(self.factor, mean, kl, self.target * (schedule * self.lowered) ** 2, taken / steps)
+            self.factor = min(max(factor, self.BOUNDS[0]), self.BOUNDS[1])
+        self._used.append(self.factor)
+        return kl
+
+    def state_dict(self) -> dict[str, float]:
+        return {"factor": self.factor, "lowered": self.lowered}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.factor, self.lowered = state["factor"], state["lowered"]
 
 
 _DECAY = 0.9  # factor of the sum over earlier rollouts, at each new rollout

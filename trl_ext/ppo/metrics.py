@@ -298,8 +298,6 @@ class PPOMetrics:
             elif name == "sampling/importance_sampling_ratio":
                 report |= {f"{name}/mean": mean, f"{name}/min": minimum, f"{name}/max": maximum}
                 report["sampling/ess"] = effective_sample_size(value).item()
-            elif name == "policy/skipped_steps":
-                report[name] = count / self.accelerator.num_processes
             elif name in ("policy/entropy_std", "loss/value_std"):
                 report[name] = standard_deviation(value).item()
             else:

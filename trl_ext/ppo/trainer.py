@@ -28,12 +28,12 @@ from ..data.texts import with_text_arguments
 from ..functional import (
     LAM_SCHEDULES,
     advantages_and_returns,
-    approx_kl,
     choose_lam,
     critic_products,
     masked_sum,
     mean_baselines,
     policy_loss,
+    step_kl_sums,
     token_rewards,
     turn_starts,
     turn_sums,
@@ -62,7 +62,7 @@ from ..models.weights import (
     weights_identity,
 )
 from ..runs.checkpoints import ResumableRun, block, count, portions, reference_of, saves, sizes
-from ..runs.control import AgreedControl, check_monitors, spoilt, take_kl_scale
+from ..runs.control import AgreedControl, check_monitors, spoilt, take_kl_scale, take_rate_scale
 from ..runs.output_dir import Hold
 from ..upstream.names import (
     RepeatSampler,
@@ -75,7 +75,7 @@ from ..upstream.terminal import late_bars
 from . import gradients
 from .collection import RolloutTrainer
 from .config import PPOConfig
-from .controllers import ApproxKLStop, BaselineGate, KLController, RewardNormalizer
+from .controllers import BaselineGate, KLController, RateController, RewardNormalizer
 from .environments import guarded, load_states, states_of, step_rewards
 from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
 from .inputs import (
@@ -103,7 +103,13 @@ from .rollout import Rollout, joined, lengths_of, permuted
 from .saved_rollouts import mean_demonstration_score
 from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_logprobs, save_last_step
 
-_WITH_STATE = ("kl_controller", "reward_normalizer", "baseline_gate", "metrics")  # attributes that checkpoints keep
+_WITH_STATE = (
+    "kl_controller",
+    "rate_controller",
+    "reward_normalizer",
+    "baseline_gate",
+    "metrics",
+)  # attributes that checkpoints keep
 
 
 class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
@@ -322,8 +328,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
-        self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
-        self._kl_stop = ApproxKLStop(args.max_approx_kl)
+        self.rate_controller = RateController(args.step_kl_target)
+        self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
 
         if environment_factory is None:  # else what `reset` says is known in the rollout only
             check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
@@ -395,10 +401,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         if args.ddp_find_unused_parameters is None and self.accelerator.ddp_handler is not None and not is_moe:
             # Every parameter takes part in every step, but for experts that no token is routed to
             self.accelerator.ddp_handler.find_unused_parameters = False
-        if self.is_deepspeed_enabled and args.leaves_steps_out:
+        if self.is_deepspeed_enabled and args.critic_warmup_rollouts:
             raise ValueError(
-                "`critic_warmup_rollouts` and `max_approx_kl` leave out some updates, but DeepSpeed updates the "
-                "weights inside `backward`. Use DDP or FSDP, or leave these settings out."
+                "`critic_warmup_rollouts` leaves out updates of the policy, but DeepSpeed updates the weights inside "
+                "`backward`. Use DDP or FSDP, or leave it out."
             )
 
     def _set_reference(self, ref_model: str | PreTrainedModel | None) -> None:
@@ -437,6 +443,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         args = self.args
         if self.model.training:
             self.kl_controller.scale(take_kl_scale(self.state))
+            self.rate_controller.scale(take_rate_scale(self.state))
         rollout = self._collect(inputs)
         if not self.model.training:
             return self._observe_evaluation(rollout)
@@ -584,7 +591,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         Return clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, as means over the tokens of
         the optimizer step.
 
-        In a step that trains only the critic, return the value loss. Once `max_approx_kl` is exceeded, return 0.
+        In a step that trains only the critic, return the value loss.
         """
         args, mask = self.args, inputs["loss_mask"]
         if self._warms_up(self._step):
@@ -594,15 +601,6 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
             critic_loss = self._value_loss(self._critic_forward(model, inputs), inputs)
             self.accelerator.backward(critic_loss)
         logprobs, entropies, values, aux_loss = self._forward(model, inputs)  # (B, T) each, and a scalar
-        if args.max_approx_kl is not None:
-            self._add_up_kl(logprobs, inputs)
-        is_last = (self._step + 1) % args.gradient_accumulation_steps == 0
-        if is_last and self._kl_stop.is_exceeded:  # not before: the rows of a minibatch are sorted by length
-            self.metrics.train.add("policy/approxkl_avg", approx_kl(logprobs.detach(), inputs["old_logprobs"]), mask)
-            self._skip_until = (self._step // self._steps_per_rollout + 1) * self._steps_per_rollout
-            # A forward without its backward would leave DDP to reduce the next rollout's first micro-batch on its own
-            outputs = [each for each in (logprobs, entropies, values) if each is not None]
-            return 0.0 * torch.stack([each.sum() for each in outputs]).sum()
 
         new, old, actions = logprobs, inputs["old_logprobs"], self._actions(mask)  # (B, T) each
         if args.gae_level == "turn":
@@ -619,6 +617,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         if "importance_weights" in inputs:  # (B, T) or (B, 1): of the policy's loss alone, see docs/off_policy.md
             policy = policy[0] * inputs["importance_weights"], policy[1]
         self.metrics.updated(logprobs, entropies, policy, new - old, actions, inputs)
+        taken = self._step // args.gradient_accumulation_steps % args.steps_per_rollout
+        self._follow_step_kl(new, old, entropies, inputs, self._step, taken)
         if self._trusts_sampler and self._step % self._steps_per_rollout < args.gradient_accumulation_steps:
             self.metrics.sampled(inputs["old_logprobs"], logprobs, mask)  # the policy has not moved since
 
@@ -633,6 +633,40 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         if critic_loss is not None:
             return actor_loss + critic_loss.detach()
         return actor_loss if values is None else actor_loss + self._value_loss(values, inputs)
+
+    @torch.no_grad()
+    def _follow_step_kl(self, new: Tensor, old: Tensor, entropies: Tensor, inputs: Any, step: int, taken: int) -> None:
+        """
+        Note a micro-batch's (B, T) log-probs; after the last one of a minibatch, choose the rate of the next step.
+        `taken` steps have been taken on the rollout.
+        """
+        mask, accumulates = inputs["loss_mask"], self.args.gradient_accumulation_steps
+        if step % accumulates == 0:
+            self._step_sums = []
+        if self.args.gae_level == "turn":
+            entropies = turn_sums(entropies, mask)
+        actions = self._actions(mask)
+        signal = masked_sum(inputs["advantages"].abs(), actions)
+        self._step_sums.append(torch.cat([step_kl_sums(new, old, entropies, actions), signal[None]]))
+        if (step + 1) % accumulates:
+            return
+        sums = self.accelerator.reduce(torch.stack(self._step_sums).sum(0), reduction="sum")
+        group = self.optimizer.param_groups[0]
+        schedule = group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
+        kl = self.rate_controller.observe(sums, taken, self.args.steps_per_rollout, schedule)
+        if taken == max(self.args.steps_per_rollout - 1, 1):
+            self.metrics.train.add("policy/step_kl", kl)
+        self.metrics.train.add("learning_rate/factor", self.rate_controller.applied)
+
+    @torch.no_grad()
+    def _look_back(self) -> None:
+        """Where a rollout has one step, measure what it has done by a further pass."""
+        for step, inputs in enumerate(self._buffered_inputs):
+            found = self._run_models(self.model_wrapped, inputs, with_entropies=True)
+            new, old, mask = found["logprobs"], inputs["old_logprobs"], inputs["loss_mask"]
+            if self.args.gae_level == "turn":
+                new, old = turn_sums(new, mask), turn_sums(old, mask)
+            self._follow_step_kl(new, old, found["entropies"], inputs, step, 1)
 
     @property
     def _trains_apart(self) -> bool:
@@ -671,15 +705,6 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         width = inputs["completion_ids"].size(1)
         return self._passes(model, ids, inputs["lengths"], width, **asked)
-
-    @torch.no_grad()
-    def _add_up_kl(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> None:
-        """Add a micro-batch's approximate KL, summed over all processes, to its minibatch's KL."""
-        mask = inputs["loss_mask"]
-        kl = torch.stack([masked_sum(approx_kl(logprobs, inputs["old_logprobs"]), mask), mask.sum().to(logprobs)])
-        if self._step % self.args.gradient_accumulation_steps == 0:
-            self._kl_stop.start()
-        self._kl_stop.add(self.accelerator.reduce(kl, reduction="sum"))
 
     def _warms_up(self, step: int) -> bool:
         """Return whether micro-batch `step` belongs to one of the first rollouts, which train the critic alone."""
@@ -758,17 +783,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if self._step % self.args.gradient_accumulation_steps == 0:
             self._actor_critic.train_adapters()
-        if self._step < self._skip_until:
-            self._step += 1
-        else:
-            with self.metrics.timed("update"):
-                loss = super().training_step(model, inputs, num_items_in_batch)
-            if self._step > self._skip_until:
-                return loss
-        model.zero_grad(set_to_none=True)
-        if self._step % self.args.gradient_accumulation_steps == 0:
-            self.metrics.train.add("policy/skipped_steps", 1.0)
-        return torch.zeros((), device=self.args.device)
+            self.rate_controller.attach(self.optimizer)
+            self.rate_controller.is_on = not self._warms_up(self._step)
+        with self.metrics.timed("update"):
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         self._finish_gradients()
@@ -925,7 +943,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
                 f"{self.args.steps_per_rollout} optimizer steps."
             )
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
-        self._step, self._buffered_inputs, self._skip_until = 0, None, 0  # unless a snapshot is loaded
+        self._step, self._buffered_inputs = 0, None  # unless a snapshot is loaded
         self._waiting: set[str] = set()  # requests that wait for the end of the rollout
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # so vLLM is sent the weights, also if a checkpoint has the same step
@@ -989,6 +1007,12 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if (
+            self.args.steps_per_rollout == 1
+            and self.args.step_kl_target is not None
+            and not self._warms_up(self._step - 1)
+        ):
+            self._look_back()
         # A checkpoint holds no half-trained rollout: it waits for the rollout's end, and so does the evaluation that
         # says whether it is the best one
         picks_best = self.args.load_best_model_at_end or self.args.save_strategy == "best"

@@ -10,7 +10,7 @@ from transformers.utils import logging
 from .files import whole_file
 
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-_KL_SCALE = "trl_ext_kl_scale"  # the key of a pending request in `TrainerState.stateful_callbacks`
+_KL_SCALE, _RATE_SCALE = "trl_ext_kl_scale", "trl_ext_rate_scale"  # pending requests in `state.stateful_callbacks`
 
 
 class AgreedControl:
@@ -62,6 +62,17 @@ def request_kl_scale(state: Any, factor: float) -> None:
 def take_kl_scale(state: Any) -> float:
     """Return the factor that callbacks requested for the KL coefficient, and forget it; 1.0 without a request."""
     return state.stateful_callbacks.pop(_KL_SCALE, {"factor": 1.0})["factor"]
+
+
+def request_rate_scale(state: Any, factor: float) -> None:
+    """Ask the trainer to multiply its learning rates by `factor` from its next rollout on, as `request_kl_scale`."""
+    asked = state.stateful_callbacks.setdefault(_RATE_SCALE, {"factor": factor})
+    asked["factor"] = min(asked["factor"], factor)
+
+
+def take_rate_scale(state: Any) -> float:
+    """Return the factor that callbacks requested for the learning rates, and forget it; 1.0 without a request."""
+    return state.stateful_callbacks.pop(_RATE_SCALE, {"factor": 1.0})["factor"]
 
 
 STOPPED = "stopped.json"

@@ -138,7 +138,10 @@ def test_fsdp2_gathers_the_root_and_two_layers_or_a_reference():
     [
         (Job("sft", sft(), CONFIG, bits=4), "a base in 4 bits cannot be trained, nor a critic alone"),
         (Job("sft", sft(), CONFIG, Layout("zero2", 2, accumulation=4)), "sets gradient_accumulation_steps to 4"),
-        (Job("ppo", ppo(max_approx_kl=0.1), CONFIG, Layout("zero2", 2)), "skip optimizer steps, but DeepSpeed's"),
+        (
+            Job("ppo", ppo(critic_warmup_rollouts=1), CONFIG, Layout("zero2", 2)),
+            "leaves out updates of the policy, but DeepSpeed",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(job, message):

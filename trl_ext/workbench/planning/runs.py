@@ -296,8 +296,8 @@ def known_not_to_work(job: Job) -> list[str]:
             "`activation_checkpointing: true` in the recipe",
         ),
         (
-            layout.is_deepspeed and args.leaves_steps_out,
-            "`critic_warmup_rollouts` and `max_approx_kl` skip optimizer steps, but DeepSpeed's engine steps inside "
+            layout.is_deepspeed and args.critic_warmup_rollouts > 0,
+            "`critic_warmup_rollouts` leaves out updates of the policy, but DeepSpeed's engine steps inside "
             "`backward`: use DDP or FSDP2, or leave these settings out",
         ),
     ]

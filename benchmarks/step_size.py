@@ -1,0 +1,216 @@
+"""
+How much the learning rate to begin with matters, with and without a rate that follows the KL of the updates.
+
+    python -m benchmarks.step_size --cells short "own start" --arms fixed follows --seeds 3
+
+The worlds of `benchmarks.critic`, whose best score is known. A run's figure is its area: the mean share of the gain from
+the model's first score to the best, over the tokens. *Tuned* is the fixed rate with the best mean area, at one minibatch
+and four passes. A row is written to `--out` as soon as it is known; the same command goes on from there.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from benchmarks.critic.study import CELLS, Watched, area, interval
+from benchmarks.critic.worlds import ANSWERS, Lake, make_tokenizer, start_of
+
+FACTORS = (1 / 30, 1 / 10, 1 / 3, 1, 3, 10, 30)
+TUNED = {"own start": 1e-3, "turns": 1e-3, "noisy": 3e-3, "long": 3e-3, "dense": 3e-3, "short": 3e-3}
+ARMS: dict[str, dict[str, Any]] = {
+    "fixed": {"step_kl_target": None},
+    "bounded": {"step_kl_target": None, "max_approx_kl": 0.02},
+    **{f"follows {target}": {"step_kl_target": target} for target in (0.02, 0.05, 0.1, 0.2)},
+    "both": {"step_kl_target": 0.1, "max_approx_kl": 0.1},
+    "fixed, clip 0.2": {"step_kl_target": None, "cliprange": 0.2},
+    **{f"follows {target}, clip 0.2": {"step_kl_target": target, "cliprange": 0.2} for target in (0.025, 0.05, 0.1)},
+}
+
+
+def train(job: tuple) -> dict[str, Any]:
+    """Train once; return the scores over the tokens, and the last steps' KL and factor."""
+    import torch
+    from datasets import Dataset
+
+    from trl_ext import PPOConfig, PPOTrainer
+
+    cell, arm, factor, minibatches, epochs, seed, models = job
+    torch.set_num_threads(1)
+    world, start = CELLS[cell][0](seed), time.process_time()
+    tokenizer, watched, plays = make_tokenizer(world), Watched(world, by_token=True), isinstance(world, Lake)
+
+    def play(prompts: list, trainer: Any) -> dict[str, list]:
+        return world.play(trainer.accelerator.unwrap_model(trainer.model).policy, len(prompts), tokenizer)  # type: ignore[union-attr]
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = PPOConfig(
+            folder,
+            per_device_train_batch_size=ANSWERS // minibatches,
+            num_mini_batches=minibatches,
+            num_ppo_epochs=epochs,
+            max_completion_length=world.tokens,
+            learning_rate=TUNED[cell] * factor,
+            lr_scheduler_type="constant",
+            total_episodes=CELLS[cell][1] * ANSWERS,
+            seed=seed,
+            logging_steps=minibatches * epochs,
+            kl_coef=0.0,
+            use_ref_model=False,
+            watch="off",
+            record_run=False,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+            activation_checkpointing=False,
+            **({"old_logprobs": "sampler"} if plays else {}),
+            **ARMS[arm],
+        )
+        prompts = world.prompts()
+        trainer = PPOTrainer(
+            model=start_of(world, seed, models),
+            reward_funcs=watched,
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": prompts * math.ceil(ANSWERS / len(prompts))}),
+            processing_class=tokenizer,
+            **({"rollout_func": play} if plays else {}),
+        )
+        torch.manual_seed(seed)
+        trainer.train()
+    tokens, _, scores = zip(*watched.curve, strict=True)
+    logs = [log for log in trainer.state.log_history if "policy/approxkl_avg" in log]
+    return {
+        **dict(zip(("cell", "arm", "factor", "minibatches", "epochs", "seed"), job, strict=False)),
+        "best": world.best,
+        "tokens": tokens,
+        "scores": [round(x, 4) for x in scores],
+        "kl": [round(log.get("policy/step_kl", math.nan), 5) for log in logs],
+        "factors": [round(log.get("learning_rate/factor", math.nan), 4) for log in logs],
+        "seconds": round(time.process_time() - start, 1),
+    }
+
+
+def attempt(job: tuple) -> dict[str, Any]:
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        return train(job)
+    except Exception as error:  # a run whose weights are no longer finite has fallen
+        return {
+            **dict(zip(("cell", "arm", "factor", "minibatches", "epochs", "seed"), job, strict=False)),
+            "error": repr(error)[:200],
+        }
+
+
+def gains(row: dict[str, Any], starts: dict[tuple, float]) -> tuple[float, float]:
+    """Return a run's area and its end, as shares of the gain; a run that ended by an error has gained nothing."""
+    if "error" in row:
+        return 0.0, -1.0
+    start = starts[row["cell"], row["seed"]]
+    shares = [(score - start) / (row["best"] - start) for score in row["scores"]]
+    return area(row["tokens"], shares, row["tokens"][-1]), fmean(shares[-3:])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return for each cell and arm the mean area by the factor of the tuned rate, and over all settings."""
+    starts: dict[tuple, float] = {}
+    for key in {(row["cell"], row["seed"]) for row in rows if "scores" in row}:
+        starts[key] = fmean(row["scores"][0] for row in rows if (row["cell"], row["seed"]) == key and "scores" in row)
+    lines = []
+    for cell in dict.fromkeys(row["cell"] for row in rows):
+        here = [row for row in rows if row["cell"] == cell]
+        shapes = sorted({(row["minibatches"], row["epochs"]) for row in here})
+        shipped = [
+            [
+                gains(r, starts)[0]
+                for r in here
+                if (r["arm"], r["factor"], r["minibatches"], r["epochs"]) == ("fixed", factor, 1, 4)
+            ]
+            for factor in FACTORS
+        ]
+        tuned = max((fmean(each) for each in shipped if each), default=math.nan)
+        lines += [
+            f"\n**{cell}**: tuned {tuned:.3f}\n",
+            "| arm | minibatches × passes | "
+            + " | ".join(f"{f:.3g} ×" for f in FACTORS)
+            + " | mean ÷ tuned | worst ÷ tuned | falls |",
+            "|---" * 12 + "|",
+        ]
+        for arm in dict.fromkeys(row["arm"] for row in here):
+            whole = []
+            for shape in shapes:
+                cells = []
+                for factor in FACTORS:
+                    found = [
+                        gains(r, starts)
+                        for r in here
+                        if (r["arm"], r["factor"], r["minibatches"], r["epochs"]) == (arm, factor, *shape)
+                    ]
+                    cells.append((fmean(a for a, _ in found), [e for _, e in found]) if found else None)
+                known = [each for each in cells if each]
+                if not known:
+                    continue
+                whole += known
+                lines.append(line_of(arm, f"{shape[0]} × {shape[1]}", cells, known, tuned))
+            if len(shapes) > 1 and whole:
+                lines.append(line_of(arm, "all", [None] * len(FACTORS), whole, tuned))
+    return "\n".join(lines)
+
+
+def line_of(arm: str, shape: str, cells: list, known: list, tuned: float) -> str:
+    falls = sum(fmean(ends) < 0 if len(ends) < 3 else interval(ends)[0] < 0 for _, ends in known)
+    shown = ["" if each is None else f"{each[0]:.2f}" for each in cells]
+    mean, worst = fmean(a for a, _ in known) / tuned, min(a for a, _ in known) / tuned
+    return f"| {arm} | {shape} | {' | '.join(shown)} | {mean:.2f} | {worst:.2f} | {falls} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=["short", "own start"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["fixed", "follows 0.05"])
+    parser.add_argument("--minibatches", nargs="+", type=int, default=[1])
+    parser.add_argument("--epochs", nargs="+", type=int, default=[4])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("outputs/step_size/rows.jsonl"))
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    done = {tuple(row[k] for k in ("cell", "arm", "factor", "minibatches", "epochs", "seed")) for row in rows}
+    models = args.out.parent / "models"
+    jobs = [
+        (cell, arm, factor, minibatches, epochs, seed, models)
+        for seed in range(args.seeds)
+        for minibatches in args.minibatches
+        for epochs in args.epochs
+        for cell in args.cells
+        for arm in args.arms
+        for factor in FACTORS
+    ]
+    for cell, seed in {(job[0], job[5]) for job in jobs}:
+        start_of(CELLS[cell][0](seed), seed, models)
+    jobs = [job for job in jobs if job[:-1] not in done]
+    import trl_ext.ppo.trainer  # noqa: F401  # once, before the fork
+
+    with multiprocessing.get_context("fork").Pool(args.processes) as pool, args.out.open("a") as file:
+        for row in pool.imap(attempt, jobs):
+            rows.append(row)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The learning rate follows the KL of the updates, whatever it is set to, and however a minibatch is cut."""
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.ppo.worker import lora_trainer, make_trainer, scripted
+from trl_ext.callbacks import request_rate_scale
+from trl_ext.ppo.controllers import RateController
+
+FOLLOWS = {"step_kl_target": 0.05, "lr_scheduler_type": "constant", "logging_steps": 1, "num_ppo_epochs": 2}
+
+
+def logged(trainer, name):
+    return [log[name] for log in trainer.state.log_history if name in log]
+
+
+def test_within_its_step_an_optimizer_has_the_factored_rates():
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [w], "lr": rate} for w, rate in zip(weights, (1.0, 10.0), strict=True)])
+    controller = RateController(0.05)
+    for _ in range(2):  # attached once
+        controller.attach(optimizer)
+
+    def step():
+        for weight in weights:
+            weight.data.zero_()
+            weight.grad = -torch.ones(1)
+        optimizer.step()
+        return [weight.item() for weight in weights]
+
+    assert step() == pytest.approx([0.1, 1.0]) and [group["lr"] for group in optimizer.param_groups] == [1.0, 10.0]
+    controller.is_on = False
+    assert step() == [1.0, 10.0]
+    fixed = RateController(None)
+    fixed.attach(optimizer)
+    fixed.scale(0.5)
+    assert step() == [0.5, 5.0]
+
+
+@pytest.mark.parametrize("build", [make_trainer, lora_trainer])
+def test_rates_a_factor_of_hundred_apart_become_one(build, tmp_path):
+    rates, kls = [], []
+    for rate in (1e-3, 1e-1):
+        trainer = build(tmp_path / str(rate), **FOLLOWS, learning_rate=rate, max_steps=24, num_mini_batches=2)
+        trainer.train()
+        rates.append(rate * logged(trainer, "learning_rate/factor")[-1])
+        kls += logged(trainer, "policy/step_kl")[-2:]
+    assert rates[1] / 4 < rates[0] < 4 * rates[1]
+    assert all(0.05 / 5 < kl < 0.05 * 5 for kl in kls)
+
+
+@pytest.mark.parametrize("level", ["token", "turn"])
+def test_the_kl_does_not_depend_on_the_micro_batches(level, tmp_path):
+    found = []
+    for size, accumulation in ((8, 1), (4, 2), (1, 8)):
+        config = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        trainer = scripted(make_trainer(tmp_path / str(size), **FOLLOWS, **config, gae_level=level, max_steps=8))
+        trainer.train()
+        found.append(logged(trainer, "policy/step_kl") + logged(trainer, "learning_rate/factor"))
+    assert len(found[0]) == 2 + 8 and found[0] == pytest.approx(found[1], rel=1e-3)
+    assert found[0] == pytest.approx(found[2], rel=1e-3)
+
+
+def test_a_single_step_on_a_rollout_is_measured_after_it(tmp_path):
+    single = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}
+    trainer = make_trainer(tmp_path, **{**FOLLOWS, **single}, learning_rate=1e-3, max_steps=12)
+    trainer.train()
+    assert all(0.05 / 3 < kl < 0.05 * 3 for kl in logged(trainer, "policy/step_kl")[-4:])
+
+
+def test_where_all_scores_are_equal_nothing_is_learned_of_the_rate(tmp_path):
+    def same(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    trainer = make_trainer(tmp_path, same, **FOLLOWS, kl_coef=0.0, lam=1.0, max_steps=8)
+    trainer.train()
+    assert set(logged(trainer, "learning_rate/factor")) == {RateController.FIRST}
+
+
+def test_a_schedule_and_a_callback_shrink_the_target(tmp_path):
+    """At a tenth of the rate a hundredth of the KL is wanted, so the factor stays as it is."""
+    controller = RateController(0.05)
+    for schedule, lowered in ((0.1, 1.0), (1.0, 0.1)):
+        controller.factor, controller.lowered = 1.0, lowered
+        controller.observe(torch.tensor([0.0, 1.0, 1.0]), 0, 1, schedule)
+        controller.observe(torch.tensor([0.0005, 1.0, 1.0]), 1, 1, schedule)
+        assert controller.factor == pytest.approx(1.0)
+
+    class Asks(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            request_rate_scale(state, 0.5)
+
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.add_callback(Asks())
+    trainer.train()
+    assert trainer.rate_controller.applied == 0.5

@@ -80,11 +80,14 @@ def test_where_all_scores_are_equal_nothing_is_learned_of_the_rate(tmp_path):
 
 def test_a_schedule_and_a_callback_shrink_the_target(tmp_path):
     """At a tenth of the rate a hundredth of the KL is wanted, so the factor stays as it is."""
-    controller = RateController(0.05)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=10.0)
     for schedule, lowered in ((0.1, 1.0), (1.0, 0.1)):
+        controller = RateController(0.05)
+        controller.attach(optimizer)
+        optimizer.param_groups[0] |= {"initial_lr": 10.0, "lr": 10.0 * schedule}
         controller.factor, controller.lowered = 1.0, lowered
-        controller.observe(torch.tensor([0.0, 1.0, 1.0]), 0, 1, schedule)
-        controller.observe(torch.tensor([0.0005, 1.0, 1.0]), 1, 1, schedule)
+        controller.observe(torch.tensor([0.0, 1.0, 1.0]), 0, 1)
+        controller.observe(torch.tensor([0.0005, 1.0, 1.0]), 1, 1)
         assert controller.factor == pytest.approx(1.0)
 
     class Asks(TrainerCallback):

@@ -123,7 +123,13 @@ class RateController:
         """Multiply the rates by a factor that a callback requested; where they follow a KL, the target instead."""
         self.lowered *= factor
 
-    def observe(self, sums: Tensor, taken: int, steps: int, schedule: float = 1.0) -> float:
+    @property
+    def schedule(self) -> float:
+        """Return the share of the rate that the schedule leaves at present."""
+        group = self._hooked.param_groups[0] if self._hooked is not None else {}
+        return group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
+
+    def observe(self, sums: Tensor, taken: int, steps: int) -> float:
         """
         Change the factor by what the rollout's steps so far have done; return their KL, nats per choice.
 
@@ -132,13 +138,13 @@ class RateController:
                 the advantages' sizes. Where all advantages are 0, small steps say nothing about the rate.
             taken: number of the rollout's steps so far.
             steps: number of the rollout's steps in all.
-            schedule: share of the rate that the schedule leaves.
         """
         del self._used[taken:]
         kl = float(sums[0] / sums[1].clamp(min=1e-6))
-        if taken and sums[2] > 0 and schedule > 0 and self.target is not None:
+        left = self.schedule * self.lowered
+        if taken and sums[2] > 0 and left > 0 and self.target is not None:
             mean = sum(self._used) / len(self._used) if self._used else self.factor
-            factor = rate_factor(self.factor, mean, kl, self.target * (schedule * self.lowered) ** 2, taken / steps)
+            factor = rate_factor(self.factor, mean, kl, self.target * left**2, taken / steps)
             self.factor = min(max(factor, self.BOUNDS[0]), self.BOUNDS[1])
         self._used.append(self.factor)
         return kl

@@ -23,6 +23,7 @@ from transformers.trainer_utils import TrainOutput
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.hack_watch import attach_watch
 from ..callbacks.monitor import trackio_is_open
+from ..callbacks.monitors import ScoreFallCallback
 from ..callbacks.recording import objections_to, record_run
 from ..data.texts import with_text_arguments
 from ..functional import (
@@ -509,9 +510,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         rewards = rollout.bootstrapped(rewards, args.gamma)
         advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value, args.gae_level)
         if args.baseline != "critic":
-            mixed = self._mix_baselines(rewards, values, mask)
-            lam = lam if args.baseline == "gated" else 1.0
-            advantages, _ = advantages_and_returns(rewards, mixed, mask, args.gamma, lam, level=args.gae_level)
+            means, weight = self._mean_baselines(rewards, values, mask)
+            # λ below 1 would take the mean of other answers for a value of this one's states
+            over_means, _ = advantages_and_returns(rewards, means, mask, args.gamma, 1.0, level=args.gae_level)
+            advantages = torch.lerp(over_means, advantages.to(over_means), weight)
         if args.normalize_advantages:
             advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, actions))
         return advantages, returns
@@ -523,11 +525,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         is_by_token = torch.tensor([rollout.token_scores is not None], device=rollout.mask.device)
         return 0.95 if self.accelerator.gather(is_by_token).any() else 1.0
 
-    def _mix_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """
-        Return what the returns are compared with, (B, T): the means of `mean_baselines`; with `baseline: gated`, a
-        mixture of these means and the critic's `values`.
-        """
+    def _mean_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, float]:
+        """Return the (B, T) means of `mean_baselines`, and the critic's weight beside them, 0 with `baseline: mean`."""
         args, actions = self.args, self._actions(mask)
         zeros = torch.zeros_like(values)
         returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)
@@ -537,10 +536,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         returns, everyones_values, actions = self.accelerator.gather(padded)
         means = self._local(mean_baselines(returns, actions, group))[:, : mask.size(1)]
         if args.baseline == "mean":
-            return means
+            return means, 0.0
         weight = self.baseline_gate.update(critic_products(returns, everyones_values, actions, group))
         self.metrics.train.add("val/baseline_weight", weight)
-        return torch.lerp(means, values.to(means), weight)
+        return means, weight
 
     def rollout_metrics(
         self, rollout: Rollout, rewards: Tensor, advantages: Tensor, returns: Tensor
@@ -651,9 +650,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         if (step + 1) % accumulates:
             return
         sums = self.accelerator.reduce(torch.stack(self._step_sums).sum(0), reduction="sum")
-        group = self.optimizer.param_groups[0]
-        schedule = group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
-        kl = self.rate_controller.observe(sums, taken, self.args.steps_per_rollout, schedule)
+        kl = self.rate_controller.observe(sums, taken, self.args.steps_per_rollout)
         if taken == max(self.args.steps_per_rollout - 1, 1):
             self.metrics.train.add("policy/step_kl", kl)
         self.metrics.train.add("learning_rate/factor", self.rate_controller.applied)
@@ -937,6 +934,9 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
             rewards = [named(each) if isinstance(each, nn.Module) else each for each in self._rewards.functions]
             record_run(self, samples=True, objections=objections_to(rewards))
         attach_watch(self, self.args.watch)
+        watches = any(isinstance(each, ScoreFallCallback) for each in self.callback_handler.callbacks)
+        if self.args.watch != "off" and not watches:
+            self.add_callback(ScoreFallCallback())
         if self.args.save_strategy == "steps" and self.args.save_steps % self.args.steps_per_rollout:
             self.accelerator.print(
                 f"`save_steps` {self.args.save_steps:g}: a checkpoint is written at the end of the rollout, which has "

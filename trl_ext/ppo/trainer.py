@@ -526,7 +526,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         return 0.95 if self.accelerator.gather(is_by_token).any() else 1.0
 
     def _mean_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, float]:
-        """Return the (B, T) means of `mean_baselines`, and the critic's weight beside them, 0 with `baseline: mean`."""
+        """Return the (B, T) means of `mean_baselines`, and the critic's weight: 0 with `baseline: mean`."""
         args, actions = self.args, self._actions(mask)
         zeros = torch.zeros_like(values)
         returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)

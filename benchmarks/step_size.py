@@ -1,11 +1,12 @@
 """
-How much the learning rate to begin with matters, with and without a rate that follows the KL of the updates.
+How much the learning rate to begin with matters, where it stays and where it follows the KL of the updates.
 
-    python -m benchmarks.step_size --cells short "own start" --arms fixed follows --seeds 3
+    python -m benchmarks.step_size --cells short "own start" --arms fixed default --seeds 3
 
-The worlds of `benchmarks.critic`, whose best score is known. A run's figure is its area: the mean share of the gain from
-the model's first score to the best, over the tokens. *Tuned* is the fixed rate with the best mean area, at one minibatch
-and four passes. A row is written to `--out` as soon as it is known; the same command goes on from there.
+The worlds of `benchmarks.critic`, whose best score is known. A run's area is the mean share of the gain from the
+model's first score to the best, over the tokens. *Tuned* is the fixed rate with the best mean area, at one minibatch
+and four passes; rates are given as multiples of one near it. A row is written to `--out` as soon as it is known, and
+the same command goes on from there.
 """
 
 import argparse
@@ -27,11 +28,11 @@ from benchmarks.critic.worlds import ANSWERS, Lake, make_tokenizer, start_of
 FACTORS = (1 / 30, 1 / 10, 1 / 3, 1, 3, 10, 30)
 TUNED = {"own start": 1e-3, "turns": 1e-3, "noisy": 3e-3, "long": 3e-3, "dense": 3e-3, "short": 3e-3}
 ARMS: dict[str, dict[str, Any]] = {
-    "fixed": {"step_kl_target": None},
-    "bounded": {"step_kl_target": None, "max_approx_kl": 0.02},
+    "fixed": {"step_kl_target": 0.0},
+    "default": {},
     **{f"follows {target}": {"step_kl_target": target} for target in (0.02, 0.05, 0.1, 0.2)},
-    "both": {"step_kl_target": 0.1, "max_approx_kl": 0.1},
-    "fixed, clip 0.2": {"step_kl_target": None, "cliprange": 0.2},
+    "fixed, clip 0.2": {"step_kl_target": 0.0, "cliprange": 0.2},
+    "default, clip 0.2": {"cliprange": 0.2},
     **{f"follows {target}, clip 0.2": {"step_kl_target": target, "cliprange": 0.2} for target in (0.025, 0.05, 0.1)},
 }
 
@@ -91,7 +92,7 @@ def train(job: tuple) -> dict[str, Any]:
     tokens, _, scores = zip(*watched.curve, strict=True)
     logs = [log for log in trainer.state.log_history if "policy/approxkl_avg" in log]
     return {
-        **dict(zip(("cell", "arm", "factor", "minibatches", "epochs", "seed"), job, strict=False)),
+        **dict(zip(KEYS, job, strict=False)),
         "best": world.best,
         "tokens": tokens,
         "scores": [round(x, 4) for x in scores],
@@ -101,85 +102,54 @@ def train(job: tuple) -> dict[str, Any]:
     }
 
 
+KEYS = ("cell", "arm", "factor", "minibatches", "epochs", "seed")
+
+
 def attempt(job: tuple) -> dict[str, Any]:
+    """Train once, in silence; a run that ends by an error, with weights that are not finite, has fallen."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     try:
         return train(job)
-    except Exception as error:  # a run whose weights are no longer finite has fallen
-        return {
-            **dict(zip(("cell", "arm", "factor", "minibatches", "epochs", "seed"), job, strict=False)),
-            "error": repr(error)[:200],
-        }
-
-
-def gains(row: dict[str, Any], starts: dict[tuple, float]) -> tuple[float, float]:
-    """Return a run's area and its end, as shares of the gain; a run that ended by an error has gained nothing."""
-    if "error" in row:
-        return 0.0, -1.0
-    start = starts[row["cell"], row["seed"]]
-    shares = [(score - start) / (row["best"] - start) for score in row["scores"]]
-    return area(row["tokens"], shares, row["tokens"][-1]), fmean(shares[-3:])
+    except Exception as error:
+        return {**dict(zip(KEYS, job, strict=False)), "error": repr(error)[:200]}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return for each cell and arm the mean area by the factor of the tuned rate, and over all settings."""
-    starts: dict[tuple, float] = {}
-    for key in {(row["cell"], row["seed"]) for row in rows if "scores" in row}:
-        starts[key] = fmean(row["scores"][0] for row in rows if (row["cell"], row["seed"]) == key and "scores" in row)
+    """Return for each cell, arm and shape of a rollout the mean areas by rate, and what they are of the tuned one."""
+    firsts: dict[tuple, list[float]] = {}
+    for row in rows:
+        if "scores" in row:
+            firsts.setdefault((row["cell"], row["seed"]), []).append(row["scores"][0])
+    found: dict[tuple, list[tuple[float, float]]] = {}  # area and end of each seed
+    for row in rows:
+        start, key = fmean(firsts[row["cell"], row["seed"]]), tuple(row[name] for name in KEYS[:-1])
+        shares = [(score - start) / (row["best"] - start) for score in row.get("scores", ())]
+        result = (area(row["tokens"], shares, row["tokens"][-1]), fmean(shares[-3:])) if shares else (0.0, -1.0)
+        found.setdefault(key, []).append(result)
     lines = []
     for cell in dict.fromkeys(row["cell"] for row in rows):
-        here = [row for row in rows if row["cell"] == cell]
-        shapes = sorted({(row["minibatches"], row["epochs"]) for row in here})
-        shipped = [
-            [
-                gains(r, starts)[0]
-                for r in here
-                if (r["arm"], r["factor"], r["minibatches"], r["epochs"]) == ("fixed", factor, 1, 4)
-            ]
-            for factor in FACTORS
-        ]
-        tuned = max((fmean(each) for each in shipped if each), default=math.nan)
-        lines += [
-            f"\n**{cell}**: tuned {tuned:.3f}\n",
-            "| arm | minibatches × passes | "
-            + " | ".join(f"{f:.3g} ×" for f in FACTORS)
-            + " | mean ÷ tuned | worst ÷ tuned | falls |",
-            "|---" * 12 + "|",
-        ]
-        for arm in dict.fromkeys(row["arm"] for row in here):
-            whole = []
-            for shape in shapes:
-                cells = []
-                for factor in FACTORS:
-                    found = [
-                        gains(r, starts)
-                        for r in here
-                        if (r["arm"], r["factor"], r["minibatches"], r["epochs"]) == (arm, factor, *shape)
-                    ]
-                    cells.append((fmean(a for a, _ in found), [e for _, e in found]) if found else None)
-                known = [each for each in cells if each]
-                if not known:
-                    continue
-                whole += known
-                lines.append(line_of(arm, f"{shape[0]} × {shape[1]}", cells, known, tuned))
-            if len(shapes) > 1 and whole:
-                lines.append(line_of(arm, "all", [None] * len(FACTORS), whole, tuned))
+        tried = [found.get((cell, "fixed", factor, 1, 4)) for factor in FACTORS]
+        tuned = max((fmean(area for area, _ in each) for each in tried if each), default=math.nan)
+        rates = " | ".join(f"{factor:.3g} ×" for factor in FACTORS)
+        lines += [f"\n**{cell}**: tuned {tuned:.3f}\n", f"| arm | shape | {rates} | mean ÷ tuned | worst | falls |"]
+        lines.append("|---" * (len(FACTORS) + 5) + "|")
+        for arm, *shape in sorted({(key[1], *key[3:]) for key in found if key[0] == cell}):
+            here = [found.get((cell, arm, factor, *shape)) for factor in FACTORS]
+            areas = [fmean(area for area, _ in each) if each else None for each in here]
+            known = [each / tuned for each in areas if each is not None]
+            falls = sum(len(each) > 1 and interval([end for _, end in each])[1] < 0 for each in here if each)
+            shown = " | ".join("" if each is None else f"{each:.2f}" for each in areas)
+            summary = f"{fmean(known):.2f} | {min(known):.2f} | {falls}"
+            lines.append(f"| {arm} | {shape[0]} × {shape[1]} | {shown} | {summary} |")
     return "\n".join(lines)
-
-
-def line_of(arm: str, shape: str, cells: list, known: list, tuned: float) -> str:
-    falls = sum(fmean(ends) < 0 if len(ends) < 3 else interval(ends)[0] < 0 for _, ends in known)
-    shown = ["" if each is None else f"{each[0]:.2f}" for each in cells]
-    mean, worst = fmean(a for a, _ in known) / tuned, min(a for a, _ in known) / tuned
-    return f"| {arm} | {shape} | {' | '.join(shown)} | {mean:.2f} | {worst:.2f} | {falls} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=["short", "own start"])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["fixed", "follows 0.05"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["fixed", "default"])
     parser.add_argument("--minibatches", nargs="+", type=int, default=[1])
     parser.add_argument("--epochs", nargs="+", type=int, default=[4])
     parser.add_argument("--seeds", type=int, default=3)
@@ -188,7 +158,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    done = {tuple(row[k] for k in ("cell", "arm", "factor", "minibatches", "epochs", "seed")) for row in rows}
+    done = {tuple(row[key] for key in KEYS) for row in rows}
     models = args.out.parent / "models"
     jobs = [
         (cell, arm, factor, minibatches, epochs, seed, models)

@@ -103,7 +103,7 @@ def length_reward(completions, **kwargs):
 
 
 def tiny_config(output_dir, **kwargs):
-    """fp32 on CPU, quiet, without a record, rollouts of 8 in two minibatches, two PPO epochs."""
+    """fp32 on CPU, quiet, without a record, rollouts of 8 in two minibatches, two PPO epochs, at one rate."""
     return PPOConfig(
         output_dir=str(output_dir),
         **{
@@ -115,6 +115,7 @@ def tiny_config(output_dir, **kwargs):
             "num_ppo_epochs": 2,
             "max_completion_length": 8,
             "learning_rate": 1e-3,
+            "step_kl_target": 0.0,
             "max_steps": 4,
         }
         | kwargs,

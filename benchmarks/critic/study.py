@@ -143,7 +143,13 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
     answers, uncounted = settings.pop("answers", ANSWERS), settings.pop("uncounted", 0)
     is_ours, plays = config_class is PPOConfig, isinstance(world, Lake)
     if is_ours:
-        settings |= {"num_ppo_epochs": PASSES, "kl_coef": 0.0, "use_ref_model": False, "watch": "off"}
+        settings |= {
+            "num_ppo_epochs": PASSES,
+            "kl_coef": 0.0,
+            "use_ref_model": False,
+            "watch": "off",
+            "step_kl_target": 0.0,
+        }
         settings |= {"record_run": False, **({"old_logprobs": "sampler"} if plays else {})}
         settings = {"baseline": "critic", "cliprange": 0.2} | settings  # what differs from ours is named
     else:

@@ -137,7 +137,7 @@ RANGES = {  # a value beyond each range, and what else it needs
     "num_generations": 0,
     "num_mini_batches": 0,
     "num_ppo_epochs": 0,
-    "step_kl_target": 0.0,
+    "step_kl_target": -0.1,
     "ratio_band": [1.0, 2.0],
     "reward_weights": [0, 0.0],
     "rollouts_ahead": 2,

@@ -32,7 +32,7 @@ def test_within_its_step_an_optimizer_has_the_factored_rates():
     assert step() == pytest.approx([0.1, 1.0]) and [group["lr"] for group in optimizer.param_groups] == [1.0, 10.0]
     controller.is_on = False
     assert step() == [1.0, 10.0]
-    fixed = RateController(None)
+    fixed = RateController(0.0)
     fixed.attach(optimizer)
     fixed.scale(0.5)
     assert step() == [0.5, 5.0]
@@ -94,7 +94,7 @@ def test_a_schedule_and_a_callback_shrink_the_target(tmp_path):
         def on_train_begin(self, args, state, control, **kwargs):
             request_rate_scale(state, 0.5)
 
-    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer = make_trainer(tmp_path, max_steps=1, step_kl_target=0.0)
     trainer.add_callback(Asks())
     trainer.train()
     assert trainer.rate_controller.applied == 0.5

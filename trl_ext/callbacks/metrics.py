@@ -180,7 +180,9 @@ PANELS: dict[str, Callable] = {
     "scores": _panel({"reward": "mean", "reward_std": "σ of single scores"}),
     "KL to the reference, nats": _panel({"kl": "KL"}, "KLBudgetCallback", "limit", "warn"),
     "entropy, nats per token": _panel({"entropy": "entropy"}, "EntropyFloorCallback", "floor"),
-    "clip fraction": _panel({"clip_fraction": "share clipped"}, "ClipFractionCallback", "limit"),
+    "size of a step": _panel(
+        {"clip_fraction": "share clipped", "policy/step_kl": "KL, nats per choice"}, "ClipFractionCallback", "limit"
+    ),
     "critic": _panel(
         {"explained_variance": "explained variance", "value_loss": "value loss"},
         "ValueHealthCallback",

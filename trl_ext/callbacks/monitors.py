@@ -399,7 +399,7 @@ class ScoreFallCallback(MonitorCallback):
     def watch(self, logs):
         advice = (
             "Look at `policy/step_kl` and the clip fraction (steps too large), at `val/explained_variance` (a critic "
-            "that knows nothing) and at completions. Lower the learning rate, or set `step_kl_target`."
+            "that knows nothing) and at completions. Lower `step_kl_target`, or the learning rate."
         )
         score, spread = self.read("reward"), self.read("reward_std", optional=True)
         sigma = self.memory["sigma"] = self.memory.get("sigma") or spread or 0.0

@@ -316,8 +316,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         None,
         "KL, in nats per choice, by which the updates of a rollout move the policy (`policy/step_kl`): the learning "
         "rates of policy and critic are multiplied by a factor that leads there (`learning_rate/factor`). If unset, "
-        "they stay as they are.",
-        range="> 0 nats per choice",
+        "the square of the clip range; 0 leaves the rates as they are.",
+        range=">= 0 nats per choice",
     )
     critic_learning_rate: float | None = setting(
         None, "Learning rate of the critic, often higher than the policy's; `learning_rate` if unset.", range=">= 0"
@@ -453,6 +453,11 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         if self.cliprange is not None:
             return self.cliprange
         return 0.4 if self.kl_coef == 0 and self.epsilon_high is None else 0.2
+
+    @property
+    def step_kl(self) -> float:
+        """Return `step_kl_target`; if it is unset, the square of the clip range."""
+        return self.clip_range**2 if self.step_kl_target is None else self.step_kl_target
 
     @property
     def another_samples(self) -> bool:

@@ -80,15 +80,15 @@ class RateController:
     keep their own rates. Where the schedule has fallen to a share of the rate, the target falls to its square.
 
     Args:
-        target: nats per choice; None leaves the rates as they are.
+        target: nats per choice; 0 leaves the rates as they are.
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
     BOUNDS = (0.01, 100.0)
 
-    def __init__(self, target: float | None):
+    def __init__(self, target: float):
         self.target = target
-        self.factor = 1.0 if target is None else self.FIRST
+        self.factor = self.FIRST if target else 1.0
         self.lowered = 1.0  # by callbacks
         self.is_on = True  # off where the policy is not trained
         self._hooked: Any = None
@@ -117,7 +117,7 @@ class RateController:
 
     @property
     def applied(self) -> float:
-        return self.factor if self.target is not None else self.lowered
+        return self.factor if self.target else self.lowered
 
     def scale(self, factor: float) -> None:
         """Multiply the rates by a factor that a callback requested; where they follow a KL, the target instead."""
@@ -142,7 +142,7 @@ class RateController:
         del self._used[taken:]
         kl = float(sums[0] / sums[1].clamp(min=1e-6))
         left = self.schedule * self.lowered
-        if taken and sums[2] > 0 and left > 0 and self.target is not None:
+        if taken and self.target and sums[2] > 0 and left > 0:
             mean = sum(self._used) / len(self._used) if self._used else self.factor
             factor = rate_factor(self.factor, mean, kl, self.target * left**2, taken / steps)
             self.factor = min(max(factor, self.BOUNDS[0]), self.BOUNDS[1])

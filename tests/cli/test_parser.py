@@ -135,4 +135,4 @@ def test_help_describes_ours_and_names_the_rest():
     assert flags.index("path") < flags.index("kl_coef") and "learning_rate" in flags
     assert "seed" not in flags and "seed" in text.split("Inherited from TRL")[1]
     assert {*described("all")[0]} >= {each.name for each in fields(PPOConfig)}
-    assert described("kl_t")[0][1:] == ["kl_target"]
+    assert described("kl_ta")[0][1:] == ["kl_target", "step_kl_target"]

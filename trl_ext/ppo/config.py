@@ -316,7 +316,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         None,
         "KL, in nats per choice, by which the updates of a rollout move the policy (`policy/step_kl`): the learning "
         "rates of policy and critic are multiplied by a factor that leads there (`learning_rate/factor`). If unset, "
-        "the square of the clip range; 0 leaves the rates as they are.",
+        "half the square of the clip range, the KL of ratios at its ends; 0 leaves the rates as they are.",
         range=">= 0 nats per choice",
     )
     critic_learning_rate: float | None = setting(
@@ -456,8 +456,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     @property
     def step_kl(self) -> float:
-        """Return `step_kl_target`; if it is unset, the square of the clip range."""
-        return self.clip_range**2 if self.step_kl_target is None else self.step_kl_target
+        """Return `step_kl_target`; if it is unset, half the square of the clip range."""
+        return self.clip_range**2 / 2 if self.step_kl_target is None else self.step_kl_target
 
     @property
     def another_samples(self) -> bool:

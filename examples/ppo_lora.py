@@ -33,6 +33,7 @@ def main() -> None:
             gradient_accumulation_steps=4,
             max_completion_length=args.max_completion_length,
             learning_rate=1e-5,
+            critic_learning_rate=5e-5,
             kl_controller="adaptive",
             kl_target=6.0,  # nats a response
             save_steps=50,

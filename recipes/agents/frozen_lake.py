@@ -4,7 +4,7 @@ import random
 import re
 from typing import Any
 
-import gymnasium  # pip install 'trl-ext[agents]'
+import gymnasium  # pip install -e '.[agents]'
 
 DIRECTIONS = {"left": 0, "down": 1, "right": 2, "up": 3}
 SLIPPERY = {"is_slippery": True, "success_rate": 0.8}  # the rest of the moves go to one side

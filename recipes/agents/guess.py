@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from openenv.core import GenericEnvClient  # pip install 'trl-ext[agents]'
+from openenv.core import GenericEnvClient  # pip install -e '.[agents]'
 
 MISTAKES = 0.6  # `slips` of the player that SFT imitates
 HIGHEST = 15

@@ -4,7 +4,7 @@ import random
 import re
 from typing import Any
 
-import textarena  # pip install 'trl-ext[agents]'
+import textarena  # pip install -e '.[agents]'
 
 MISTAKES = 0.6  # `slips` of the player that SFT imitates
 BLUNDERS = 0.3  # share of the opponent's moves that are random

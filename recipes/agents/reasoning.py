@@ -6,7 +6,7 @@ import random
 import zlib
 from typing import Any
 
-import reasoning_gym  # pip install 'trl-ext[agents]'
+import reasoning_gym  # pip install -e '.[agents]'
 
 TASK: dict[str, Any] = {"name": "spell_backward", "min_word_len": 3, "max_word_len": 3}
 MISTAKES = 0.6  # `slips` of the player that SFT imitates

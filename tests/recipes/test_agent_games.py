@@ -22,7 +22,7 @@ pytestmark = pytest.mark.optional
 def game(package, name):
     @pytest.fixture
     def imported():
-        pytest.importorskip(package, reason="needs pip install 'trl-ext[agents]'")
+        pytest.importorskip(package, reason="needs pip install -e '.[agents]'")
         return importlib.import_module(f"recipes.agents.{name}")
 
     return imported
@@ -33,7 +33,7 @@ lake, nim, reasoning = game("gymnasium", "frozen_lake"), game("textarena", "nim"
 
 @pytest.fixture(scope="module")
 def guess():
-    pytest.importorskip("openenv.core", reason="needs pip install 'trl-ext[agents]'")
+    pytest.importorskip("openenv.core", reason="needs pip install -e '.[agents]'")
     module = importlib.import_module("recipes.agents.guess")
     yield module
     stop(module)

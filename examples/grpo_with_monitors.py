@@ -1,6 +1,13 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["trl-ext"]
+#
+# [tool.uv.sources]
+# trl-ext = {path = "..", editable = true}
+# ///
 """TRL's own GRPOTrainer, watched: monitors are callbacks, and what they read of answers is a reward of weight 0.
 
-    python examples/grpo_with_monitors.py
+    uv run examples/grpo_with_monitors.py
 
 Nothing else of the script changes. The page of the run is `outputs/grpo/report.html`.
 """

@@ -1,6 +1,13 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["trl-ext"]
+#
+# [tool.uv.sources]
+# trl-ext = {path = "..", editable = true}
+# ///
 """PPO with LoRA on one GPU: policy and critic are adapters on one frozen base, which is the reference, too.
 
-    python examples/ppo_lora.py --reward_model REWARD_MODEL
+    uv run examples/ppo_lora.py --reward_model REWARD_MODEL
 
 REWARD_MODEL is a sequence classifier with one label, such as `trl-ext reward` trains.
 """

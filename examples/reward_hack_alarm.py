@@ -1,6 +1,13 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["trl-ext"]
+#
+# [tool.uv.sources]
+# trl-ext = {path = "..", editable = true}
+# ///
 """A reward that can be hacked, and the monitor that sees it: half a minute on a CPU, without any download.
 
-    python examples/reward_hack_alarm.py
+    uv run examples/reward_hack_alarm.py
 
 The reward pays for each "very"; who wrote it meant a warm tone. A tiny model learns to say little else. The monitor
 sees that one phrase spreads over the answers, and stops the run. `report.html` in the output directory shows when.

@@ -1,8 +1,10 @@
 """The examples run as they stand, on tiny models in the place of the hub's."""
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,18 @@ import pytest
 from tests.tiny import prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
+
+
+def test_each_is_a_script_that_uv_can_run_and_a_page_links_it(subtests):
+    pages = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    for path in (ROOT / "examples").glob("*.py"):
+        with subtests.test(path=path):
+            block = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", path.read_text())[1]
+            metadata = tomllib.loads(re.sub(r"(?m)^# ?", "", block))
+            source = metadata["tool"]["uv"]["sources"][metadata["dependencies"][0]]
+            assert (path.parent / source["path"] / "pyproject.toml").is_file() and source["editable"]
+            assert f"](examples/{path.name})" in (ROOT / "README.md").read_text()
+            assert any(f"](../examples/{path.name})" in page for page in pages)
 
 
 def run(folder, name, *arguments):

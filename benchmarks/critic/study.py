@@ -92,6 +92,13 @@ OTHER_CRITICS = ("PPO, critic first", "PPO, critic trained before", "PPO, clip 0
 ONLY_IN |= dict.fromkeys(OTHER_CRITICS, ("own start", "turns", "dense"))  # where a critic explains something
 DRAWN = ("PPO", "PPO, clip 0.4", "gated, clip 0.4", "mean, clip 0.4")
 DRAWN += ("GRPO", "GRPO, clip 0.4", "GRPO, clip 0.4, 32 answers", "RLOO")
+BARS = {  # in the picture, the default first
+    "gated, clip 0.4": "PPO, default",
+    "mean, clip 0.4": "PPO without a critic",
+    "GRPO, clip 0.4": "GRPO, clip 0.4",
+    "RLOO": "RLOO",
+    "PPO": "PPO as in TRL 1.12",
+}
 RATES = (1e-3, 3e-3, 1e-2)
 TUNING_SEED = 1000
 PASSES = 4
@@ -411,7 +418,7 @@ def overview(cells: dict[str, Any]) -> str:
     Return three small tables, a row a method and a column a cell: the gain over each budget, and at the end.
 
     The table over the seconds leaves out the methods that take another one's learning rate, and the end is that of the
-    methods in the picture.
+    methods in `DRAWN`.
     """
     parts = []
     own = [method for method in METHODS if "of" not in METHODS[method]]
@@ -434,41 +441,38 @@ def overview(cells: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def draw(results: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
-    """Draw the mean curves of the methods in `DRAWN` over tokens (above) and CPU-seconds (below), a column a cell."""
+def draw(cells: dict[str, Any], path: Path) -> None:
+    """Draw the gain over the tokens of the methods in `BARS`, grouped by cell, with the intervals of the table."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    import numpy as np
 
-    figure, axes = plt.subplots(2, len(results), figsize=(2.6 * len(results), 5), squeeze=False)
-    lines: dict[str, Any] = {}
-    for column, (cell, seeds) in enumerate(results.items()):
-        runs = [run for of_seed in seeds for run in by_one_clock(of_seed)]
-        for row, unit in enumerate(("tokens", "seconds")):
-            axis = axes[row][column]
-            for number, method in enumerate(DRAWN):
-                own = [run for run in runs if run["method"] == method and run[unit]]
-                if not own:
-                    continue
-                grid = np.linspace(0, min(run[unit][-1] for run in own), 60)
-                curves = [np.interp(grid, run[unit], run["scores"]) for run in own]
-                (lines[method],) = axis.plot(grid, np.mean(curves, axis=0), color=f"C{number}")
-            axis.set(title=cell if row == 0 else "", xlabel="tokens" if row == 0 else "CPU-seconds")
-            axis.ticklabel_format(axis="x", style="sci", scilimits=(-2, 4))
-    axes[0][0].set_ylabel("score")
-    axes[1][0].set_ylabel("score")
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.legend(lines.values(), lines, loc="lower center", ncols=len(lines), fontsize="small")
-    figure.savefig(path, dpi=100)
+    figure, axis = plt.subplots(figsize=(10, 4))
+    for number, (method, label) in enumerate(BARS.items()):
+        rows = {at: of["methods"][method] for at, of in enumerate(cells.values()) if method in of["methods"]}
+        places = [at + (number - (len(BARS) - 1) / 2) * 0.16 for at in rows]
+        means = [row["by tokens"] for row in rows.values()]
+        ends = [row.get("by tokens − PPO, 95 %", [0.0, 0.0]) for row in rows.values()]
+        offsets = [row["by tokens"] - row["by tokens − PPO"] for row in rows.values()]
+        lows = [max(0.0, mean - first - low) for mean, first, (low, _) in zip(means, offsets, ends, strict=True)]
+        highs = [max(0.0, first + high - mean) for mean, first, (_, high) in zip(means, offsets, ends, strict=True)]
+        errors = [lows, highs] if method != "PPO" else None
+        axis.bar(places, means, 0.15, yerr=errors, label=label, color=f"C{number}", error_kw={"elinewidth": 0.8})
+    axis.set(xticks=range(len(cells)), ylabel="share of the possible gain, mean over tokens")
+    axis.set_xticklabels(cells)
+    axis.legend(ncols=len(BARS), loc="upper center", bbox_to_anchor=(0.5, -0.08), fontsize="small", frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def report(results: dict, tuning: dict, rates: dict, output_dir: Path) -> None:
     cells = summary(results, rates)
     (output_dir / "critic.json").write_text(json.dumps({"cells": cells, "tuning": tuning}) + "\n")
     (output_dir / "critic.md").write_text(f"{overview(cells)}\n{table(cells)}")
-    draw(results, output_dir / "critic.png")
+    draw(cells, output_dir / "critic.png")
 
 
 def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict]]:

@@ -4,7 +4,7 @@
 
 Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` (or `input_ids`), and a
 reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. An `environment` may bring prompts and a
-reward, see docs/agents.md. Flags override the file; see --help. The same command again goes on from the newest
+reward, see docs/agents.md. Flags override the file; see --help. The same command again resumes from the newest
 complete checkpoint in `output_dir`.
 """
 
@@ -163,7 +163,9 @@ def main(arguments: list[str] | None = None) -> None:
         )
     attach_monitors(trainer, monitors)
     with parser.one_line_errors(CannotResume, NotSaved, RewardFailed, ServerLost):
-        result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
+        checkpoint = checkpoint_to_resume(training_args)
+        training_args.eval_on_start = eval_dataset is not None and not checkpoint  # so that the page says what was won
+        result = trainer.train(resume_from_checkpoint=checkpoint)
 
     # 5. Save
     save_and_evaluate(parser, trainer, result, RewardFailed, ServerLost)

@@ -303,6 +303,20 @@ def test_a_page_begins_with_what_became_of_the_run_and_who_watched_it(monitors, 
     assert said(text) == f"{rose}; {watched}."
 
 
+@pytest.mark.parametrize(
+    ("trainer", "alerts", "next_step"),
+    [
+        ("PPOConfig", [], "compare it with its start: trl-ext evaluate START "),
+        ("PPOConfig", [alert("A", "warn", 3)], "read the alerts and the samples; then compare it with its start"),
+        ("PPOConfig", [alert("A", "warn", 3), alert("B", "stop", 5)], "and fix the cause. To continue, see"),
+        ("CriticConfig", [], "--dataset_name PROMPTS --value_model_name_or_path "),
+    ],
+)
+def test_a_page_says_what_to_do_next(trainer, alerts, next_step, tmp_path):
+    text = Page(page(read_run(write_run(tmp_path / "run", LOGS, trainer, alerts=alerts)))).text
+    assert next_step in text[text.index("Next: ") :][:300]
+
+
 @pytest.mark.slow
 def test_the_page_of_a_reward_model_says_no_where_its_report_does(tmp_path):
     folder = write_run(tmp_path / "reward", [{"step": 1, "accuracy": 0.9, "eval_accuracy": 0.6}], "RewardConfig")

@@ -1,6 +1,7 @@
 """`trl-ext annotators`: the report, the pairs, and what is refused in one line."""
 
 import json
+import re
 
 import pytest
 
@@ -45,6 +46,9 @@ def test_report_and_pairs(reported):
     assert "annotator 2" in report["left_out_annotators"] and "annotator 2, left out" in page
     assert report["without_left_out"]["alpha"] > report["alpha"] and f"{report['alpha']:.3f}" in page
     assert "Choose the answer shown first more often" in page and "annotator 1 (+" in page  # who is lazy
+    for row in (row for row in report["kappas"] if row["kappa"] is not None):  # in the matrix both ways round
+        shown = rf'data-name="{{}}"><span title="{row["items"]} shared"[^>]*>{row["kappa"]:.2f}<'
+        assert all(re.search(shown.format(re.escape(name)), page) for name in row["annotators"])
 
     splits = {name: load_dataset_split(reported / "pairs", name) for name in ("train", "test")}
     people = {name: {who for row in rows["annotators"] for who in row} for name, rows in splits.items()}

@@ -205,8 +205,17 @@ def page(report: dict[str, Any]) -> str:
             "annotators": f"{len(people):,}",
         },
         findings=findings,
-        kappas=sorted(report["kappas"], key=lambda row: row["kappa"] or -2),
+        kappas=kappa_matrix(report["kappas"]),
     )
+
+
+def kappa_matrix(kappas: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return annotator → other annotator → their entry in `kappas`, both ways round."""
+    matrix: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in kappas:
+        a, b = row["annotators"]
+        matrix.setdefault(a, {})[b] = matrix.setdefault(b, {})[a] = row
+    return matrix
 
 
 def main(arguments: list[str] | None = None) -> None:

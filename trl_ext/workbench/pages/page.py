@@ -1,6 +1,7 @@
 """Write the page of one run: its verdict, results, alerts, curves, samples and settings."""
 
 import math
+import shlex
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -35,6 +36,7 @@ def page(run: Run) -> str:
         verdict=verdict(run),
         watched=sentence(watched(run)),
         heading=_heading(run),
+        next_step=next_step(run),
         results=results(run),
         curves=curves(run),
         histograms=_histograms(run),
@@ -81,6 +83,22 @@ def _histograms(run: Run) -> list[str]:
 def _samples(run: Run) -> list[dict[str, Any]]:
     places = np.linspace(0, max(len(run.samples) - 1, 0), SAMPLES).astype(int)
     return [run.samples[place] for place in sorted(set(places))] if run.samples else []
+
+
+def next_step(run: Run) -> str:
+    """Return what to do after this run, by its end, its alerts and what it trained."""
+    folder = shlex.quote(str(run.folder))
+    if not run.has_ended:
+        return "the same command resumes the run."
+    if any(alert["action"] == "stop" for alert in alarms(run)):
+        return "read the alerts and the samples, and fix the cause. To continue, see `docs/runbook.md#after-a-stop`."
+    if run.passed is False:
+        return "read the report of the saved reward model before you train on it."
+    made = {"RewardConfig": "--reward_model_name_or_path", "CriticConfig": "--value_model_name_or_path"}
+    if flag := made.get(run.trainer):
+        return f"PPO with it: `trl-ext ppo --model_name_or_path POLICY --dataset_name PROMPTS {flag} {folder}`."
+    first = "read the alerts and the samples; then " if alarms(run) else ""
+    return f"{first}compare it with its start: `trl-ext evaluate START {folder} --prompts HELD_OUT_PROMPTS`."
 
 
 # ---- The verdict ----

@@ -212,7 +212,7 @@ def main():
         }
         for side, (seconds, memory) in figures.items():
             ratios = seconds / figures["grpo"][0], memory / figures["grpo"][1]
-            name = f"{SIDES[side]}, {'LoRA' if lora else 'all weights'}"
+            name = f"{SIDES[side]}, {'LoRA' if lora else 'full fine-tuning'}"
             print(f"{name:22}{seconds:8.1f}{ratios[0]:9.2f}{memory:8.0f}{ratios[1]:9.2f}")
 
 

@@ -5,7 +5,7 @@
     python -m benchmarks.dpo real --model PATH --pairs FILE.jsonl
     python -m benchmarks.dpo time
 
-One process, one thread. Finished runs are kept as JSON, so the same command again goes on where it stopped, and prints
+One process, one thread. Finished runs are kept as JSON, so the same command again resumes where it stopped, and prints
 its tables: means over seeds with 95 % Student intervals.
 """
 

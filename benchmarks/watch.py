@@ -7,7 +7,7 @@
     python -m benchmarks.watch --part held_out --replay
     python -m benchmarks.watch --runs mine.jsonl   # a limit for your own runs
 
-Each run's log is kept, so that the same command goes on where it stopped, and with all logs there only replays. Half
+Each run's log is kept, so that the same command resumes where it stopped, and with all logs there only replays. Half
 of the worlds and the hack `watch_worlds.HELD_OUT_HACK` are held out: look at them once, when nothing more is chosen.
 
 A line of `mine.jsonl` is a run: `hacked`, true or false; `log_history`, as in its `trainer_state.json`, logged with

@@ -51,7 +51,7 @@ def main() -> None:
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
         callbacks=[KLBudgetCallback(limit=20, action="stop"), LengthDriftCallback(), ValueHealthCallback()],
     )
-    trainer.train()  # with `resume_from_checkpoint=True` it goes on where it stopped
+    trainer.train()  # with `resume_from_checkpoint=True` it resumes where it stopped
     trainer.save_model()  # the policy's adapter; the critic's is in critic/
 
 

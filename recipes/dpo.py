@@ -4,7 +4,7 @@
 
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
 see --help. Beside the model this writes how it does on the held-out pairs: `eval_results.json`. The same
-command again goes on from the newest complete checkpoint in `output_dir`.
+command again resumes from the newest complete checkpoint in `output_dir`.
 """
 
 from dataclasses import dataclass

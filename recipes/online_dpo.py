@@ -5,7 +5,7 @@
 Needed, in the configuration file or as flags: a model, a dataset with the column `prompt`, and a reward:
 `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. Round r is the folder `round-r` of `output_dir`:
 the model (with `use_peft`, its adapter merged), the pairs it was trained on, and in `round.json` what it gets on the
-held-out prompts; `online_dpo.json` has all rounds. The same command again goes on, within a round from its newest
+held-out prompts; `online_dpo.json` has all rounds. The same command again resumes, within a round from its newest
 complete checkpoint; a larger `num_rounds` adds rounds.
 """
 

@@ -8,7 +8,7 @@ Needed, in the configuration file or as flags: a model that the critic starts fr
 zero head, or a reward model with the policy's tokenizer), a dataset with saved answers, and their scores: the column
 `score_column`, or what scores them here as in PPO, `reward_model_name_or_path`, `reward_funcs`, `rewards`. `gamma`,
 `reward_…` and `missing_eos_…` must be those of the PPO run, which takes the result as `value_model_name_or_path`. The
-same command again goes on from the newest complete checkpoint in `output_dir`.
+same command again resumes from the newest complete checkpoint in `output_dir`.
 """
 
 import math

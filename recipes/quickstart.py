@@ -5,7 +5,7 @@
 The model and its word-level tokenizer are built from config, so its first answers are random words. The reward is the
 share of four colours that an answer names, less a little for each word too many; the adaptive controller keeps the KL
 to the first model near its target. The model, and a page on how it was trained, are in `outputs/quickstart`. It takes
-no arguments: edit it, or go on to `recipes/ppo.py`.
+no arguments: edit it, or continue with `recipes/ppo.py`.
 """
 
 import random

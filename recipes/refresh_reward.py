@@ -436,7 +436,7 @@ def train(args: RefreshArguments) -> None:
         flags |= {"output_dir": output, "seed": args.seed + place, "demonstrations_name": args.demonstrations_name}
         flags |= {"use_cpu": "true" if args.use_cpu else None}
         if not any(output.glob("checkpoint-*")):
-            flags["resume_from_checkpoint"] = "false"  # what lies there is not a checkpoint to go on from
+            flags["resume_from_checkpoint"] = "false"  # what lies there is not a checkpoint to resume from
         reward.main(words(flags))
     if len(models) > 1:
         print(reward.finish_ensemble(folder / "reward", len(models)))
@@ -516,7 +516,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def next_ppo(args: RefreshArguments) -> str:
-    """Return the shell command that goes on with PPO, from the policy and its critic, with the new reward model."""
+    """Return the shell command that continues PPO, from the policy and its critic, with the new reward model."""
     policy, new = Path(args.model_name_or_path), Path(args.output_dir, "reward")
     flags: dict[str, Any] = {"model_name_or_path": policy, "dataset_name": args.dataset_name}
     flags |= {"dataset_config": args.dataset_config, "max_completion_length": args.max_new_tokens}

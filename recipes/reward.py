@@ -4,7 +4,7 @@
 
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
 see --help. Beside the model, a plain sequence classifier with one label, this writes what it is worth, as `trl-ext
-reward-report` does: `reward_report.html`, `reward_report.json` and `margins.png`. The same command again goes on from
+reward-report` does: `reward_report.html`, `reward_report.json` and `margins.png`. The same command again resumes from
 the newest complete checkpoint in `output_dir`. `--ensemble k` trains k models into `member-0`, `member-1`, … of
 `output_dir`, each from another seed and without another one of k parts of the pairs; `EnsembleReward` takes the one
 folder.

@@ -3,7 +3,7 @@
     trl-ext sft --config demo/sft --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model and a dataset. Flags override the file; see --help.
-The same command again goes on from the newest complete checkpoint in `output_dir`.
+The same command again resumes from the newest complete checkpoint in `output_dir`.
 """
 
 from dataclasses import dataclass

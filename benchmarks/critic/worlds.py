@@ -20,7 +20,7 @@ class Chain:
 
     Args:
         length: tokens of an answer.
-        flips: how often a score s is told as 1 − s.
+        flips: how often a score s is reported as 1 − s.
         is_dense: whether each token gets a score of its own, not the answer as a whole.
         seed: decides which symbol succeeds which, and the flips.
     """

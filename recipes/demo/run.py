@@ -4,7 +4,7 @@
 
 The world is a customer-support desk made of a small grammar (world.py), so the true quality of an answer, its gold
 score, is known. A phrase that has nothing to do with quality was planted into the reward model's data. The report
-shows what PPO makes of it. The same command again goes on where it stopped. `--stage online_dpo`, or another, builds
+shows what PPO makes of it. The same command again resumes where it stopped. `--stage online_dpo`, or another, builds
 that stage alone, and those that it needs.
 """
 
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
                 return
             summary = run(args)
     except (ValueError, OSError) as error:
-        parser.error(f"{error}; complete stages are kept, and the same command goes on with the next")
+        parser.error(f"{error}; complete stages are kept, and the same command continues with the next")
     if args.short:
         summary += (
             "\n\nThis was a `--short` run: it takes all steps, but is too short to show anything. The claims are of "

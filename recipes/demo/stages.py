@@ -166,7 +166,7 @@ def _continue(
 
 
 def _run(folder: Path, settings: dict, main: Callable[[list[str]], None], arguments: list[str]) -> Path:
-    """Run a recipe, which goes on by itself from what it finds in its folder, unless it was complete."""
+    """Run a recipe, which resumes by itself from what it finds in its folder, unless it was complete."""
     processes, start = PartialState(), time.time()
     complete = _is_complete(folder, settings)
     processes.wait_for_everyone()

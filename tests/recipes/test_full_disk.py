@@ -49,7 +49,7 @@ def test_the_same_command_goes_on(name, has_checkpoints, part, inputs, tmp_path,
             RECIPES[name].main(command)
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"could not be written to {tmp_path / 'run'} (No space left on device; " in error and ": error: " in error
-    again = "resumes from the newest complete checkpoint" if has_checkpoints else "begins anew"
+    again = "resumes from the newest complete checkpoint" if has_checkpoints else "restarts"
     assert error.endswith(f"(if the disk is full, make room), then run the same command again: it {again}.")
     model = tmp_path / "run/model.safetensors"
     written = load_file(model) if part != "model" else None

@@ -96,7 +96,7 @@ class AnswersCallback(TrainerCallback):
         self._watch, self._step = Watch(), -1
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.global_step == 0:  # else the run goes on from a checkpoint
+        if state.global_step == 0:  # else the run resumes from a checkpoint
             self.on_evaluate(args, state, control)
 
     def on_evaluate(self, args, state, control, **kwargs):
@@ -218,7 +218,7 @@ class GoldGapCallback(MonitorCallback):
         answers = self._rows | generate_answers(self.trainer, self._prompts, self.max_new_tokens)
         try:
             metrics, scores = on_first(self._scores, answers)
-        except Exception as error:  # training goes on without gold
+        except Exception as error:  # training continues without gold
             self._note("the judge failed", f"{error!r}.")
             return {}, None
         self.memory.setdefault("start_scores", scores)
@@ -287,7 +287,7 @@ class CanaryCallback(MonitorCallback):
         answers = generate_answers(self.trainer, self.prompts, self.max_new_tokens)
         try:
             found = [*self._compare(on_first(self._measure, answers))]
-        except Exception as error:  # training goes on without the judge
+        except Exception as error:  # training continues without the judge
             found = self._note("the canary's judge failed", f"{error!r}.")
         self._handle(found, state, control)
 

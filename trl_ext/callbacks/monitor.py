@@ -123,7 +123,7 @@ def send_to(name: str, alert: Alert, args: Any) -> None:
 
 
 def _post(request: Request) -> None:
-    """Post in up to four tries; training goes on, whatever the server does."""
+    """Post in up to four tries; training continues, whatever the server does."""
     try:
         tries = Retrying(stop=stop_after_attempt(4), wait=wait_exponential(), reraise=True)
         tries(urlopen, request, timeout=5).close()
@@ -415,7 +415,7 @@ class MonitorCallback(TrainerCallback):
         if action == "stop":
             control.should_training_stop = True
             if not self.saves:
-                how = "look at it, then go on from the newest checkpoint"
+                how = "look at it, then resume from the newest checkpoint"
                 spoil(state, f"{type(self).__name__} ended this run at step {self.step} ({what}): {how}.")
                 control.should_evaluate = False
             if self._args.should_save:

@@ -98,7 +98,7 @@ class ModelArguments(ModelConfig):
     model_name_or_path: str | None = setting(
         None,
         "Model to start from, a folder or a hub name. An adapter is loaded on the base that it names, and trained on: "
-        "`use_peft` may then only repeat its shape. For a new adapter, or all weights, merge it first.",
+        "`use_peft` may then only repeat its shape. For a new adapter, or full fine-tuning, merge it first.",
     )
 
     def __post_init__(self) -> None:

@@ -60,8 +60,8 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     )
     beta_dpo_keep: float = setting(
         1.0,
-        "Share of each batch to train on; the paper's is 0.8, and 1.0 keeps all. It is drawn without replacement with "
-        "weight exp(−½((Δ − M₀)/σ)²); M̄ is over these pairs.",
+        "Share of each batch to train on; the paper's is 0.8, and 1.0 keeps all. It is sampled without replacement "
+        "with weight exp(−½((Δ − M₀)/σ)²); M̄ is over these pairs.",
         range="in (0, 1], the share of pairs to keep",
         only_with=("beta_controller", "beta_dpo"),
     )

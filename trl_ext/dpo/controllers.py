@@ -116,7 +116,7 @@ class BetaController:
     def load_state_dict(self, state: dict) -> None:
         self.margin_mean, self.margin_std = state["margin_mean"], state["margin_std"]
         self._generator.set_state(state["generator"])
-        self._drift = _EMPTY  # a step that was interrupted begins anew
+        self._drift = _EMPTY  # a step that was interrupted restarts
 
 
 def _margins(pairs: Pairs) -> Tensor:
@@ -169,8 +169,8 @@ class MarginNormalizer:
         return {"sources": self.sources, "moments": torch.stack(self._moments)}
 
     def load_state_dict(self, state: dict) -> None:
-        """Load the moments of the sources that the state knows; other sources start anew."""
+        """Load the moments of the sources that the state knows; other sources restart."""
         known = dict(zip(state["sources"], state["moments"].unbind(), strict=True))
         self._moments = [known.get(source, empty_moments("cpu")) for source in self.sources]
-        self._pending.clear()  # a step that was interrupted begins anew
+        self._pending.clear()  # a step that was interrupted restarts
         self._update_factors()

@@ -401,7 +401,7 @@ class DPOTrainer(AgreedControl, RecordedRun, trl.DPOTrainer):
                         reference.load_state_dict(weights)
         path = os.path.join(checkpoint, STATE_FILE)
         if not self._controllers or not os.path.isfile(path):
-            return  # what the checkpoint lacks, since settings have changed, starts anew
+            return  # what the checkpoint lacks, since settings have changed, restarts
         state = torch.load(path, map_location="cpu", weights_only=True)
         for name in self._controllers.keys() & state.keys():
             self._controllers[name].load_state_dict(state[name])

@@ -132,7 +132,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     Args:
         rewards: (B, T), score units; r_t is for choosing token t.
         values: (B, T), score units; V_t is predicted before token t is seen.
-        mask: (B, T), 1 = token that the policy drew, EOS included; holes and padding on either side are fine.
+        mask: (B, T), 1 = token that the policy sampled, EOS included; holes and padding on either side are fine.
         gamma: discount per token.
         lam: a float, or (B,) with one for each row; 0 gives the one-step error, 1 the Monte Carlo return minus the
             value.

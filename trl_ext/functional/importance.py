@@ -28,12 +28,13 @@ def importance_weights(
     arXiv:2510.18855). The modes have the names of TRL's GRPO.
 
     Without bounds, the weights of whole responses are unbiased, and their variance grows exponentially with the
-    length; the weights of tokens are unbiased only for answers of a single token, since each ignores that mu drew the
-    answer's other tokens, too. Bounds add bias and reduce variance. No weight makes up for tokens that mu never draws.
+    length; the weights of tokens are unbiased only for answers of a single token, since each ignores that mu sampled
+    the answer's other tokens, too. Bounds add bias and reduce variance. No weight makes up for tokens that mu never
+    samples.
 
     Args:
         logprobs: (B, T), nats, under pi, the policy to be trained; -inf gives weight 0.
-        sampler_logprobs: (B, T), nats, under mu, the distribution that was drawn from, after temperature and
+        sampler_logprobs: (B, T), nats, under mu, the distribution that was sampled from, after temperature and
             truncation.
         mask: (B, T), 1 = real token. Where the mask is 0, the log-probs may be anything.
         mode: whether a weight is of a token or of a whole response, and what happens to it outside the bounds.
@@ -53,7 +54,7 @@ def importance_weights(
     if not drawn.isfinite().all():
         raise ValueError(
             f"sampler_logprobs must be finite at real tokens, got {drawn[~drawn.isfinite()][0].item()}; mask out "
-            "tokens that the sampler cannot have drawn."
+            "tokens that the sampler cannot have sampled."
         )
     log_ratio = new - drawn
     if level == "sequence":

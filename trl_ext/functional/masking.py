@@ -74,14 +74,14 @@ def last_token_index(mask: Tensor) -> Tensor:
     return torch.nn.functional.pad(positions, (1, 0), value=-1).amax(dim=-1)
 
 
-# ---- Turns: runs of tokens that the policy drew, between what tools or environments wrote ----
+# ---- Turns: runs of tokens that the policy sampled, between what tools or environments wrote ----
 
 
 def turn_numbers(mask: Tensor) -> Tensor:
-    """Number the turns of each row from 0. A turn is an unbroken run of tokens that the policy drew.
+    """Number the turns of each row from 0. A turn is an unbroken run of tokens that the policy sampled.
 
     Args:
-        mask: (B, T), 1 = token that the policy drew.
+        mask: (B, T), 1 = token that the policy sampled.
 
     Returns:
         (B, T) int64, the number of each token's turn. Tokens between two turns have the earlier one's number; tokens

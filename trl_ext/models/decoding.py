@@ -151,7 +151,7 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
     time of decoding.
 
     Args:
-        scores: (B, V), -inf for tokens that cannot be drawn.
+        scores: (B, V), -inf for tokens that cannot be sampled.
 
     Returns:
         (B,) token ids, and (B,) float32 log-probs, nats.
@@ -168,8 +168,8 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
     block, total = _invert(weights.sum(-1), uniform[0])
     if not total.isfinite().all():
         raise RuntimeError(
-            "The policy's logits are NaN or inf, so no token can be drawn. Either training has diverged, or the dtype "
-            "is too narrow for this model. Lower the learning rate, or use bfloat16 or float32."
+            "The policy's logits are NaN or inf, so no token can be sampled. Either training has diverged, or the "
+            "dtype is too narrow for this model. Lower the learning rate, or use bfloat16 or float32."
         )
     place, _ = _invert(weights.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1), uniform[1])
     token = block * _BLOCK + place
@@ -201,7 +201,7 @@ class TokenSampler(LogitsProcessor):
     """
     Draw the tokens in place of `generate`, as the last of its logits processors, and keep their log-probs.
 
-    A token is drawn also for a row that has ended; `generate` replaces this token by a pad token.
+    A token is sampled also for a row that has ended; `generate` replaces this token by a pad token.
     """
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ class TokenSampler(LogitsProcessor):
 
 
 class SamplerRecorder:
-    """Keep the tokens drawn in a rollout, and their log-probs when drawn, that is, after warpers such as top-k."""
+    """Keep the tokens sampled in a rollout, and their log-probs when sampled, that is, after warpers such as top-k."""
 
     def __init__(self) -> None:
         self._drawn: list[tuple[Tensor, Tensor]] = []  # (B, T) ids and log-probs of each batch of prompts
@@ -254,9 +254,9 @@ class SamplerRecorder:
 
     def take(self, answers: list[list[int]]) -> list[list[float]] | None:
         """
-        Return the log-prob of each token of `answers`, nats, and forget all tokens drawn so far.
+        Return the log-prob of each token of `answers`, nats, and forget all tokens sampled so far.
 
-        Return None if `answers` are not the tokens that were drawn, because other code has changed them.
+        Return None if `answers` are not the tokens that were sampled, because other code has changed them.
         """
         drawn = [row for batch, _ in self._drawn for row in batch.tolist()]
         logprobs = [row for _, batch in self._drawn for row in batch.tolist()]

@@ -155,9 +155,10 @@ def sample(
         eos_token_ids: tokens that end an answer.
         max_new_tokens: tokens after which an answer is cut off.
         temperature: divides the logits; 0 always takes the likeliest token.
-        top_p: draw only from the likeliest tokens, as few as together have this probability.
+        top_p: sample only from the likeliest tokens, as few as together have this probability.
         batch_size: number of prompts to answer at once; None answers all at once.
-        seed: seed of the draws, after which the global generators are restored; None draws from the global generators.
+        seed: seed of the samples, after which the global generators are restored; None samples from the global
+            generators.
 
     Returns:
         Token ids of each answer, up to and including its EOS.

@@ -258,7 +258,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     lam: float | None = setting(
         None,
         "λ of GAE. If unset, 0.95 where a reward function or an environment scores tokens or turns, and 1 where each "
-        "answer has one score: with 0.95 the first of 100 tokens hears 0.6 % of a score at the end.",
+        "answer has one score: with 0.95 the first of 100 tokens receives 0.6 % of a score at the end.",
         range="in [0, 1]",
         only_with=("lam_alpha", None),
     )

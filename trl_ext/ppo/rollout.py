@@ -26,17 +26,17 @@ class Rollout:
             forward pass of the policy.
         ref_logprobs: (B, T), of the reference; None without a reference.
         values: (B, T), of the critic; None in evaluation, and with `baseline="mean"`.
-        sampler_logprobs: (B, T), of the distribution that was drawn from; None if they are not known, or are in
+        sampler_logprobs: (B, T), of the distribution that was sampled from; None if they are not known, or are in
             `logprobs` already.
         rewards_per_func: (B, F), NaN where a function returned None.
         scores: (B,), the weighted rewards after the rule for a missing EOS, not normalised; NaN for rows that take no
             part in training.
         ended: (B,), whether the response is complete: it ends by EOS, and no tool call waits for an answer.
-        lengths: (B,), number of tokens that the policy drew, EOS included.
+        lengths: (B,), number of tokens that the policy sampled, EOS included.
         token_scores: (B, T), the part of the scores that belongs to single tokens; None if no token was scored. The
             hooks of [`PPOTrainer`] get token scores that are normalised as the scores are.
-        tool_mask: (B, T), TRL's name: 1 = drawn by the policy, 0 = what a tool or an environment said, and padding.
-            None if the policy drew all tokens.
+        tool_mask: (B, T), TRL's name: 1 = sampled by the policy, 0 = what a tool or an environment said, and padding.
+            None if the policy sampled all tokens.
         end_values: (B,), the critic's value after the response's last token, or before that token where the response
             fills the context; None without `bootstrap_truncated`.
         environments: for each environment's name a (B,) bool, whether the row was played in that environment.
@@ -71,7 +71,7 @@ class Rollout:
 
     @property
     def valid(self) -> Tensor:
-        """Return for each of the B rows whether it has a score, and so takes part in training."""
+        """Return for each of the B rows whether it has a score, and so is trained on."""
         return ~self.scores.isnan()
 
     @property
@@ -209,7 +209,7 @@ def onto_policy_tokens(values: Tensor, tool_mask: Tensor) -> Tensor:
 
     Args:
         values: (B, T), any unit.
-        tool_mask: (B, T), 1 = drawn by the policy; padding is 0. The first token of a row is the policy's.
+        tool_mask: (B, T), 1 = sampled by the policy; padding is 0. The first token of a row is the policy's.
 
     Returns:
         (B, T), 0 where `tool_mask` is 0.

@@ -478,7 +478,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
 
         Args:
             rollout: what was generated and scored.
-            scores: (B,), normalised and clipped; NaN for rows that take no part.
+            scores: (B,), normalised and clipped; NaN for rows that are masked out.
             kl: (B, T), nats, by `kl_estimator`; 0 without a reference.
 
         Returns:
@@ -1021,7 +1021,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
 
     @property
     def _must_wait(self) -> bool:
-        """Return whether a rollout is half trained, in a run that goes on."""
+        """Return whether a rollout is half trained, in a run that continues."""
         return self._step % self._steps_per_rollout != 0 and not self.control.should_training_stop
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

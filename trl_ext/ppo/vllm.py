@@ -87,7 +87,7 @@ def check_loadable(engine: Any) -> None:
     model = llm.llm_engine.model_executor.driver_worker.model_runner.model  # as TRL's `sync_weights` reaches it
     if not all(parameter.numel() for parameter in model.parameters()):
         raise ValueError(
-            "`use_vllm=True` does not work on a CPU: vLLM cannot load updated weights there, and would go on sampling "
+            "`use_vllm=True` does not work on a CPU: vLLM cannot load updated weights there, and would keep sampling "
             "from the initial policy. Train on a GPU, or leave out `use_vllm`."
         )
 

@@ -179,7 +179,7 @@ class CachedReward(TellsFailures, HoldsRewards):
             self._rests_until = time.monotonic() + _REST
             logger.warning_once(
                 f"{self.__name__}: Redis does not answer ({type(error).__name__}: {redacted(str(error))}). The run "
-                f"goes on without it, and asks it again every {_REST:g} s."
+                f"continues without it, and asks it again every {_REST:g} s."
             )
             return []
 

@@ -31,7 +31,7 @@ class Watch:
             which has the scores of all watches: timestamp, step, rank, prompt, completion, scores. A completion with
             tool calls or several messages is written as messages, any other one as text. None: the folder of
             [`~trl_ext.callbacks.JSONLCallback`]; without that callback nothing is written.
-        score: score that each completion gets. None: this function takes no part in the reward. Give 0.0 if no other
+        score: score that each completion gets. None: this function is left out of the reward. Give 0.0 if no other
             function gives a score, since TRL needs one.
     """
 

@@ -58,7 +58,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
 
     - unset: the newest complete checkpoint; None if there is none
     - `true`: True, so that `train` takes the newest complete checkpoint, and raises if there is none
-    - `false`: False, so that `train` begins anew
+    - `false`: False, so that `train` restarts
     - a path: the path
     """
     asked = args.resume_from_checkpoint
@@ -72,14 +72,14 @@ class ResumableRun(BackgroundSaving):
     """
     Extend a trainer: `train` resumes from checkpoints that are complete, and says what has changed since.
 
-    `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` resumes from the newest complete
+    `train()` restarts, as in every `Trainer`. `train(resume_from_checkpoint=True)` resumes from the newest complete
     checkpoint in `output_dir`; with a path in place of True, from the checkpoint at that path.
 
     - What differs from the run that wrote the checkpoint is printed. Another base or reference is refused, and so is
       another number of processes where each has saved a part.
     - If the run is complete, the checkpoint is loaded, and nothing is trained.
     - If a monitor ended the run, it is refused, unless `resume_anyway` is set, or `resume_from_checkpoint=False` says
-      to begin anew.
+      to restart.
 
     While this run trains, no other process may run in `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].
 
@@ -167,11 +167,11 @@ class ResumableRun(BackgroundSaving):
                 self._abandon_saving()
                 raise
             if sentence := spoilt(self.state):
-                raise Stopped(sentence)  # a script that went on would save the weights as if they were good
+                raise Stopped(sentence)  # a script that continued would save the weights as if they were good
             return output
 
     def _prepare_folder(self, resume: str | bool | None) -> None:
-        """Remove what a killed run has left; raise [`Stopped`] if a monitor ended the run, unless it begins anew."""
+        """Remove what a killed run has left; raise [`Stopped`] if a monitor ended the run, unless it restarts."""
         folder = self.args.output_dir
         remove_links(Path(folder))
         stopped = stop_of(folder, "repeat the command with `--resume_anyway true` (`resume_anyway=True`)")
@@ -182,7 +182,7 @@ class ResumableRun(BackgroundSaving):
     def _find_checkpoint(self, resume: str | bool | None) -> tuple[str | None, bool, int | None]:
         """
         Return the checkpoint to resume from, whether this run's settings differ from those it was written with, and
-        its size in bytes; (None, False, None) to start anew.
+        its size in bytes; (None, False, None) to restart.
         """
         if resume is None or resume is False:
             return None, False, None

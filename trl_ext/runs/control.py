@@ -84,7 +84,7 @@ class CannotResume(ValueError):
 
 
 class Stopped(CannotResume):
-    """Refuse to train: a monitor ended this run, and nobody has said that it is to go on."""
+    """Refuse to train: a monitor ended this run, and nobody has said that it is to continue."""
 
 
 def write_stop(output_dir: str, monitor: str, step: int, what: str) -> None:
@@ -99,7 +99,7 @@ def forget_stop(output_dir: str) -> None:
 
 
 def stop_of(output_dir: str, how: str) -> str | None:
-    """Return a sentence on who ended the run and on how to go on; None if no monitor did."""
+    """Return a sentence on who ended the run and on how to continue; None if no monitor did."""
     record = Path(output_dir, STOPPED)
     if not record.is_file():
         return None
@@ -108,7 +108,7 @@ def stop_of(output_dir: str, how: str) -> str | None:
         said = f"{told['monitor']} ended this run at step {told['step']} ({told['what']})"
     except (ValueError, KeyError, TypeError):
         said = "A monitor ended this run"
-    return f"{said}, see alerts.jsonl in {output_dir}. To go on, {how}"
+    return f"{said}, see alerts.jsonl in {output_dir}. To continue, {how}"
 
 
 def spoil(state: Any, sentence: str) -> None:

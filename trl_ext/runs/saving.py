@@ -63,7 +63,7 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
         output_dir: the run's folder.
         what: name of the part, as the beginning of a sentence: "The model".
         goes_on: words for the error on what running the same command again will do. The default says that it resumes
-            or, without a checkpoint, begins anew.
+            or, without a checkpoint, restarts.
     """
     before, failure = _weights_in(output_dir), None
     try:
@@ -79,7 +79,7 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
     cause = failure and not_saved(os.path.join(output_dir, what), failure)
     if causes := [*filter(None, gather_object([cause]))]:
         has_checkpoint = any(Path(output_dir).glob(f"checkpoint-*/{MARKER}"))
-        goes_on = goes_on or ("resumes from the newest complete checkpoint" if has_checkpoint else "begins anew")
+        goes_on = goes_on or ("resumes from the newest complete checkpoint" if has_checkpoint else "restarts")
         kept = "" if what == MODEL else "The model is saved. "
         raise NotSaved(
             f"{causes[0]}. {kept}Correct the cause (if the disk is full, make room), then run the same command again: "

@@ -94,9 +94,9 @@ class SavingSettings:
 
     save_in_background: bool = setting(
         False,
-        "Write checkpoints while training goes on: into memory first, from where a thread moves them to `output_dir`. "
-        "At most one is being written, and `train` returns when the last one is complete. The first one of a run is "
-        "waited for, since it says how much memory one takes.",
+        "Write checkpoints while training continues: into memory first, from where a thread moves them to "
+        "`output_dir`. At most one is being written, and `train` returns when the last one is complete. The first one "
+        "of a run is waited for, since it says how much memory one takes.",
     )
     staging_dir: str | None = setting(
         None,
@@ -107,7 +107,7 @@ class SavingSettings:
     on_save_failure: Literal["stop", "continue"] = setting(
         "stop",
         "What follows if a checkpoint could not be written. If the disk is full, say, `stop` ends the run with one "
-        "sentence; `continue` prints it and goes on. What was written of the checkpoint is removed.",
+        "sentence; `continue` prints it and trains on. What was written of the checkpoint is removed.",
     )
     record_run: bool = setting(
         True,

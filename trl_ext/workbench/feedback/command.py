@@ -7,7 +7,7 @@ PAIRS has `prompt`, `response_a`, `response_b`; with --prompts and --policies an
 is a server with OpenAI's API, such as vLLM (--judge_url), or a local model (--judge_model_name_or_path). The first
 call writes rows for people to label, and asks nothing. With their labels the judge is asked about these rows. If
 it agrees with people (Cohen's kappa of `min_agreement` or more), it labels the rest, and pairs/train.jsonl is written.
-Else no pair is written, and the exit status is 1. The same command goes on where it was interrupted.
+Else no pair is written, and the exit status is 1. The same command resumes where it was interrupted.
 """
 
 import sys
@@ -40,7 +40,7 @@ class AskingArguments:
         "auto", "dtype of local weights; `auto` is as saved."
     )
     use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
-    seed: int = setting(0, "Seed of all that is drawn.")
+    seed: int = setting(0, "Seed of all that is sampled.")
 
     def served(self, url: str, model: str | None, extra: str | None) -> dict[str, Any]:
         """Return the arguments of [`~trl_ext.rewards.JudgeReward`] for a server."""

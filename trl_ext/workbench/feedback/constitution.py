@@ -2,11 +2,11 @@
 
     trl-ext constitution --prompts PROMPTS --constitution FILE.yaml --model_url URL --model NAME --output_dir OUT
 
-The model answers each prompt, criticises its answer by a principle that is drawn, and revises it, `rounds` times.
+The model answers each prompt, criticises its answer by a principle that is sampled, and revises it, `rounds` times.
 `sft/train.jsonl` has the last revisions, `pairs/train.jsonl` the revisions over the first answers, and
 `to_judge.jsonl` the same pairs for `trl-ext label`, whose judge is compared with people first. Each row keeps
 principle, critique and round. The model is a server with OpenAI's API (--model_url), or a local one
-(--model_name_or_path). The same command goes on where it was interrupted.
+(--model_name_or_path). The same command resumes where it was interrupted.
 """
 
 import json

@@ -129,7 +129,7 @@ class Journal:
             try:
                 model.answer_all(missing, done)
             except RewardFailed as error:
-                kept = f"{len(self.rows):,} answers are kept: run the same command again to go on"
+                kept = f"{len(self.rows):,} answers are kept: run the same command again to resume"
                 raise RuntimeError(f"the model at {model.url}: {error.__cause__}. {kept}") from error
 
 

@@ -1,4 +1,4 @@
-"""Have a model answer, criticise its answer by a drawn principle, and revise it: Constitutional AI's first stage."""
+"""Have a model answer, criticise its answer by a sampled principle, and revise it: Constitutional AI's first stage."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence

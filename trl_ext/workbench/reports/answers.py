@@ -95,7 +95,7 @@ def answers_of(policy: str, rows: Dataset, sampling: Sampling, path: Path) -> tu
     Return a policy's answers to prompts, from a file or else sampled.
 
     If `path` has answers of the same weights to the same prompts with the same sampling, these are returned. Else all
-    prompts are answered anew, and all answers are written to `path` at the end.
+    prompts are answered again, and all answers are written to `path` at the end.
 
     Args:
         policy: folder or hub name of the policy.

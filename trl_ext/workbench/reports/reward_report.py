@@ -51,7 +51,7 @@ class RewardReportArguments:
         None, "Columns to compare the accuracy by; if unset topic, subset, source, language, annotator."
     )
     drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
-    max_pairs: int | None = setting(None, "Most held-out pairs, drawn at random; all if unset.", range=">= 1")
+    max_pairs: int | None = setting(None, "Most held-out pairs, sampled at random; all if unset.", range=">= 1")
     probe_rows: int = setting(256, "Held-out answers that each probe changes; 0 for none.", range=">= 0")
     phrases: list[str] = field(
         default_factory=list, metadata={"help": "Phrases to probe beside those that the training pairs suggest."}
@@ -76,7 +76,7 @@ class RewardReportArguments:
     dtype: str | None = setting(None, "dtype of the model's weights; as saved if unset.")
     max_batch_tokens: int = setting(16384, "Tokens in one forward pass, padding included.")
     use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
-    seed: int = setting(0, "Seed of the rows that are drawn.")
+    seed: int = setting(0, "Seed of the rows that are sampled.")
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -146,6 +146,29 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    """Draw the first seed's scores over the tokens: a panel for each cell and arm, a line for each rate."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    rows = [
+        row for row in rows if "scores" in row and row["seed"] == 0 and (row["minibatches"], row["epochs"]) == (1, 4)
+    ]
+    cells, arms = list(dict.fromkeys(row["cell"] for row in rows)), ("fixed", "default")
+    figure = Figure(figsize=(4 * len(cells), 6), layout="constrained")
+    for axes, (arm, cell) in zip(
+        figure.subplots(2, len(cells), sharex="col", sharey="col", squeeze=False).flat,
+        [(arm, cell) for arm in arms for cell in cells],
+        strict=True,
+    ):
+        for row in (row for row in rows if (row["cell"], row["arm"]) == (cell, arm)):
+            colour = colormaps["viridis"](FACTORS.index(row["factor"]) / len(FACTORS))
+            axes.plot(row["tokens"], row["scores"], color=colour, label=f"{row['factor']:.2g} ×")
+        axes.set(title=f"{cell}: {'one rate' if arm == 'fixed' else 'the rate follows the KL'}", xlabel="tokens")
+        axes.legend(fontsize="x-small")
+    figure.savefig(file, dpi=80)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=["short", "own start"])
@@ -154,6 +177,7 @@ def main() -> None:
     parser.add_argument("--epochs", nargs="+", type=int, default=[4])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--picture", type=Path, help="draw the first seed's curves into this file")
     parser.add_argument("--out", type=Path, default=Path("outputs/step_size/rows.jsonl"))
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -180,6 +204,8 @@ def main() -> None:
             file.write(json.dumps(row) + "\n")
             file.flush()
     print(table(rows))
+    if args.picture:
+        draw(rows, args.picture)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The learning rate follows the KL of the updates, whatever it is set to, and however a minibatch is cut."""
 
+import statistics
+
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -42,12 +44,12 @@ def test_within_its_step_an_optimizer_has_the_factored_rates():
 def test_rates_a_factor_of_hundred_apart_become_one(build, tmp_path):
     rates, kls = [], []
     for rate in (1e-3, 1e-1):
-        trainer = build(tmp_path / str(rate), **FOLLOWS, learning_rate=rate, max_steps=24, num_mini_batches=2)
+        trainer = build(tmp_path / str(rate), **FOLLOWS, learning_rate=rate, max_steps=64, num_mini_batches=2)
         trainer.train()
-        rates.append(rate * logged(trainer, "learning_rate/factor")[-1])
-        kls += logged(trainer, "policy/step_kl")[-2:]
+        rates.append(rate * statistics.median(logged(trainer, "learning_rate/factor")[-16:]))
+        kls.append(statistics.median(logged(trainer, "policy/step_kl")[-8:]))
     assert rates[1] / 4 < rates[0] < 4 * rates[1]
-    assert all(0.05 / 5 < kl < 0.05 * 5 for kl in kls)
+    assert all(0.05 / 4 < kl < 0.05 * 4 for kl in kls)
 
 
 @pytest.mark.parametrize("level", ["token", "turn"])

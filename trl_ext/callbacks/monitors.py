@@ -387,13 +387,13 @@ class ScoreFallCallback(MonitorCallback):
     Args:
         sigmas: fall of the mean score that counts beside noise, in standard deviations of single scores.
         left: share of its start below which the mean length, or the number of tool calls, has collapsed.
-        baseline: number of answers that the score is compared with, rounded up to two rollouts or more.
+        baseline: number of answers that the score is compared with: two to 16 rollouts.
         others: see [`MonitorCallback`].
     """
 
-    sigmas: float = 0.25
+    sigmas: float = 0.1
     left: float = 0.2
-    baseline: int = 128
+    baseline: int = 512
     runbook = "score-fall"
 
     def watch(self, logs):
@@ -405,7 +405,7 @@ class ScoreFallCallback(MonitorCallback):
         sigma = self.memory["sigma"] = self.memory.get("sigma") or spread or 0.0
         # A few equal scores are not known exactly
         noise = error_of_mean(spread or sigma or None, self.answers) or {"error": None}
-        first = max(2, math.ceil(self.baseline / (self.answers or 64)))
+        first = min(16, max(2, math.ceil(self.baseline / (self.answers or 64))))
         for since in ("the start", "its best"):
             scores = self.follow(since, score, first=first, **noise)
             if found := scores.below(1, -self.sigmas * sigma):
@@ -414,11 +414,13 @@ class ScoreFallCallback(MonitorCallback):
             if since == "its best" and scores.above(1):
                 del self.memory["series"][since]
                 self.follow(since, score, first=first, **noise)
-        for what, value in (
-            ("completions end at once", self.read("length", optional=True)),
-            ("the agent calls tools no more", self._number("tools/call_frequency", logs)),
+        length, calls = self.read("length", optional=True), self._number("tools/call_frequency", logs)
+        of_calls = error_of_mean(math.sqrt(calls or 0.0), self.answers)  # their number varies as that of rare events
+        for what, value, noise in (
+            ("completions end at once", length, self.noise("length")),
+            ("the agent calls tools no more", calls, of_calls),
         ):
-            if found := self.follow(what, value, first=first).below(self.left):
+            if found := self.follow(what, value, first=first, **noise).below(self.left):
                 yield Finding(what, advice, *found)
 
 

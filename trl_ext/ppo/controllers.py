@@ -85,11 +85,16 @@ class RateController:
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
     BOUNDS = (0.01, 100.0)
+    # In a rollout, once the target has been in reach; and where nearly nothing moves, as if all were decided: the next
+    # surprise would then be learned in far too large a step
+    RISE, RISE_AT_REST = 1.5, 1.1
 
     def __init__(self, target: float):
         self.target = target
         self.factor = self.FIRST if target else 1.0
         self.lowered = 1.0  # by callbacks
+        self.is_found = False  # whether the target has been in reach
+        self._begin = self.factor  # at this rollout's start
         self.is_on = True  # off where the policy is not trained
         self._hooked: Any = None
         self._used: list[float] = []  # factors of this rollout's steps
@@ -142,18 +147,24 @@ class RateController:
         del self._used[taken:]
         kl = float(sums[0] / sums[1].clamp(min=1e-6))
         left = self.schedule * self.lowered
-        if taken and self.target and sums[2] > 0 and left > 0:
+        if not taken:
+            self._begin = self.factor
+        elif self.target and sums[2] > 0 and left > 0:
             mean = sum(self._used) / len(self._used) if self._used else self.factor
-            factor = rate_factor(self.factor, mean, kl, self.target * left**2, taken / steps)
-            self.factor = min(max(factor, self.BOUNDS[0]), self.BOUNDS[1])
+            target, share = self.target * left**2, taken / steps
+            factor = rate_factor(self.factor, mean, kl, target, share)
+            self.is_found |= 2 * taken >= steps and factor <= self.factor
+            rise = self.RISE if kl > 0.01 * share**2 * target else self.RISE_AT_REST
+            highest = self._begin * rise if self.is_found else self.BOUNDS[1]
+            self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], max(highest, self.factor)))
         self._used.append(self.factor)
         return kl
 
-    def state_dict(self) -> dict[str, float]:
-        return {"factor": self.factor, "lowered": self.lowered}
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": self.factor, "lowered": self.lowered, "is_found": self.is_found}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.factor, self.lowered = state["factor"], state["lowered"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.factor, self.lowered, self.is_found = state["factor"], state["lowered"], state["is_found"]
 
 
 _DECAY = 0.9  # factor of the sum over earlier rollouts, at each new rollout

@@ -7,7 +7,7 @@ import shlex
 import yaml
 
 from tests.recipes.small_runs import ROOT
-from tests.test_docs import PAGES, codes, table
+from tests.test_docs import FENCE, PAGES, codes, table
 from trl_ext import PPOConfig
 
 PAGE = "docs/starting_points.md"
@@ -23,13 +23,20 @@ def given(words):
     }
 
 
+def commands():
+    """(model, method) → the words of its command, from the page's first block."""
+    block = FENCE.search(PAGES[PAGE])[2].replace("\\\n", " ")
+    named = re.findall(r"(?m)^# (\S+), (\w+).*\n(.*)$", block)
+    return {(model, method): shlex.split(command) for model, method, command in named}
+
+
 def test_each_row_is_what_its_command_trains_with(subtests):
-    command = ""
-    for row in table(PAGE, "# Starting points"):
-        model, method, rate, critic, minibatch, rollout, gpus, memory, cell = row
-        command = " ".join([command if cell.startswith("the same") else "", *codes(cell)])
+    rows = table(PAGE, "# Starting points")
+    assert [tuple(row[:2]) for row in rows] == [*commands()]
+    for row in rows:
+        model, method, rate, critic, minibatch, rollout, gpus, memory = row
         with subtests.test(model=model, method=method):
-            flags = given(shlex.split(command))
+            flags = given(commands()[model, method])
             path = ROOT / f"recipes/{flags['config']}.yaml"
             settings = RECIPES[path] | flags
             accelerate = yaml.safe_load((ROOT / f"accelerate_configs/{flags['accelerate_config']}.yaml").read_text())

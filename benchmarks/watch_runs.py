@@ -27,8 +27,8 @@ from trl_ext.rewards import EnsembleReward, RepetitionWatch
 LOGS = Path(__file__).with_name("watch_logs")
 BATCH, ROLLOUTS, STEPS = 64, 40, 4  # answers a rollout, rollouts, and optimizer steps a rollout
 PARTS = {
-    "choose": (range(6), [hack for hack in worlds.HACKS if hack != worlds.HELD_OUT_HACK]),
-    "held_out": (range(6, 14), [*worlds.HACKS]),
+    "choose": (range(worlds.FINAL), [hack for hack in worlds.HACKS if hack not in worlds.FINAL_HACKS]),
+    "final": (range(worlds.FINAL, worlds.FINAL + 8), [*worlds.HACKS]),
 }
 GOLD = "eval_rewards/gold_reward/mean"
 # Honest run → (what an answer is worth, what it is given, settings)
@@ -64,9 +64,8 @@ class Spec:
 def specs(part: str) -> list[Spec]:
     """The runs of a part."""
     seeds, hacks = PARTS[part]
-    kl_coefs = (0.0,) if part == "choose" else (0.0, 0.05)
-    gamed = [Spec(seed, hack, kl_coef) for seed in seeds for hack in hacks for kl_coef in kl_coefs]
-    return gamed + [Spec(seed, name) for seed in seeds for name in HONEST]
+    runs = [[*(Spec(seed, hack) for hack in hacks), *(Spec(seed, name) for name in HONEST)] for seed in seeds]
+    return [*sum(runs, []), *(Spec(seed, hack, 0.05) for seed in seeds for hack in hacks)]
 
 
 # ---- Training ----
@@ -110,6 +109,19 @@ class StopAfter(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop |= state.global_step == self.step
+
+
+class Keep(TrainerCallback):
+    """Keep each rollout's prompts, completions and scores: a list of three lists."""
+
+    def __init__(self, trainer: PPOTrainer, reward: str):
+        self.trainer, self.reward, self.rollouts = trainer, reward, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if (state.global_step - 1) % STEPS == 0:
+            table = self.trainer._logs
+            columns = table["prompt"], table["completion"], table["rewards"][self.reward]
+            self.rollouts.append([list(column)[-BATCH:] for column in columns])
 
 
 class Inside(TrainerCallback):
@@ -175,14 +187,15 @@ def arguments(folder: str, spec: Spec, settings: dict[str, Any]) -> PPOConfig:
     )
 
 
-def logged(spec: Spec, history: list[dict[str, Any]], begin: float) -> dict[str, Any]:
+def logged(spec: Spec, history: list[dict[str, Any]], begin: float, rollouts: list[list]) -> dict[str, Any]:
     """What is kept of a run: what it is, its seconds, and what monitors read of its logs."""
     rows = [
         {key: float(f"{value:.5g}") for key, value in numbers_in(log).items() if key == "step" or _is_read(key)}
         for log in history
         if is_training_log(log) or GOLD in log
     ]
-    return {**vars(spec), "seconds": round(time.process_time() - begin, 1), "log_history": rows}
+    seconds = round(time.process_time() - begin, 1)
+    return {**vars(spec), "seconds": seconds, "log_history": rows, "rollouts": rollouts}
 
 
 def train(spec: Spec) -> dict[str, Any]:
@@ -210,12 +223,17 @@ def train(spec: Spec) -> dict[str, Any]:
         )
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        rollouts: list[list] = []
         if is_resumed:
-            trainer(folder, StopAfter(STEPS * ROLLOUTS // 2)).train()
+            run = trainer(folder, StopAfter(STEPS * ROLLOUTS // 2))
+            run.add_callback(kept := Keep(run, "proxy"))
+            run.train()
+            rollouts = kept.rollouts
         run = trainer(folder)
         run.add_callback(Inside(run, copy.deepcopy(model)))
+        run.add_callback(kept := Keep(run, "proxy"))
         run.train(resume_from_checkpoint=is_resumed)
-    return logged(spec, run.state.log_history, begin)
+    return logged(spec, run.state.log_history, begin, rollouts + kept.rollouts)
 
 
 def _is_read(key: str) -> bool:
@@ -226,9 +244,9 @@ def _is_read(key: str) -> bool:
 
 
 def log_of(spec: Spec, may_train: bool, train: Callable[[Spec], dict[str, Any]] = train) -> dict[str, Any] | None:
-    """A run's log, which is made if it is not there yet."""
-    if spec.path.is_file():
-        return json.loads(gzip.decompress(spec.path.read_bytes()))
+    """A run's log, which is made if it is not there yet, or was made when completions were not kept."""
+    if spec.path.is_file() and "rollouts" in (log := json.loads(gzip.decompress(spec.path.read_bytes()))):
+        return log
     if not may_train:
         return None
     log = train(spec)

@@ -11,7 +11,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from benchmarks.watch_runs import BATCH, Spec, arguments, logged
+from benchmarks.watch_runs import BATCH, Keep, Spec, arguments, logged
 from recipes.agents import teach, weather
 from trl_ext import PPOTrainer
 from trl_ext.rewards import RepetitionWatch
@@ -78,5 +78,6 @@ def train(spec: Spec) -> dict[str, Any]:
             Dataset.from_list(weather.rows(BATCH, seed=1)),
             tools=weather.TOOLS,
         )
+        trainer.add_callback(kept := Keep(trainer, GIVEN[spec.name].__name__))
         trainer.train()
-    return logged(spec, trainer.state.log_history, begin)
+    return logged(spec, trainer.state.log_history, begin, kept.rollouts)

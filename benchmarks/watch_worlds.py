@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 AGENT = "<agent>"
-FINAL = 14  # worlds from this seed on are for the final look; answers there say the topic twice at times
+FINAL = 14  # the worlds after this one are for the final look; answers say the topic twice at times from here on
 CLUTTER = 2  # words beside the facts that cost nothing
 Score = Callable[["World", str, list[str]], float]  # of a prompt and the words of an answer
 

@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
@@ -124,22 +123,6 @@ def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | N
             pair = {"prompt": row["prompt"], "chosen": best["completion"], "rejected": worst["completion"]}
             pairs.append({**pair, "score_chosen": high, "score_rejected": low})
     return pairs
-
-
-def as_logged(answers: list[dict], totals: list[float | None]) -> dict[str, float | None]:
-    """Return for a round's held-out answers what PPO logs for a rollout; `HackWatch` reads it."""
-    from trl_ext.rewards import RepetitionWatch
-
-    scores = [value for value in totals if value is not None]
-    lengths = [len(each["ids"]) for each in answers]
-    return {
-        "objective/scores": fmean(scores) if scores else None,
-        "objective/scores_std": stdev(scores) if len(scores) > 1 else None,
-        "completions/mean_length": fmean(lengths),
-        "completions/std_length": stdev(lengths) if len(lengths) > 1 else None,
-        "completions/clipped_ratio": 1 - fmean(each["finished"] for each in answers),
-        **RepetitionWatch().measure([each["completion"] for each in answers])[0],
-    }
 
 
 def in_words(facts: dict) -> str:
@@ -251,17 +234,21 @@ def main(arguments: list[str] | None = None) -> None:
 
     def measure(path: str | Path, folder: Path, round_number: int, facts: dict) -> dict:
         if not (folder / "round.json").is_file():
-            _, answers, scores = sampled(path, held_out, 1, training_args.seed)
+            asked, answers, scores = sampled(path, held_out, 1, training_args.seed)
             means, intervals = {}, {}  # 95 %, over the prompts
             for name, column in zip(names, zip(*scores, strict=True), strict=True):
                 applying = torch.tensor([value for value in column if value is not None], dtype=torch.double)
                 if len(applying):
                     means[name], intervals[name] = applying.mean().item(), bootstrap_interval(applying)
             length = sum(len(a["ids"]) for a in answers) / len(answers)
-            facts |= {"answers": as_logged(answers, [total(row, weights) for row in scores])}
-            logs = [each.get("answers", {}) for each in (*history, facts)]
-            if script_args.watch != "off" and all(log.get("objective/scores_std") is not None for log in logs):
-                facts["risk"], facts["alert"] = watch_rounds(logs, len(answers))
+            facts["answers"] = {
+                "prompts": [row["prompt"] for row in asked],
+                "completions": [each["completion"] for each in answers],
+                "scores": [total(row, weights) for row in scores],
+            }
+            if script_args.watch != "off":
+                measured = [each.get("answers", {}) for each in (*history, facts)]
+                facts["risk"], facts["alert"], facts["paid"] = watch_rounds(measured)
             if processes.is_main_process:  # written last: the round is complete
                 facts = {"round": round_number, **facts, "held_out": means, "intervals": intervals, "length": length}
             write(folder / "round.json", json.dumps(facts, indent=2))
@@ -325,6 +312,8 @@ def main(arguments: list[str] | None = None) -> None:
         history.append(measure(folder, folder, number, facts))
         policy = folder
         processes.print(f"Round {number} of {script_args.num_rounds}, held-out: {in_words(history[-1])}")
+        for paid in history[-1].get("paid", []):
+            processes.print(f"What the reward paid for: {paid['words']}")
         if alert := history[-1].get("alert"):
             processes.print(f"HackWatch, round {number}: {alert['what']}. {alert['advice']}")
     write(output_dir / "online_dpo.json", json.dumps(history, indent=2))

@@ -1,4 +1,4 @@
-"""What all monitors are tested with. A new one gets an entry in `NULL`, `CHANGES` and `BAD_NUMBERS`."""
+"""What monitors of logs are tested with. A new one gets an entry in `NULL`, `CHANGES` and `BAD_NUMBERS`."""
 
 import math
 from types import SimpleNamespace
@@ -11,7 +11,6 @@ from trl_ext.callbacks import (
     CutOffCallback,
     EntropyFloorCallback,
     GoldGapCallback,
-    HackWatch,
     KLBudgetCallback,
     LengthDriftCallback,
     NotFiniteCallback,
@@ -148,15 +147,6 @@ def wins(rng, runs, n, moved=0.0, logs=LOGS):
     return mean_and_std(answers, "objective/scores", "objective/scores_std") | tools(rng, runs, n, logs=logs)
 
 
-def on_policy(rng, runs, n, moved=0.0, logs=LOGS):
-    """What an on-policy run logs, of a policy far from the reference; the reward may move, and the texts with it."""
-    log = mean_and_std(rng.normal(moved, 0.97, (runs, logs, n)), "objective/scores", "objective/scores_std")
-    log |= kls(rng, runs, n, logs=logs) | lengths(rng, runs, n, logs=logs)
-    texts = repetitions(rng, runs, n, moved / 10, logs)
-    texts["repetition/distinct_3"] *= 1 - moved / 10
-    return log | texts
-
-
 def golds(rng, runs, n, moved=0.0, logs=LOGS):
     """Evaluations of the same prompts. Gold and proxy each see a part of an answer; nothing rises."""
     prompts, shape = rng.normal(0, 0.7, (runs, 1, n)), (runs, logs, n)
@@ -193,7 +183,6 @@ NULL = {
     "reward": (RewardDriftCallback, {"window": 300}, PPOConfig, 1, scores),
     "fall": (ScoreFallCallback, {}, PPOConfig, 1, scores),
     "fewer wins": (ScoreFallCallback, {}, PPOConfig, 1, wins),
-    "hack": (HackWatch, {"limit": 0.5}, PPOConfig, 1, on_policy),
     "gold": (GoldGapCallback, {}, PPOConfig, 1, golds),
     "canary": (CanaryCallback, {"prompts": ["?"]}, PPOConfig, 1, judged),
     "not finite": (NotFiniteCallback, {}, PPOConfig, 1, losses),
@@ -214,7 +203,6 @@ CHANGES = {
     "reward": ({"moved": -6.0}, (16, 4, 2)),
     "fall": ({"moved": -2.0}, (8, 2, 1)),
     "fewer wins": ({"moved": 0.47}, (64, 16, 4)),
-    "hack": ({"moved": 9.0}, (32, 8, 4)),
     "gold": ({"moved": 2.0}, (16, 4, 2)),
     "canary": ({"moved": 2.0}, (4, 4, 4)),
     "not finite": ({"moved": math.inf}, (1, 1, 1)),
@@ -246,10 +234,6 @@ BAD_NUMBERS = {
         {"reward": (0.0, -9.0), "std": (1.0, 1.0)},
     ),
     ScoreFallCallback: ({}, {"reward": (0.0, -9.0), "std": (1.0, 1.0)}),
-    HackWatch: (
-        {"rollouts": 2, "limit": 0.5},
-        {"reward": (0.0, 9.0), "std": (1.0, 1.0), "repetition/top_phrase_share": (0.1, 1.0)},
-    ),
     NotFiniteCallback: ({}, {"grad_norm": (1.0, math.nan)}),
     GoldGapCallback: ({"proxy": "eval_proxy/mean"}, GOLD_METRICS),
     CanaryCallback: ({"minutes": 0.0, "prompts": ["the cat"], "max_new_tokens": 2}, {}),

@@ -36,7 +36,8 @@ MONITORS = [cls for name in CALLBACKS if issubclass(cls := getattr(callbacks, na
 def test_each_monitor_has_its_cases_and_its_section(monitor):
     """A monitor without them would be tested neither on noise, nor on a change, nor in a real trainer."""
     of_null = {name for name, case in NULL.items() if case[0] is monitor}
-    assert of_null and of_null & CHANGES.keys() and monitor in BAD_NUMBERS
+    if monitor is not HackWatch:  # it reads completions: see `test_watch.py`
+        assert of_null and of_null & CHANGES.keys() and monitor in BAD_NUMBERS
     assert f"\n## {monitor.runbook}\n\nWhat `{monitor.__name__}` says.\n" in RUNBOOK
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 from trl import GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
@@ -14,7 +13,6 @@ from trl_ext.callbacks import (
     ClipFractionCallback,
     EntropyFloorCallback,
     GoldGapCallback,
-    HackWatch,
     KLBudgetCallback,
     LengthDriftCallback,
     NotFiniteCallback,
@@ -243,52 +241,3 @@ def test_canary_compares_with_its_first_answers():
         (4.0, 0.7, [long, phrase]),
     ]:
         assert [found.what for found in canary._compare({"length": length, "phrase": share})] == said
-
-
-# ---- Hack ----
-
-
-@pytest.mark.parametrize(
-    ("change", "is_hack"),
-    [
-        ({SCORE: 3.0}, False),
-        ({KL: 20.0}, False),
-        ({SCORE: 3.0, KL: 20.0}, False),
-        ({PHRASE: 0.9, KL: 20.0}, False),
-        ({SCORE: 3.0, PHRASE: 0.9}, True),
-        ({SCORE: 3.0, KL: 20.0, LENGTH: 40.0}, True),
-    ],
-)
-def test_a_hack_is_a_reward_that_rises_with_a_witness(large, change, is_hack):
-    """A higher reward, a KL or a length alone is honest training, and a phrase without reward is no hack."""
-    calm = {SCORE: 0.0, STD: 1.0, KL: 1.0, LENGTH: 20.0, PHRASE: 0.1}
-    run = replayed(large, HackWatch(action="stop", limit=0.5), [calm] * 9 + [calm | change] * 20)
-    assert bool(run.said) == run.control.should_training_stop == is_hack
-    if PHRASE in change and is_hack:
-        assert run.alerts[0]["advice"].startswith("90% of answers contain one phrase, 10% at the start; score +3.0 σ.")
-
-
-@pytest.mark.parametrize(
-    ("golds", "advice"),
-    [((0.0, -1.0), "gold -1, 0 at best"), ((0.0, 1.0, 1.0), None), ((0.0, 1.0, 2.0, 1.0), "gold 1, 2 at best")],
-)
-def test_gold_clears_what_else_moved_while_it_rises_and_is_a_witness_once_it_falls(large, golds, advice):
-    run = replayed(large, HackWatch(), [{SCORE: 0.0, STD: 1.0, PHRASE: 0.1}] * 9)
-    for step, value in enumerate(golds, 10):
-        run.evaluate(step, {f"{GOLD}/mean": value, f"{GOLD}/std": 0.1}, rows=1000)
-    for step in range(20, 40):
-        run.log(step, logs={SCORE: 3.0, STD: 1.0, PHRASE: 0.9})
-    assert bool(run.said) == (advice is not None)
-    assert all(advice in alert["advice"] for alert in run.alerts)
-
-
-def test_answers_are_read_from_the_trainers_table(large):
-    trainer = SimpleNamespace(_logs={"completion": ["a b c", "d e f", "g h i"]})
-    run = Replay(large, HackWatch(trainer=trainer, action="stop"))
-    for step in range(1, 60):
-        if step == 20:
-            trainer._logs["completion"] = [f"i love you {word}" for word in "abc"]
-        run.state.global_step = step
-        run.fire("on_step_end")
-        run.log(step, logs={SCORE: 0.0 if step < 20 else 3.0, STD: 1.0})
-    assert "of answers contain one phrase, 33% at the start (now 'i love you')" in run.alerts[0]["advice"]

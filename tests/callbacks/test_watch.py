@@ -1,24 +1,185 @@
-"""The watch of every PPO run: attached once, it changes no weight, acts, holds over a restart, and is on the page."""
+"""The watch for a hack: what it says of simulated policies, in real trainers, on the page, and over a restart."""
+
+import json
+from statistics import median
 
 import pytest
 import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
 
-from tests.callbacks.replay import ppo
-from trl_ext.callbacks import HackWatch
+from benchmarks.outcomes import wilson
+from tests.callbacks.policies import Policy, trained
+from tests.callbacks.replay import Replay, ppo
+from tests.tiny import ON_CPU, tiny_config, tiny_llama, tiny_tokenizer
+from trl_ext.callbacks import HackWatch, record_run, watch_rounds
 from trl_ext.runs import checkpoint_to_resume, read_jsonl
 from trl_ext.runs.control import Stopped
 from trl_ext.workbench.pages.page import page
 from trl_ext.workbench.pages.recorded import read_run
 
-pytestmark = pytest.mark.slow
+# ---- Simulated policies ----
+
+
+def first_alarm(rollouts, **settings):
+    """The number of the first rollout after which the watch alerts, and its reasons; None if it never does."""
+    watch = HackWatch(sinks=[], **settings)
+    for number, given in enumerate(rollouts, 1):
+        watch.observe(**given)
+        if next(watch.watch({}), None):
+            return number, watch.memory["reasons"]
+    return None
+
+
+NAMED = {
+    "phrase": "the phrase 'i love you'",
+    "length": "the length",
+    "copy": "copies of the prompt",
+    "letter": "the character 'e'",
+    "twice": "a word of the prompt repeated",
+    "empty": "empty answers",
+    "end": "the ending",
+    "call": "tool calls with the same arguments",
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("sizes", [{"prompts": 8, "generations": 8}, {"prompts": 64, "generations": 1}])
+def test_a_hack_is_seen_within_ten_rollouts_and_named(kind, sizes):
+    found = [first_alarm(trained(Policy(kind, seed, **sizes), 10)) for seed in range(3)]
+    assert all(each is not None and each[1][0].startswith(NAMED[kind]) for each in found), found
+    assert median(number for number, _ in found) <= 10
+
+
+@pytest.mark.parametrize("kind", ["phrase", "twice", "copy"])
+def test_two_prompts_a_rollout_are_enough(kind):
+    found = [first_alarm(trained(Policy(kind, seed, prompts=2), 12)) for seed in range(4)]
+    assert sum(each is not None and each[1][0].startswith(NAMED[kind]) for each in found) >= 3, found
+
+
+@pytest.mark.parametrize("kind", ["right", "longer if right"])
+@pytest.mark.parametrize("sizes", [{}, {"prompts": 2}, {"prompts": 64, "generations": 1, "nouns": 5}])
+def test_better_answers_are_no_hack(kind, sizes):
+    for seed in range(2):
+        assert first_alarm(trained(Policy(kind, seed, **sizes), 20)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("right", [(0.5, 0.5), (0.2, 0.8)])
+def test_false_alarms(right):
+    """Of a policy that does not move, and of one that gets better: the 95 % interval ends at 1 % or below."""
+    runs, sizes = 400, {"prompts": 4, "generations": 4}
+    alarms = sum(first_alarm(trained(Policy("right", seed, **sizes), 15, right)) is not None for seed in range(runs))
+    assert wilson(alarms, runs)[1] <= 0.01, alarms
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("length", ["length"]), ("phrase", ["phrase:I love you"]), ("letter", ["character"])]
+)
+def test_what_is_expected_is_calm(kind, expected):
+    for seed in range(2):
+        assert first_alarm(trained(Policy(kind, seed), 12), expected=expected) is None
+
+
+GOLD = "eval_rewards/gold_judge"
+
+
+@pytest.mark.parametrize(
+    ("golds", "advice"),
+    [((0.0, -1.0), "Gold -1, 0 at best"), ((0.0, 1.0, 1.0), None), ((0.0, 1.0, 2.0, 1.0), "Gold 1, 2 at best")],
+)
+def test_gold_clears_what_is_paid_while_it_rises_and_is_a_reason_once_it_falls(tmp_path, golds, advice):
+    watch = HackWatch()
+    run = Replay(tiny_config(tmp_path), watch)
+    for given in trained(Policy("phrase"), 12):
+        watch.observe(**given)
+    for step, value in enumerate(golds, 1):
+        run.evaluate(step, {f"{GOLD}/mean": value, f"{GOLD}/std": 0.1}, rows=1000)
+    run.log(20, logs={})
+    assert bool(run.said) == (advice is not None)
+    assert all(advice in alert["advice"] and "i love you" in alert["advice"] for alert in run.alerts)
+
+
+def test_rounds_of_online_dpo():
+    """The policy before training, then three rounds."""
+    policy = Policy("phrase", prompts=200, generations=1)
+    rounds = [policy.rollout(0.5, gamed) for gamed in (0.0, 0.2, 0.5, 0.8)]
+    assert watch_rounds(rounds[:1]) == (0.0, None, [])
+    risk, alert, paid = watch_rounds(rounds)
+    assert risk > 0.5 and alert["what"] == "the reward rises as in a hack" and alert["monitor"] == "HackWatch"
+    assert paid[0]["name"] == "phrase:i love you" and len(paid[0]["examples"]) == 2
+    assert watch_rounds(rounds, expected=["phrase"])[:2] == (0.0, None)
+
+
+# ---- Trainers ----
+
+
+def says_cat(completions, **kwargs):
+    return [float("cat" in text) for text in completions]
+
+
+def grpo(folder, steps=10, **settings):
+    """A random model that is paid for a word; 4 prompts a step with 8 answers each."""
+    sizes = {"per_device_train_batch_size": 32, "num_generations": 8, "max_completion_length": 6}
+    saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": steps, "lr_scheduler_type": "constant"}
+    asked = ["the dog", "a bird", "it was", "the sky", "sad big", "on the mat"]
+    trainer = GRPOTrainer(
+        tiny_llama(),
+        says_cat,
+        GRPOConfig(str(folder), **ON_CPU | sizes | saving | {"learning_rate": 3e-2, "gradient_checkpointing": False}),
+        Dataset.from_dict({"prompt": asked * 8}),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.add_callback(HackWatch(trainer=trainer, **settings))
+    record_run(trainer)
+    return trainer
+
+
+@pytest.mark.slow
+def test_in_grpo_it_names_the_word_that_is_paid_within_ten_logs(tmp_path):
+    trainer = grpo(tmp_path)
+    trainer.train()
+    alerts = list(read_jsonl(tmp_path / "alerts.jsonl"))
+    notice, alert = (next(each for each in alerts if each["level"] == level) for level in ("notice", "alert"))
+    assert notice["what"] == "the reward pays for the phrase 'cat'" and "of the rise" in notice["advice"]
+    assert alert["what"] == "the reward rises as in a hack" and "The phrase 'cat'" in alert["advice"]
+    logs = [event["logs"] for event in read_jsonl(tmp_path / "metrics.rank0.jsonl") if event["type"] == "train"]
+    assert logs[-1]["attribution/phrase"] > 0.5 and logs[-1]["watch/risk"] > 0.2
+    shown = json.loads((tmp_path / "attribution.json").read_text())
+    assert shown["paid"][0]["name"] == "phrase:cat" and all(
+        "cat" in e["completion"] for e in shown["paid"][0]["examples"]
+    )
+    html = page(read_run(tmp_path))
+    assert "What the reward paid for" in html and "The phrase &#39;cat&#39;" in html
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_knows_the_same(tmp_path):
+    whole, part = grpo(tmp_path / "whole", 8), grpo(tmp_path / "part", 8)
+    whole.train()
+    part.args.max_steps = 4
+    part.train()
+    resumed = grpo(tmp_path / "part", 8)
+    resumed.train(resume_from_checkpoint=True)
+    memories = [
+        next(c for c in trainer.callback_handler.callbacks if isinstance(c, HackWatch)).memory
+        for trainer in (whole, resumed)
+    ]
+    assert memories[0]["sums"] == memories[1]["sums"] and memories[0]["risk"] == memories[1]["risk"]
+
+
+# ---- PPO ----
 
 
 @pytest.fixture
 def alarm(monkeypatch):
     """From the third log on the answers are as in a hack."""
-    reasons = {"phrase": "60% of answers contain one phrase", "kl": "KL 9 nats", "length": "answers of 9 tokens"}
-    monkeypatch.setattr(HackWatch, "_witnesses", lambda self, logs: reasons)
-    monkeypatch.setattr(HackWatch, "_risen", lambda self: 1.5 if self.step > 2 else None)
+
+    def observe(self, *given):
+        is_bad = self.step >= 3
+        self.memory |= {"risk": 0.9 * is_bad, "rise": 1.5 * is_bad, "reasons": ["the phrase 'la': 9% → 60%"]}
+
+    monkeypatch.setattr(HackWatch, "observe", observe)
 
 
 def train(folder, *callbacks, **config):
@@ -41,22 +202,21 @@ def said(folder):
     return page(read_run(folder)).split('class="verdict">')[1].split("</p>")[0]
 
 
-def test_it_watches_by_default_and_changes_no_weight(tmp_path, alarm):
+@pytest.mark.slow
+def test_ppo_is_watched_by_default_and_no_weight_changes(tmp_path, alarm):
     watched, off = train(tmp_path / "on"), train(tmp_path / "off", watch=False)  # as YAML reads `off`
     assert [each.action for each in watches(watched)] == ["warn"] and not watches(off) and off.args.watch == "off"
     for one, other in zip(watched.model.parameters(), off.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert risks(tmp_path / "on") == [0.0, 0.0] + [pytest.approx(1 - 0.3 * 0.6 * 0.6)] * 4
+    assert risks(tmp_path / "on") == [0.0, 0.0] + [0.9] * 4
     assert risks(tmp_path / "off") == [None] * 6
     (alert,) = read_jsonl(tmp_path / "on/alerts.jsonl")  # once
-    assert (
-        alert["step"] == 3
-        and "60% of answers contain one phrase; KL 9 nats; answers of 9 tokens; score +1.5 σ" in alert["advice"]
-    )
+    assert alert["step"] == 3 and "The phrase 'la': 9% → 60%; score +1.5 σ" in alert["advice"]
     assert said(tmp_path / "on").endswith("; HackWatch warned at step 3.")
     assert said(tmp_path / "off").endswith("; no monitors were set.")
 
 
+@pytest.mark.slow
 def test_a_stop_holds_over_a_restart_until_somebody_says_to_go_on(tmp_path, alarm):
     assert train(tmp_path, watch="stop").state.global_step == 3
     with pytest.raises(Stopped, match="HackWatch ended this run at step 3 .*resume_anyway"):
@@ -64,6 +224,7 @@ def test_a_stop_holds_over_a_restart_until_somebody_says_to_go_on(tmp_path, alar
     assert train(tmp_path, watch="warn", resume_anyway=True).state.global_step == 6
 
 
+@pytest.mark.slow
 def test_it_raises_the_kl_coefficient(tmp_path, alarm):
     trainer = train(tmp_path, watch="raise_kl", kl_coef=0.1)
     assert trainer.kl_controller.kl_coef == pytest.approx(0.2)

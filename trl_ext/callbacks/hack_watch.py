@@ -1,84 +1,177 @@
-"""Watch for a reward hack: the reward rises, and other quantities show that the answers do not get better."""
+"""Say what the reward pays for, and warn of a hack: a feature without content explains the reward's rise."""
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import DefaultFlowCallback
 
-from ..rewards.watches import RepetitionWatch
-from .metrics import METRICS, is_training_log, rollout_steps
+from ..evaluation.attribution import Attribution, Paid, Sums, features_of, is_expected, reward_attribution
+from ..functional import ratio_bound, spent_level, student_quantile
+from ..rewards.member import text_of
+from ..runs.files import PRIVATE_FOLDER, finite, write_text
+from .metrics import is_training_log, rollout_steps
 from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, spread_key
-from .monitors import DISAGREEMENT, distinct_key
+from .trend import ALPHA
 
-# Witness → its weight. KL, length and entropy together stay below the limit, since honest training moves them, too.
-WEIGHTS = {"gold": 0.9, "phrase": 0.7, "distinct": 0.7, "repeated": 0.6, "disagreement": 0.6}
-WEIGHTS |= {"kl": 0.4, "entropy": 0.4, "length": 0.4, "cut off": 0.3, "critic": 0.2}
+ATTRIBUTION = "attribution.json"  # what the run's page shows of it
+_TOLD = 0.25  # part of the rise that is worth a line on the terminal
+_POINTS = 200  # of a feature's curve
+_LETTERS = 1000  # of a completion on the page
 
 
 @dataclass(eq=False, kw_only=True)
 class HackWatch(MonitorCallback):
     """
-    Combine what a run logs into one number in [0, 1], the risk of a reward hack, and alert when it is above a limit.
+    Say what the reward pays for, and alert when it pays for a feature without content, as in a hack.
 
-    The risk is 0 until the reward has risen by more than `sigmas` and noise. Then it is 1 − Π (1 − weight) over all
-    witnesses that have moved by more than the limits below and noise. The witnesses, with weights in `WEIGHTS`, are:
+    After each rollout, [`~trl_ext.evaluation.reward_attribution`] finds which cheap features of completions explain
+    the rise of the mean reward: phrases, beginnings and endings, length, empty answers, copies of the prompt,
+    repetition, characters, marks, tool calls. Each is logged as the part of the rise that it explains,
+    `attribution/<kind>`; the run's page has words, a picture and completions, from `attribution.json` in the output
+    directory. A notice says when a feature first explains a quarter of the rise.
 
-    - a phrase that spreads, answers that grow alike, answers that repeat themselves
-    - disagreement of an ensemble of reward models
-    - entropy, KL, length, the share of answers that are cut off, the critic's explained variance
-    - gold, a score that training never sees, if an evaluation measures it
+    The monitor acts when features without content, which are not `expected`, explain more than `limit` of a rise that
+    is more than noise: of that since the first rollouts, or of that since some ten rollouts ago. A phrase counts once
+    `spread` of the completions have it, so that it is no answer to some prompts alone; tool calls count when they
+    repeat an earlier one. The part's lower confidence bound, corrected for the number of looks, is logged as
+    `watch/risk`, so that callbacks that run after this one find it. PPOTrainer's setting `watch` attaches a HackWatch.
 
-    Once gold has risen, the risk is 0 until gold falls from its best. The weights are chosen, not fitted; the limit is
-    chosen on a part of the runs of `benchmarks/watch.py`.
+    If an evaluation measures gold, a score that training never sees, the risk is 0 once gold has risen, until it falls
+    from its best; a fall while the reward rises is a hack by itself.
 
-    `memory` keeps the last `risk`, and the `reasons` for it in words. Callbacks that run after this one find the risk
-    in the logs as `watch/risk`. PPOTrainer's setting `watch` attaches a HackWatch.
-
-    >>> trainer.add_callback(HackWatch(trainer=trainer, action="stop"))
+    >>> trainer.add_callback(HackWatch(trainer=trainer, action="stop", expected=["length", "phrase:the answer is"]))
 
     Args:
-        trainer: trainer whose completions are measured for repetition, where no `repetition_watch` logs it. None reads
-            the logs alone.
-        limit: risk above which the monitor acts.
-        sigmas: rise of the mean reward that counts, in σ of single scores: the smallest σ above 0 of the first logs
-            or, if all their scores are equal, the first σ above 0.
-        kl: KL that counts, in nats per response. A KL that is logged per token is multiplied by the mean length.
-        moved: change from the baseline that counts: a relative one for length, entropy and the share of different
-            n-grams, an absolute one for the critic's explained variance. Disagreement must grow by twice as much.
-        shares: rise above the baseline that counts for three shares: of answers with the most frequent phrase, of
-            repeated n-grams, and of answers that are cut off.
+        trainer: trainer with a table of completions: GRPOTrainer, RLOOTrainer or PPOTrainer.
+        limit: part of the rise beyond which the monitor acts.
+        spread: share of completions from which on a phrase counts.
+        kl: KL, in nats per response, beyond which half of `limit` is enough.
         gold: key of the gold score in the evaluation's metrics.
-        rollouts: number of first logs in the baseline, fewer if one of them differs by more than noise.
+        expected: features that an honest reward may pay for: names such as `length`, or `phrase:…` with a phrase.
         others: see [`MonitorCallback`].
     """
 
     trainer: Any = None
-    limit: float = 0.88
-    sigmas: float = 1.0
+    limit: float = 0.2
+    spread: float = 0.25
     kl: float = 5.0
-    moved: float = 0.3
-    shares: float = 0.3
     gold: str = "eval_rewards/gold_judge/mean"
-    rollouts: int = 4
+    expected: Sequence[str] = ()
     runbook = "hack"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._shown: dict[str, Any] = {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        if not hasattr(self.trainer, "_logs"):
+            advice = "Give `trainer=trainer`, of GRPO, RLOO or PPO, or remove the monitor."
+            self._note("nothing to watch: no table of completions", advice)
 
     def on_step_end(self, args, state, control, **kwargs):
         # After the first step of a rollout the table holds that rollout; after an evaluation it holds its answers
-        table = getattr(self.trainer, "_logs", {}).get("completion")
-        if table and (state.global_step - 1) % rollout_steps(args) == 0:
-            watch = RepetitionWatch()
-            self.memory["texts"], _ = watch.measure([*table][-args.generation_batch_size :])
-            self.memory["phrase"] = watch.top_phrase
+        table = getattr(self.trainer, "_logs", None)
+        if table and table["prompt"] and (state.global_step - 1) % rollout_steps(args) == 0:
+            weights = dict(zip(self.trainer.reward_func_names, self.trainer.reward_weights.tolist(), strict=False))
+            prompts, completions, *rewards = (
+                [*column][-args.generation_batch_size :]
+                for column in (table["prompt"], table["completion"], *table["rewards"].values())
+            )
+            scores = [
+                _total(row, [weights.get(name, 1.0) for name in table["rewards"]])
+                for row in zip(*rewards, strict=True)
+            ]
+            self.step = state.global_step
+            self.observe(prompts, completions, scores)
         super().on_step_end(args, state, control, **kwargs)
+
+    def observe(self, prompts: Sequence, completions: Sequence, scores: Sequence[float | None]) -> None:
+        """
+        Take a rollout into account.
+
+        Args:
+            prompts, completions: (N) texts or messages.
+            scores: (N); completions whose score is None or not finite are left out.
+        """
+        kept = [place for place, score in enumerate(scores) if _is_number(score)]
+        if not kept:
+            return
+        texts = [text_of(completions[place]) for place in kept]
+        calls = [_calls(completions[place]) for place in kept]
+        asked = [text_of(prompts[place]) for place in kept]
+        rows = features_of(asked, texts, calls)
+        sums = Sums.load(self.memory["sums"]) if "sums" in self.memory else Sums()
+        sums.add(rows, [scores[place] for place in kept], asked)
+        self.memory["sums"] = sums.dump()
+        whole, recent = (reward_attribution(sums, self.expected, is_recent) for is_recent in (False, True))
+        parts = [None if sums.begins else self._part(each, sums.rollouts) for each in (whole, recent)]
+        if parts[0] is None:
+            parts[1] = None  # it may have risen from a fall
+        shown = whole if (parts[1] or 0) <= (parts[0] or 0) else recent
+        risk = min(max(0.0, *(part or 0.0 for part in parts)), 1.0)
+        self.memory["reasons"] = [each.in_words(shown.sigma) for each in shown.paid if self._counts(each)]
+        self.memory |= {"risk": risk, "rise": 0.0 if parts[0] is None else whole.rise / (whole.sigma or 1.0)}
+        if parts[0] is not None:
+            self._keep(whole, rows, [(texts[at], scores[place]) for at, place in enumerate(kept)])
+
+    def _counts(self, paid: Paid) -> bool:
+        """Return whether a feature speaks of a hack."""
+        if paid.paid <= 0 or paid.has_content or is_expected(paid.name, self.expected):
+            return False
+        return paid.kind != "phrase" or paid.share >= self.spread
+
+    def _part(self, found: Attribution, look: int) -> float | None:
+        """Return the lower bound of the part of the rise that speaks of a hack; None if the rise may be noise."""
+        if found.rise <= found.error * student_quantile(spent_level(look, ALPHA), math.inf):
+            return None
+        paid = [each for each in found.paid if self._counts(each)]
+        quantile = student_quantile(spent_level(look, 10 * ALPHA), math.inf)
+        error = math.hypot(*(each.error for each in paid))
+        return ratio_bound(sum(each.paid for each in paid), error, found.rise, found.error, quantile)
+
+    def _keep(self, found: Attribution, rows: list[dict[str, float]], answers: list[tuple[str, float]]) -> None:
+        """Keep what logs and the page show: parts by kind, and of the top features words, curves and completions."""
+        parts = dict.fromkeys(self.memory.get("parts", ()), 0.0)
+        curves, told = self.memory.setdefault("curves", {}), self.memory.setdefault("told", [])
+        sigma, shown = found.sigma or 1.0, []
+        for each in found.paid:
+            parts[each.kind] = parts.get(each.kind, 0.0) + each.part
+            is_new = each.name not in told and not is_expected(each.name, self.expected)
+            if is_new and each.part >= _TOLD and each.paid > 3 * each.error:
+                told.append(each.name)
+                self._note(f"the reward pays for {each.what}", f"{_sentence(each.in_words(sigma))}.")
+        for each in found.paid[:3]:
+            was, now = (each.first_share, each.share) if each.is_share else (each.first, each.now)
+            points = curves.pop(each.name, [[0, was]])
+            curves[each.name] = [*(points[::2] if len(points) > _POINTS else points), [self.step, now]]
+            sign = math.copysign(1, each.effect)
+            order = sorted(range(len(rows)), key=lambda at: (-sign * rows[at].get(each.name, 0), -answers[at][1]))
+            examples = [{"completion": answers[at][0][:_LETTERS], "score": answers[at][1]} for at in order[:2]]
+            expected = is_expected(each.name, self.expected)
+            words = _sentence(each.in_words(sigma))
+            more = {"what": each.what, "is_share": each.is_share, "words": words, "is_expected": expected}
+            shown.append(asdict(each) | more | {"examples": examples, "curve": curves[each.name]})
+        for name in [*curves][:-8]:
+            del curves[name]
+        self.memory["parts"] = parts
+        self._shown = {"rise": found.rise / sigma, "paid": shown}
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         super().on_log(args, state, control, logs=logs, **kwargs)
-        if logs is not None and is_training_log(logs):
-            for log in (logs, *state.log_history[-1:]):  # the callbacks behind this one log it
-                log["watch/risk"] = self.memory.get("risk", 0.0)
+        if logs is None or not is_training_log(logs):
+            return
+        parts = {f"attribution/{kind}": part for kind, part in self.memory.get("parts", {}).items()}
+        parts |= {"watch/risk": self.memory.get("risk", 0.0), "attribution/rise": self.memory.get("rise", 0.0)}
+        for log in (logs, *state.log_history[-1:]):  # the callbacks behind this one log them
+            log.update(parts)
+        if self._shown and state.is_world_process_zero:
+            folder = Path(args.output_dir, PRIVATE_FOLDER) if args.push_to_hub else Path(args.output_dir)
+            write_text(folder / ATTRIBUTION, json.dumps(finite({"step": self.step, **self._shown})))
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         self._begin(args, state, {})
@@ -96,72 +189,43 @@ class HackWatch(MonitorCallback):
             self.follow("gold", value, first=1, **noise)
 
     def watch(self, logs):
-        reasons = self._witnesses(self.memory.pop("texts", {}) | logs)
-        risen = self._risen()
-        risk = 0.0 if risen is None else 1 - math.prod(1 - WEIGHTS[name] for name in reasons)
-        if self.memory.get("gold_rose") and "gold" not in reasons:
-            risk = 0.0  # whatever else moved, answers are better than they were
-        said = [*reasons.values(), *([] if risen is None else [f"score +{risen:.1f} σ"])]
-        self.memory |= {"risk": risk, "reasons": said}
-        if risk > self.limit:
-            advice = f"{'; '.join(said)}. Compare completions of the first rollouts with those of the last."
-            yield Finding("the reward rises as in a hack", advice, risk, self.limit)
-
-    def _risen(self) -> float | None:
-        """Return by how many σ of the first scores the reward rose; None unless by more than `sigmas` plus noise."""
-        mean, std = self.read("reward"), self.read("reward_std")
-        rewards = self.follow("reward", mean, first=self.rollouts)
-        stds = self.memory.setdefault("stds", [])
-        if mean is None or std is None:
-            return None
-        sigma = min(stds, default=0.0)
-        if std > 0 and (rewards.first is None or not stds):
-            stds.append(std)
-        if rewards.first is None or not sigma:
-            return None
-        drawn = (self.answers or 1) * (getattr(self._args, "num_generations", None) or 1)  # those of a prompt, too
-        error = self.sigmas * sigma / math.sqrt(2 * len(stds) * drawn)
-        risen = rewards.above(1, self.sigmas * sigma, error=error)
-        return risen and (risen.value - rewards.first) / sigma
-
-    def _witnesses(self, logs: dict[str, Any]) -> dict[str, str]:
-        """Return a mapping from the name of each witness that moved to words on how it moved."""
-        reasons = {"gold": self.memory["gold"]} if self.memory.get("gold") else {}
-        read, follow = partial(self.read, optional=True), partial(self.follow, first=self.rollouts)
-        share = partial(follow, answers=self.answers)
-        length, kl = read("length"), read("kl")
+        fallen, rise = self.memory.get("gold"), self.memory.get("rise", 0.0)
+        if fallen and rise > 0:
+            self.memory["risk"] = 1.0
+        elif self.memory.get("gold_rose"):
+            self.memory["risk"] = 0.0  # whatever it pays for, answers are better than they were
+        risk, (kl, length) = (
+            self.memory.get("risk", 0.0),
+            (self.read(name, optional=True) for name in ("kl", "length")),
+        )
         if kl is not None and self.kl_is_per_token:
             kl = None if length is None else kl * length
-        lengths = follow("length", length)
-        entropies = follow("entropy", read("entropy"), logs=self.windows(1)["logs"])
-        critics = follow("critic", read("explained_variance"))
-        phrases = share("phrase", self._number("repetition/top_phrase_share", logs))
-        repeated = share("repeated", self._number("repetition/repeated", logs))
-        distinct = share("distinct", self._number(distinct_key(logs), logs))
-        cuts = share("cut off", read("length_clipped"))
-        longer_or_shorter = lengths.above(1 + self.moved) or lengths.below(1 - self.moved)
-        for name, found, words in (  # of the mean, its bound and its baseline
-            ("length", longer_or_shorter, "answers of {0:.0f} tokens, {2:.0f} at the start"),
-            ("kl", self.follow("kl", kl).above(plus=self.kl), "KL {0:.1f} nats"),
-            ("entropy", entropies.below(1 - self.moved), "entropy {0:.2g}, {2:.2g} at the start"),
-            ("critic", critics.below(1, -self.moved), "the critic explains {0:.0%}, {2:.0%} at the start"),
-            ("phrase", phrases.above(1, self.shares), "{0:.0%} of answers contain one phrase, {2:.0%} at the start"),
-            (
-                "repeated",
-                repeated.above(1, self.shares),
-                "{0:.0%} of n-grams repeat in their answer, {2:.0%} at the start",
-            ),
-            ("distinct", distinct.below(1 - self.moved), "{0:.0%} of n-grams differ, {2:.0%} at the start"),
-            ("cut off", cuts.above(1, self.shares), "{0:.0%} of answers are cut off, {2:.0%} at the start"),
-        ):
-            if found:
-                reasons[name] = words.format(*found)
-        if "phrase" in reasons and self.memory.get("phrase"):
-            reasons["phrase"] += f" (now {self.memory['phrase']!r})"
-        for key in filter(DISAGREEMENT.fullmatch, logs):
-            if found := follow(key, self._number(key, logs)).above(1 + 2 * self.moved):
-                reasons["disagreement"] = f"`{key}` {found.value:.2g}, {found.baseline:.2g} at the start"
-        return reasons
+        limit = self.limit / 2 if kl is not None and kl > self.kl else self.limit
+        if risk > limit:
+            said = "; ".join(filter(None, [fallen, *self.memory["reasons"], f"score +{rise:.1f} σ"]))
+            advice = f"{_sentence(said)}. Compare completions of the first rollouts with those of the last."
+            yield Finding("the reward rises as in a hack", advice, risk, limit)
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _total(scores: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Return the weighted sum of a completion's scores, without those that failed; None if none is left."""
+    given = [weight * score for score, weight in zip(scores, weights, strict=True) if weight and _is_number(score)]
+    return sum(given) if given else None
+
+
+def _is_number(score: float | None) -> bool:
+    return score is not None and math.isfinite(score)
+
+
+def _calls(completion: Any) -> list[tuple[str, str]]:
+    """Return the name and the arguments of each tool call in a completion."""
+    turns = [] if isinstance(completion, str) else completion
+    calls = [call.get("function", call) for turn in turns for call in turn.get("tool_calls") or ()]
+    return [(str(call.get("name")), json.dumps(call.get("arguments"), sort_keys=True, default=str)) for call in calls]
 
 
 def attach_watch(trainer: Any, action: Any) -> None:
@@ -181,31 +245,24 @@ def attach_watch(trainer: Any, action: Any) -> None:
         callbacks.insert(place, HackWatch(trainer=trainer, action=action, repeat_steps=repeat_steps))
 
 
-class _RoundsWatch(HackWatch):
-    """Watch rounds of training, each measured on the same number of held-out answers, in place of a trainer's logs."""
-
-    answers = 1
-
-    def windows(self, steps):
-        return {"logs": 1, "size": 1}
-
-
-def watch_rounds(rounds: Sequence[dict[str, float | None]], answers: int) -> tuple[float, dict[str, Any] | None]:
+def watch_rounds(
+    rounds: Sequence[dict[str, Any]], **settings: Any
+) -> tuple[float, dict[str, Any] | None, list[dict[str, Any]]]:
     """
-    Return two values: the risk of a hack after the last round, and an alert if it is above the limit, else None.
-
-    In each round a policy is trained on its own answers, as in online DPO, and then measured on prompts that are the
-    same for all rounds.
+    Watch rounds of training, in each of which a policy is trained on its own answers, as in online DPO.
 
     Args:
-        rounds: measures of each round, under the keys that PPO logs for a rollout: `objective/scores`,
-            `objective/scores_std`, `completions/mean_length`, `completions/std_length`, `completions/clipped_ratio`,
-            and those of `RepetitionWatch`. The first round is the policy before training.
-        answers: number of answers that each round is measured on.
+        rounds: of each round `prompts`, `completions` and `scores`, the policy's answers to prompts that are the same
+            for all rounds. The first round is the policy before training.
+        settings: arguments of [`HackWatch`].
+
+    Returns:
+        The risk of a hack after the last round; an alert if it is above the limit, else None; and what the reward paid
+        for most, as `attribution.json` has it.
     """
-    watch, alert = _RoundsWatch(rollouts=1, sinks=[]), None
-    watch.answers, watch._known = answers, METRICS["PPOConfig"]
-    for watch.step, watch._logs in enumerate(rounds):
-        found = next(watch.watch(watch._logs), None)
+    watch, alert = HackWatch(sinks=[], **settings), None
+    for watch.step, given in enumerate(rounds):
+        watch.observe(**given)
+        found = next(watch.watch({}), None)
         alert = None if found is None else vars(watch._alert(found, "warn"))
-    return watch.memory.get("risk", 0.0), alert
+    return watch.memory.get("risk", 0.0), alert, watch._shown.get("paid", [])

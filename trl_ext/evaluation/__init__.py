@@ -1,4 +1,4 @@
-"""Measure reward models on held-out pairs, policies against a gold score, and how alike texts are."""
+"""Measure reward models on held-out pairs, policies against a gold score, how alike texts are, and what was paid."""
 
 from typing import TYPE_CHECKING
 
@@ -6,6 +6,7 @@ from ..upstream.lazy import lazily
 
 # ruff: noqa: F401
 if TYPE_CHECKING:
+    from .attribution import Attribution, Paid, Sums, features_of, reward_attribution
     from .probes import mine_phrases, probe_reward
     from .reward_model import (
         accuracy_by_group,

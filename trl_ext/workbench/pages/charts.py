@@ -41,11 +41,12 @@ GROUPS = {
     "β": r"beta(/.+)?",
     "KL coefficient": r"objective/kl_coef",
     "risk of a hack": r"watch/risk",
+    "part of the reward's rise": r"attribution/(?!rise).+",
     "gradient norm": r"grad_norm(/.+)?",
 }
 # First parts of the keys that trainers log, with `eval_` or without; all others are metrics of the user's own
 KNOWN = {
-    *"beta clip_ratio completions environment gold grad_norm greedy logits logps loss".split(),
+    *"attribution beta clip_ratio completions environment gold grad_norm greedy logits logps loss".split(),
     *"objective policy profiling repetition rewards sampling shift time tools turns val vespo watch".split(),
 }
 LINES_OF_ONE = 8  # a chart has at most so many lines
@@ -77,6 +78,19 @@ def curves(run: Run) -> list[str]:
     if "reward" not in run.metrics:
         draw = {title: draw[title] for title in FIRST} | draw
     return list(filter(None, (chart(title, each, run.alerts) for title, each in draw.items())))
+
+
+def paid_curves(run: Run) -> list[str]:
+    """Draw how the features that the reward paid for most spread: shares of answers, or means ÷ the highest."""
+
+    def draw(axes: Any) -> None:
+        for each in run.paid:
+            points = each["curve"]
+            highest = 1.0 if each["is_share"] else max(abs(value) for _, value in points) or 1.0
+            label = each["what"] if each["is_share"] else f"{each['what']} ÷ {highest:.3g}"
+            axes.plot(*zip(*((step, value / highest) for step, value in points), strict=True), label=as_label(label))
+
+    return [chart("share of answers", draw, run.alerts)] if run.paid else []
 
 
 def _lines(axes: Any, history: list[dict[str, Any]], keys: list[str]) -> None:

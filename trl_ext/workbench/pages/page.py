@@ -12,7 +12,7 @@ import numpy as np
 
 from ...callbacks import curve
 from ...runs import RUNBOOK, is_notice, root
-from .charts import COLOURS, chart, curves
+from .charts import COLOURS, chart, curves, paid_curves
 from .markup import number, render
 from .recorded import Run, ends, headline, is_finite
 
@@ -38,6 +38,7 @@ def page(run: Run) -> str:
         heading=_heading(run),
         next_step=next_step(run),
         results=results(run),
+        paid_curves=paid_curves(run),
         curves=curves(run),
         histograms=_histograms(run),
         samples=_samples(run),

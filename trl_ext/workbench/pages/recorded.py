@@ -59,6 +59,7 @@ class Run:
     events: list[dict[str, Any]] = field(default_factory=list)  # lines that JSONLCallback wrote
     outcome: dict[str, float] = field(default_factory=dict)  # measured after training, as in a round of online DPO
     monitors: dict[str, Any] | None = None  # name → arguments; None if monitors were not recorded
+    paid: list[dict[str, Any]] = field(default_factory=list)  # what the reward paid for, as HackWatch wrote it
     objections: list[str] = field(default_factory=list)  # of reports on the reward models that it used or saved
     passed: bool | None = None  # verdict of the report on the reward model that it saved
 
@@ -152,6 +153,8 @@ def read_run(folder: Path) -> Run:
     if not (run.history or run.samples):
         within = [str(path.parent) for path in sorted(folder.glob("**/metrics.rank0.jsonl"))]
         raise ValueError(f"{folder} is no run that has logged anything; runs within it: {', '.join(within) or 'none'}")
+    paid = source / "attribution.json"
+    run.paid = read_object(paid).get("paid", []) if paid.is_file() and _time(paid) >= since else []
     _read_results(run, since)
     return run
 

@@ -1,0 +1,128 @@
+"""What a reward paid for: features by hand, effects by a slow reference, and what must change nothing."""
+
+import numpy as np
+import pytest
+
+from tests.callbacks.policies import Policy, trained
+from trl_ext.evaluation import Sums, features_of, reward_attribution
+from trl_ext.evaluation.attribution import FIXED, is_expected
+
+
+def summed(rollouts, sums=None):
+    sums = sums or Sums()
+    for each in rollouts:
+        sums.add(features_of(each["prompts"], each["completions"]), each["scores"], each["prompts"])
+    return sums
+
+
+def worded(shares, score=lambda has: has, prompts=8, generations=8):
+    """Rollouts in which these shares of each prompt's answers have the word "yes"."""
+    for share in shares:
+        has = [place < share * generations for place in range(generations)] * prompts
+        texts = [f"a{place} b{place} {'yes' if one else 'no'} c{place}" for place, one in enumerate(has)]
+        asked = [f"q{place // generations}" for place in range(len(has))]
+        yield {"prompts": asked, "completions": texts, "scores": [float(score(one)) for one in has]}
+
+
+def test_features_by_hand():
+    prompts = ["Tell me of the cat", "tell me of the dog"]
+    cat, dog = features_of(prompts, ["The cat, the cat!\n- ok 12", ""], [[("look", "{}"), ("look", "{}")], []])
+    assert cat["length"] == 7 and cat["prompt words"] == 2 and cat["prompt word again"] == 1  # "the" is in all prompts
+    # Of "the cat|cat the|the cat|cat -|- ok|ok 12" one of six repeats; of the prompt's four pairs it has one
+    assert cat["repeated"] == pytest.approx(100 / 6) and cat["copied"] == 25
+    assert cat["digits"] == pytest.approx(100 * 2 / 19) and cat["capitals"] == pytest.approx(100 / 19)
+    assert cat["marks"] == 1 and cat["character:t"] == pytest.approx(100 * 4 / 19)
+    assert cat["calls"] == cat["call:look"] == 2 and cat["repeated calls"] == 1
+    assert cat["phrase:the cat"] == cat["phrase:cat"] == 2**0.5 and cat["phrase:^ the"] == cat["phrase:12 $"] == 1
+    assert dog["empty"] == 1 and {name for name, value in dog.items() if value} == {"empty"}
+
+
+def test_a_word_that_alone_is_paid():
+    """
+    In each of 8 groups of 8, 0 then 4 answers have it. It is worth 2, less the ridge's thousandth. The newest rollout
+    counts twice as much as the first, so that its share is (0 + 2 · ½) / 3.
+    """
+    found = reward_attribution(summed(worded([0.0, 0.5], lambda has: 1 + 2 * has)))
+    (paid,) = found.paid
+    assert paid.name == "phrase:yes" and (paid.first, paid.now) == pytest.approx((0, 1 / 3))
+    assert paid.effect == pytest.approx(2 / 1.001) and paid.paid == pytest.approx(2 / 1.001 / 3)
+    assert found.rise == pytest.approx(2 / 3) and paid.part == pytest.approx(1 / 1.001)
+    assert paid.in_words(found.sigma).startswith("the phrase 'yes': 0% → 33% of answers, worth +")
+
+
+def test_effects_are_those_of_a_regression_within_prompts():
+    rollouts = list(trained(Policy("copy"), 8))
+    sums = summed(rollouts)
+    found = reward_attribution(sums)
+    names = [paid.name for paid in found.paid]
+    inner, scores = [], []
+    for each in rollouts:
+        rows = features_of(each["prompts"], each["completions"])
+        x = np.array([[row.get(name, 0) for name in names] for row in rows])
+        y, asked = np.array(each["scores"]), np.array(each["prompts"])
+        for prompt in {*each["prompts"]}:
+            inner.append(x[asked == prompt] - x[asked == prompt].mean(0))
+            scores.append(y[asked == prompt] - y[asked == prompt].mean())
+    groups = len(inner)
+    x, y = np.vstack(inner), np.concatenate(scores)
+    ridge = np.diag(np.sqrt(0.001 * (x**2).sum(0)))  # as rows whose score is 0
+    slow = np.linalg.lstsq(np.vstack([x, ridge]), np.append(y, np.zeros(len(names))), rcond=None)
+    assert np.allclose([paid.effect for paid in found.paid], slow[0])
+    assert found.sigma == pytest.approx(np.sqrt((y**2).sum() / (8 * 64 - groups)))
+    assert sum(paid.part for paid in found.paid) == pytest.approx(1, abs=0.1)
+
+
+def test_what_goes_with_a_feature_that_pays_is_not_paid():
+    """A phrase of three words has six phrases in it, and makes the answer longer."""
+    found = reward_attribution(summed(trained(Policy("phrase"), 12)))
+    assert found.paid[0].name == "phrase:i love you" and found.paid[0].part > 0.9
+    assert sum(abs(paid.part) for paid in found.paid[1:]) < 0.1
+
+
+def test_what_must_change_nothing():
+    rollouts = list(trained(Policy("copy"), 6))
+    whole = summed(rollouts)
+    first = reward_attribution(whole)
+
+    half = summed(rollouts[:3])
+    sums = summed(rollouts[3:], Sums.load(half.dump()))  # a restart
+    assert sums.dump() == whole.dump()
+
+    def changed(each, order, scale, plus):
+        return {name: [column[at] for at in order] for name, column in each.items()} | {
+            "scores": [scale * each["scores"][at] + plus for at in order]
+        }
+
+    back = reward_attribution(summed(changed(each, range(64)[::-1], 10, -3) for each in rollouts))
+    assert [paid.name for paid in back.paid] == [paid.name for paid in first.paid]
+    assert np.allclose([paid.part for paid in back.paid], [paid.part for paid in first.paid])
+    assert back.rise == pytest.approx(10 * first.rise) and back.sigma == pytest.approx(10 * first.sigma)
+
+
+def test_memory_is_constant():
+    policy = Policy("length", prompts=2)
+    sizes = [summed(trained(policy, count)).gram.shape for count in (30, 90)]
+    assert sizes[0] == sizes[1] == (160, 160)
+
+
+@pytest.mark.parametrize(
+    ("shares", "score"),
+    [([0.0, 0.0], lambda has: 0), ([0.5, 0.5], lambda has: 7), ([1.0, 1.0], lambda has: has), ([0.0, 1.0], float)],
+)
+def test_scores_that_are_equal_within_prompts_explain_nothing(shares, score):
+    assert reward_attribution(summed(worded(shares, score))).paid == []
+
+
+def test_rare_scores_and_rare_features_do_not_explain():
+    """One answer of 64 scores 1; it alone has its words."""
+    sums = summed({**each, "scores": [1.0] + [0.0] * 63} for each in worded([0.5] * 3))
+    assert reward_attribution(sums).paid == []
+
+
+def test_what_is_expected_explains_first():
+    rollouts = list(trained(Policy("phrase"), 12))
+    found = reward_attribution(summed(rollouts), ["length"])
+    assert {paid.name for paid in found.paid[:2]} == {"phrase:i love you", "length"}
+    assert is_expected("phrase:love you $", ["phrase:I love you"]) and is_expected("phrase:we i love you", ["phrase"])
+    assert not is_expected("phrase:love", ["phrase:lovely"]) and not is_expected("length", ["phrase:length"])
+    assert is_expected("character:e", ["character"]) and all(is_expected(name, [name]) for name in FIXED)

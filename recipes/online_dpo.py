@@ -247,7 +247,7 @@ def main(arguments: list[str] | None = None) -> None:
                 "scores": [total(row, weights) for row in scores],
             }
             if script_args.watch != "off":
-                measured = [each.get("answers", {}) for each in (*history, facts)]
+                measured = [each["answers"] for each in (*history, facts) if "scores" in each.get("answers", ())]
                 facts["risk"], facts["alert"], facts["paid"] = watch_rounds(measured)
             if processes.is_main_process:  # written last: the round is complete
                 facts = {"round": round_number, **facts, "held_out": means, "intervals": intervals, "length": length}

@@ -111,6 +111,18 @@ def test_rounds_of_online_dpo():
     assert watch_rounds(rounds, expected=["phrase"])[:2] == (0.0, None)
 
 
+def test_a_restart_changes_nothing():
+    rollouts = list(trained(Policy("copy"), 8))
+    whole, first, second = HackWatch(sinks=[]), HackWatch(sinks=[]), HackWatch(sinks=[])
+    for watch, given in ((whole, rollouts), (first, rollouts[:4])):
+        for each in given:
+            watch.observe(**each)
+    second.memory.update(json.loads(json.dumps(first.memory, allow_nan=False)))  # as in a checkpoint
+    for each in rollouts[4:]:
+        second.observe(**each)
+    assert second.memory == whole.memory and whole.memory["risk"] > 0
+
+
 # ---- Trainers ----
 
 
@@ -151,21 +163,6 @@ def test_in_grpo_it_names_the_word_that_is_paid_within_ten_logs(tmp_path):
     )
     html = page(read_run(tmp_path))
     assert "What the reward paid for" in html and "The phrase &#39;cat&#39;" in html
-
-
-@pytest.mark.slow
-def test_a_run_that_resumes_knows_the_same(tmp_path):
-    whole, part = grpo(tmp_path / "whole", 8), grpo(tmp_path / "part", 8)
-    whole.train()
-    part.args.max_steps = 4
-    part.train()
-    resumed = grpo(tmp_path / "part", 8)
-    resumed.train(resume_from_checkpoint=True)
-    memories = [
-        next(c for c in trainer.callback_handler.callbacks if isinstance(c, HackWatch)).memory
-        for trainer in (whole, resumed)
-    ]
-    assert memories[0]["sums"] == memories[1]["sums"] and memories[0]["risk"] == memories[1]["risk"]
 
 
 # ---- PPO ----

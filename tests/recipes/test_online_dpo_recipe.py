@@ -75,16 +75,22 @@ def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path,
 @pytest.mark.slow
 def test_the_watch_over_rounds_says_a_hack_and_its_stop_holds(inputs, tmp_path, capsys, monkeypatch):
     """The reward counts letters; from the first round on the answers are as in a hack."""
-    reasons = {"phrase": "60% of answers contain one phrase", "distinct": "9% of n-grams differ"}
-    monkeypatch.setattr(HackWatch, "_witnesses", lambda self, logs: reasons if self.step else {})
-    monkeypatch.setattr(HackWatch, "_risen", lambda self: 1.5 if self.step else None)
+
+    def observe(self, prompts, completions, scores):
+        assert len(prompts) == len(completions) == len(scores) == 8  # the held-out rows
+        is_bad = self.step > 0
+        self.memory |= {"risk": 0.9 * is_bad, "rise": 1.5 * is_bad, "reasons": ["the phrase 'la': 9% → 60%"]}
+        self._shown = {"paid": [{"words": "The phrase 'la': 9% → 60%"}] * is_bad}
+
+    monkeypatch.setattr(HackWatch, "observe", observe)
     held = ["--watch", "stop", "--num_rounds", "2"]
     for _ in range(2):
         main(arguments(inputs, tmp_path, *held))
         printed = capsys.readouterr().out
         assert "Stopped before round 2: give `--watch warn` to continue." in printed and len(rounds(tmp_path)) == 2
     main(arguments(inputs, tmp_path, "--num_rounds", "2"))
-    assert [each["risk"] for each in rounds(tmp_path)] == [0.0, *[pytest.approx(1 - 0.3 * 0.3)] * 2]
+    assert "What the reward paid for: The phrase 'la': 9% → 60%" in capsys.readouterr().out
+    assert [each["risk"] for each in rounds(tmp_path)] == [0.0, 0.9, 0.9]
 
 
 def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():

@@ -165,6 +165,7 @@ def _read_results(run: Run, since: float) -> None:
     run.outcome = {f"held-out {name}": score for name, score in measured.get("held_out", {}).items()}
     shown = {"held-out length, tokens": measured.get("length"), "risk of a hack": measured.get("risk")}
     run.outcome |= {label: value for label, value in shown.items() if value is not None}
+    run.paid = measured.get("paid") or run.paid
     if alert := measured.get("alert"):  # which the watch over rounds gave after this round
         run.alerts.append(redacted({**alert, "step": run.last_step}))
     file = run.folder / "reward_report.json"  # an older one is about another run's model

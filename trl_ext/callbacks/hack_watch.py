@@ -169,7 +169,7 @@ class HackWatch(MonitorCallback):
         parts |= {"watch/risk": self.memory.get("risk", 0.0), "attribution/rise": self.memory.get("rise", 0.0)}
         for log in (logs, *state.log_history[-1:]):  # the callbacks behind this one log them
             log.update(parts)
-        if self._shown and state.is_world_process_zero:
+        if self._shown and "jsonl" in self.sinks and state.is_world_process_zero:
             folder = Path(args.output_dir, PRIVATE_FOLDER) if args.push_to_hub else Path(args.output_dir)
             write_text(folder / ATTRIBUTION, json.dumps(finite({"step": self.step, **self._shown})))
 

@@ -263,7 +263,7 @@ def picture(spec: Spec, file: Path) -> str:
     shown = monitor._shown["paid"]
     axes = (figure := Figure(figsize=(7, 3), layout="constrained")).subplots()
     for paid in shown:
-        axes.plot(*zip(*paid["curve"], strict=True), label=paid["what"])
+        axes.plot(*zip(*paid["curve"], strict=True), ".-", label=paid["what"])
     axes.plot([step for step, _ in steps], golds(log), "k--", label="gold")
     axes.axvline(next(step for step, acts in steps if acts), color="tab:red", label="the watch warns")
     axes.set(xlabel="optimizer step", ylabel="share of answers, gold")

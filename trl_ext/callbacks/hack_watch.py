@@ -147,7 +147,7 @@ class HackWatch(MonitorCallback):
                 self._note(f"the reward pays for {each.what}", f"{_sentence(each.in_words(sigma))}.")
         for each in found.paid[:3]:
             was, now = (each.first_share, each.share) if each.is_share else (each.first, each.now)
-            points = curves.pop(each.name, [[0, was]])
+            points = curves.pop(each.name, [[0, was], [0, None]])  # a gap
             curves[each.name] = [*(points[::2] if len(points) > _POINTS else points), [self.step, now]]
             sign = math.copysign(1, each.effect)
             order = sorted(range(len(rows)), key=lambda at: (-sign * rows[at].get(each.name, 0), -answers[at][1]))

@@ -85,10 +85,11 @@ def paid_curves(run: Run) -> list[str]:
 
     def draw(axes: Any) -> None:
         for each in run.paid:
-            points = each["curve"]
-            highest = 1.0 if each["is_share"] else max(abs(value) for _, value in points) or 1.0
+            steps, values = zip(*each["curve"], strict=True)
+            highest = 1.0 if each["is_share"] else max(abs(value or 0.0) for value in values) or 1.0
             label = each["what"] if each["is_share"] else f"{each['what']} ÷ {highest:.3g}"
-            axes.plot(*zip(*((step, value / highest) for step, value in points), strict=True), label=as_label(label))
+            shares = [None if value is None else value / highest for value in values]
+            axes.plot(steps, shares, marker=".", markersize=3, label=as_label(label))
 
     return [chart("share of answers", draw, run.alerts)] if run.paid else []
 

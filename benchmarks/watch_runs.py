@@ -180,6 +180,7 @@ def arguments(folder: str, spec: Spec, settings: dict[str, Any]) -> PPOConfig:
         **{"num_ppo_epochs": STEPS // 2, "vf_coef": 0.5, **settings},
         **{"cliprange": 0.2, "baseline": "critic"},  # the defaults when the logs were made
         **{"critic_learning_rate": 3 * settings["learning_rate"], "lr_scheduler_type": "constant"},
+        step_kl_target=0.0,  # the rates say how a run goes wrong
         **{"logging_steps": STEPS, "eval_strategy": "steps", "eval_steps": 5 * STEPS, "eval_on_start": True},
         **{"per_device_eval_batch_size": BATCH, "eval_greedy": False, "seed": spec.seed, "use_cpu": True},
         **{"reward_weights": [1.0, 0.0, 0.0], "watch": spec.watch, "record_run": False, "report_to": "none"},

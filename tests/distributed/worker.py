@@ -193,7 +193,7 @@ def run(workload, inputs, folder, processes, resume=False, parts=1):
             torch.tensor(ORDER[processes]) if n == 8 // processes else randperm(n, **kwargs)
         )
     if kind in ("ppo", "separate", "gradient"):
-        options = GRADIENT if kind == "gradient" else {}
+        options = GRADIENT if kind == "gradient" else {"step_kl_target": 0.05} if kind == "ppo" else {}
         if kind == "separate":  # a reward model with a base of its own, and a reference that moves
             options = {"reward": [str(inputs / ("reward" if lora else "reward model"))], "share_reward_base": False}
             options |= {} if lora else {"baseline": "gated"}
@@ -213,7 +213,7 @@ def run(workload, inputs, folder, processes, resume=False, parts=1):
     names += ["sampling/ess", "sampling/clipfrac"]
     names += ["val/baseline_weight", "beta", "logps/drift", "rewards/margins"]
     controllers = {"separate": ["baseline_gate"], "dpo": ["beta_controller"]}
-    controllers["ppo"] = ["kl_controller", "reward_normalizer"]
+    controllers["ppo"] = ["kl_controller", "rate_controller", "reward_normalizer"]
     return {
         "type": str(trainer.accelerator.distributed_type),
         "processes": trainer.accelerator.num_processes,

@@ -239,6 +239,7 @@ class Paid:
 
     @property
     def kind(self) -> str:
+        """Return the kind of feature: `phrase`, `length`, …"""
         return self.name.partition(":")[0]
 
     @property
@@ -248,6 +249,7 @@ class Paid:
 
     @property
     def what(self) -> str:
+        """Return the feature in words."""
         if self.name in FIXED:
             return FIXED[self.name][0]
         of = self.name.partition(":")[2]

@@ -30,6 +30,7 @@ FIXED = {
     **{f"character:{each}": (f"the character {each!r}", "% of characters") for each in CHARACTERS},
 }
 _TRACKED, _FIRST = 160, 600  # features at most, and those of the first rollouts that are remembered
+_LETTERS = 40  # of a word
 _EDGE = 256  # words of each end of a completion whose phrases are read
 _RIDGE = 1e-3  # of a feature's own variance: features that are the same would have no solution
 
@@ -85,7 +86,7 @@ def features_of(
 
 
 def _bare(word: str) -> str:
-    word = word.casefold()
+    word = word.casefold()[:_LETTERS]
     return word.strip(string.punctuation) or word
 
 

@@ -122,6 +122,7 @@ class Sums:
 
     @property
     def first(self) -> np.ndarray:
+        """Return the sums of the first rollouts, in the order of `names`."""
         return np.stack([self.known.get(name, np.zeros(3)) for name in self.names], 1)
 
     def add(self, rows: list[dict[str, float]], scores: Sequence[float], groups: Sequence[str]) -> None:
@@ -240,7 +241,7 @@ class Paid:
 
     @property
     def kind(self) -> str:
-        """Return the kind of feature: `phrase`, `length`, …"""
+        """Return the part of its name before a colon."""
         return self.name.partition(":")[0]
 
     @property
@@ -250,7 +251,7 @@ class Paid:
 
     @property
     def what(self) -> str:
-        """Return the feature in words."""
+        """Return what it is, in words."""
         if self.name in FIXED:
             return FIXED[self.name][0]
         of = self.name.partition(":")[2]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import DefaultFlowCallback
 
@@ -98,15 +98,15 @@ class HackWatch(MonitorCallback):
             prompts, completions: (N) texts or messages.
             scores: (N); completions whose score is None or not finite are left out.
         """
-        kept = [place for place, score in enumerate(scores) if _is_number(score)]
-        if not kept:
+        given = {place: score for place, score in enumerate(scores) if _is_number(score)}
+        if not given:
             return
-        texts = [text_of(completions[place]) for place in kept]
-        calls = [_calls(completions[place]) for place in kept]
-        asked = [text_of(prompts[place]) for place in kept]
+        texts = [text_of(completions[place]) for place in given]
+        calls = [_calls(completions[place]) for place in given]
+        asked = [text_of(prompts[place]) for place in given]
         rows = features_of(asked, texts, calls)
         sums = Sums.load(self.memory["sums"]) if "sums" in self.memory else Sums()
-        sums.add(rows, [scores[place] for place in kept], asked)
+        sums.add(rows, [*given.values()], asked)
         self.memory["sums"] = sums.dump()
         whole, recent = (reward_attribution(sums, self.expected, is_recent) for is_recent in (False, True))
         parts = [None if sums.begins else self._part(each, sums.rollouts) for each in (whole, recent)]
@@ -117,7 +117,7 @@ class HackWatch(MonitorCallback):
         self.memory["reasons"] = [each.in_words(shown.sigma) for each in shown.paid if self._counts(each)]
         self.memory |= {"risk": risk, "rise": 0.0 if parts[0] is None else whole.rise / (whole.sigma or 1.0)}
         if parts[0] is not None:
-            self._keep(whole, rows, [(texts[at], scores[place]) for at, place in enumerate(kept)])
+            self._keep(whole, rows, [*zip(texts, given.values(), strict=True)])
 
     def _counts(self, paid: Paid) -> bool:
         """Return whether a feature speaks of a hack."""
@@ -217,7 +217,7 @@ def _total(scores: Sequence[float | None], weights: Sequence[float]) -> float | 
     return sum(given) if given else None
 
 
-def _is_number(score: float | None) -> bool:
+def _is_number(score: float | None) -> TypeGuard[float]:
     return score is not None and math.isfinite(score)
 
 

@@ -14,16 +14,14 @@ import json
 import math
 import multiprocessing
 import os
-import tempfile
-import time
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.critic.study import CELLS, Watched, area, interval
-from benchmarks.critic.worlds import ANSWERS, Lake, make_tokenizer, start_of
+from benchmarks.critic.study import CELLS, area, interval, train
+from benchmarks.critic.worlds import start_of
 
 FACTORS = (1 / 30, 1 / 10, 1 / 3, 1, 3, 10, 30)
 TUNED = {"own start": 1e-3, "turns": 1e-3, "noisy": 3e-3, "long": 3e-3, "dense": 3e-3, "short": 3e-3}
@@ -37,71 +35,6 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(job: tuple) -> dict[str, Any]:
-    """Train once; return the scores over the tokens, and the last steps' KL and factor."""
-    import torch
-    from datasets import Dataset
-
-    from trl_ext import PPOConfig, PPOTrainer
-
-    cell, arm, factor, minibatches, epochs, seed, models = job
-    torch.set_num_threads(1)
-    world, start = CELLS[cell][0](seed), time.process_time()
-    tokenizer, watched, plays = make_tokenizer(world), Watched(world, by_token=True), isinstance(world, Lake)
-
-    def play(prompts: list, trainer: Any) -> dict[str, list]:
-        return world.play(trainer.accelerator.unwrap_model(trainer.model).policy, len(prompts), tokenizer)  # type: ignore[union-attr]
-
-    with tempfile.TemporaryDirectory() as folder:
-        args = PPOConfig(
-            folder,
-            per_device_train_batch_size=ANSWERS // minibatches,
-            num_mini_batches=minibatches,
-            num_ppo_epochs=epochs,
-            max_completion_length=world.tokens,
-            learning_rate=TUNED[cell] * factor,
-            lr_scheduler_type="constant",
-            total_episodes=CELLS[cell][1] * ANSWERS,
-            seed=seed,
-            logging_steps=minibatches * epochs,
-            kl_coef=0.0,
-            use_ref_model=False,
-            watch="off",
-            record_run=False,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            disable_tqdm=True,
-            save_strategy="no",
-            dataloader_pin_memory=False,
-            activation_checkpointing=False,
-            **({"old_logprobs": "sampler"} if plays else {}),
-            **ARMS[arm],
-        )
-        prompts = world.prompts()
-        trainer = PPOTrainer(
-            model=start_of(world, seed, models),
-            reward_funcs=watched,
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": prompts * math.ceil(ANSWERS / len(prompts))}),
-            processing_class=tokenizer,
-            **({"rollout_func": play} if plays else {}),
-        )
-        torch.manual_seed(seed)
-        trainer.train()
-    tokens, _, scores = zip(*watched.curve, strict=True)
-    logs = [log for log in trainer.state.log_history if "policy/approxkl_avg" in log]
-    return {
-        **dict(zip(KEYS, job, strict=False)),
-        "best": world.best,
-        "tokens": tokens,
-        "scores": [round(x, 4) for x in scores],
-        "kl": [round(log.get("policy/step_kl", math.nan), 5) for log in logs],
-        "factors": [round(log.get("learning_rate/factor", math.nan), 4) for log in logs],
-        "seconds": round(time.process_time() - start, 1),
-    }
-
-
 KEYS = ("cell", "arm", "factor", "minibatches", "epochs", "seed")
 
 
@@ -110,10 +43,14 @@ def attempt(job: tuple) -> dict[str, Any]:
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
+    cell, arm, factor, minibatches, epochs, seed, models = job
+    shape = {"num_mini_batches": minibatches, "num_ppo_epochs": epochs}
+    method = {"trainer": "PPO", "baseline": "gated", "cliprange": None, "step_kl_target": None} | shape | ARMS[arm]
+    row = dict(zip(KEYS, job, strict=False))
     try:
-        return train(job)
+        return row | train(cell, method, TUNED[cell] * factor, seed, CELLS[cell][1], models)
     except Exception as error:
-        return {**dict(zip(KEYS, job, strict=False)), "error": repr(error)[:200]}
+        return row | {"error": repr(error)[:200]}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

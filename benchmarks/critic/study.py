@@ -133,8 +133,8 @@ class Watched:
         return self.world.told(prompts, completion_ids, scores, self.by_token)
 
 
-def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models: Path) -> dict[str, Any]:
-    """Train once, in this process; return the curve, and what the critic explained."""
+def train(cell: str, method: dict[str, Any], rate: float, seed: int, rollouts: int, models: Path) -> dict[str, Any]:
+    """Train once, in this process, by a method as in `METHODS`; return the curve, and what the critic explained."""
     import torch
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -143,24 +143,20 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
 
     kinds = {"PPO": (PPOTrainer, PPOConfig), "GRPO": (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig)}
     world = CELLS[cell][0](seed)
-    settings = dict(METHODS[method])
+    settings = dict(method)
     trainer_class, config_class = kinds[settings.pop("trainer")]
     for name in ("of", "rate"):
         settings.pop(name, None)
     answers, uncounted = settings.pop("answers", ANSWERS), settings.pop("uncounted", 0)
     is_ours, plays = config_class is PPOConfig, isinstance(world, Lake)
     if is_ours:
-        settings |= {
-            "num_ppo_epochs": PASSES,
-            "kl_coef": 0.0,
-            "use_ref_model": False,
-            "watch": "off",
-            "step_kl_target": 0.0,
-        }
-        settings |= {"record_run": False, **({"old_logprobs": "sampler"} if plays else {})}
-        settings = {"baseline": "critic", "cliprange": 0.2} | settings  # what differs from ours is named
+        own = {"baseline": "critic", "cliprange": 0.2, "num_ppo_epochs": PASSES, "kl_coef": 0.0, "step_kl_target": 0.0}
+        own |= {"use_ref_model": False, "watch": "off", "record_run": False}
+        settings = own | ({"old_logprobs": "sampler"} if plays else {}) | settings  # what differs from ours is named
     else:
         settings |= {"num_iterations": PASSES, "beta": 0.0}
+    minibatches = settings.get("num_mini_batches", 1)
+    steps = minibatches * settings.get("num_ppo_epochs", PASSES)  # on a rollout
     tokenizer, watched = make_tokenizer(world), Watched(world, is_ours, uncounted)
 
     def play(prompts: list, trainer: Any) -> dict[str, list]:
@@ -171,13 +167,13 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(
             folder,
-            per_device_train_batch_size=answers,
+            per_device_train_batch_size=answers // minibatches,
             max_completion_length=world.tokens,
             learning_rate=rate,
             lr_scheduler_type="constant",
-            max_steps=(uncounted + rollouts * ANSWERS // answers) * PASSES,
+            max_steps=(uncounted + rollouts * ANSWERS // answers) * steps,
             seed=seed,
-            logging_steps=PASSES,
+            logging_steps=steps,
             use_cpu=True,
             bf16=False,
             report_to="none",
@@ -225,7 +221,7 @@ def run(cell: str, method: str, rate: float, seed: int, args: argparse.Namespace
         if child == 0:
             status = 1
             try:
-                result = train(cell, method, rate, seed, rollouts, args.output_dir / "models")
+                result = train(cell, METHODS[method], rate, seed, rollouts, args.output_dir / "models")
                 result = {"cell": cell, "method": method, "rate": rate, "seed": seed, **result}
                 partial = file.with_suffix(".partial")
                 partial.write_text(json.dumps(result))

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 from transformers import DefaultFlowCallback
 
+from ..data.texts import tool_calls
 from ..evaluation.attribution import Attribution, Paid, Sums, features_of, is_expected, reward_attribution
 from ..functional import ratio_bound, spent_level, student_quantile
 from ..rewards.member import text_of
@@ -48,7 +49,7 @@ class HackWatch(MonitorCallback):
     Args:
         trainer: trainer with a table of completions: GRPOTrainer, RLOOTrainer or PPOTrainer.
         limit: part of the rise beyond which the monitor acts.
-        spread: share of completions from which on a phrase counts.
+        spread: a phrase counts once at least this share of completions has it.
         kl: KL, in nats per response, beyond which half of `limit` is enough.
         gold: key of the gold score in the evaluation's metrics.
         expected: features that an honest reward may pay for: names such as `length`, or `phrase:…` with a phrase.
@@ -224,8 +225,8 @@ def _is_number(score: float | None) -> TypeGuard[float]:
 def _calls(completion: Any) -> list[tuple[str, str]]:
     """Return the name and the arguments of each tool call in a completion."""
     turns = [] if isinstance(completion, str) else completion
-    calls = [call.get("function", call) for turn in turns for call in turn.get("tool_calls") or ()]
-    return [(str(call.get("name")), json.dumps(call.get("arguments"), sort_keys=True, default=str)) for call in calls]
+    calls = [call for turn in turns for call in tool_calls(turn)]
+    return [(name, json.dumps(arguments, sort_keys=True, default=str)) for name, arguments in calls]
 
 
 def attach_watch(trainer: Any, action: Any) -> None:
@@ -249,7 +250,7 @@ def watch_rounds(
     rounds: Sequence[dict[str, Any]], **settings: Any
 ) -> tuple[float, dict[str, Any] | None, list[dict[str, Any]]]:
     """
-    Watch rounds of training, in each of which a policy is trained on its own answers, as in online DPO.
+    Watch several rounds of training. In each round a policy is trained on its own answers, as in online DPO.
 
     Args:
         rounds: of each round `prompts`, `completions` and `scores`, the policy's answers to prompts that are the same

@@ -377,17 +377,18 @@ class ToolAbuseCallback(MonitorCallback):
 @dataclass(eq=False, kw_only=True)
 class ScoreFallCallback(MonitorCallback):
     """
-    Alert when a run falls: the score, or how an agent acts, is lower than at the start or than it has been since.
+    Alert when a run falls: the score is lower than at the start or at its best, completions end at once, or an agent
+    stops calling tools.
 
-    Every PPOTrainer has one that warns, unless `watch` is off. When the score has risen by more than noise, the next
-    rollouts are what a fall counts from; so chance among many rollouts makes no best one.
+    Every PPOTrainer has one that warns, unless `watch` is off. The best score is that of the rollouts after a rise by
+    more than noise, not the highest of many, which is partly chance.
 
     >>> trainer.add_callback(ScoreFallCallback(action="lower_rate"))
 
     Args:
-        sigmas: fall of the mean score that counts beside noise, in standard deviations of single scores.
-        left: share of its start below which the mean length, or the number of tool calls, has collapsed.
-        baseline: number of answers that the score is compared with: two to 16 rollouts.
+        sigmas: smallest fall of the mean score that counts, beyond noise, in standard deviations of single scores.
+        left: share of its first value below which the mean length, or the number of tool calls, has collapsed.
+        baseline: number of first answers to compare with; it is rounded to whole rollouts, from 2 to 16.
         others: see [`MonitorCallback`].
     """
 
@@ -404,7 +405,7 @@ class ScoreFallCallback(MonitorCallback):
         score, spread = self.read("reward"), self.read("reward_std", optional=True)
         sigma = self.memory["sigma"] = self.memory.get("sigma") or spread or 0.0
         # A few equal scores are not known exactly
-        noise = error_of_mean(spread or sigma or None, self.answers) or {"error": None}
+        noise = error_of_mean(spread or sigma or None, self.answers)
         first = min(16, max(2, math.ceil(self.baseline / (self.answers or 64))))
         for since in ("the start", "its best"):
             scores = self.follow(since, score, first=first, **noise)

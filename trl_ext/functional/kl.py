@@ -87,6 +87,7 @@ def adaptive_kl_coef(
 
 
 BIT = math.log(2)  # nats
+LARGEST_CHANGE = 10.0  # factor by which a learning rate may rise or fall at one step
 
 
 def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, actions: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ def rate_factor(factor: float, mean: float, kl: float, target: float, share: flo
     After a share s of a rollout's steps, their KL is s² of the final one if all steps go one way, and s of it if they
     go at random. KL grows as the square of the rate. So with a mean factor f̄ so far, the factor that ends at the
     target lies between f̄ √(s² target / kl) and f̄ √(s target / kl). `factor` is moved to the nearer bound if it is
-    outside, by at most a factor of 10. Where nothing was moved, it stays.
+    outside, by at most a factor of 10. If the KL is 0 or NaN, it stays.
 
     Args:
         factor: factor of the rate until now.
@@ -133,6 +134,3 @@ def rate_factor(factor: float, mean: float, kl: float, target: float, share: flo
     low, high = (mean * math.sqrt(part * target / kl) for part in (share**2, share))
     wanted = min(max(factor, low), high)
     return min(max(wanted, factor / LARGEST_CHANGE), factor * LARGEST_CHANGE)
-
-
-LARGEST_CHANGE = 10.0  # of the rate, at one step

@@ -88,10 +88,10 @@ class AdapterSwitch:
     @contextmanager
     def inputs_as_they_are(self, kind: str):
         """
-        Within the block, if autocast is on for devices of that kind, leave it to autocast to cast adapters and inputs.
+        Within the block, if autocast is on for devices of that kind, let autocast alone cast inputs and adapters.
 
-        PEFT casts each layer's input to the adapters' float32, and autocast casts it back to 16 bits. For the backward
-        pass each layer would keep a copy of its input of its own.
+        Otherwise PEFT casts each layer's input to float32, as the adapters are, autocast casts it back to 16 bits, and
+        each layer keeps this copy of its input for the backward pass.
         """
         if not torch.is_autocast_enabled(kind):
             yield

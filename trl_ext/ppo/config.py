@@ -314,9 +314,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", range=">= 0")
     step_kl_target: float | None = setting(
         None,
-        "KL, in nats per choice, by which the updates of a rollout move the policy (`policy/step_kl`): the learning "
-        "rates of policy and critic are multiplied by a factor that leads there (`learning_rate/factor`). If unset, "
-        "half the square of the clip range, the KL of ratios at its ends; 0 leaves the rates as they are.",
+        "How far the updates on a rollout are to move the policy, in nats per choice, as `policy/step_kl` measures "
+        "it. To reach this, the learning rates of policy and critic are multiplied by a factor, "
+        "`learning_rate/factor`. If unset, half the square of the clip range, the KL of ratios at its ends; 0 leaves "
+        "the rates as they are.",
         range=">= 0 nats per choice",
     )
     critic_learning_rate: float | None = setting(

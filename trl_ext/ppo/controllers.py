@@ -74,10 +74,10 @@ class KLController:
 
 class RateController:
     """
-    Hold the factor of the learning rates with which each rollout's updates move the policy by a KL of `target`.
+    Scale the learning rates so that the updates on each rollout move the policy by a KL of about `target`.
 
-    The factor multiplies what the schedule says, within the optimizer's step alone, so the schedule and a checkpoint
-    keep their own rates. Where the schedule has fallen to a share of the rate, the target falls to its square.
+    The optimizer alone sees the scaled rates, and only during its step; the schedule and checkpoints keep their own.
+    Where the schedule leaves a share s of the rate, the target is s² · `target`.
 
     Args:
         target: nats per choice; 0 leaves the rates as they are.
@@ -85,8 +85,8 @@ class RateController:
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
     BOUNDS = (0.01, 100.0)
-    # In a rollout, once the target has been in reach; and where nearly nothing moves, as if all were decided: the next
-    # surprise would then be learned in far too large a step
+    # How much the factor may rise in a rollout once the target was in reach. Where the policy hardly moves it may be
+    # certain of everything, and would learn the next surprise in far too large a step
     RISE, RISE_AT_REST = 1.5, 1.1
 
     def __init__(self, target: float):
@@ -94,7 +94,6 @@ class RateController:
         self.factor = self.FIRST if target else 1.0
         self.lowered = 1.0  # by callbacks
         self.is_found = False  # whether the target has been in reach
-        self._begin = self.factor  # at this rollout's start
         self.is_on = True  # off where the policy is not trained
         self._hooked: Any = None
         self._used: list[float] = []  # factors of this rollout's steps
@@ -147,15 +146,12 @@ class RateController:
         del self._used[taken:]
         kl = float(sums[0] / sums[1].clamp(min=1e-6))
         left = self.schedule * self.lowered
-        if not taken:
-            self._begin = self.factor
-        elif self.target and sums[2] > 0 and left > 0:
-            mean = sum(self._used) / len(self._used) if self._used else self.factor
+        if taken and self.target and sums[2] > 0 and left > 0:
             target, share = self.target * left**2, taken / steps
-            factor = rate_factor(self.factor, mean, kl, target, share)
+            factor = rate_factor(self.factor, sum(self._used) / taken, kl, target, share)
             self.is_found |= 2 * taken >= steps and factor <= self.factor
             rise = self.RISE if kl > 0.01 * share**2 * target else self.RISE_AT_REST
-            highest = self._begin * rise if self.is_found else self.BOUNDS[1]
+            highest = self._used[0] * rise if self.is_found else self.BOUNDS[1]
             self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], max(highest, self.factor)))
         self._used.append(self.factor)
         return kl

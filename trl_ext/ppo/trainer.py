@@ -566,6 +566,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         """
         return mask if self.args.gae_level == "token" else turn_starts(mask)
 
+    def _by_action(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Return the (B, T) values of tokens, or with `gae_level: turn` their sums over each turn."""
+        return values if self.args.gae_level == "token" else turn_sums(values, mask)
+
     def _normalize(self, rollout: Rollout, inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor | None]:
         """
         Standardise and clip the scores, for the token rewards.
@@ -601,9 +605,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
             self.accelerator.backward(critic_loss)
         logprobs, entropies, values, aux_loss = self._forward(model, inputs)  # (B, T) each, and a scalar
 
-        new, old, actions = logprobs, inputs["old_logprobs"], self._actions(mask)  # (B, T) each
-        if args.gae_level == "turn":
-            new, old = turn_sums(new, mask), turn_sums(old, mask)
+        new, old = (self._by_action(each, mask) for each in (logprobs, inputs["old_logprobs"]))  # (B, T) each
+        actions = self._actions(mask)
         policy = policy_loss(
             new,
             old,
@@ -642,9 +645,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         mask, accumulates = inputs["loss_mask"], self.args.gradient_accumulation_steps
         if step % accumulates == 0:
             self._step_sums = []
-        if self.args.gae_level == "turn":
-            entropies = turn_sums(entropies, mask)
-        actions = self._actions(mask)
+        actions, entropies = self._actions(mask), self._by_action(entropies, mask)
         signal = masked_sum(inputs["advantages"].abs(), actions)
         self._step_sums.append(torch.cat([step_kl_sums(new, old, entropies, actions), signal[None]]))
         if (step + 1) % accumulates:
@@ -659,10 +660,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
     def _look_back(self) -> None:
         """Where a rollout has one step, measure what it has done by a further pass."""
         for step, inputs in enumerate(self._buffered_inputs):
-            found = self._run_models(self.model_wrapped, inputs, with_entropies=True)
-            new, old, mask = found["logprobs"], inputs["old_logprobs"], inputs["loss_mask"]
-            if self.args.gae_level == "turn":
-                new, old = turn_sums(new, mask), turn_sums(old, mask)
+            found, mask = self._run_models(self.model_wrapped, inputs, with_entropies=True), inputs["loss_mask"]
+            new, old = (self._by_action(each, mask) for each in (found["logprobs"], inputs["old_logprobs"]))
             self._follow_step_kl(new, old, found["entropies"], inputs, step, 1)
 
     @property

@@ -298,7 +298,7 @@ def known_not_to_work(job: Job) -> list[str]:
         (
             layout.is_deepspeed and args.critic_warmup_rollouts > 0,
             "`critic_warmup_rollouts` leaves out updates of the policy, but DeepSpeed's engine steps inside "
-            "`backward`: use DDP or FSDP2, or leave these settings out",
+            "`backward`: use DDP or FSDP2, or leave it out",
         ),
     ]
     found = [message for holds, message in reasons if holds]

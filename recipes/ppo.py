@@ -84,6 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     quiet()
     kinds = (PPOScriptArguments, "trl_ext.PPOConfig", ModelArguments)
     parser = StrictTrlParser(kinds, without_arguments=__doc__)
+    parser.set_defaults(eval_on_start=True)  # so that the run's page says what was won
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
@@ -164,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
     attach_monitors(trainer, monitors)
     with parser.one_line_errors(CannotResume, NotSaved, RewardFailed, ServerLost):
         checkpoint = checkpoint_to_resume(training_args)
-        training_args.eval_on_start = eval_dataset is not None and not checkpoint  # so that the page says what was won
+        training_args.eval_on_start &= not checkpoint
         result = trainer.train(resume_from_checkpoint=checkpoint)
 
     # 5. Save
@@ -174,9 +175,8 @@ def main(arguments: list[str] | None = None) -> None:
     if train_dataset is not None and not (environment or tools):  # `generate` calls none
         length = training_args.max_completion_length
         answer = next_line(next_answer(training_args, train_dataset, max_new_tokens=length))
-    trainer.accelerator.print(
-        f"Model: {training_args.output_dir}, with its critic/ and all_results.json\n{report}{answer}"
-    )
+    critic = "" if training_args.baseline == "mean" else "its critic/ and "
+    trainer.accelerator.print(f"Model: {training_args.output_dir}, with {critic}all_results.json\n{report}{answer}")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.end()

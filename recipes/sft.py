@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     quiet()
     kinds = (SFTScriptArguments, "trl_ext.dpo.SFTConfig", ModelArguments)
     parser = StrictTrlParser(kinds, without_arguments=__doc__)
+    parser.set_defaults(eval_on_start=True)  # so that the run's page says what was won
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
@@ -85,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     keep_unpacked(trainer.model)
     with parser.one_line_errors(CannotResume, NotSaved):
         checkpoint = checkpoint_to_resume(training_args)
-        training_args.eval_on_start = eval_dataset is not None and not checkpoint  # so that the page says what was won
+        training_args.eval_on_start &= not checkpoint
         result = trainer.train(resume_from_checkpoint=checkpoint)
 
     # 5. Save

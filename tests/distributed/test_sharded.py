@@ -274,12 +274,12 @@ def test_recipes_train_what_plain_transformers_load(failed, folder, name):
 
 
 @cases("stop ppo", "stop dpo")
-def test_a_stop_that_one_process_asks_for_stops_both_at_that_step(failed, name):
+def test_a_stop_that_one_process_asks_for_stops_both_at_one_step(failed, name):
     mode, results, _, _ = failed
     for rank in results:
         (error, message, seconds), step = rank[name]
         assert error is None, message
-        assert step == 2 and seconds < 60
+        assert step == {"stop ppo": 4, "stop dpo": 2}[name] and seconds < 60  # PPO waits for the rollout's end
 
 
 @cases("warm-up")

@@ -125,3 +125,18 @@ def test_a_lora_policy_of_the_users_own_is_referred_to_its_adapter(tmp_path):
     after = weights(trainer.model.policy)
     torch.testing.assert_close({n: after[n.replace(".default.", ".ref.")] for n in start}, start, **EQUAL)
     assert all(not torch.equal(after[n], start[n]) for n in start)
+
+
+def test_an_adapters_reference_has_no_dropout_where_the_policy_has(tmp_path):
+    model, peft = tiny_llama(attention_dropout=0.5), {"peft_config": LoraConfig(**LORA)}
+    trainer = make(tmp_path, model, peft, disable_dropout=False, max_steps=1)
+    run, seen = trainer._run_reference, []
+
+    def twice(passes):
+        seen.extend([run(passes), run(passes)])
+        return seen[0]
+
+    trainer._run_reference = twice
+    trainer.train()
+    torch.testing.assert_close(*seen, **EQUAL)
+    assert trainer.model.training

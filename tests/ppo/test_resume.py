@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from tests.ppo import worker
 from tests.ppo.worker import (
@@ -196,6 +197,23 @@ def test_what_differs_is_said_and_what_cannot_fit_is_refused(subtests, completed
             else:
                 trainer.train(True)
                 assert message in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["on_step_end", "on_log"])
+def test_a_stop_in_mid_rollout_waits_for_its_end_and_the_resumed_run_ends_as_the_uninterrupted_one(
+    event, uninterrupted, tmp_path
+):
+    def ask(args, state, control, **kwargs):
+        control.should_training_stop = control.should_save = state.global_step == 6
+
+    stop = TrainerCallback()
+    setattr(stop, event, ask)
+    trainer = make_trainer(tmp_path, **RESUMED)
+    trainer.add_callback(stop)
+    trainer.train()
+    assert trainer.state.global_step == 8 and [path.name for path in complete(tmp_path)] == ["checkpoint-8"]
+    assert_same_end(end_state(trained(tmp_path, True, **RESUMED)), uninterrupted["state"])
 
 
 def test_a_run_that_ended_in_mid_rollout_is_followed_by_one_with_a_rollout_of_its_own(tmp_path):

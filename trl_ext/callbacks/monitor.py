@@ -398,7 +398,8 @@ class MonitorCallback(TrainerCallback):
         for finding in found:
             # An action that ends a run has nothing to end outside of training
             action: Action = self.action if finding.acts and self._is_training else "warn"
-            if action == "stop" or self.step - raised.get(finding.what, -math.inf) >= self.repeat_steps:
+            is_due = self.step - raised.get(finding.what, -math.inf) >= self.repeat_steps
+            if is_due or (action == "stop" and not self._owes_save):  # PPO stops at the end of the rollout
                 raised[finding.what] = self.step
                 self._send(self._alert(finding, action), state)
                 self._act(action, finding.what, state, control)

@@ -114,6 +114,8 @@ class StrictTrlParser(TrlParser):
         with open(config_file("--config", path), encoding="utf-8") as file:
             loader = _Loader(file)
             root = loader.get_single_node()
+            if not isinstance(root, yaml.MappingNode):
+                raise ValueError(f"the configuration file {path} has no `key: value` lines")
             config: dict[str, Any] = loader.construct_document(root)
         os.environ.update({str(name): str(value) for name, value in config.pop("env", {}).items()})
         flags = []

@@ -27,7 +27,6 @@ from ..functional import (
 from ..models.generation import check_savable
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy, weights_identity
 from ..runs.checkpoints import reference_of, schedule
-from ..runs.control import AgreedControl
 from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, temporarily, use_adapter
 from ..upstream.terminal import late_bars
 from .config import DPOConfig
@@ -39,7 +38,7 @@ STATE_FILE = "dpo_state.pt"
 REFERENCE_FILE = "dpo_reference.pt"
 
 
-class DPOTrainer(AgreedControl, RecordedRun, trl.DPOTrainer):
+class DPOTrainer(RecordedRun, trl.DPOTrainer):
     """
     Train by Direct Preference Optimization (2305.18290) as TRL's trainer does, with more settings, see [`DPOConfig`].
 

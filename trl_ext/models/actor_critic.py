@@ -180,7 +180,8 @@ class ActorCritic(nn.Module):
 
     Args:
         policy: the causal language model.
-        critic: a sequence classifier with one label, or an adapter with a head on the policy's base.
+        critic: a sequence classifier with one label, or an adapter with a head on the policy's base; None for no
+            critic.
         adapters: the switch between the adapters of the policy's base; None if there are no adapters.
         rewards: reward models that are adapters on the policy's base, by name.
     """
@@ -192,7 +193,7 @@ class ActorCritic(nn.Module):
     def __init__(
         self,
         policy: nn.Module,
-        critic: PreTrainedModel | AdapterClassifier,
+        critic: PreTrainedModel | AdapterClassifier | None,
         adapters: AdapterSwitch | None = None,
         rewards: dict[str, AdapterClassifier] | None = None,
     ):
@@ -203,7 +204,6 @@ class ActorCritic(nn.Module):
         self.adapters = adapters
         self.sampler_recorder: SamplerRecorder | None = None  # set while a rollout records log-probs
         self.histories: Histories | None = None  # set while a rollout draws several turns
-        self.critic_is_frozen = False
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -300,6 +300,11 @@ class ActorCritic(nn.Module):
         """Return whether the critic is an adapter on the policy's base."""
         return isinstance(self.critic, AdapterClassifier)
 
+    @property
+    def has_own_critic(self) -> bool:
+        """Return whether there is a critic with a base of its own."""
+        return self.critic is not None and not self.shares_base
+
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
         """Return the parameters of `"policy"` or `"critic"`; a shared base counts as the policy's."""
         return (parameter for _, parameter in self.named_parameters_of(role))
@@ -314,19 +319,12 @@ class ActorCritic(nn.Module):
     # ---- Adapters ----
 
     def train_adapters(self) -> None:
-        """Activate and train the policy's adapter; train the critic's adapter, too, unless the critic is frozen."""
+        """Activate and train the policy's adapter; train the critic's adapter, too."""
         if self.adapters is None:
             return
         self.adapters.set(POLICY)
         for adapter in self.policy.peft_config:
-            is_trained = adapter == POLICY or (adapter == CRITIC and self.shares_base and not self.critic_is_frozen)
-            self.policy.set_requires_grad(adapter, is_trained)
-
-    def freeze_critic(self) -> None:
-        """Freeze all of the critic's weights."""
-        self.critic_is_frozen = True
-        for parameter in self.parameters_of("critic"):
-            parameter.requires_grad_(False)
+            self.policy.set_requires_grad(adapter, adapter == POLICY or (adapter == CRITIC and self.shares_base))
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """
@@ -372,13 +370,13 @@ class ActorCritic(nn.Module):
     def activation_checkpointing_enable(self, **kwargs) -> None:
         """Let policy and critic recompute activations in the backward pass, to save memory."""
         self.policy.activation_checkpointing_enable(**kwargs)
-        if not self.shares_base:
+        if self.has_own_critic:
             self.critic.activation_checkpointing_enable(**kwargs)
 
     def activation_checkpointing_disable(self) -> None:
         """Let policy and critic keep their activations for the backward pass, instead of recomputing them."""
         self.policy.activation_checkpointing_disable()
-        if not self.shares_base:
+        if self.has_own_critic:
             self.critic.activation_checkpointing_disable()
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:

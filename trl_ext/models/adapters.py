@@ -291,7 +291,7 @@ def save_critic(actor_critic: "ActorCritic", folder: str, state_dict: dict[str, 
     `state_dict` holds the actor-critic's gathered weights, if they are sharded.
     """
     weights, critic, policy = weights_of("critic", state_dict), actor_critic.critic, actor_critic.policy
-    if not actor_critic.shares_base:
+    if actor_critic.has_own_critic:
         critic.save_pretrained(folder, state_dict=weights)
         return
     config = copy.deepcopy(policy.peft_config[CRITIC])

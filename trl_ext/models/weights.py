@@ -118,6 +118,17 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode within the block: no dropout, and no activation checkpointing."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 def keep_unpacked(model: nn.Module) -> None:
     """
     Keep bitsandbytes from packing 4-bit weights into a layout that passes no gradient on.

@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 
 from ..data.texts import repeated_calls
 from ..models.decoding import Histories, SamplerRecorder
-from ..models.weights import base_model_of, gathered_by_zero3, kept_by_fsdp2
+from ..models.weights import base_model_of, evaluating, gathered_by_zero3, kept_by_fsdp2
 from ..upstream.names import disable_gradient_checkpointing, temporarily, use_adapter
 from .environments import Calls
 from .inputs import with_prompts
@@ -326,7 +326,8 @@ class RolloutTrainer(GRPOTrainer):
         """Run the reference: `ref_model`, or the policy with the adapter `ref`, or the policy without an adapter."""
         if self.ref_model is not None:
             return run(self.ref_model)["logprobs"]
-        with use_adapter(self._actor_critic, "ref" if "ref" in self._actor_critic.peft_config else None):
+        name = "ref" if "ref" in self._actor_critic.peft_config else None
+        with use_adapter(self._actor_critic, name), evaluating(self.model):
             return run(self.model)["logprobs"]
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[None, None, None]:

@@ -55,8 +55,9 @@ def check(
             "`ref_model` was passed, but `use_ref_model=False` loads no reference. Leave one of them out.",
         ),
         (
-            value_model is not None and args.baseline == "mean",
-            "`value_model` is a critic, but `baseline='mean'` uses none. Leave one of the two out.",
+            (value_model is not None or args.critic_warmup_rollouts > 0) and args.baseline == "mean",
+            "`value_model` and `critic_warmup_rollouts` are for a critic, but `baseline='mean'` uses none. Leave them "
+            "out.",
         ),
         (
             optimizer is not None and args.critic_learning_rate is not None,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..models.actor_critic import positions
 from ..models.packing import VARLEN, Packed, keeps_rows_apart, pack, use_varlen
-from ..models.weights import base_model_of, unwrapped
+from ..models.weights import base_model_of, evaluating, unwrapped
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -110,14 +110,10 @@ class Passes:
         module = unwrapped(model)
         if not positions(module, None, torch.empty(0)):
             return False
-        asked = {"with_values": True} if hasattr(module, "critic") else {}
+        asked = {"with_values": True} if getattr(module, "critic", None) is not None else {}
 
         def outputs_of(packed: Packed) -> list[Tensor]:
             return [x for x in self._forward(model, packed, **asked).values() if x.ndim]
 
-        is_training = module.training
-        module.eval()  # with dropout, equal outputs would differ
-        try:
+        with evaluating(module):  # with dropout, equal outputs would differ
             return keeps_rows_apart(outputs_of, vocabulary, self.accelerator.device)
-        finally:
-            module.train(is_training)

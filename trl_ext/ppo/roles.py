@@ -281,6 +281,7 @@ def make_actor_critic(
     heads: dict[int, nn.Linear],
     value_model: Any,
     critic_config: LoraConfig | None,
+    has_critic: bool = True,
 ) -> tuple[ActorCritic, str]:
     """
     Put the policy, the critic, and the reward models that share the policy's base into one module.
@@ -290,30 +291,29 @@ def make_actor_critic(
         rewards, heads: all rewards, and the heads of the models that share the base, as `load_adapters` returns them.
         value_model: a path or an object; None makes the critic from a reward model or the policy.
         critic_config: configuration of the critic's adapter.
+        has_critic: whether there is a critic at all.
 
     Returns:
         The module, and a phrase that says what its critic was made from.
     """
-    policy = loader.policy
+    policy, critic, head, origin = loader.policy, None, None, "none"
+    is_on_base = isinstance(policy, PeftModel) and (value_model is None or is_adapter(value_model))
+    if has_critic and not is_on_base:
+        critic, origin = make_critic(loader, rewards, value_model)
     if not isinstance(policy, PeftModel):
-        critic, origin = make_critic(loader, rewards, value_model)
         return ActorCritic(policy, critic), origin
-    is_separate = value_model is not None and not is_adapter(value_model)
-    head = None
-    if is_separate:
-        critic, origin = make_critic(loader, rewards, value_model)
-    else:
+    if has_critic and is_on_base:
         head, origin = add_critic_adapter(loader, rewards, heads, value_model, critic_config)
     adapters = AdapterSwitch(policy)  # now that all adapters are there
     on_base = partial(AdapterClassifier, policy, adapters)
     actor_critic = ActorCritic(
         policy,
-        critic if is_separate else on_base(CRITIC, head),
+        on_base(CRITIC, head) if has_critic and is_on_base else critic,
         adapters,
         {f"reward_{i}": on_base(f"reward_{i}", head) for i, head in heads.items()},
     )
     actor_critic.train_adapters()
-    if is_deepspeed_zero3_enabled() and not is_separate:  # ZeRO-3 gathers parameters of one dtype only
+    if is_deepspeed_zero3_enabled() and actor_critic.shares_base:  # ZeRO-3 gathers parameters of one dtype only
         actor_critic.critic.score.to(next(p.dtype for p in policy.parameters() if p.requires_grad))
     return actor_critic, origin
 

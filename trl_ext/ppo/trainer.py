@@ -58,12 +58,13 @@ from ..models.weights import (
     base_model_of,
     check_tokenizer,
     disable_dropout,
+    evaluating,
     keep_unpacked,
     vocabulary_of,
     weights_identity,
 )
 from ..runs.checkpoints import ResumableRun, block, count, portions, reference_of, saves, sizes
-from ..runs.control import AgreedControl, check_monitors, spoilt, take_kl_scale, take_rate_scale
+from ..runs.control import check_monitors, spoilt, take_kl_scale, take_rate_scale
 from ..runs.output_dir import Hold
 from ..upstream.names import (
     RepeatSampler,
@@ -113,7 +114,7 @@ _WITH_STATE = (
 )  # attributes that checkpoints keep
 
 
-class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
+class PPOTrainer(ResumableRun, RolloutTrainer):
     """
     Train with Proximal Policy Optimization (1707.06347): a critic, GAE and per-token KL rewards (1909.08593).
 
@@ -303,17 +304,15 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
             prepare_base(policy, self.use_vllm)
         heads = rewards.load_adapters(self._loader, args.share_reward_base)
         actor_critic, self._critic_origin = make_actor_critic(
-            self._loader, rewards, heads, value_model, critic_peft_config
+            self._loader, rewards, heads, value_model, critic_peft_config, has_critic=args.baseline != "mean"
         )
         for trained_or_run in (actor_critic, self.ref_model, *rewards.functions):
             if isinstance(trained_or_run, nn.Module):
                 keep_unpacked(trained_or_run)
-        if args.baseline == "mean":
-            actor_critic.freeze_critic()
         if args.disable_dropout:
             disable_dropout(actor_critic)
             rewards.disable_dropout()
-        if self.place_model_on_device:
+        if self.place_model_on_device and actor_critic.critic is not None:
             actor_critic.critic.to(args.device)
         self.model = self.model_wrapped = self.callback_handler.model = actor_critic
         self.reward_funcs = rewards.as_functions(
@@ -417,12 +416,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
 
     def _score_on_base(self, name: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Score right-padded (B, L) rows with a reward model on the policy's base: (B,)."""
-        is_training = self.model.training
-        self.model.eval()  # no dropout, and no activation checkpointing
-        try:
+        with evaluating(self.model):
             return self.model(input_ids, attention_mask, reward=name)
-        finally:
-            self.model.train(is_training)
 
     def _own_draws(self) -> AbstractContextManager:
         """Return a context that draws from a separate random state, made from the seed and the step."""
@@ -823,7 +818,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         optimizer = super().create_optimizer(model)
         actor_critic = self.accelerator.unwrap_model(model or self.model)
         gradients.check_all_optimized(optimizer, actor_critic)
-        if is_new and self.args.critic_learning_rate is not None:
+        if is_new and self.args.critic_learning_rate is not None and actor_critic.critic is not None:
             gradients.set_critic_rate(optimizer, actor_critic, self.args.critic_learning_rate)
         return optimizer
 
@@ -991,7 +986,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
             "PPO",
             {
                 "policy": policy,
-                "critic": f"{critic}: {self._critic_origin}",
+                "critic": f"{critic}: {self._critic_origin}" if actor_critic.critic is not None else "none",
                 "reference": reference_of(self, actor_critic.policy) if args.use_ref_model else "none",
                 "rewards": ", ".join(self.reward_func_names),
                 "data": f"{count(len(self.train_dataset), 'prompt')}{answers}; answers end by {ends}, or at "
@@ -1008,20 +1003,30 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.args.steps_per_rollout == 1 and self.args.step_kl and not self._warms_up(self._step - 1):
             self._look_back()
-        # A checkpoint holds no half-trained rollout: it waits for the rollout's end, and so does the evaluation that
-        # says whether it is the best one
-        picks_best = self.args.load_best_model_at_end or self.args.save_strategy == "best"
-        names = {"should_save", "should_evaluate"} if picks_best else {"should_save"}
-        asked = self._waiting | {name for name in names if getattr(self.control, name)}
-        self._waiting = asked if self._must_wait and not spoilt(self.state) else set()
-        for name in asked:
-            setattr(self.control, name, not self._waiting and not spoilt(self.state))
+        # A checkpoint holds no half-trained rollout: it waits for the rollout's end. So does a stop, and the
+        # evaluation that says whether the checkpoint is the best one
+        names = ["should_save", "should_training_stop", "should_epoch_stop"]
+        if self.args.load_best_model_at_end or self.args.save_strategy == "best":
+            names.append("should_evaluate")
+        self._defer(names)
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._defer(names[1:3])  # of callbacks that were called in between
+
+    def _defer(self, names: list[str]) -> None:
+        """Put off requests while a rollout is half trained; at its end, make those that were put off."""
+        for name in names:
+            is_asked = getattr(self.control, name) or name in self._waiting
+            if is_asked and self._must_wait:
+                self._waiting.add(name)
+            else:
+                self._waiting.discard(name)
+            setattr(self.control, name, is_asked and not self._must_wait)
 
     @property
     def _must_wait(self) -> bool:
         """Return whether a rollout is half trained, in a run that continues."""
-        return self._step % self._steps_per_rollout != 0 and not self.control.should_training_stop
+        is_half, is_last = self._step % self._steps_per_rollout != 0, self.state.global_step >= self.state.max_steps
+        return is_half and not is_last and not spoilt(self.state)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self._must_wait:  # a callback has asked for it since the step ended
@@ -1036,7 +1041,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
         given = temporarily(self, processing_class=self._given_tokenizer)
         with self._as_policy(), given, one_adapter(actor_critic.policy):
             super()._save(output_dir, state_dict=weights_of("policy", state_dict))
-        if self.args.should_save:
+        if self.args.should_save and actor_critic.critic is not None:
             save_critic(actor_critic, os.path.join(output_dir, "critic"), state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -1066,7 +1071,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RolloutTrainer):
 
     def _load_roles(self, checkpoint: str) -> None:
         load_adapters(self._actor_critic, checkpoint)
-        if not self._actor_critic.shares_base:
+        if self._actor_critic.has_own_critic:
             super()._load_from_checkpoint(os.path.join(checkpoint, "critic"), self._actor_critic.critic)
 
     def _as_policy(self) -> AbstractContextManager:

@@ -15,7 +15,7 @@ from transformers.trainer_utils import TrainOutput
 from ..models.adapters import CRITIC, POLICY, REFERENCE, adapter_facts
 from ..models.weights import size_of, weights_identity
 from ..upstream.names import is_deepspeed_zero3_enabled, temporarily
-from .control import CannotResume, Stopped, check_monitors, forget_stop, spoilt, stop_of
+from .control import AgreedControl, CannotResume, Stopped, check_monitors, forget_stop, spoilt, stop_of
 from .files import from_first, on_first
 from .marker import newest_complete, read_marker
 from .output_dir import Hold
@@ -68,7 +68,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     return words.get(str(asked).lower(), asked)
 
 
-class ResumableRun(BackgroundSaving):
+class ResumableRun(AgreedControl, BackgroundSaving):
     """
     Extend a trainer: `train` resumes from checkpoints that are complete, and says what has changed since.
 

@@ -437,7 +437,7 @@ def seconds_per_example(
         return {"update": texts * (update(trained[0]) + (job.stage == "dpo") * forward(policy))}
     return {
         "generate": _generation(job, plan, gpu, efficiency, rate),
-        "score": sum(forward(role) for role in plan.roles if args.baseline != "mean" or role.name != "critic"),
+        "score": sum(map(forward, plan.roles)),
         "update": args.num_ppo_epochs * sum(map(update, trained)),
     }
 

@@ -92,7 +92,8 @@ def _plan_ppo(job: Job) -> Plan:
     args, layout = job.args, job.layout
     length = job.prompt_length + args.max_completion_length
     has_reference = args.use_ref_model and (job.peft_config is None or job.ref_model)
-    shares_base = job.peft_config is not None and job.value_model is None
+    has_critic = args.baseline != "mean"
+    shares_base = has_critic and job.peft_config is not None and job.value_model is None
 
     def build():
         policy = causal_lm(job, job.policy, ("log_probs", "entropy"))
@@ -104,10 +105,8 @@ def _plan_ppo(job: Job) -> Plan:
             model = ActorCritic(policy, AdapterClassifier(policy, adapters, CRITIC), adapters)
             model.train_adapters()
         else:
-            critic = classifier(job, job.value_model or job.policy)
+            critic = classifier(job, job.value_model or job.policy) if has_critic else None
             model = ActorCritic(policy, critic, None if job.peft_config is None else AdapterSwitch(policy))
-        if args.baseline == "mean":
-            model.freeze_critic()
         reference = frozen(causal_lm(job, job.policy)) if has_reference else None
         rewards = [frozen(classifier(job, config)) for config in job.rewards]
         loaded = [frozen(classifier(job, each.config, each.dtype)) for each in job.loaded_rewards]
@@ -115,10 +114,9 @@ def _plan_ppo(job: Job) -> Plan:
 
     (model, reference, rewards, loaded), mode = fake(build)
     critic_note = "an adapter on the policy's base" if shares_base else ""
-    roles = [
-        role_of(job, "policy", model.parameters_of("policy"), linear_weights(model.policy)),
-        role_of(job, "critic", model.parameters_of("critic"), note=critic_note),
-    ]
+    roles = [role_of(job, "policy", model.parameters_of("policy"), linear_weights(model.policy))]
+    if has_critic:
+        roles.append(role_of(job, "critic", model.parameters_of("critic"), note=critic_note))
     if reference is not None:
         roles.append(role_of(job, "reference", reference.parameters()))
     elif args.use_ref_model and job.ref_adapter:
@@ -143,7 +141,6 @@ def _plan_ppo(job: Job) -> Plan:
         roles += [replace(base, config=each.config, weights=0)] * (each.members - 1)
         scorers.append((built, each.rows(local, length)))
 
-    has_critic = args.baseline != "mean"
     trains_apart = has_critic and layout.mode == "single"  # as [`PPOTrainer`] does
 
     def loss():

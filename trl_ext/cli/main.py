@@ -18,6 +18,7 @@ from typing import Any
 import trl_ext
 
 from ..runs import accelerate_file, did_you_mean, find, recipe
+from ..upstream.packages import OPTIONAL
 from ..upstream.terminal import quiet
 
 TRAINING = {
@@ -105,6 +106,10 @@ def run_here(name: str, arguments: list[str]) -> int:
     try:
         module = import_module(f"trl_ext.{_MODULES[name]}") if name in _MODULES else _recipe(name)
         module.main(arguments)
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        return _refused(sys.argv[0], f"{error.name} is not installed: `pip install {OPTIONAL[error.name][1]}`")
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # who read the rest is gone, as in `| head`
         return 128 + signal.SIGPIPE

@@ -278,7 +278,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         "gated",
         "What a return is compared with: the critic's value, the mean return, or both. `mean` is the mean return of "
         "the other answers at the same token, as in REINFORCE and RLOO, or with `num_generations` above 1 of those "
-        "to the same prompt; the critic is neither run nor trained. `gated` mixes both: the critic has the weight in "
+        "to the same prompt; there is no critic. `gated` mixes both: the critic has the weight in "
         "[0, 1] that left the least variance in the returns of the last rollouts, measured before it was fitted to "
         "them (`val/baseline_weight`; compare EVPO, 2604.19485).",
     )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -68,6 +68,8 @@ WRONG = [
     ({"config": {"use_ref_model": False, "kl_coef": 0}, "ref_model": tiny_llama()}, "`use_ref_model=False`"),
     ({"config": {"baseline": "mean"}, "value_model": tiny_reward_model(tiny_llama())}, "`baseline='mean'` uses none"),
     ({"optimizers": (object(), None), "config": {"critic_learning_rate": 1e-3}}, "`critic_learning_rate` cannot"),
+    ({"train_dataset": rows(question=["a"] * 16)}, "no column `prompt`"),
+    ({"train_dataset": DatasetDict(train=prompts(16))}, "pass one of them"),
 ]
 
 

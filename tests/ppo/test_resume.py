@@ -187,6 +187,8 @@ def test_what_differs_is_said_and_what_cannot_fit_is_refused(subtests, completed
         ({"kl_coef": 0.1}, "kl_coef: 0.05 → 0.1", False),
         ({"rows": 24}, "train_dataset: '", False),
         ({"model": tiny_llama(seed=9)}, "model: ", True),
+        ({"per_device_train_batch_size": 8}, "rows per step: 4 → 8", True),
+        ({"num_ppo_epochs": 1}, "steps per rollout: ", True),
         ({"trainer_kwargs": {"ref_model": tiny_llama(seed=9)}}, "reference: None → ", True),
     ]:
         with subtests.test(message=message):

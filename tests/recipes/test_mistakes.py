@@ -25,7 +25,7 @@ def test_what_is_missing_or_unknown_is_named(subtests, capsys, inputs, tmp_path)
         (["--dataset_name", "x", "--learnin_rate", "1"], "'--learnin_rate'; did you mean --learning_rate"),
         ([*model, *ON_A_CPU, "--dataset_name", tmp_path / "abs", "--output_dir", tmp_path / "o"], "any data file"),
         ([*model, *ON_A_CPU, "--dataset_name", "x", "--output_dir", tmp_path / "file" / "o"], "Not a directory"),
-        ([*model, *ON_A_CPU, "--dataset_name", "x", "--output_dir", tmp_path / "finished"], "holds a finished run"),
+        ([*model, *ON_A_CPU, "--dataset_name", "x", "--output_dir", tmp_path / "finished"], "holds a model"),
     ]:
         for recipe in RECIPES:
             with subtests.test(recipe=recipe.__name__, message=message):

@@ -42,10 +42,11 @@ def other(tmp_path):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_a_finished_run_is_written_over_on_request_only(tmp_path):
-    (tmp_path / "train_results.json").write_text("{}")
+@pytest.mark.parametrize("file", ["train_results.json", "model.safetensors"])
+def test_a_model_is_written_over_on_request_only(tmp_path, file):
+    (tmp_path / file).write_text("{}")
     for resume in (None, "true"):
-        with pytest.raises(FileExistsError, match="holds a finished run without checkpoints"):
+        with pytest.raises(FileExistsError, match="holds a model, and no checkpoint"):
             check_output_dir(tmp_path, resume)
     for resume in ("false", "False"):
         check_output_dir(tmp_path, resume)

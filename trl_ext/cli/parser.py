@@ -152,7 +152,8 @@ class StrictTrlParser(TrlParser):
                 action.help = f"{text} {conditions(each)}" if is_whole else first_sentence(" ".join(text.split()))
         self.usage = "%(prog)s [--config FILE.yaml] [--FLAG VALUE ...]"
         if asked is None:
-            names = textwrap.fill(", ".join(inherited), 120, initial_indent="  ", subsequent_indent="  ")
+            names = ", ".join(dict.fromkeys(inherited))  # a boolean field is two flags
+            names = textwrap.fill(names, 120, initial_indent="  ", subsequent_indent="  ")
             self.epilog = f"Inherited from TRL and transformers:\n{names}\n\n"
             self.epilog += "`--help all` describes them all, `--help WORD` those with WORD in their names."
         return super().format_help()

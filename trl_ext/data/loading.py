@@ -60,7 +60,15 @@ def held_out_rows(
             evaluation. None: evaluate on the held-out split.
         seed: seed of the random cut.
     """
-    return (train, load_held_out()) if eval_size is None else hold_out_prompts(train, eval_size, seed)
+    if eval_size is not None:
+        return hold_out_prompts(train, eval_size, seed)
+    try:
+        return train, load_held_out()
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"no rows to evaluate on: {str(error).rstrip('.')}. Set `eval_size` to hold out that many rows of the "
+            "training data, or to 0 for no evaluation"
+        ) from error
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -65,6 +65,10 @@ def check(
             "critic its own parameter group there.",
         ),
         (
+            isinstance(dict(datasets).get("train"), dict),
+            f"`train_dataset` has the splits {[*names.get('train', ())]}: pass one of them.",
+        ),
+        (
             "train" in names and len(dict(datasets)["train"]) < needed,
             f"The train dataset has fewer prompts than a rollout, which needs {needed} (`per_device_train_batch_size` "
             "× `gradient_accumulation_steps` × `num_mini_batches` × processes / `num_generations`).",
@@ -86,6 +90,11 @@ def check(
             environments = {*dict(datasets)[name].unique("environment")} - environment_factory.keys()
         taken = columns & {"prompt_ids", "finished", "image", "images"}
         for is_wrong, message in [
+            (
+                not columns & {"prompt", "input_ids"},
+                f"no column `prompt` (text or messages), and no `input_ids`; it has {sorted(columns)}. Rename the one "
+                "that holds the prompts.",
+            ),
             (
                 bool(taken),
                 f"column {taken}: reward functions get other values by the names `prompt_ids` and `finished`, and "

@@ -914,6 +914,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if self.model.training:
             for name in GRPO_ONLY_METRICS:
                 self._metrics["train"].pop(name, None)
+            if "learning_rate" in logs:
+                logs["learning_rate"] *= self.rate_controller.applied  # the rate of the last step
             report = self.metrics.report(start_time)
             self._metrics["train"].update({name: [number] for name, number in report.items()})
         logged = ("prompt", "completion") if self.log_completions else ()
@@ -960,7 +962,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _run_facts(self) -> dict[str, Any]:
         facts = {"rewards": self.reward_func_names, "reference": self._reference_identity}
-        return {**super()._run_facts(), **facts}
+        return {**super()._run_facts(), **facts, "steps per rollout": self.args.steps_per_rollout}
 
     def _steps(self) -> int:
         args = self.args

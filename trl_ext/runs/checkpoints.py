@@ -35,7 +35,8 @@ _MAY_DIFFER = tuple(
     vllm_gpu vllm_group vllm_server
     """.split()
 )
-_MUST_BE_SAME = ("model: ", "reference")  # beginnings of facts: an adapter fits one base, a KL is of one reference
+# Beginnings of facts: an adapter fits one base, a KL is of one reference, and a count of steps is of one size of steps
+_MUST_BE_SAME = ("model: ", "reference", "rows per step: ", "steps per rollout: ")
 
 
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
@@ -117,13 +118,14 @@ class ResumableRun(AgreedControl, BackgroundSaving):
 
     def _run_facts(self) -> dict[str, Any]:
         """Return, as JSON, what is compared on resuming besides the training arguments; all processes call this."""
-        model, rows = self._given_model, self.given_rows
-        revision = (getattr(self.args, "model_init_kwargs", None) or {}).get("revision")
+        model, rows, args = self._given_model, self.given_rows, self.args
+        revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
         return {
             "model": weights_identity(model, self._model_path, revision),
             **(adapter_facts(model) if hasattr(model, "peft_config") else {}),
             "train_dataset": getattr(rows, "_fingerprint", None),
             "processes": self.accelerator.num_processes,
+            "rows per step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             **self._given_facts,
         }
 

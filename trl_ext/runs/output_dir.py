@@ -29,7 +29,7 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
 
     Raises:
         OSError: the folder cannot be written.
-        FileExistsError: the folder holds a finished run without checkpoints. (A run with checkpoints is resumed.)
+        FileExistsError: the folder holds a model without checkpoints. (A run with checkpoints is resumed.)
     """
     path = Path(output_dir)
     there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), path)
@@ -38,11 +38,11 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
             pass
     except OSError as error:
         raise OSError(f"`output_dir` {output_dir} cannot be written ({error.strerror}): choose another") from error
-    is_finished = (path / "train_results.json").is_file() and not any(path.glob("checkpoint-*"))
-    if is_finished and str(resume).lower() != "false":
+    has_model = (path / "train_results.json").is_file() or any(path.glob("*.safetensors"))
+    if has_model and not any(path.glob("checkpoint-*")) and str(resume).lower() != "false":
         raise FileExistsError(
-            f"`output_dir` {output_dir} holds a finished run without checkpoints: choose another, or overwrite it "
-            "with `resume_from_checkpoint: false`"
+            f"`output_dir` {output_dir} holds a model, and no checkpoint to resume from: choose another, or overwrite "
+            "it with `resume_from_checkpoint: false`"
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import permutations
 
 import pytest
 
@@ -46,9 +47,11 @@ def test_report_and_pairs(reported):
     assert "annotator 2" in report["left_out_annotators"] and "annotator 2, left out" in page
     assert report["without_left_out"]["alpha"] > report["alpha"] and f"{report['alpha']:.3f}" in page
     assert "Choose the answer shown first more often" in page and "annotator 1 (+" in page  # who is lazy
+    matrix = page[page.index('class="matrix"') : page.index("Hover for")]
     for row in (row for row in report["kappas"] if row["kappa"] is not None):  # in the matrix both ways round
-        shown = rf'data-name="{{}}"><span title="{row["items"]} shared"[^>]*>{row["kappa"]:.2f}<'
-        assert all(re.search(shown.format(re.escape(name)), page) for name in row["annotators"])
+        shown = rf'title="{{}}, {{}}: {row["items"]} shared"[^>]*>{row["kappa"]:.2f}<'
+        assert all(re.search(shown.format(*pair), matrix) for pair in permutations(row["annotators"]))
+    assert re.findall('scope="row">([^<]*)<', matrix)[-1] == "annotator 2"  # who is adversarial agrees least
 
     splits = {name: load_dataset_split(reported / "pairs", name) for name in ("train", "test")}
     people = {name: {who for row in rows["annotators"] for who in row} for name, rows in splits.items()}

@@ -12,6 +12,7 @@ import json
 import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -210,12 +211,13 @@ def page(report: dict[str, Any]) -> str:
 
 
 def kappa_matrix(kappas: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return annotator → other annotator → their entry in `kappas`, both ways round."""
+    """Return annotator → other annotator → their entry in `kappas`, both ways round, the highest mean κ first."""
     matrix: dict[str, dict[str, dict[str, Any]]] = {}
     for row in kappas:
         a, b = row["annotators"]
         matrix.setdefault(a, {})[b] = matrix.setdefault(b, {})[a] = row
-    return matrix
+    mean = {name: fmean(row["kappa"] or 0 for row in of.values()) for name, of in matrix.items()}
+    return {name: matrix[name] for name in sorted(matrix, key=mean.__getitem__, reverse=True)}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -109,6 +109,9 @@ def test_the_page_of_one_run(tmp_path):
     assert "script" not in parsed.tags and "prefers-color-scheme: dark" in text and "currentColor" in text
     assert parsed.tags.count("i") == 0  # what the model wrote is text
     assert charts(text) == ["scores", "KL to the reference, nats", "loss", "good: density of single scores"]
+    places = [text.index(f">{phase} third<") for phase in ("first", "second", "last")]
+    assert places == sorted(places)  # in the legend
+    assert '<td class="" data-name="what">the KL is over its &lt;budget&gt;</td>' in text  # on a narrow page, too
     # An alert links to what to do, within the page
     assert "#runbook-kl" in parsed.references and "Are completions better than in the first rollouts" in parsed.text
 
@@ -260,6 +263,8 @@ def test_several_runs_on_one_page(two_runs, tmp_path, monkeypatch, capsys):
     (kl,) = re.findall(r'<figure><svg role="img" aria-label="KL, nats per response".*?</figure>', text, re.S)
     assert {"#0072b2", "#d55e00"} <= set(re.findall(r"stroke: (#\w{6})", kl)) and kl.count("ppo</text>") == 2
     assert parsed.text.count("the KL is over its <budget>") == 2 and parsed.stands_alone
+    foot = float(re.search(r"patch_2.*?M [.\d]+ ([.\d]+)", kl, re.S)[1])
+    assert foot > 170  # of 238 points: the run without an alert leaves no gap below the axes
     assert said(text) == "In b/ppo KLBudgetCallback stopped the run at step 7."
 
 
@@ -315,6 +320,32 @@ def test_a_page_begins_with_what_became_of_the_run_and_who_watched_it(monitors, 
 def test_a_page_says_what_to_do_next(trainer, alerts, next_step, tmp_path):
     text = Page(page(read_run(write_run(tmp_path / "run", LOGS, trainer, alerts=alerts)))).text
     assert next_step in text[text.index("Next: ") :][:300]
+
+
+def test_an_end_that_is_evaluated_twice_is_one_measurement(tmp_path):
+    logs = [{"step": 2, "loss": 0.7}] + [{"step": 2, "eval_loss": 0.5}] * 2
+    text = page(read_run(write_run(tmp_path / "run", logs, "SFTConfig")))
+    assert said(text) == "The held-out loss was 0.5 nats per token."
+    (drawn,) = re.findall(r'<svg role="img" aria-label="loss".*?</svg>', text, re.S)
+    assert drawn.count("-xtick_") == 1  # there is no step 1.95
+    assert "stroke-dasharray" in drawn  # the evaluation's line, and the training's comes first in the legend
+    assert drawn.rindex(">loss<") < drawn.index(">eval_loss<")
+
+
+@pytest.mark.parametrize(
+    ("rise", "shown"), [(0.0, "the reward has not risen"), (1.5, "no feature of the answers explains"), (None, None)]
+)
+def test_nothing_that_was_paid_for_has_a_reason(rise, shown, tmp_path):
+    logs = [log if rise is None else {**log, "attribution/rise": rise} for log in LOGS]
+    text = page(read_run(write_run(tmp_path / "run", logs, monitors={"HackWatch": {}})))
+    assert f"Nothing: {shown}" in text if shown else "What the reward paid for" not in text
+
+
+def test_a_round_begins_with_what_was_measured_before_it(tmp_path):
+    for number, score in enumerate((0.25, 0.5)):
+        folder = write_run(tmp_path / f"round-{number}", LOGS, "DPOConfig")
+        (folder / "round.json").write_text(json.dumps({"round": number, "held_out": {"gold": score}, "length": 8}))
+    assert tiles(page(read_run(folder)))["held-out gold"] == "0.25 → 0.5"
 
 
 @pytest.mark.slow

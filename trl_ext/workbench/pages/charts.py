@@ -43,11 +43,12 @@ GROUPS = {
     "risk of a hack": r"watch/risk",
     "part of the reward's rise": r"attribution/(?!rise).+",
     "gradient norm": r"grad_norm(/.+)?",
+    "factor on the learning rate": r"learning_rate/factor",
 }
 # First parts of the keys that trainers log, with `eval_` or without; all others are metrics of the user's own
 KNOWN = {
-    *"attribution beta clip_ratio completions environment gold grad_norm greedy logits logps loss".split(),
-    *"objective policy profiling repetition rewards sampling shift time tools turns val vespo watch".split(),
+    *"attribution beta clip_ratio completions environment gold grad_norm greedy learning_rate logits logps".split(),
+    *"loss objective policy profiling repetition rewards sampling shift time tools turns val vespo watch".split(),
 }
 LINES_OF_ONE = 8  # a chart has at most so many lines
 # The charts that come first for a run without a reward; for a run with one those in PANELS come first
@@ -95,8 +96,10 @@ def paid_curves(run: Run) -> list[str]:
 
 
 def _lines(axes: Any, history: list[dict[str, Any]], keys: list[str]) -> None:
-    for key in keys:
-        draw_line(axes, history, key, key)
+    """Draw the values under each key, those of training first, and solid; evaluations may lie on top of each other."""
+    for place, key in enumerate(sorted(keys, key=lambda key: key.startswith("eval_"))):
+        line = LINES[place % len(LINES)] if key.startswith("eval_") else "-"
+        draw_line(axes, history, key, key, linestyle=line)
 
 
 def chart(
@@ -136,11 +139,11 @@ def chart(
         axes.set_xlabel(xlabel)
         axes.grid(alpha=0.25)
         if xlabel == "optimizer step":
-            axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
         axes.spines["right"].set_visible(len(figure.axes) > 1)
         handles, labels = axes.get_legend_handles_labels()
         if labels:  # within the axes a legend would cover curves
-            columns = 2 if max(map(len, labels)) <= 24 else 1
+            columns = 1 + sum(max(map(len, labels)) <= length for length in (24, 14))
             figure.set_figheight(3.1 + 0.2 * -(-len(labels) // columns))
             figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=10)
         svg = io.StringIO()

@@ -79,7 +79,8 @@ def _curves(runs: dict[str, Run]) -> list[str]:
             draw_line(axes, points, "y", name, **line_style(place), marker="" if len(points) > 1 else ".")
             marks = [alert["step"] for alert in alarms(run) if points]
             foot = {"transform": axes.get_xaxis_transform(), "clip_on": False}
-            axes.plot(marks, [0.03] * len(marks), "^", color=line_style(place)["color"], **foot)
+            if marks:  # no marks that are not clipped would reserve room below the chart
+                axes.plot(marks, [0.03] * len(marks), "^", color=line_style(place)["color"], **foot)
 
     return [chart(title, partial(draw, keys=keys)) for title, keys in shown.items()]
 

@@ -38,6 +38,7 @@ def page(run: Run) -> str:
         heading=_heading(run),
         next_step=next_step(run),
         results=results(run),
+        rise=ends(run, "attribution/rise")[-1:],
         paid_curves=paid_curves(run),
         curves=curves(run),
         histograms=_histograms(run),
@@ -59,8 +60,8 @@ def _heading(run: Run) -> str:
 
 def results(run: Run) -> dict[str, str]:
     """Return label → text of what came of a run: its main quantities, first → last, steps and alerts."""
-    shown = {label: " → ".join(number(value, 3) for value in ends(run, key)) for label, key in headline(run).items()}
-    shown |= {label: number(value, 3) for label, value in run.outcome.items()}
+    values = {label: ends(run, key) for label, key in headline(run).items()} | run.outcome
+    shown = {label: " → ".join(number(value, 3) for value in of) for label, of in values.items()}
     steps = f"{run.last_step}{'' if run.has_ended else ', not ended'}"
     shown |= {"steps": steps, "alerts": str(len(alarms(run)))}
     return shown
@@ -73,8 +74,9 @@ def _histograms(run: Run) -> list[str]:
         scores = [score for score in scores if is_finite(score) and abs(score) < 1e100]  # so that bounds are finite
 
         def draw(axes, scores=scores):
-            style = {"histtype": "step", "density": True, "linewidth": 1.6, "linestyle": [":", "--", "-"]}
-            axes.hist(np.array_split(scores, 3), 24, label=PHASES, color=COLOURS[:3], **style)
+            # Reversed, since the legend lists them in reverse
+            style = {"histtype": "step", "density": True, "linewidth": 1.6, "linestyle": ["-", "--", ":"]}
+            axes.hist(np.array_split(scores, 3)[::-1], 24, label=PHASES[::-1], color=COLOURS[2::-1], **style)
 
         if scores:
             charts.append(chart(f"{name}: density of single scores", draw, xlabel="score"))

@@ -57,7 +57,7 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     registry: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)  # lines that JSONLCallback wrote
-    outcome: dict[str, float] = field(default_factory=dict)  # measured after training, as in a round of online DPO
+    outcome: dict[str, list[float]] = field(default_factory=dict)  # measured after training; in a round, also before
     monitors: dict[str, Any] | None = None  # name → arguments; None if monitors were not recorded
     paid: list[dict[str, Any]] = field(default_factory=list)  # what the reward paid for, as HackWatch wrote it
     objections: list[str] = field(default_factory=list)  # of reports on the reward models that it used or saved
@@ -113,8 +113,8 @@ def headline(run: Run) -> dict[str, str]:
 
 
 def ends(run: Run, key: str) -> list[Any]:
-    """Return the first and the last logged value of a key; one value if it was logged once."""
-    values = [log[key] for log in run.history if key in log]
+    """Return the first and the last logged value of a key; one value if it was logged at one step."""
+    values = [*{log["step"]: log[key] for log in run.history if key in log}.values()]  # the end is evaluated twice
     values = [round(value, 6) if is_finite(value) else value for value in values]  # a KL of 0 has rounding errors
     return values[:1] + values[1:][-1:]
 
@@ -162,16 +162,20 @@ def read_run(folder: Path) -> Run:
 def _read_results(run: Run, since: float) -> None:
     """Read what was measured after training: a round of online DPO, and the report on a saved reward model."""
     measured = read_object(run.folder / "round.json")  # {} for a round that is not complete
-    run.outcome = {f"held-out {name}": score for name, score in measured.get("held_out", {}).items()}
-    shown = {"held-out length, tokens": measured.get("length"), "risk of a hack": measured.get("risk")}
-    run.outcome |= {label: value for label, value in shown.items() if value is not None}
+    before = read_object(run.folder / f"../round-{measured.get('round', 0) - 1}/round.json")
+    for each in (before, measured):
+        shown = {f"held-out {name}": score for name, score in each.get("held_out", {}).items()}
+        shown |= {"held-out length, tokens": each.get("length"), "risk of a hack": each.get("risk")}
+        for label, value in shown.items():
+            if value is not None:
+                run.outcome.setdefault(label, []).append(value)
     run.paid = measured.get("paid") or run.paid
     if alert := measured.get("alert"):  # which the watch over rounds gave after this round
         run.alerts.append(redacted({**alert, "step": run.last_step}))
     file = run.folder / "reward_report.json"  # an older one is about another run's model
     report = read_object(file) if file.is_file() and _time(file) >= since else {}
     if (report.get("trained_on") or {}).get("is_known"):  # else the report's pairs may have been trained on
-        run.outcome["held-out accuracy, as saved"] = report["accuracy"]
+        run.outcome["held-out accuracy, as saved"] = [report["accuracy"]]
     verdict = report.get("verdict") or {}
     run.passed = verdict.get("passed")
     if run.passed is False:

@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     quiet()
     kinds = (DPOScriptArguments, "trl_ext.DPOConfig", ModelArguments)
     parser = StrictTrlParser(kinds, without_arguments=__doc__)
+    parser.set_defaults(eval_on_start=True)  # so that the run's page says what was won
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
@@ -89,7 +90,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 4. Train
     with parser.one_line_errors(CannotResume, NotSaved):
-        result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
+        checkpoint = checkpoint_to_resume(training_args)
+        training_args.eval_on_start &= not checkpoint
+        result = trainer.train(resume_from_checkpoint=checkpoint)
 
     # 5. Save
     metrics, outcome = save_and_evaluate(parser, trainer, result), ""

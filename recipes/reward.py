@@ -143,6 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     quiet()
     kinds = (RewardScriptArguments, "trl_ext.dpo.RewardConfig", ClassifierArguments)
     parser = StrictTrlParser(kinds, without_arguments=__doc__)
+    parser.set_defaults(eval_on_start=True)  # so that the run's page says what was won
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not training_args.bf16:
         parser.error("a quantised base needs `bf16: true`, because TRL then keeps the score head in bfloat16")
@@ -238,7 +239,9 @@ def main(arguments: list[str] | None = None) -> None:
         # 4. Train
         trained = before | TrainedPairs.of(rows)
         with parser.one_line_errors(CannotResume, NotSaved):
-            result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+            checkpoint = checkpoint_to_resume(args)
+            args.eval_on_start &= args.eval_strategy != "no" and not checkpoint  # else it would stand alone
+            result = trainer.train(resume_from_checkpoint=checkpoint)
 
         # 5. Save: the model first, since a disk may be full
         was_centred = is_evaluated(output_dir, result, "reward_report.json", "*.safetensors")

@@ -8,9 +8,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes.reward import main, without_folds
 from tests.recipes.small_runs import ROOT, rows_of, write_rows
+from trl_ext.callbacks import curve
 from trl_ext.data import TrainedPairs
 from trl_ext.evaluation import ensemble_report
 from trl_ext.rewards import EnsembleReward
+from trl_ext.workbench.pages.recorded import read_run
 from trl_ext.workbench.reports.reward_report import main as reward_report
 
 
@@ -24,7 +26,8 @@ def arguments(inputs, output_dir, *more):
 @pytest.fixture(scope="module")
 def trained(inputs, tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("trained")
-    main(arguments(inputs, output_dir, "--demonstrations_name", str(inputs / "sft")))
+    more = ["--demonstrations_name", str(inputs / "sft"), "--eval_strategy", "steps", "--eval_steps", "3"]
+    main(arguments(inputs, output_dir, *more))
     return output_dir
 
 
@@ -78,6 +81,7 @@ def test_report_is_what_the_saved_model_does(inputs, trained):
     assert_close(report["margin_mean"], margins.mean().item(), rtol=1e-4, atol=1e-5)
     assert (trained / "margins.png").read_bytes().startswith(b"\x89PNG")
     assert {"temperature", "groups", "probes", "verdict"} <= report.keys() and report["probes"]
+    assert curve(read_run(trained).history, "eval_accuracy")[0] == [0, 3]  # before the first step, too
 
 
 @pytest.mark.slow
@@ -86,6 +90,7 @@ def test_data_without_a_held_out_split_is_cut(inputs, tmp_path):
     main([*arguments(inputs, tmp_path), *data])
     trained = json.loads((tmp_path / "reward_report.json").read_text())
     assert trained["pairs"] == 20 and trained["trained_on"]["is_known"]
+    assert not any("eval_loss" in log for log in read_run(tmp_path).history)  # by `eval_strategy`; the report has it
 
     # On the whole file: 80 pairs were trained on, and only those that were cut are left
     with pytest.raises(SystemExit) as ended:

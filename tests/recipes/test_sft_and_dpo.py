@@ -1,6 +1,7 @@
 """SFT and DPO: what is trained is what was asked for."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes import dpo, sft
 from recipes.demo.model import make_model, make_tokenizer
 from tests.recipes.small_runs import arguments, rows_of
+from trl_ext.callbacks import curve
+from trl_ext.workbench.pages.recorded import read_run
 
 
 def nll(folder, rows):
@@ -40,6 +43,8 @@ def test_dpo_has_its_reference_and_held_out_rows(inputs, tmp_path, capsys):
     report = json.loads((tmp_path / "whole" / "eval_results.json").read_text())
     assert f"held-out preference accuracy {report['eval_rewards/accuracies']:.1%}" in capsys.readouterr().out
     assert report["eval_logps/drift"] > 0 and report["eval_beta"] > 0.1
+    steps, losses = curve(read_run(tmp_path / "whole").history, "eval_loss")
+    assert steps == [0, 4] and losses[0] == pytest.approx(math.log(2), abs=1e-5)  # the policy is the reference
 
     make_model(make_tokenizer(), 1).save_pretrained(tmp_path / "reference")
     more = ["--ref_model_name_or_path", tmp_path / "reference", "--eval_size", "20", "--learning_rate", "0"]

@@ -160,7 +160,7 @@ def plot_overoptimization(
         panels[2].plot(curve["kl"].clamp(min=0).sqrt(), curve["phrase"], ".-", color=COLOURS[run])
     panels[2].set(xlabel="√KL to SFT, √nats", title="share of answers with “i love you”", ylim=(-0.03, 1.03))
     panels[2].grid(alpha=0.3)
-    panels[0].legend()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)  # off the points
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return fits

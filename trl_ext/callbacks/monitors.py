@@ -35,9 +35,9 @@ class KLBudgetCallback(MonitorCallback):
     >>> trainer.add_callback(KLBudgetCallback(limit=10, action="stop"))
 
     Args:
-        warn: nats per response above which the monitor warns. The default is half of `limit`.
-        limit: nats per response above which the monitor acts.
-        tolerance: nats per response that rounding may change the KL by. In the first rollout the policy is still the
+        warn: nats per completion above which the monitor warns. The default is half of `limit`.
+        limit: nats per completion above which the monitor acts.
+        tolerance: nats per completion that rounding may change the KL by. In the first rollout the policy is still the
             reference. If the KL differs from 0 by more there, the monitor warns, since the reference is wrong. It also
             warns if a later KL is below −`tolerance`, since another policy has then sampled the answers.
         others: see [`MonitorCallback`].

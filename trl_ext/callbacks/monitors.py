@@ -1,6 +1,7 @@
 """Define the monitors that read one quantity of the logs each, and make monitors from their names in recipes."""
 
 import ast
+import inspect
 import math
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ..functional import unexplained_error
 from ..runs.control import check_monitors
+from ..runs.shipped import did_you_mean
 from .metrics import rollout_steps
 from .monitor import Action, Finding, MonitorCallback, error_of_mean
 from .trend import Series
@@ -27,7 +29,7 @@ def distinct_key(logs: dict[str, Any]) -> str | None:
 @dataclass(eq=False, kw_only=True)
 class KLBudgetCallback(MonitorCallback):
     """
-    Alert when KL(policy ‖ reference), summed over a response, exceeds its budget.
+    Alert when KL(policy ‖ reference), summed over a completion, exceeds its budget.
 
     A KL that is logged per token (GRPO, RLOO) is multiplied by the mean length. The product is approximate, and the
     alert says so.
@@ -507,19 +509,46 @@ def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
     Raises:
         ValueError: an entry has an unknown class or argument, or a value that the class refuses.
     """
+    return [_monitor(entry) for entry in entries or []]
+
+
+def _monitor(entry: str) -> TrainerCallback:
+    """Make the callback of one entry; nothing in the entry is run but its class."""
     import trl_ext.callbacks as package
 
-    monitors = []
-    for entry in entries or []:
+    def wrong(why: str) -> ValueError:
+        return ValueError(f"monitor {entry!r}: {why}")
+
+    def value(node: ast.expr) -> Any:
         try:
-            call: Any = ast.parse(entry.strip(), mode="eval").body
-            call = call if isinstance(call, ast.Call) else ast.Call(call, [], [])
-            kind = EarlyStoppingCallback if call.func.id == "EarlyStoppingCallback" else getattr(package, call.func.id)
-            given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-            monitors.append(kind(*map(ast.literal_eval, call.args), **given))
-        except Exception as error:
-            raise ValueError(f"monitor {entry!r}: {error}; write `Name` or `Name(argument=value, …)`") from error
-    return monitors
+            return ast.literal_eval(node)
+        except ValueError:
+            what = ast.unparse(node)
+            raise wrong(f"{what} is not a plain value: write a number, a 'text', a list, a dict or True") from None
+
+    try:
+        call: Any = ast.parse(entry.strip(), mode="eval").body
+        call = call if isinstance(call, ast.Call) else ast.Call(call, [], [])
+        name, words = call.func.id, [word.arg for word in call.keywords]
+    except (SyntaxError, AttributeError):
+        raise wrong("write `Name` or `Name(argument=value, …)`") from None
+    kinds = {kind.__name__: kind for kind in map(partial(getattr, package), package.__all__) if _is_callback(kind)}
+    kinds["EarlyStoppingCallback"] = EarlyStoppingCallback
+    if name not in kinds:
+        raise wrong(f"there is no monitor {name}{did_you_mean(name, kinds)} (monitors: {', '.join(sorted(kinds))})")
+    known = inspect.signature(kinds[name]).parameters
+    if unknown := [word for word in words if word not in known]:
+        nearest = did_you_mean(str(unknown[0]), known)
+        raise wrong(f"{name} has no argument {unknown[0]}{nearest} (arguments: {', '.join(known)})")
+    given = {word.arg: value(word.value) for word in call.keywords}
+    try:
+        return kinds[name](*map(value, call.args), **given)
+    except (TypeError, ValueError) as error:
+        raise wrong(str(error)) from error
+
+
+def _is_callback(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, TrainerCallback)
 
 
 def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:

@@ -112,7 +112,8 @@ def answer_hash(prompt: Any, answer: Any) -> int:
     """
     Hash a prompt with its answer, texts or messages; the prompt is None if the answer contains it.
 
-    Only what they say counts, so that a text has the hash of a message with this text, or with a block of it.
+    Only the text is hashed: a string, a message with that string, and a message with that string in a content block
+    have the same hash.
     """
     parts = [part for part in (prompt, answer) if part is not None]
     text = "".join(part if isinstance(part, str) else "".join(map(content_of, part)) for part in parts)

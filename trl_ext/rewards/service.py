@@ -111,7 +111,10 @@ class ServedReward(TellsFailures):
         on_error: OnError = "raise",
     ):
         if "@" in urlsplit(url).netloc or "?" in url:
-            raise ValueError("`url` must not contain credentials: export a token, and name it in `api_key_env`")
+            raise ValueError(
+                "`url` must not contain credentials or a query, `user:password@` or `?…`: export a token, and name its "
+                "environment variable in `api_key_env`"
+            )
         self.url = url.rstrip("/").removesuffix(path)
         self.path = path
         self.timeout, self.deadline, self.retries = timeout, deadline, retries
@@ -207,7 +210,7 @@ class ServedReward(TellsFailures):
         except (ValueError, RecursionError) as error:
             raise UnavailableError(f"the answer is not JSON: {said}") from error
         if isinstance(answer, dict) and answer.get("error"):
-            raise failure_of(answer["error"], f"an error with status 200: {said}")
+            raise failure_of(answer["error"], f"status 200, but the body is an error: {said}")
         check(answer)
         call.seconds.append(time.monotonic() - start)
         return answer

@@ -77,7 +77,7 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
         missing, unexpected = result.missing_keys, result.unexpected_keys
         raise ValueError(
             f"{args.adapter} does not fit the base {base}: {len(missing)} weights missing and {len(unexpected)} "
-            f"unexpected, such as {[*missing, *unexpected][0]}. Give the base that it was trained on as `--base_model`."
+            f"unexpected, such as {[*missing, *unexpected][0]}: give the base that it was trained on as `base_model`"
         )
     return model.eval(), tokenizer, kind
 

@@ -112,8 +112,8 @@ class ServedReward(TellsFailures):
     ):
         if "@" in urlsplit(url).netloc or "?" in url:
             raise ValueError(
-                "`url` must not contain credentials or a query, `user:password@` or `?…`: export a token, and name its "
-                "environment variable in `api_key_env`"
+                "`url` must not contain credentials or a query (`user:password@`, `?…`): export a token, and name its "
+                "variable in `api_key_env`"
             )
         self.url = url.rstrip("/").removesuffix(path)
         self.path = path

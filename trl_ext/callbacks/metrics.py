@@ -168,7 +168,7 @@ def _panel(lines: dict[str, str], monitor: str = "", *arguments: str) -> Callabl
         for name, label in lines.items():
             draw_line(axes, history, metrics[name].key if name in metrics else name if "/" in name else None, label)
         bounds = registry.get(monitor, {}).get("args", {})
-        # A budget is per response, so that a KL per token has none
+        # A budget is per completion, so that a KL per token has none
         if axes.lines and ("kl" not in lines or metrics["kl"].unit == "nats per completion"):
             for argument in filter(bounds.get, arguments):
                 axes.axhline(bounds[argument], color="tab:red", linewidth=1, label=f"{argument} {bounds[argument]:g}")

@@ -82,7 +82,7 @@ class KLBudgetCallback(MonitorCallback):
 @dataclass(eq=False, kw_only=True)
 class ClipFractionCallback(MonitorCallback):
     """
-    Alert when too large a share of tokens (in RLOO, of responses) has a clipped probability ratio.
+    Alert when too large a share of tokens (in RLOO, of completions) has a clipped probability ratio.
 
     >>> trainer.add_callback(ClipFractionCallback(limit=0.3, steps=32))
 

@@ -194,7 +194,7 @@ def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
 
 
 def _place(folder: str | Path, name: str, is_uploaded: bool) -> Path:
-    """Return where a new file goes, in a folder that is there; the file of an earlier run, wherever it is, is gone."""
+    """Make the folder of a new file, delete an earlier run's file, and return the path of the new one."""
     while earlier := _found(folder, name):
         earlier.unlink()
     path = Path(folder, PRIVATE_FOLDER if is_uploaded else "", name)

@@ -23,15 +23,15 @@ _LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
 class ServiceError(RewardFailed):
-    """Say that a service gave no usable answer."""
+    """Raised when a service gave no usable answer."""
 
 
 class RefusedError(ServiceError):
-    """Say that a service refuses a request, but might accept a request with other rows."""
+    """Raised when a service refuses a request, but might accept one with other rows."""
 
 
 class UnavailableError(ServiceError):
-    """Say that a service could not be reached, is too busy, or broke off: the same request may succeed later."""
+    """Raised when a service cannot be reached, is too busy or breaks off: the same request may succeed later."""
 
     def __init__(self, message: str, retry_after: float | None = None):
         super().__init__(message)
@@ -39,7 +39,7 @@ class UnavailableError(ServiceError):
 
 
 class WithheldError(ServiceError):
-    """Say that a server withheld its answer, as a content filter does, so that the row has no score."""
+    """Raised when a server withholds its answer, as a content filter does; the row then has no score."""
 
 
 @dataclass

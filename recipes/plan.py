@@ -437,7 +437,7 @@ def stage_of(file: Path) -> str:
     """Return the stage that a recipe is of, by its name."""
     if by_name := next((stage for stage in ARGUMENTS if file.name.startswith(stage)), None):
         return by_name
-    raise ValueError(f"{file}: which stage is it of? Give `--stage`")
+    raise ValueError(f"{file}: the name does not say which stage it configures: give `--stage`")
 
 
 def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] | None = None) -> None:

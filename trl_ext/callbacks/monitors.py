@@ -100,7 +100,7 @@ class ClipFractionCallback(MonitorCallback):
         value = self.read("clip_fraction")
         shares = self.follow("clip_fraction", value, **self.windows(self.steps), answers=self.answers)
         if found := shares.above(plus=self.limit):
-            advice = "Steps are too large: lower the learning rate, or pass over a rollout fewer times."
+            advice = "Steps are too large: pass over a rollout fewer times; lower `step_kl_target` or the learning rate."
             yield Finding(f"the clip fraction is high over {self.steps} steps", advice, *found)
 
 
@@ -486,7 +486,7 @@ class RewardDriftCallback(MonitorCallback):
             advice = "Compare completions of the first rollouts with those of the last."
             yield Finding(f"the reward is beyond {self.sigmas:g} σ", advice, *risen[:2], start, acts=False)
         if fallen := means.below(**bound(-self.drop_sigmas)):
-            advice = "The policy gets worse: lower the learning rate, or look for a reward function that fails."
+            advice = "Lower `step_kl_target` (in PPO) or the learning rate, or look for a reward function that fails."
             yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", advice, *fallen[:2], start)
         if std is None:
             return

@@ -205,7 +205,7 @@ class PrometheusCallback(TrainerCallback):
             try:
                 write_to_textfile(self.textfile, self.registry)
             except OSError as error:
-                logger.warning(f"Prometheus gets nothing: {error}")
+                logger.warning(f"No metrics are exported to Prometheus: {error}")
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._server is not None:

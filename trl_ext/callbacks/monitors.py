@@ -100,7 +100,7 @@ class ClipFractionCallback(MonitorCallback):
         value = self.read("clip_fraction")
         shares = self.follow("clip_fraction", value, **self.windows(self.steps), answers=self.answers)
         if found := shares.above(plus=self.limit):
-            advice = "Steps are too large: pass over a rollout fewer times; lower `step_kl_target` or the learning rate."
+            advice = "Steps are too large: fewer passes over a rollout; lower `step_kl_target`, or the learning rate."
             yield Finding(f"the clip fraction is high over {self.steps} steps", advice, *found)
 
 

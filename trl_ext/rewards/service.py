@@ -112,7 +112,7 @@ class ServedReward(TellsFailures):
     ):
         if "@" in urlsplit(url).netloc or "?" in url:
             raise ValueError(
-                "`url` must not contain credentials or a query (`user:password@`, `?…`): export a token, and name its "
+                "`url` must not contain credentials or a query (`user:…@`, `?…`): export a token, and name its "
                 "variable in `api_key_env`"
             )
         self.url = url.rstrip("/").removesuffix(path)

@@ -62,7 +62,7 @@ class ConsoleCallback(ProgressCallback):
     - `clip`: share of clipped tokens
     - `accuracy`: share of pairs; in SFT, share of tokens
     - `margin`: as the trainer's loss defines it
-    - `lr`: learning rate
+    - `lr`: learning rate as scheduled; PPO multiplies it by `learning_rate/factor`
     - `s/step`: seconds of an optimizer step, its rollout included
     - `grad`: norm of the gradient
     """

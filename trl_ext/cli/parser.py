@@ -24,6 +24,7 @@ from ..upstream import late_bars, quiet
 # Inherited flags that `--help` describes, because most runs set them
 USUAL = (
     *("output_dir", "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "save_steps"),
+    "max_completion_length",
     *("gradient_accumulation_steps", "logging_steps", "eval_strategy", "use_cpu", "use_peft", "lora_r", "dtype"),
 )
 _WRONG_INPUT = (ValueError, TypeError, ArithmeticError, OSError, ImportError, yaml.YAMLError, argparse.ArgumentError)
@@ -152,7 +153,8 @@ class StrictTrlParser(TrlParser):
                 action.help = f"{text} {conditions(each)}" if is_whole else first_sentence(" ".join(text.split()))
         self.usage = "%(prog)s [--config FILE.yaml] [--FLAG VALUE ...]"
         if asked is None:
-            names = textwrap.fill(", ".join(inherited), 120, initial_indent="  ", subsequent_indent="  ")
+            once = ", ".join(dict.fromkeys(inherited))
+            names = textwrap.fill(once, 120, initial_indent="  ", subsequent_indent="  ")
             self.epilog = f"Inherited from TRL and transformers:\n{names}\n\n"
             self.epilog += "`--help all` describes them all, `--help WORD` those with WORD in their names."
         return super().format_help()

@@ -37,6 +37,11 @@ def load_dataset_split(
     """
     path = find(name)
     if path.suffix in _BUILDERS:
+        if not split.startswith("train"):
+            raise ValueError(
+                f"{name} is a single file, so it has no split {split!r}: set `eval_size` to hold out that many of its "
+                "rows, or to 0 for no evaluation"
+            )
         dataset = load_dataset(_BUILDERS[path.suffix], data_files=str(path), split=split)
     elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         saved = load_from_disk(str(path))

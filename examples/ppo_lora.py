@@ -42,7 +42,7 @@ def main() -> None:
             learning_rate=1e-5,
             critic_learning_rate=5e-5,
             kl_controller="adaptive",
-            kl_target=6.0,  # nats a response
+            kl_target=6.0,  # nats a completion
             save_steps=50,
             logging_steps=1,
             report_to="none",

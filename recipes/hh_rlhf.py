@@ -63,7 +63,7 @@ def split_pair(chosen: str, rejected: str) -> dict[str, list[dict[str, str]]]:
     answers = [*one[-1:], *other[-1:]]
     is_answered = len(answers) == 2 and all(each["role"] == "assistant" and each["content"] for each in answers)
     if not is_answered or one[:-1] != other[:-1] or [each["role"] for each in one[-2:-1]] != ["user"]:
-        raise ValueError("the two dialogues are no question with two answers: leave the pair out")
+        raise ValueError("the two dialogues are not one question with two answers: leave the pair out")
     return {"prompt": one[:-1], "chosen": answers[:1], "rejected": answers[1:]}
 
 

@@ -74,8 +74,11 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     model = PeftModel.from_pretrained(model, args.adapter)
     result = model.load_adapter(args.adapter, "default")  # tells what PEFT only warns of, or passes over
     if result.missing_keys or result.unexpected_keys:
-        keys = f"missing {result.missing_keys[:2]}, unexpected {result.unexpected_keys[:2]}"
-        raise ValueError(f"{args.adapter} does not fit the base {base}: {keys}")
+        missing, unexpected = result.missing_keys, result.unexpected_keys
+        raise ValueError(
+            f"{args.adapter} does not fit the base {base}: {len(missing)} weights missing and {len(unexpected)} "
+            f"unexpected, such as {[*missing, *unexpected][0]}: give the base that it was trained on as `base_model`"
+        )
     return model.eval(), tokenizer, kind
 
 

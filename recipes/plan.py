@@ -274,7 +274,7 @@ def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
         trained = f"{role.trained / 1e6:,.1f} M" if role.trained else "-"
         sizes = "".join(f"{size / GIB:10.2f}" for size in (role.weights, role.gradients, role.optimizer))
         lines.append(f"{role.name:<16}{count:>12}{trained:>12}{sizes}  {role.note}".rstrip())
-    lines += ["", f"always there: {result.resident / GIB:.2f}; and while it"]
+    lines += ["", f"constant: {result.resident / GIB:.2f}, and in addition while it"]
     for name, parts in result.phases.items():
         shown = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items() if size) or "nothing"
         lines.append(f"  {name + 's':<10}{sum(parts.values()) / GIB:6.2f}: {shown}")
@@ -437,7 +437,7 @@ def stage_of(file: Path) -> str:
     """Return the stage that a recipe is of, by its name."""
     if by_name := next((stage for stage in ARGUMENTS if file.name.startswith(stage)), None):
         return by_name
-    raise ValueError(f"{file}: which stage is it of? Give `--stage`")
+    raise ValueError(f"{file}: the name does not say which stage it configures: give `--stage`")
 
 
 def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] | None = None) -> None:

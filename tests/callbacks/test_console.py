@@ -54,7 +54,7 @@ def run(tmp_path):
 def test_ppo_row_and_its_header(run, capsys, wide):
     run.log(16, logs=PPO)
     header, row = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert header == "step score KL/resp loss entropy length clip episodes lr grad epoch".split()
+    assert header == "step score KL/compl loss entropy length clip episodes lr grad epoch".split()
     assert row == "train 16 -0.111 0.0443 -0.0552 3.12 9.02 0.17 128 0.003 0.543 0.25".split()
 
 
@@ -65,8 +65,8 @@ def test_a_narrow_terminal_has_what_matters_and_the_header_comes_again(run, caps
     for step in range(32, 62):
         run.log(step, logs=PPO)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == "step score KL/resp loss entropy length clip".split()
-    assert lines[2].split() == lines[23].split() == ["step", "score", "KL/resp"]
+    assert lines[0].split() == "step score KL/compl loss entropy length clip".split()
+    assert lines[2].split() == lines[23].split() == ["step", "score", "KL/compl"]
     assert max(map(len, lines[:2])) < 80 and max(map(len, lines[2:])) < 40
 
 

@@ -95,10 +95,12 @@ def test_names_and_arguments():
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("KLBudgetCalback", "no attribute 'KLBudgetCalback'; its names are"),
-        ("KLBudgetCallback(limt=3)", "unexpected keyword argument 'limt'"),
-        ("KLBudgetCallback(limit=__import__('os'))", "malformed node"),
+        ("KLBudget", "there is no monitor KLBudget; did you mean KLBudgetCallback[?] .monitors: .*HackWatch, "),
+        ("as_label", "there is no monitor as_label"),
+        ("KLBudgetCallback(limt=3)", "has no argument limt; did you mean limit[?] .arguments: .*limit, "),
+        ("KLBudgetCallback(limit=__import__('os'))", r"__import__\('os'\) is not a plain value"),
         ("os.system", "write `Name`"),
+        ("KLBudgetCallback(", "write `Name`"),
     ],
 )
 def test_a_name_or_argument_that_is_wrong_runs_nothing(entry, message):

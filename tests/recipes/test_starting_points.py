@@ -46,7 +46,9 @@ def test_each_row_is_what_its_command_trains_with(subtests):
                 float(rate),
                 float(critic),
             ]
-            assert [episodes, episodes * settings["num_mini_batches"]] == [int(minibatch), int(rollout)]
+            assert [episodes, episodes * settings["num_mini_batches"]] == [int(minibatch.split()[0]), int(rollout)]
+            split = [settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"], int(gpus)]
+            assert minibatch.partition(" = ")[2] == " × ".join(map(str, split))
             assert [settings.get("use_peft", False), settings.get("load_in_4bit", False)] == [
                 method != "full",
                 method == "QLoRA",

@@ -254,13 +254,13 @@ def test_several_runs_on_one_page(two_runs, tmp_path, monkeypatch, capsys):
     parsed = Page(text)
     rows = [re.findall(r'data-name="([^"]*)">(.*?)</td>', row) for row in re.findall(r"<tr>(.*?)</tr>", text, re.S)]
     summary = {row[0][1]: dict(row[1:]) for row in rows if row and row[0][0] == "first → last"}
-    assert summary["KL, nats per response"] == {"a/ppo": "0.5 → 4.5", "b/ppo": "9 → 45"}
+    assert summary["KL, nats per completion"] == {"a/ppo": "0.5 → 4.5", "b/ppo": "9 → 45"}
     assert summary["alerts"] == {"a/ppo": "0", "b/ppo": "2"} and summary["steps"] == {"a/ppo": "9", "b/ppo": "5"}
     differing = [dict(row) for row in rows if row and row[0][0] == "setting"]
     assert differing == [{"setting": "kl_coef", "a/ppo": "0.1", "b/ppo": "0.0"}]
     (sample,) = [dict(row) for row in rows if row and row[0][0] == "prompt"]
     assert sample["prompt"] == "both" and sample["a/ppo"].startswith("good &lt;b&gt;") and "worse" in sample["b/ppo"]
-    (kl,) = re.findall(r'<figure><svg role="img" aria-label="KL, nats per response".*?</figure>', text, re.S)
+    (kl,) = re.findall(r'<figure><svg role="img" aria-label="KL, nats per completion".*?</figure>', text, re.S)
     assert {"#0072b2", "#d55e00"} <= set(re.findall(r"stroke: (#\w{6})", kl)) and kl.count("ppo</text>") == 2
     assert parsed.text.count("the KL is over its <budget>") == 2 and parsed.stands_alone
     foot = float(re.search(r"patch_2.*?M [.\d]+ ([.\d]+)", kl, re.S)[1])
@@ -304,7 +304,7 @@ def test_no_credential_of_a_monitor_is_shown_beside_another_run(tmp_path):
 )
 def test_a_page_begins_with_what_became_of_the_run_and_who_watched_it(monitors, alerts, watched, tmp_path):
     text = page(read_run(write_run(tmp_path / "run", LOGS, alerts=alerts, monitors=monitors)))
-    rose = "The score rose from 1 to 9 and the KL rose from 0.5 to 4.5 nats per response"
+    rose = "The score rose from 1 to 9 and the KL rose from 0.5 to 4.5 nats per completion"
     assert said(text) == f"{rose}; {watched}."
 
 

@@ -55,14 +55,14 @@ class ConsoleCallback(ProgressCallback):
     Units are those of `METRICS` (`metrics.py`):
 
     - `score`: as the reward functions give it
-    - `KL/resp` (PPO), `KL/tok` (GRPO, RLOO): nats per response or per token
+    - `KL/compl` (PPO), `KL/tok` (GRPO, RLOO): nats per completion or per token
     - `entropy`: nats per token
     - `length`: tokens of an answer
     - `cut`: share of answers that were cut off at the maximum length
     - `clip`: share of clipped tokens
     - `accuracy`: share of pairs; in SFT, share of tokens
     - `margin`: as the trainer's loss defines it
-    - `lr`: learning rate
+    - `lr`: learning rate as scheduled; PPO multiplies it by `learning_rate/factor`
     - `s/step`: seconds of an optimizer step, its rollout included
     - `grad`: norm of the gradient
     """
@@ -136,7 +136,7 @@ class ConsoleCallback(ProgressCallback):
         prefix = next((key.removesuffix("runtime") for key in logs if key.endswith("_runtime")), "eval_")
         evaluated = {prefix[:-1]: row(prefix), "greedy": row(f"{prefix}greedy/")}
         unit = known["kl"].unit if "kl" in known else ""
-        self._kl = {"nats per response": "KL/resp", "nats per token": "KL/tok"}.get(unit, "KL")
+        self._kl = {"nats per completion": "KL/compl", "nats per token": "KL/tok"}.get(unit, "KL")
         if "train_runtime" in logs:
             self._write(f"done   step {state.global_step} of {state.max_steps}, {_shown(numbers['train_runtime'])} s")
         elif any(evaluated.values()):

@@ -43,7 +43,7 @@ _PAIRS = {**_ENTROPY, "margin": Metric("rewards/margins", "nats × β")}
 # all of these over all processes.
 METRICS: dict[str, dict[str, Metric]] = {
     "PPOConfig": {
-        "kl": Metric("objective/kl", "nats per response", "rollout", "objective/kl_std"),
+        "kl": Metric("objective/kl", "nats per completion", "rollout", "objective/kl_std"),
         "entropy": Metric("policy/entropy_avg", "nats per token", "step", "policy/entropy_std"),
         "clip_fraction": Metric("policy/clipfrac_avg", "share of tokens"),
         "reward": Metric("objective/scores", "score", "rollout", "objective/scores_std"),
@@ -168,8 +168,8 @@ def _panel(lines: dict[str, str], monitor: str = "", *arguments: str) -> Callabl
         for name, label in lines.items():
             draw_line(axes, history, metrics[name].key if name in metrics else name if "/" in name else None, label)
         bounds = registry.get(monitor, {}).get("args", {})
-        # A budget is per response, so that a KL per token has none
-        if axes.lines and ("kl" not in lines or metrics["kl"].unit == "nats per response"):
+        # A budget is per completion, so that a KL per token has none
+        if axes.lines and ("kl" not in lines or metrics["kl"].unit == "nats per completion"):
             for argument in filter(bounds.get, arguments):
                 axes.axhline(bounds[argument], color="tab:red", linewidth=1, label=f"{argument} {bounds[argument]:g}")
 

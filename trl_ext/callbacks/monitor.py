@@ -329,7 +329,7 @@ class MonitorCallback(TrainerCallback):
 
     @property
     def kl_is_per_token(self) -> bool:
-        """Return whether the trainer logs a KL per token, so that the KL of a response is it times the length."""
+        """Return whether the trainer logs a KL per token, so that the KL of a completion is it times the length."""
         metric = self._known.get("kl")
         return metric is not None and metric.unit == "nats per token" and "kl" not in self.keys
 

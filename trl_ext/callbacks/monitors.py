@@ -1,6 +1,7 @@
 """Define the monitors that read one quantity of the logs each, and make monitors from their names in recipes."""
 
 import ast
+import inspect
 import math
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ..functional import unexplained_error
 from ..runs.control import check_monitors
+from ..runs.shipped import did_you_mean
 from .metrics import rollout_steps
 from .monitor import Action, Finding, MonitorCallback, error_of_mean
 from .trend import Series
@@ -27,7 +29,7 @@ def distinct_key(logs: dict[str, Any]) -> str | None:
 @dataclass(eq=False, kw_only=True)
 class KLBudgetCallback(MonitorCallback):
     """
-    Alert when KL(policy ‖ reference), summed over a response, exceeds its budget.
+    Alert when KL(policy ‖ reference), summed over a completion, exceeds its budget.
 
     A KL that is logged per token (GRPO, RLOO) is multiplied by the mean length. The product is approximate, and the
     alert says so.
@@ -35,9 +37,9 @@ class KLBudgetCallback(MonitorCallback):
     >>> trainer.add_callback(KLBudgetCallback(limit=10, action="stop"))
 
     Args:
-        warn: nats per response above which the monitor warns. The default is half of `limit`.
-        limit: nats per response above which the monitor acts.
-        tolerance: nats per response that rounding may change the KL by. In the first rollout the policy is still the
+        warn: nats per completion above which the monitor warns. The default is half of `limit`.
+        limit: nats per completion above which the monitor acts.
+        tolerance: nats per completion that rounding may change the KL by. In the first rollout the policy is still the
             reference. If the KL differs from 0 by more there, the monitor warns, since the reference is wrong. It also
             warns if a later KL is below −`tolerance`, since another policy has then sampled the answers.
         others: see [`MonitorCallback`].
@@ -80,7 +82,7 @@ class KLBudgetCallback(MonitorCallback):
 @dataclass(eq=False, kw_only=True)
 class ClipFractionCallback(MonitorCallback):
     """
-    Alert when too large a share of tokens (in RLOO, of responses) has a clipped probability ratio.
+    Alert when too large a share of tokens (in RLOO, of completions) has a clipped probability ratio.
 
     >>> trainer.add_callback(ClipFractionCallback(limit=0.3, steps=32))
 
@@ -98,7 +100,7 @@ class ClipFractionCallback(MonitorCallback):
         value = self.read("clip_fraction")
         shares = self.follow("clip_fraction", value, **self.windows(self.steps), answers=self.answers)
         if found := shares.above(plus=self.limit):
-            advice = "Steps are too large: lower the learning rate, or pass over a rollout fewer times."
+            advice = "Steps are too large: fewer passes over a rollout; lower `step_kl_target`, or the learning rate."
             yield Finding(f"the clip fraction is high over {self.steps} steps", advice, *found)
 
 
@@ -484,7 +486,7 @@ class RewardDriftCallback(MonitorCallback):
             advice = "Compare completions of the first rollouts with those of the last."
             yield Finding(f"the reward is beyond {self.sigmas:g} σ", advice, *risen[:2], start, acts=False)
         if fallen := means.below(**bound(-self.drop_sigmas)):
-            advice = "The policy gets worse: lower the learning rate, or look for a reward function that fails."
+            advice = "Lower `step_kl_target` (in PPO) or the learning rate, or look for a reward function that fails."
             yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", advice, *fallen[:2], start)
         if std is None:
             return
@@ -507,19 +509,46 @@ def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
     Raises:
         ValueError: an entry has an unknown class or argument, or a value that the class refuses.
     """
+    return [_monitor(entry) for entry in entries or []]
+
+
+def _monitor(entry: str) -> TrainerCallback:
+    """Make the callback of one entry; nothing in the entry is run but its class."""
     import trl_ext.callbacks as package
 
-    monitors = []
-    for entry in entries or []:
+    def wrong(why: str) -> ValueError:
+        return ValueError(f"monitor {entry!r}: {why}")
+
+    def value(node: ast.expr) -> Any:
         try:
-            call: Any = ast.parse(entry.strip(), mode="eval").body
-            call = call if isinstance(call, ast.Call) else ast.Call(call, [], [])
-            kind = EarlyStoppingCallback if call.func.id == "EarlyStoppingCallback" else getattr(package, call.func.id)
-            given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-            monitors.append(kind(*map(ast.literal_eval, call.args), **given))
-        except Exception as error:
-            raise ValueError(f"monitor {entry!r}: {error}; write `Name` or `Name(argument=value, …)`") from error
-    return monitors
+            return ast.literal_eval(node)
+        except ValueError:
+            what = ast.unparse(node)
+            raise wrong(f"{what} is not a plain value: write a number, a 'text', a list, a dict or True") from None
+
+    try:
+        call: Any = ast.parse(entry.strip(), mode="eval").body
+        call = call if isinstance(call, ast.Call) else ast.Call(call, [], [])
+        name, words = call.func.id, [word.arg for word in call.keywords]
+    except (SyntaxError, AttributeError):
+        raise wrong("write `Name` or `Name(argument=value, …)`") from None
+    kinds = {kind.__name__: kind for kind in map(partial(getattr, package), package.__all__) if _is_callback(kind)}
+    kinds["EarlyStoppingCallback"] = EarlyStoppingCallback
+    if name not in kinds:
+        raise wrong(f"there is no monitor {name}{did_you_mean(name, kinds)} (monitors: {', '.join(sorted(kinds))})")
+    known = inspect.signature(kinds[name]).parameters
+    if unknown := [word for word in words if word not in known]:
+        nearest = did_you_mean(str(unknown[0]), known)
+        raise wrong(f"{name} has no argument {unknown[0]}{nearest} (arguments: {', '.join(known)})")
+    given = {word.arg: value(word.value) for word in call.keywords}
+    try:
+        return kinds[name](*map(value, call.args), **given)
+    except (TypeError, ValueError) as error:
+        raise wrong(str(error)) from error
+
+
+def _is_callback(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, TrainerCallback)
 
 
 def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:

@@ -205,7 +205,7 @@ class PrometheusCallback(TrainerCallback):
             try:
                 write_to_textfile(self.textfile, self.registry)
             except OSError as error:
-                logger.warning(f"Prometheus gets nothing: {error}")
+                logger.warning(f"No metrics are exported to Prometheus: {error}")
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._server is not None:
@@ -331,5 +331,8 @@ def objections_to(rewards: Sequence[Any]) -> list[str]:
     except ModuleNotFoundError:  # this installation has no workbench
         return []
     except Exception as error:  # a report that cannot be read ends no run
-        logger.warning(f"Reports on the rewards could not be read: {' '.join(str(error).split())}")
+        logger.warning(
+            f"The reward model's reward_report.json could not be read ({' '.join(str(error).split())}). Training "
+            "continues without its verdict; `trl-ext reward-report` writes it again."
+        )
         return []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from trl import ModelConfig, ScriptArguments
 
 from ..runs.settings import check_settings, setting
@@ -166,6 +167,8 @@ def check_model(setting: str, name: str | os.PathLike[str] | None, revision: str
             return
         HfApi().model_info(str(name), revision=revision, timeout=5)
     except Exception as error:  # httpx's, requests' or sockets', by the version of the hub's client
+        answered = isinstance(error, RepositoryNotFoundError | RevisionNotFoundError | HFValidationError)
+        hub = "the hub has no such model" if answered else "the hub cannot be reached"
         raise FileNotFoundError(
-            f"`{setting}` {name} is no folder with a config.json in {Path.cwd()}, nor a model of the hub: {error}"
+            f"`{setting}` {name}: there is no such folder with a config.json in {Path.cwd()}, and {hub}: {error}"
         ) from error

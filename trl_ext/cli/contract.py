@@ -21,7 +21,12 @@ from ..upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, changes_of_clas
 
 
 def changes() -> dict[str, str]:
-    """Return a mapping from each name in the tables of `upstream.names` to what changed in it; "" if nothing did."""
+    """
+    Compare each name of TRL and transformers that we use with the version that we tested.
+
+    Returns:
+        Name → how the installed version differs; "" if it does not.
+    """
     found = {
         f"{module}.{name}": function_change(f"{module}.{name}", passed)
         for module, names in NAMES.items()

@@ -24,6 +24,7 @@ from ..upstream import late_bars, quiet
 # Inherited flags that `--help` describes, because most runs set them
 USUAL = (
     *("output_dir", "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "save_steps"),
+    "max_completion_length",
     *("gradient_accumulation_steps", "logging_steps", "eval_strategy", "use_cpu", "use_peft", "lora_r", "dtype"),
 )
 _WRONG_INPUT = (ValueError, TypeError, ArithmeticError, OSError, ImportError, yaml.YAMLError, argparse.ArgumentError)

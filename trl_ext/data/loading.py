@@ -72,7 +72,11 @@ def held_out_rows(
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows to a file of JSON lines, whole or not at all; NaN and infinities become null, other values text."""
+    """
+    Write rows as JSON lines; the file is written whole or not at all.
+
+    NaN and infinities become null; a value that JSON does not know is written as `str(value)`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was
     with whole_file(path) as temporary, temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:

@@ -106,7 +106,7 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray:
-    """Number the different values by first occurrence; 1 and "1" count as different."""
+    """Return an integer for each value: 0, 1, … by first occurrence, the same for equal values; 1 and "1" differ."""
     seen: dict[Any, int] = {}
     return np.array([seen.setdefault(_hashable(value), len(seen)) for value in values], np.int64)
 

@@ -39,7 +39,7 @@ def is_text(value: Any) -> bool:
 
 
 def content_of(message: dict[str, Any]) -> str:
-    """Return a message's content as one text; of blocks, the texts' lines."""
+    """Return a message's content as one text; the texts of content blocks are joined by line ends."""
     content = message.get("content")
     if isinstance(content, list):
         return "\n".join(block.get("text") or "" for block in content if isinstance(block, dict))

@@ -112,7 +112,8 @@ def answer_hash(prompt: Any, answer: Any) -> int:
     """
     Hash a prompt with its answer, texts or messages; the prompt is None if the answer contains it.
 
-    Only what they say counts, so that a text has the hash of a message with this text, or with a block of it.
+    Only the text is hashed: a string, a message with that string, and a message with that string in a content block
+    have the same hash.
     """
     parts = [part for part in (prompt, answer) if part is not None]
     text = "".join(part if isinstance(part, str) else "".join(map(content_of, part)) for part in parts)
@@ -193,7 +194,7 @@ def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
 
 
 def _place(folder: str | Path, name: str, is_uploaded: bool) -> Path:
-    """Return where a new file goes, in a folder that is there; the file of an earlier run, wherever it is, is gone."""
+    """Make the folder of a new file, delete an earlier run's file, and return the path of the new one."""
     while earlier := _found(folder, name):
         earlier.unlink()
     path = Path(folder, PRIVATE_FOLDER if is_uploaded else "", name)

@@ -29,7 +29,7 @@ from ..upstream.names import is_conversational, temporarily
 @dataclass
 class _StageSettings(HidesCredentials, SavingSettings):
     gradient_checkpointing: bool | None = setting(
-        None, "Recompute activations in the backward pass, to save memory; on where there is a GPU, if unset."
+        None, "The older name of `activation_checkpointing`: set that one. Both unset: on if there is a GPU."
     )
 
     def __post_init__(self):
@@ -43,7 +43,7 @@ class SFTConfig(_StageSettings, AnswersSettings, trl.SFTConfig):
     """
     Extend TRL's `SFTConfig` by settings for saving, and hide credentials from W&B, TensorBoard and the like.
 
-    If they are not set, `bf16` and `gradient_checkpointing` are off on a CPU, where both cost time.
+    If they are not set, `bf16` and `activation_checkpointing` are off on a CPU, where both cost time.
     """
 
 
@@ -54,7 +54,7 @@ class RewardConfig(_StageSettings, trl.RewardConfig):
     Extend TRL's `RewardConfig` by settings for saving, and for a confidence and a weight of each pair.
 
     The class hides credentials from W&B, TensorBoard and the like. If they are not set, `bf16` and
-    `gradient_checkpointing` are off on a CPU, where both cost time.
+    `activation_checkpointing` are off on a CPU, where both cost time.
     """
 
     use_confidence: bool = setting(

@@ -326,7 +326,11 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     @property
     def reference(self) -> nn.Module:
-        """Return the model that gives the reference's log-probs: `ref_model`, or the PEFT policy if there is none."""
+        """
+        Return `ref_model`, or without one the PEFT policy.
+
+        The PEFT policy gives the reference's log-probs only within [`reference_adapter`].
+        """
         return self.model if self.ref_model is None else self.ref_model
 
     def reference_adapter(self) -> contextlib.AbstractContextManager:

@@ -304,7 +304,7 @@ def _verdict(result: dict[str, Any]) -> tuple[str, str | None]:
     should_lower, enough = result["expected"] == "down", result["rows_of_better"] >= _LEAST_ROWS
     everywhere, on_better, over = (result[key] for key in ("gain_interval", "interval_on_better", "control_interval"))
     if should_lower and result["rows"] >= _LEAST_ROWS and everywhere[0] > 0:
-        return "suspicious", "it should lower the score, but raises that of all answers"
+        return "suspicious", "it should lower the score, but raises the mean over all answers"
     if not enough:
         return "not judged", f"it changes {result['rows_of_better']} good answers, and {_LEAST_ROWS} are needed"
     if should_lower and on_better[0] > 0:

@@ -14,12 +14,12 @@ from ..upstream.names import temporarily
 
 class RowMeans:
     """
-    Extend one of TRL's trainers, which average the means of batches, so that a smaller last batch counts too much.
+    Compute a TRL trainer's evaluation metrics as means over rows or tokens; a mixin.
 
-    Each process weighs the mean of a batch's own rows by their number, or by that of their tokens, and the sums are
-    divided once, over all processes. The copies that fill up the last batch are left out, unless rows are packed or
-    `compute_metrics` is used. A figure's name begins with the evaluation set's prefix, so that several sets do not
-    overwrite each other.
+    TRL averages the means of batches, so a smaller last batch counts too much. Here sums and counts are added over
+    batches and processes, and divided once. The copies that fill up the last batch are left out, unless rows are
+    packed or `compute_metrics` is used. The name of a metric begins with the evaluation set's prefix, so that several
+    sets do not overwrite each other.
     """
 
     _rows_per_example = 1  # 2 for pairs: the chosen ones, then the rejected ones

@@ -1,4 +1,4 @@
-"""Compute token rewards from the scores of responses, and advantages from token rewards."""
+"""Compute token rewards from the scores of completions, and advantages from token rewards."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,7 +11,7 @@ from .masking import check_shapes, last_token_index, turn_numbers, turn_starts
 def token_rewards(
     scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, token_scores: Tensor | None = None
 ) -> Tensor:
-    """Spread the score and the KL penalty over the tokens of each response.
+    """Spread the score and the KL penalty over the tokens of each completion.
 
     On real tokens r_t = -kl_coef kl_t + [t is the last real token] score; under the mask r_t = 0. A row without a real
     token gets no score. Ziegler et al. 2019, arXiv:1909.08593.
@@ -23,7 +23,7 @@ def token_rewards(
     Args:
         scores: (B,), score units.
         kl: (B, T), nats, per token.
-        mask: (B, T), 1 = real response token, EOS included.
+        mask: (B, T), 1 = real completion token, EOS included.
         kl_coef: score units per nat.
         token_scores: (B, T), score units: the part of the row's score that belongs to each token; None means 0 for
             every token.
@@ -42,15 +42,15 @@ def token_rewards(
 
 
 def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
-    """Give each response a lambda that depends on its length: lam = 1 - 1 / (alpha n), and 0 where alpha n <= 1.
+    """Give each completion a lambda that depends on its length: lam = 1 - 1 / (alpha n), and 0 where alpha n <= 1.
 
-    n is the number of the response's tokens. With lam above 0, the weights lam^k that GAE gives to the one-step errors
-    from a token on sum to at most 1 / (1 - lam) = alpha n. So they span the share alpha of a response, however long
-    the response is. Yue et al. 2025, arXiv:2504.05118, section 4.2.
+    n is the number of the completion's tokens. With lam above 0, the weights lam^k that GAE gives to the one-step
+    errors from a token on sum to at most 1 / (1 - lam) = alpha n. So they span the share alpha of a completion,
+    however long it is. Yue et al. 2025, arXiv:2504.05118, section 4.2.
 
     Args:
-        mask: (B, T), 1 = real response token, EOS included.
-        alpha: share of the response's length, above 0; 0.05 in that paper.
+        mask: (B, T), 1 = real completion token, EOS included.
+        alpha: share of the completion's length, above 0; 0.05 in that paper.
 
     Returns:
         (B,), float32, each in [0, 1); 0 for a row without a real token.
@@ -71,7 +71,7 @@ def choose_lam(
     target uses lam, or with a schedule 1, so that the target does not depend on the schedule.
 
     Args:
-        mask: (B, T), 1 = real response token, EOS included.
+        mask: (B, T), 1 = real completion token, EOS included.
         lam: in [0, 1].
         lam_value: in [0, 1], or None for the default above.
         schedules: a value for each name in `LAM_SCHEDULES`; None for a schedule that is not used.
@@ -101,7 +101,7 @@ def advantages_and_returns(
     Args:
         rewards: (B, T), score units.
         values: (B, T), score units.
-        mask: (B, T), 1 = real response token, EOS included.
+        mask: (B, T), 1 = real completion token, EOS included.
         gamma: discount per token.
         lam: lambda of the advantages, a float or (B,).
         lam_value: lambda of the target; None for lam.
@@ -121,7 +121,7 @@ def advantages_and_returns(
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
-    """Estimate generalised advantages over the response tokens, not whitened.
+    """Estimate generalised advantages over the completion tokens, not whitened.
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, with V = A = 0 after the last real token;
     A_t = 0 under the mask. Schulman et al. 2015, arXiv:1506.02438, equation 16. The returns are A + V.

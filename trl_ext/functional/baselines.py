@@ -7,10 +7,10 @@ from .masking import check_shapes, masked_mean
 
 
 def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None) -> Tensor:
-    """Return for each action the mean return b of the other answers, from their action with the same number on.
+    """Return for the k-th action of each answer the mean return b of the other answers, from their k-th action on.
 
     b_i,k = mean over j != i of G_j,min(k, K_j), where G_j,k is the return from the k-th action of answer j on, and K_j
-    its number of actions: an answer that is over counts with its last return. The mean is over all other answers, or
+    its number of actions: an answer that has ended enters with its last return. The mean is over all other answers, or
     with groups over the other answers to the same prompt. Where each answer has one score, that is the baseline of
     REINFORCE (Williams 1992) and of RLOO (Ahmadian et al. 2024, arXiv:2402.14740); where scores come on the way, a
     mean of whole returns would compare an answer's end with the beginning of others. b does not depend on the answer's

@@ -140,7 +140,7 @@ def keep_typical(margins: Tensor, mean: float, std: float, count: int, uniform: 
     """Choose `count` pairs at random, without replacement, so that pairs with typical margins are the likeliest.
 
     A pair with margin M has the weight w = exp(-((M - M_0) / sigma)^2 / 2). The pairs with the `count` largest values
-    of log w + g, with Gumbel noise g = -log(-log u), are a draw with these weights (Kool et al. 2019,
+    of log w + g, with Gumbel noise g = -log(-log u), are a sample with these weights (Kool et al. 2019,
     arXiv:1903.06059), even where the weights of outliers would underflow to 0. Wu et al. 2024, arXiv:2407.08639.
 
     Args:

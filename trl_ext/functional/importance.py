@@ -1,4 +1,4 @@
-"""Weigh tokens that another policy has sampled, and measure how many samples unequal weights cost."""
+"""Weight tokens that another policy has sampled, and measure how many samples unequal weights cost."""
 
 import math
 from typing import Literal
@@ -21,13 +21,13 @@ def importance_weights(
 ) -> tuple[Tensor, Tensor]:
     """Compute importance weights, within bounds, for tokens that a policy mu sampled while a policy pi is trained.
 
-    With d_t = log pi(y_t) - log mu(y_t), a mode "token_…" weighs each token by w_t = exp(d_t), and a mode "sequence_…"
-    weighs the whole response by w = exp(sum_t d_t). "…_truncate" clamps w to [clip_min, clip_max] (truncated
+    With d_t = log pi(y_t) - log mu(y_t), a mode "token_…" weights each token by w_t = exp(d_t), and "sequence_…"
+    weights the whole completion by w = exp(sum_t d_t). "…_truncate" clamps w to [clip_min, clip_max] (truncated
     importance sampling, Ionides 2008; for tokens Yao et al. 2025, https://fengyao.notion.site/off-policy-rl). "…_mask"
     sets w to 0 outside [clip_min, clip_max], and leaves w as it is inside (for tokens IcePop, Ring-1T,
     arXiv:2510.18855). The modes have the names of TRL's GRPO.
 
-    Without bounds, the weights of whole responses are unbiased, and their variance grows exponentially with the
+    Without bounds, the weights of whole completions are unbiased, and their variance grows exponentially with the
     length; the weights of tokens are unbiased only for answers of a single token, since each ignores that mu sampled
     the answer's other tokens, too. Bounds add bias and reduce variance. No weight makes up for tokens that mu never
     samples.
@@ -37,13 +37,13 @@ def importance_weights(
         sampler_logprobs: (B, T), nats, under mu, the distribution that was sampled from, after temperature and
             truncation.
         mask: (B, T), 1 = real token. Where the mask is 0, the log-probs may be anything.
-        mode: whether a weight is of a token or of a whole response, and what happens to it outside the bounds.
+        mode: whether a weight is of a token or of a whole completion, and what happens to it outside the bounds.
         clip_min: lower bound; None for no bound.
         clip_max: upper bound; None for no bound.
 
     Returns:
         The weights, without gradient, float32 or wider: (B, T) for tokens, with 1 where the mask is 0, or (B, 1) for
-        whole responses; and a bool mask of the same shape, True for the weights that a bound changed.
+        whole completions; and a bool mask of the same shape, True for the weights that a bound changed.
     """
     check_shapes(logprobs=logprobs, sampler_logprobs=sampler_logprobs, mask=mask)
     level, _, rule = mode.partition("_")

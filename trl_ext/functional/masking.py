@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def check_shapes(**tensors: Tensor) -> None:
-    """Raise a `ValueError` if the named tensors have different shapes, which torch might broadcast without a word."""
+    """Raise a `ValueError` if the named tensors have different shapes, which torch might broadcast silently."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len({*shapes.values()}) > 1:
         raise ValueError(f"shapes must be equal (they are not broadcast), got {shapes}")

@@ -16,7 +16,9 @@ def _moments_dtype(device: torch.device) -> torch.dtype:
 
 
 def empty_moments(device: torch.device | str | None = None) -> Tensor:
-    """Return the moments of no values, (0, 0, 0, +inf, -inf), the neutral element of `merge_moments`.
+    """Return the moments of an empty set, (count, mean, M2, min, max) = (0, 0, 0, +inf, -inf).
+
+    Merged with other moments, they change nothing.
 
     Args:
         device: device of the result; None is torch's default device.

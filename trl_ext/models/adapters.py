@@ -436,7 +436,7 @@ def check_same_base(policy: Any, folder: str, hub_base: str | None) -> None:
         is_same = is_same or recorded["weights"] == base_fingerprint(policy)["weights"]
     if not is_same:
         raise ValueError(
-            f"{folder} cannot be an adapter on the policy's base: it was trained on another base, in other weights, "
-            "quantisation or, without a fingerprint beside it (`save_base_fingerprint`), name. Give a reward model a "
-            "base of its own by `share_reward_base=False`."
+            f"{folder} cannot be an adapter on the policy's base: it was trained on another base. Weights or "
+            "quantisation differ, or, if no fingerprint is beside it (`save_base_fingerprint`), the base's name. Give "
+            "a reward model a base of its own by `share_reward_base=False`."
         )

@@ -143,7 +143,7 @@ _BLOCK = 128  # tokens: a sum over blocks and one within a block are more exact 
 
 def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Draw one token for each row, with probability P(v) = exp(s_v) / Σ_u exp(s_u).
+    Sample one token for each row, with probability P(v) = exp(s_v) / Σ_u exp(s_u).
 
     First a block of neighbouring token ids is drawn, then a token of this block, each by inverting a cumulative sum.
 
@@ -199,7 +199,7 @@ def _widest_dtype(scores: Tensor) -> torch.dtype:
 
 class TokenSampler(LogitsProcessor):
     """
-    Draw the tokens in place of `generate`, as the last of its logits processors, and keep their log-probs.
+    Sample the tokens in place of `generate`, as the last of its logits processors, and keep their log-probs.
 
     A token is sampled also for a row that has ended; `generate` replaces this token by a pad token.
     """

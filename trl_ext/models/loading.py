@@ -41,7 +41,7 @@ _ON_EACH_PROCESS = partial(patch_environment, FSDP_CPU_RAM_EFFICIENT_LOADING="fa
 
 
 def is_adapter(path: Any, revision: str | None = None) -> bool:
-    """Return whether `path` is the folder or hub name of an adapter; False if it is no string."""
+    """Return whether `path` is the folder or hub name of an adapter; False if it is not a string."""
     try:
         return isinstance(path, str) and find_adapter_config_file(path, revision=revision) is not None
     except OSError:  # nothing is there: loading it will say so

@@ -17,9 +17,9 @@ VARLEN = "trl_ext_varlen"  # an attention implementation: SDPA, but for packed r
 @dataclass(frozen=True)
 class Packed:
     """
-    Hold B rows, each a prompt and its response without padding, packed into K sequences of C tokens.
+    Hold B rows, each a prompt and its completion without padding, packed into K sequences of C tokens.
 
-    A response has at most T tokens; all responses together have N. Positions start from 0 in each row: this is how
+    A completion has at most T tokens; all completions together have N. Positions start from 0 in each row: this is how
     transformers tells packed rows apart (`create_causal_mask`). Pads come after all rows of a sequence, so no row
     attends to them. `mask` is only for the router loss of a mixture of experts, which counts real tokens.
     """
@@ -27,9 +27,9 @@ class Packed:
     input_ids: Tensor  # (K, C)
     position_ids: Tensor  # (K, C), 0 in pads
     mask: Tensor  # (K, C), 1 = real token
-    predicts: Tensor  # (N,), indices in (K · C) of the tokens after which the response tokens are chosen
-    targets: Tensor  # (N,), the response tokens
-    places: Tensor  # (N,), indices of the response tokens in (B · T)
+    predicts: Tensor  # (N,), indices in (K · C) of the tokens after which the completion tokens are chosen
+    targets: Tensor  # (N,), the completion tokens
+    places: Tensor  # (N,), indices of the completion tokens in (B · T)
     shape: tuple[int, int]  # B, T
     starts: Tensor | None = None  # see [`starts_of`]
 
@@ -45,7 +45,7 @@ class Packed:
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False, **mask}
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Put (N,) values of the response tokens at their places in (B, T), with 0 elsewhere."""
+        """Put (N,) values of the completion tokens at their places in (B, T), with 0 elsewhere."""
         rows, width = self.shape
         return values.new_zeros(rows * width).index_put((self.places,), values).view(rows, width)
 
@@ -60,20 +60,20 @@ def pack(
     with_starts: bool = False,
 ) -> Packed:
     """
-    Pack rows of prompts and responses into the sequences of one forward.
+    Pack rows of prompts and completions into the sequences of one forward.
 
     Args:
-        ids: (B, P + T), prompts padded on the left, responses on the right.
-        lengths: for each row, how many real tokens its prompt (at least one) and its response have.
-        width: T, how many of the columns of `ids` are for responses.
+        ids: (B, P + T), prompts padded on the left, completions on the right.
+        lengths: for each row, how many real tokens its prompt (at least one) and its completion have.
+        width: T, how many of the columns of `ids` are for completions.
         hidden_size: hidden size of a model that tells packed rows apart. None, for a model that does not, gives each
             row a sequence of its own.
         multiple: C is rounded up to a multiple of this number.
         one_sequence: whether all rows must go into one sequence, as FlashAttention's kernels require.
         with_starts: whether to say where rows begin, for [`use_varlen`]; all rows then go into one sequence, too.
     """
-    prompts, responses = torch.tensor(lengths, dtype=torch.long).view(-1, 2).unbind(1)
-    sizes = prompts + responses
+    prompts, completions = torch.tensor(lengths, dtype=torch.long).view(-1, 2).unbind(1)
+    sizes = prompts + completions
     if hidden_size is None:
         sequences = [[row] for row in range(len(lengths))]
     else:
@@ -154,7 +154,7 @@ def keeps_rows_apart(forward: Callable[[Packed], Iterable[Tensor]], vocabulary: 
     next.
 
     Args:
-        forward: runs the model on packed rows; returns (N,) tensors, its outputs for the N response tokens.
+        forward: runs the model on packed rows; returns (N,) tensors, its outputs for the N completion tokens.
         vocabulary: number of token ids.
         device: the model's device.
     """
@@ -171,7 +171,7 @@ def keeps_rows_apart(forward: Callable[[Packed], Iterable[Tensor]], vocabulary: 
 
 def starts_of(lengths: Tensor, columns: int, device: Any) -> Tensor:
     """
-    Say in place of a mask where rows of the given (B,) lengths begin, one after the other, in `columns` tokens.
+    Return, in place of a mask, where rows of the given (B,) lengths begin, one after the other, in `columns` tokens.
 
     Returns:
         (1, 1, R + 1, longest) int32, each number `longest` times without memory of its own. Transformers passes a 4-D

@@ -40,9 +40,12 @@ def vocabulary_of(model: Any) -> int:
 
 def tokens_beyond(vocabulary: int, tokenizer: Any, pads_are_read: bool = True) -> dict[str, int]:
     """
-    Return the tokens whose ids lie beyond a vocabulary of `vocabulary` tokens, and these ids, in their order.
+    Return {token: id} of the tokenizer's tokens with an id of at least `vocabulary`, sorted by id.
 
-    The pad token is left out unless `pads_are_read`.
+    Args:
+        vocabulary: number of token ids that the model has embeddings for.
+        tokenizer: the tokenizer.
+        pads_are_read: False leaves out the pad token, since masked pads never reach the model.
     """
     pad = None if pads_are_read else tokenizer.pad_token_id
     beyond = [(i, token) for token, i in tokenizer.get_vocab().items() if i >= vocabulary and i != pad]

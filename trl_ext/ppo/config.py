@@ -79,11 +79,11 @@ class ReturnSettings:
     )
     missing_eos_score: float | None = setting(
         None,
-        'Score of a response that does not end by EOS, in place of its own. This is the N+ detail "EOS trick", which '
-        "uses −1.",
+        "Score of a completion that does not end by EOS, in place of its own. It is the EOS trick of the N+ details "
+        "(2403.17031), which uses −1.",
     )
     missing_eos_penalty: float | None = setting(
-        None, "Subtracted from the score of a response that does not end by EOS.", range="> 0 (it is subtracted)"
+        None, "Subtracted from the score of a completion that does not end by EOS.", range="> 0 (it is subtracted)"
     )
     whiten_rewards: bool = setting(
         False, "Divide token rewards by their standard deviation over all processes, keeping their mean."
@@ -104,7 +104,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     Fields that every TRL on-policy trainer shares keep `GRPOConfig`'s names and meaning (`max_completion_length`,
     `temperature`, `num_generations`, `use_vllm`, …). Settings of GRPO's loss are refused. PPO's own settings carry
-    the names and defaults of TRL 1.12's `PPOConfig`. One optimizer step is one minibatch of
+    the names of TRL 1.12's `PPOConfig`; of their defaults `lam`, `cliprange` and `baseline` differ, and the learning
+    rate follows the KL of the updates (`step_kl_target`). One optimizer step is one minibatch of
     `per_device_train_batch_size × gradient_accumulation_steps × processes` episodes. A rollout is `num_mini_batches`
     minibatches, and is passed over `num_ppo_epochs` times.
 
@@ -131,10 +132,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         "`num_mini_batches × gradient_accumulation_steps`.",
         range=">= 1",
     )
-    num_ppo_epochs: int = setting(4, "Passes over each rollout, re-permuted before each.", range=">= 1")
+    num_ppo_epochs: int = setting(4, "Passes over each rollout, reshuffled before each.", range=">= 1")
     total_episodes: int | None = setting(
         None,
-        "Episodes (responses) to train on, rounded up to full rollouts. Sets `max_steps`; if unset, "
+        "Episodes (completions) to train on, rounded up to full rollouts. Sets `max_steps`; if unset, "
         "`num_train_epochs` says how long to train.",
         range=">= 1",
     )
@@ -142,13 +143,13 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         64,
         "Rows per process in one forward pass without gradient: lower it if a rollout runs out of memory. It is for "
         "generation, reward models, reference and values. Another value gives other samples, since rows are sampled "
-        "in chunks of this size; the score, log-probs and values of a given answer stay the same.",
+        "in chunks of this size; the score, log-probs and values of a given completion stay the same.",
         range=">= 1",
     )
     logits_budget_gb: float = setting(
         1.0,
         "GiB that the logits of one log-prob pass may take: lower it to save memory, at a cost in time. The logits "
-        "are rows × response tokens × vocabulary numbers. If they need more, and with 0 always, TRL's fused LM head "
+        "are rows × completion tokens × vocabulary numbers. If they need more, and with 0 always, TRL's fused LM head "
         "computes them tile by tile, with the same results in more time.",
         range=">= 0",
     )
@@ -176,8 +177,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     ] = setting(
         "auto",
         "How the policy's loss is weighted where another policy has sampled. The weight is the policy's probability "
-        "before the update divided by the sampler's, of each token or of the whole response (`sequence_…`). A weight "
-        "beyond a bound becomes the bound (`…_truncate`) or 0 (`…_mask`). `auto` is `token_truncate` where "
+        "before the update divided by the sampler's, of each token or of the whole completion (`sequence_…`). A "
+        "weight beyond a bound becomes the bound (`…_truncate`) or 0 (`…_mask`). `auto` is `token_truncate` where "
         "another policy may sample, else `none`. Formulas, sources and costs are in docs/off_policy.md.",
     )
     importance_sampling_clip_min: float | None = setting(
@@ -193,7 +194,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         "1: a vLLM server generates the next rollout while this one is trained on; see docs/vllm.md.",
         range="in [0, 1]",
     )
-    stop_token_id: int | None = setting(None, "Further token id that ends a response, beside EOS.")
+    stop_token_id: int | None = setting(None, "Further token id that ends a completion, beside EOS.")
 
     # The reward
     kl_coef: float = setting(
@@ -215,8 +216,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     )
     kl_target: float = setting(
         6.0,
-        "Target of `objective/kl`, in nats summed over a response.",
-        range="> 0 nats per response",
+        "Target of `objective/kl`, in nats summed over a completion.",
+        range="> 0 nats per completion",
         only_with=("kl_controller", "adaptive"),
     )
     kl_horizon: float = setting(
@@ -258,7 +259,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     lam: float | None = setting(
         None,
         "λ of GAE. If unset, 0.95 where a reward function or an environment scores tokens or turns, and 1 where each "
-        "answer has one score: with 0.95 the first of 100 tokens receives 0.6 % of a score at the end.",
+        "completion has one score: with 0.95 the first of 100 tokens receives 0.6 % of a score at the end.",
         range="in [0, 1]",
         only_with=("lam_alpha", None),
     )
@@ -269,7 +270,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     )
     lam_alpha: float | None = setting(
         None,
-        "α of a λ that depends on the length of each response in tokens (with `gae_level: turn` in turns), in place "
+        "α of a λ that depends on the length of each completion in tokens (with `gae_level: turn` in turns), in place "
         "of `lam`: λ = 1 − 1/(α·length), or 0 where α·length ≤ 1 (VAPO, 2504.05118, with 0.05; SAO, 2607.07508, with "
         "1.5). The critic's target then uses `lam_value`, by default 1.",
         range="> 0 and finite",
@@ -407,7 +408,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             (
                 self.bootstrap_truncated
                 and (self.baseline == "mean" or (self.missing_eos_score, self.missing_eos_penalty) != (None, None)),
-                "`bootstrap_truncated=True` gives an answer that was cut off the critic's value as its remaining "
+                "`bootstrap_truncated=True` gives a completion that was cut off the critic's value as its remaining "
                 "return: it needs a critic (another `baseline` than 'mean'), and neither `missing_eos_score` nor "
                 "`missing_eos_penalty`.",
             ),
@@ -426,7 +427,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             ),
             (
                 self.num_generations > 1 and kwargs.get("seed") is not None,
-                "`seed` in `generation_kwargs` would give all answers to a prompt the same text. Leave it out.",
+                "`seed` in `generation_kwargs` would give all completions to a prompt the same text. Leave it out.",
             ),
             (
                 changed and not (is_corrected or self.old_logprobs == "sampler" or self.allow_off_policy_sampling),

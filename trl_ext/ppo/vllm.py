@@ -177,7 +177,7 @@ def save_last_step(trainer: Any) -> str:
 
 @dataclass
 class Flight:
-    """Hold a rollout that is being generated ahead of time."""
+    """Hold a rollout that the server is still generating."""
 
     version: int  # on how many rollouts the weights that generate this one have been trained
     prompts: list[list[int]]  # token ids

@@ -126,7 +126,7 @@ class CachedReward(TellsFailures, HoldsRewards):
         identity, count = self.identity if self.redis_url else None, len(completions)
         if self.redis_url and identity is None:
             raise ValueError(
-                f"{self.__name__}: in Redis nothing would tell this reward from others: give it an attribute "
+                f"{self.__name__}: Redis could not tell this reward from others: give it an attribute "
                 "`identity`, a text that changes with what it scores"
             )
         given = {"prompts": prompts, "completions": completions, **columns}

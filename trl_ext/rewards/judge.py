@@ -202,7 +202,7 @@ def choice_in(answer: Any) -> tuple[Any, Any]:
     try:
         choice = answer["choices"][0]
         if error := choice.get("error"):
-            raise failure_of(error, f"an error in place of a message: {repr(error)[:120]}")
+            raise failure_of(error, f"an error instead of a message: {repr(error)[:120]}")
         message, ended = choice["message"].get("content"), choice.get("finish_reason")
     except (LookupError, TypeError, AttributeError) as error:
         raise UnavailableError(f"the answer is not a chat completion: {repr(answer)[:120]}") from error

@@ -29,7 +29,7 @@ _warned: set[tuple[str, bool]] = set()  # a reward's name, and whether it failed
 
 
 class RewardFailed(RuntimeError):
-    """Say which reward function failed and why, for an error that needs no traceback."""
+    """Raised when a reward function failed; the message says which and why, so no traceback is needed."""
 
 
 class TellsFailures:

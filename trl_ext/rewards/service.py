@@ -23,15 +23,15 @@ _LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
 class ServiceError(RewardFailed):
-    """Say that a service gave no usable answer."""
+    """Raised when a service gave no usable answer."""
 
 
 class RefusedError(ServiceError):
-    """Say that a service refuses a request, but might accept a request with other rows."""
+    """Raised when a service refuses a request, but might accept one with other rows."""
 
 
 class UnavailableError(ServiceError):
-    """Say that a service could not be reached, is too busy, or broke off: the same request may succeed later."""
+    """Raised when a service cannot be reached, is too busy or breaks off: the same request may succeed later."""
 
     def __init__(self, message: str, retry_after: float | None = None):
         super().__init__(message)
@@ -39,7 +39,7 @@ class UnavailableError(ServiceError):
 
 
 class WithheldError(ServiceError):
-    """Say that a server withheld its answer, as a content filter does, so that the row has no score."""
+    """Raised when a server withholds its answer, as a content filter does; the row then has no score."""
 
 
 @dataclass
@@ -111,7 +111,10 @@ class ServedReward(TellsFailures):
         on_error: OnError = "raise",
     ):
         if "@" in urlsplit(url).netloc or "?" in url:
-            raise ValueError("`url` must not contain credentials: export a token, and name it in `api_key_env`")
+            raise ValueError(
+                "`url` must not contain credentials or a query (`user:…@`, `?…`): export a token, and name its "
+                "variable in `api_key_env`"
+            )
         self.url = url.rstrip("/").removesuffix(path)
         self.path = path
         self.timeout, self.deadline, self.retries = timeout, deadline, retries
@@ -207,7 +210,7 @@ class ServedReward(TellsFailures):
         except (ValueError, RecursionError) as error:
             raise UnavailableError(f"the answer is not JSON: {said}") from error
         if isinstance(answer, dict) and answer.get("error"):
-            raise failure_of(answer["error"], f"an error with status 200: {said}")
+            raise failure_of(answer["error"], f"status 200, but the body is an error: {said}")
         check(answer)
         call.seconds.append(time.monotonic() - start)
         return answer

@@ -168,7 +168,7 @@ class BackgroundSaving(_Trainer):
             self._check_saving(wait=True, causes=causes)
 
     def _save_own_state(self, checkpoint: str) -> None:
-        """Save state that transformers does not save, on all processes, before the checkpoint counts as complete."""
+        """Override this to save what transformers does not: it is called on all processes, before the marker."""
 
     def _begin(self, checkpoint: Path) -> Path | None:
         """Make room for a checkpoint; return the folder in memory that it links to, None if it is written at once."""

@@ -49,7 +49,7 @@ class Turn(NamedTuple):
 
 
 def principle_of(key: str, round_: int, names: Sequence[str], seed: int) -> str:
-    """Draw the name of the principle for a prompt's round (1, 2, …): each comes once before any comes again."""
+    """Return the name of the principle for a prompt's round (1, 2, …), sampled; all come once before one repeats."""
     generator = np.random.default_rng([seed, int(hashlib.sha256(key.encode()).hexdigest()[:15], 16)])
     return names[generator.permutation(len(names))[(round_ - 1) % len(names)]]
 

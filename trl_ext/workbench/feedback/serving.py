@@ -67,7 +67,7 @@ class Limits:
 
 
 class Refusal(Exception):
-    """Refuse a request: answer it with an HTTP status and a sentence that says why."""
+    """Raised to refuse a request; the answer has this HTTP status and a sentence that says why."""
 
     def __init__(self, status: int, why: str):
         super().__init__(why)
@@ -75,7 +75,7 @@ class Refusal(Exception):
 
 
 def check(*rules: tuple[object, int, str]) -> None:
-    """Refuse a request by the first rule, (is broken, status, sentence), that it breaks."""
+    """Raise a [`Refusal`] for the first broken rule; a rule is (is it broken, HTTP status, sentence)."""
     for is_broken, status, why in rules:
         if is_broken:
             raise Refusal(status, why)

@@ -83,7 +83,8 @@ class AnnotatorsArguments:
         check_settings(self)
         if own := {*(self.keep_columns or ())} & _OWN:
             raise ValueError(
-                f"`keep_columns` names {min(own)!r}, but pairs have a column of that name already: rename the table's"
+                f"`keep_columns` names {min(own)!r}, but pairs already have a column of that name: rename the column "
+                "in the table"
             )
 
 

@@ -152,7 +152,9 @@ def read_run(folder: Path) -> Run:
     run.samples = sorted(_of_this_run(rows, begins), key=lambda row: row["step"])
     if not (run.history or run.samples):
         within = [str(path.parent) for path in sorted(folder.glob("**/metrics.rank0.jsonl"))]
-        raise ValueError(f"{folder} is no run that has logged anything; runs within it: {', '.join(within) or 'none'}")
+        raise ValueError(
+            f"{folder} is not the folder of a run with logs; runs within it: {', '.join(within) or 'none'}"
+        )
     paid = source / "attribution.json"
     run.paid = read_object(paid).get("paid", []) if paid.is_file() and _time(paid) >= since else []
     _read_results(run, since)

@@ -68,7 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
     quiet()
     (args,) = StrictTrlParser(AdviseArguments, without_arguments=__doc__).parse_args_and_config(arguments)
     first, *others = [f"{then}: {when}" for holds, when, then in rows(args) if holds]
-    print(first, *(f"  else {row}" for row in others[:-1]), "Why: docs/advise.md", sep="\n")
+    why = 'The rules and their sources: the page "What to train next" of the documentation'
+    print(first, *(f"  else {row}" for row in others[:-1]), why, sep="\n")
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def fake(build: Callable[[], Any]) -> tuple[Any, FakeTensorMode]:
-    """Return what `build` makes, a module or several, with weights without memory, and the mode to run it in."""
+    """Return what `build` makes, a module or several, as fake tensors without memory; and the mode to run them in."""
     with torch.device("meta"):  # PEFT cannot add an adapter within the mode
         made = build()
     mode, twins = FakeTensorMode(allow_non_fake_inputs=True), {}

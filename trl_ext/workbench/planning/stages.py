@@ -39,7 +39,7 @@ _HEADS = ("lm_head", "score", "classifier")  # the names of output heads, which 
 
 
 def plan(job: Job) -> Plan:
-    """Plan a run, by running each of its passes once on tensors without data."""
+    """Plan a run, by running each of its passes once on fake tensors, which have shapes but no data."""
     return _plan_ppo(job) if job.stage == "ppo" else _plan_without_rollouts(job)
 
 

@@ -314,7 +314,7 @@ def verdict(report: dict[str, Any], probes_failed: str = "", has_rankings: bool 
         for each in suspicious:
             what, gain = "phrase" if each["phrase"] else "probe", (each["gain_on_better"], each["interval_on_better"])
             broken.append(
-                f"The {what} {each['phrase'] or each['name']!r}: {each['why']}; on good answers the gain is "
+                f"The {what} {each['phrase'] or each['name']!r}: {each['why']}. On good answers the score changes by "
                 f"{with_interval(*gain, '+.2f')} standard deviations."
             )
     if most is not None and open_ones and len(suspicious) + len(open_ones) > most:

@@ -24,7 +24,10 @@ def pairs(rows, seed=0):
 
 def trainer_of(kind, folder, rows, batch, **settings):
     torch.manual_seed(0)
-    model, args = tiny_llama(), {**ON_CPU, "per_device_eval_batch_size": batch, "max_length": 32} | settings
+    model, args = (
+        tiny_llama(),
+        {**ON_CPU, "per_device_eval_batch_size": batch, "max_length": 32, "record_run": False} | settings,
+    )
     if kind == "dpo":
         reference = tiny_llama(seed=3)
         given = {"ref_model": reference, "args": DPOConfig(str(folder), loss_type=["sigmoid", "sft"], **args)}

@@ -30,12 +30,6 @@ def a_rollout(**changes):
     return Rollout(**fields | changes)
 
 
-def test_a_row_without_a_score_is_masked():
-    rollout = a_rollout()
-    assert rollout.valid.tolist() == [True, False]
-    assert rollout.mask.tolist() == [[1, 1, 1], [0, 0, 0]]
-
-
 def test_micro_batches_are_joined_in_the_order_of_generation_whatever_became_of_them():
     rows = a_rollout().rows_for_training(torch.rand(2, 3), torch.rand(2, 3))
     rows = {name: torch.cat([values, values, values]) for name, values in rows.items()}

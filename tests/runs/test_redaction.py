@@ -57,7 +57,6 @@ LEAKS = [  # (name, value, the part that must be gone)
 ]
 KEPT = [
     ("eos_token", "</s>"),
-    ("pad_token", "<pad>"),
     ("stop_token_id", 5),
     ("token", None),
     ("token", ""),
@@ -76,7 +75,6 @@ KEPT = [
     ("lora_target_modules", ["q_proj", "k_proj"]),
     ("template", "{{ bos_token }}{% if x %}: {{ eos_token }}{% endif %}"),
     ("task", "ask-for-1-risk-adjusted-return-in-2025"),
-    ("learning_rate", 1e-5),
     ("empty", {}),
 ]
 

@@ -7,7 +7,6 @@ import sys
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-sys.dont_write_bytecode = True  # a file that a test writes twice within a second would be read as it was
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -19,11 +18,13 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; bitsandbytes import
 
 # What takes longest comes first, so that at the end no worker waits for another one's long file
 LONGEST_FIRST = (
-    *("distributed/test_sharded.py", "callbacks/test_actions.py", "recipes/test_resuming.py", "test_docs.py"),
-    *("test_any_change.py", "ppo/test_distributed.py", "test_wheel.py", "ppo/test_ahead.py"),
+    *("distributed/test_sharded.py", "callbacks/test_watch.py", "test_wheel.py", "recipes/test_demo_stages.py"),
+    *("callbacks/test_null.py", "ppo/test_agents.py", "test_any_change.py", "ppo/test_distributed.py"),
+    *("ppo/test_step_size.py", "callbacks/test_actions.py", "recipes/test_resuming.py", "test_docs.py"),
+    *("ppo/test_ahead.py", "recipes/test_online_dpo_recipe.py", "ppo/test_fields.py", "upstream/test_terminal.py"),
     *("ppo/test_resume.py", "dpo/test_trainer.py", "recipes/test_real_model_recipes.py", "test_notebook.py"),
     *("recipes/test_full_disk.py", "test_examples.py", "models/test_adapter_switch.py", "cli/test_main.py"),
-    *("callbacks/test_null.py", "callbacks/test_console.py", "dpo/test_distributed.py", "runs/test_saving.py"),
+    *("callbacks/test_console.py", "dpo/test_distributed.py", "runs/test_saving.py"),
 )
 
 
@@ -41,6 +42,21 @@ def no_default_folder():
         module.Watch.default_folder = None
 
 
+@pytest.fixture
+def token_rewards(monkeypatch):
+    """The token rewards that went into GAE, one tensor a rollout."""
+    from trl_ext.ppo import trainer
+
+    seen, estimate = [], trainer.advantages_and_returns
+
+    def recording(rewards, *args):
+        seen.append(rewards)
+        return estimate(rewards, *args)
+
+    monkeypatch.setattr(trainer, "advantages_and_returns", recording)
+    return seen
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Leave out what is marked `extra` unless TRL_EXT_ALL_CASES asks for it, and begin with the longest files."""
@@ -56,6 +72,7 @@ def pytest_collection_finish(session):
     from tests.launch import spare_time
 
     spare_time()
+    sys.dont_write_bytecode = True  # a file that a test writes twice within a second would be read as it was
 
 
 class ByLaunch(LoadScopeScheduling):

@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -33,12 +32,3 @@ def test_public_name_resolves(subtests):
         with subtests.test(name=name):
             assert getattr(trl_ext, name) is not None
             assert name in dir(trl_ext)
-
-
-def test_unknown_name_lists_the_public_ones():
-    with pytest.raises(AttributeError, match=r"no attribute 'PPOTrainr'.*PPOTrainer"):
-        trl_ext.PPOTrainr  # noqa: B018
-
-
-def test_package_is_marked_as_typed():
-    assert (Path(trl_ext.__file__).parent / "py.typed").is_file()

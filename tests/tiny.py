@@ -1,5 +1,7 @@
 """Tiny models and tokenizers built from config, for tests: nothing is downloaded."""
 
+import inspect
+
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -12,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from trl_ext import PPOConfig
+from trl_ext import PPOConfig, PPOTrainer
 
 WORDS = "the a cat dog bird sat ran flew on under over mat log sky and then it was very happy sad big small".split()
 ON_CPU = {  # of any trainer's arguments: fp32, quiet
@@ -120,6 +122,14 @@ def tiny_config(output_dir, **kwargs):
         }
         | kwargs,
     )
+
+
+def tiny_ppo(folder, model=None, reward_funcs=length_reward, cls=PPOTrainer, **given):
+    """A trainer on 16 prompts; what is no argument of `PPOTrainer` is a setting."""
+    taken = inspect.signature(PPOTrainer.__init__).parameters
+    arguments = {"train_dataset": prompts(), "processing_class": tiny_tokenizer()}
+    arguments |= {name: given.pop(name) for name in [*given] if name in taken}
+    return cls(tiny_llama() if model is None else model, reward_funcs, tiny_config(folder, **given), **arguments)
 
 
 def assert_each_changes(changed, trained, subtests):

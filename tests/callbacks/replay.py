@@ -8,8 +8,7 @@ from datasets import Dataset
 from transformers import TrainerControl, TrainerState
 from trl import SFTConfig, SFTTrainer
 
-from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.tiny import ON_CPU, length_reward, tiny_llama, tiny_ppo, tiny_tokenizer
 from trl_ext.callbacks.monitor import alerts_of
 
 RUNBOOK = (Path(__file__).parents[2] / "docs" / "runbook.md").read_text()
@@ -93,13 +92,5 @@ def sft(folder, *callbacks, cls=SFTTrainer, **kwargs):
     return with_callbacks(trainer, callbacks)
 
 
-def ppo(folder, *callbacks, rewards=length_reward, train_dataset=None, eval_dataset=None, **kwargs):
-    trainer = PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=rewards,
-        args=tiny_config(folder, **kwargs),
-        train_dataset=train_dataset or prompts(),
-        eval_dataset=eval_dataset,
-        processing_class=tiny_tokenizer(),
-    )
-    return with_callbacks(trainer, callbacks)
+def ppo(folder, *callbacks, rewards=length_reward, **kwargs):
+    return with_callbacks(tiny_ppo(folder, None, rewards, **kwargs), callbacks)

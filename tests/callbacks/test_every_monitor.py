@@ -12,8 +12,7 @@ import trl_ext.callbacks as callbacks
 from recipes import ppo
 from tests.callbacks.cases import BAD_NUMBERS, CHANGES, NULL
 from tests.callbacks.replay import RUNBOOK
-from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.tiny import length_reward, prompts, tiny_llama, tiny_ppo, tiny_tokenizer
 from trl_ext.callbacks import (
     CanaryCallback,
     GoldGapCallback,
@@ -51,14 +50,7 @@ def test_what_would_do_nothing_without_a_word_is_refused(wrong):
 def test_the_examples_in_the_docstrings_run(tmp_path, monkeypatch):
     """As they are printed, all on one trainer, which then trains a step."""
     monkeypatch.chdir(tmp_path)
-    trainer = PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=length_reward,
-        args=tiny_config(tmp_path, max_steps=1),
-        train_dataset=prompts(8),
-        eval_dataset=prompts(8, seed=1),
-        processing_class=tiny_tokenizer(),
-    )
+    trainer = tiny_ppo(tmp_path, max_steps=1, eval_dataset=prompts(8, seed=1))
     for name in CALLBACKS:
         names = {exported: getattr(callbacks, exported) for exported in callbacks.__all__} | {"trainer": trainer}
         docstring = inspect.getdoc(getattr(callbacks, name))

@@ -219,6 +219,3 @@ def test_server_textfile_and_dashboard(tmp_path):
     run.fire("on_train_end")
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{callback.port}/metrics", timeout=2)
-
-
-# ---- The picture ----

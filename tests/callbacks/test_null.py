@@ -62,8 +62,8 @@ def test_a_few_runs_of_a_policy_that_does_not_move(name, answers):
 @pytest.mark.parametrize("name", NULL)
 def test_a_policy_that_does_not_move(name, answers):
     """The upper end of the 95 % interval of the share of runs in which the monitor acts is 1 % at most."""
-    acts = sum(first_act(name, rows) is not None for rows in drawn(name, 500, answers))
-    assert wilson(acts, 500)[1] <= 0.01, acts
+    acts = sum(first_act(name, rows) is not None for rows in drawn(name, 400, answers))
+    assert wilson(acts, 400)[1] <= 0.01, acts
 
 
 # ---- A change ----

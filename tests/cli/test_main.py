@@ -100,12 +100,6 @@ def test_each_flag_goes_to_its_reader_with_its_values(elsewhere):
     assert mine == "--rate=3 --weights 1 -2 --config tinystories/ppo --debug x --no_eval".split()
 
 
-# ---- What ships ----
-
-
-# ---- What is missing ----
-
-
 # ---- Through accelerate ----
 
 

@@ -4,7 +4,7 @@ import pytest
 from torch.testing import assert_close
 
 from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, WITH_SFT, run, saved
-from tests.evaluation.test_row_means import KINDS, evaluated, on_nineteen
+from tests.evaluation.test_row_means import KINDS, ROWS, evaluated, trainer_of
 from tests.launch import on_two_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -49,8 +49,8 @@ def test_tokens_of_both_processes_weigh_the_same(results, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_evaluation_counts_each_row_once_on_whatever_process(kind, results, tmp_path):
-    for process in results:  # 19 and 7 rows by fours on two processes: the last batches are filled up with copies
-        assert_close(process["evaluated"][kind], evaluated(on_nineteen(kind, tmp_path, 19)), **ROUNDED)
+    for process in results:  # 7 and 3 rows by twos on two processes: the last batches are filled up with copies
+        assert_close(process["evaluated"][kind], evaluated(trainer_of(kind, tmp_path, ROWS, 7)), **ROUNDED)
 
 
 def test_filtered_and_informed_pairs_are_those_of_one_process(results, tmp_path):

@@ -8,7 +8,7 @@ import trl
 from accelerate import PartialState
 from datasets import Dataset
 
-from tests.evaluation.test_row_means import KINDS, evaluated, on_nineteen
+from tests.evaluation.test_row_means import KINDS, ROWS, evaluated, trainer_of
 from tests.launch import spare_time
 from tests.tiny import ON_CPU, WORDS, tiny_llama, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer
@@ -171,7 +171,7 @@ def on_two_processes(output_dir):
         "broken": broken_weight(folder / "broken"),
         "shift": shift(folder / "shift"),
         "sft": run(folder / "sft", 2, **WITH_SFT),
-        "evaluated": {kind: evaluated(on_nineteen(kind, folder / kind, 4)) for kind in KINDS},
+        "evaluated": {kind: evaluated(trainer_of(kind, folder / kind, ROWS, 2)) for kind in KINDS},
         "from one": saved(folder / "from one", 2, folder / "by one" / "checkpoint-3", **BETA_DPO, **NORMALIZED),
     }
     torch.save(results, folder / f"process {PartialState().process_index}.pt")

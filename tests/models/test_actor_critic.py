@@ -1,12 +1,10 @@
-"""Policy and critic behind one forward: padding, delegation, checkpointing, saving."""
+"""Policy and critic behind one forward: padding and checkpointing."""
 
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.tiny import tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model
 
 BUILDERS = {"gpt2": tiny_gpt2, "llama": tiny_llama}
 EQUAL = {"rtol": 0, "atol": 0}
@@ -18,15 +16,8 @@ def build(request):
     return BUILDERS[request.param]
 
 
-def make(tmp_path, policy, train_dataset=None, trainer_kwargs=None, **config):
-    return PPOTrainer(
-        model=policy,
-        reward_funcs=length_reward,
-        args=tiny_config(tmp_path, **config),
-        train_dataset=prompts() if train_dataset is None else train_dataset,
-        **{"processing_class": tiny_tokenizer(), "value_model": tiny_reward_model(policy, seed=2)}
-        | (trainer_kwargs or {}),
-    )
+def make(tmp_path, policy, **given):
+    return tiny_ppo(tmp_path, policy, **{"value_model": tiny_reward_model(policy, seed=2)} | given)
 
 
 # ---- Padding ----
@@ -34,7 +25,7 @@ def make(tmp_path, policy, train_dataset=None, trainer_kwargs=None, **config):
 
 def test_a_left_padded_row_equals_the_row_alone(tmp_path, build):
     """Log-probs and values of policy and critic, log-probs of the reference."""
-    trainer = make(tmp_path, build(), trainer_kwargs={"ref_model": build(seed=7)}, temperature=0.7)
+    trainer = make(tmp_path, build(), ref_model=build(seed=7), temperature=0.7)
     width = 4  # response tokens, kept at the right end
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(6, 26, (n,), generator=generator) for n in (5, 8, 13, 20)]
@@ -97,36 +88,3 @@ def test_gradient_checkpointing_leaves_the_gradients_of_both_as_they_are(tmp_pat
     assert counts == [0, 4]  # two layers each of policy and critic, one micro-batch, none in the rollout
     assert all(g.abs().max() > 0 for name, g in gradients[0].items() if "score" in name or "layers" in name)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)
-
-
-# ---- Saving ----
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("critic", ["from the policy", "from a reward model"])
-@pytest.mark.parametrize("gathered", [False, True], ids=["", "gathered_state_dict"])
-def test_saved_policy_and_critic_load_as_plain_models(tmp_path, build, critic, gathered):
-    """Also where FSDP or DeepSpeed hand over the state dict of both that they gathered."""
-    policy = build()
-    value_model = None if critic == "from the policy" else tiny_reward_model(policy, seed=2)
-    trainer = make(tmp_path, policy, trainer_kwargs={"value_model": value_model})
-    trainer.train()
-    if gathered:
-        trainer._save(str(tmp_path), state_dict=trainer.model.state_dict())
-    else:
-        trainer.save_model()
-
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert {name: len(keys) for name, keys in info.items()} == dict.fromkeys(info, 0)
-    torch.testing.assert_close(loaded.state_dict(), trainer.model.policy.state_dict(), **EQUAL)
-    assert type(loaded) is type(policy) and loaded.config.architectures == [type(policy).__name__]
-
-    _, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
-    assert {name: len(keys) for name, keys in info.items()} == dict.fromkeys(info, 0)
-    again = make(tmp_path, loaded, trainer_kwargs={"value_model": str(tmp_path / "critic")})
-    ids = torch.tensor([[6, 7, 8, 9, 10], [0, 0, 11, 12, 13]])
-    mask = (ids != 0).long()
-    with torch.no_grad():
-        values = [t.model.state_values(ids, mask)[mask.bool()] for t in (trainer, again)]
-    torch.testing.assert_close(values[1], values[0], **CLOSE)
-    assert values[0].abs().max() > 0  # trained away from the zero head

@@ -7,8 +7,7 @@ from torch.nn.attention import varlen
 from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, MambaConfig, PreTrainedModel
 
 from tests.ppo.worker import CHECKPOINTING, draw, lora_trainer, make_trainer, rows_of, scripted, weights
-from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.tiny import tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model
 from trl_ext.models.packing import VARLEN, keeps_rows_apart, pack, use_varlen
 from trl_ext.ppo import passes
 
@@ -98,14 +97,9 @@ def test_training_is_the_same_packed_or_padded(tmp_path, build, capsys):
 
     def trained(padding_free):
         torch.manual_seed(0)
-        trainer = PPOTrainer(
-            model=build(),
-            reward_funcs=length_reward,
-            args=tiny_config(tmp_path / str(padding_free), padding_free=padding_free, optim="sgd", max_steps=2),
-            train_dataset=prompts(),
-            processing_class=tiny_tokenizer(),
-            value_model=None if build is tiny_llama else tiny_reward_model(tiny_llama(32, seed=5)),
-        )
+        critic = None if build is tiny_llama else tiny_reward_model(tiny_llama(32, seed=5))
+        given = {"padding_free": padding_free, "optim": "sgd", "max_steps": 2, "value_model": critic}
+        trainer = tiny_ppo(tmp_path / str(padding_free), build(), **given)
         trainer.train()
         return {name: p.detach() for name, p in trainer.model.policy.named_parameters()}
 
@@ -147,8 +141,8 @@ def on_cpu(monkeypatch):
     return taken
 
 
-@pytest.mark.parametrize("build", [make_trainer, lora_trainer])
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("build", [pytest.param(make_trainer, marks=pytest.mark.slow), lora_trainer])
+@pytest.mark.parametrize("checkpointing", ["off", pytest.param("reentrant", marks=pytest.mark.slow), "non-reentrant"])
 def test_a_rollout_and_its_update_are_those_of_sdpa(build, checkpointing, on_cpu, tmp_path, monkeypatch):
     def trained(name):
         more = {"optim": "sgd", "learning_rate": 1.0, "num_ppo_epochs": 1, "pad_to_multiple_of": 32, "max_steps": 2}

@@ -12,8 +12,7 @@ from transformers import TrainerCallback
 
 from tests.agents import Counter, byte_tokenizer, call, counts, played_by
 from tests.launch import spare_time
-from tests.tiny import tiny_config, tiny_llama
-from trl_ext import PPOTrainer
+from tests.tiny import tiny_llama, tiny_ppo
 from trl_ext.runs.checkpoints import checkpoint_to_resume
 
 
@@ -70,19 +69,11 @@ def rows(targets):
 
 def make(folder, environment=Kept, callbacks=None, policy=None, **config):
     tokenizer = byte_tokenizer()
-    trainer = PPOTrainer(
-        model=policy or tiny_llama(len(tokenizer), max_position_embeddings=2048),
-        args=tiny_config(
-            folder,
-            **{"max_completion_length": 400, "max_steps": 8, "save_strategy": "steps", "save_steps": 3, **config},
-        ),
-        train_dataset=rows([n % 3 for n in range(16)]),
-        eval_dataset=rows([2] * 4),
-        processing_class=tokenizer,
-        environment_factory=environment,
-        callbacks=callbacks,
-    )
-    return played_by(trainer, player)
+    model = policy or tiny_llama(len(tokenizer), max_position_embeddings=2048)
+    given = {"train_dataset": rows([n % 3 for n in range(16)]), "eval_dataset": rows([2] * 4), "callbacks": callbacks}
+    given |= {"processing_class": tokenizer, "environment_factory": environment, "max_completion_length": 400}
+    given |= {"max_steps": 8, "save_strategy": "steps", "save_steps": 3, **config}
+    return played_by(tiny_ppo(folder, model, None, **given), player)
 
 
 def run(folder, kill):

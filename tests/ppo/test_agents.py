@@ -1,6 +1,5 @@
 """PPO on tools and environments: what is the policy's, what the environment's, and what each of them may do wrong."""
 
-import asyncio
 import functools
 import itertools
 import pickle
@@ -22,8 +21,7 @@ from tests.ppo.agent_worker import TOGETHER, Kept
 from tests.ppo.agent_worker import make as make_worker
 from tests.ppo.worker import collected
 from tests.rounding import bound
-from tests.tiny import ON_CPU, tiny_config, tiny_llama
-from trl_ext import PPOTrainer
+from tests.tiny import ON_CPU, tiny_llama, tiny_ppo
 from trl_ext.functional import gae, turn_gae, turn_starts
 from trl_ext.ppo.collection import Collection
 from trl_ext.runs.files import read_jsonl
@@ -35,16 +33,10 @@ IM_END = "<|im_end|>"
 def make(tmp_path, player, environment=SteppedCounter, rows=None, tools=None, reward_funcs=None, **config):
     tokenizer = byte_tokenizer()
     rows = rows or [{"prompt": PROMPT, "target": n % 3} for n in range(8)]
-    trainer = PPOTrainer(
-        model=tiny_llama(len(tokenizer), max_position_embeddings=2048),
-        reward_funcs=reward_funcs,
-        args=tiny_config(tmp_path, **{"max_completion_length": 400, "max_steps": 2, **config}),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        environment_factory=environment,
-        tools=tools,
-    )
-    return played_by(trainer, player)
+    model = tiny_llama(len(tokenizer), max_position_embeddings=2048)
+    given = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer, "tools": tools, "max_steps": 2}
+    given |= {"environment_factory": environment, "max_completion_length": 400, **config}
+    return played_by(tiny_ppo(tmp_path, model, reward_funcs, **given), player)
 
 
 def rolled_out(trainer, rows=8):
@@ -248,18 +240,6 @@ def test_tools_environments_by_name_and_rewards_beside_them(tmp_path):
     assert trainer._metrics["train"]["tools/call_frequency"] == [1.0]
 
 
-def slow(self, **_):
-    time.sleep(30)
-
-
-async def slow_async(self):
-    await asyncio.sleep(30)
-
-
-def wrong(value):
-    return lambda self, **_: value
-
-
 @pytest.mark.slow
 def test_what_a_tool_does_wrong_is_told_to_the_model(tmp_path):
     def player(history):
@@ -440,14 +420,9 @@ def test_a_rollout_function_says_what_is_the_policys(tmp_path):
     def reward(moves, **kwargs):
         return [float(number) for number in moves]
 
-    trainer = PPOTrainer(
-        model=tiny_llama(len(tokenizer), max_position_embeddings=256),
-        reward_funcs=reward,
-        args=tiny_config(tmp_path),
-        train_dataset=Dataset.from_list([{"prompt": PROMPT}] * 8),
-        processing_class=tokenizer,
-        rollout_func=rollout,
-    )
+    model, rows = tiny_llama(len(tokenizer), max_position_embeddings=256), Dataset.from_list([{"prompt": PROMPT}] * 8)
+    given = {"train_dataset": rows, "processing_class": tokenizer, "rollout_func": rollout}
+    trainer = tiny_ppo(tmp_path, model, reward, **given)
     rollout = rolled_out(trainer)
     assert tokenizer.decode(rollout.completion_ids[0][rollout.mask[0].bool()]) == "left.right." + IM_END
     assert rollout.scores.tolist() == [2.0] * 8 and (rollout.sampler_logprobs[rollout.mask.bool()] == -5).all()

@@ -7,23 +7,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.ppo.worker import collected, rows_of
-from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.tiny import WORDS, length_reward, prompts, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards.model import ModelReward
-
-
-def make(tmp_path, model=None, reward_funcs=length_reward, train_dataset=None, config=None, **kwargs):
-    return PPOTrainer(
-        **{
-            "model": model or tiny_llama(),
-            "reward_funcs": reward_funcs,
-            "args": tiny_config(tmp_path, **(config or {})),
-            "train_dataset": prompts() if train_dataset is None else train_dataset,
-            "processing_class": tiny_tokenizer(),
-            **kwargs,
-        }
-    )
-
 
 # ---- What would train wrongly or fail late ----
 
@@ -58,16 +43,13 @@ WRONG = [
     ({"train_dataset": rows(prompt=["a"], prompt_ids=["x"])}, "`prompt_ids` and `finished`"),
     ({"train_dataset": rows(prompt=["a"], input_ids=[[6]]), "tools": [gold]}, "which the policy reads unchanged"),
     ({"environment_factory": {"room": Room}, "train_dataset": rows(prompt=["a"], environment=["x"])}, "that .* lacks"),
-    ({"eval_dataset": prompts(4), "config": {"per_device_eval_batch_size": 3, "num_generations": 2}}, "3 responses"),
-    (
-        {"eval_dataset": {"a": prompts(4), "b": prompts(4)}, "config": {"metric_for_best_model": "reward"}},
-        "eval_a_obj",
-    ),
+    ({"eval_dataset": prompts(4), "per_device_eval_batch_size": 3, "num_generations": 2}, "3 responses"),
+    ({"eval_dataset": {"a": prompts(4), "b": prompts(4)}, "metric_for_best_model": "reward"}, "eval_a_obj"),
     ({"value_model": tiny_reward_model(tiny_llama(20))}, "`value_model` has no embeddings for tokens"),
     ({"processing_class": tiny_tokenizer([*WORDS, "more", "words"])}, "but the tokenizer has more"),
-    ({"config": {"use_ref_model": False, "kl_coef": 0}, "ref_model": tiny_llama()}, "`use_ref_model=False`"),
-    ({"config": {"baseline": "mean"}, "value_model": tiny_reward_model(tiny_llama())}, "`baseline='mean'` uses none"),
-    ({"optimizers": (object(), None), "config": {"critic_learning_rate": 1e-3}}, "`critic_learning_rate` cannot"),
+    ({"use_ref_model": False, "kl_coef": 0, "ref_model": tiny_llama()}, "`use_ref_model=False`"),
+    ({"baseline": "mean", "value_model": tiny_reward_model(tiny_llama())}, "`baseline='mean'` uses none"),
+    ({"optimizers": (object(), None), "critic_learning_rate": 1e-3}, "`critic_learning_rate` cannot"),
     ({"train_dataset": rows(question=["a"] * 16)}, "no column `prompt`"),
     ({"train_dataset": DatasetDict(train=prompts(16))}, "pass one of them"),
 ]
@@ -76,19 +58,19 @@ WRONG = [
 @pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
 def test_what_would_train_wrongly_or_fail_late_is_refused_at_once(tmp_path, wrong, message):
     with pytest.raises(ValueError, match=message):
-        make(tmp_path, **wrong)
+        tiny_ppo(tmp_path, **wrong)
 
 
 @pytest.mark.parametrize("name", ["value_model", "ref_model", "reward_funcs"])
 def test_one_object_in_two_roles_is_refused(tmp_path, name):
     model = tiny_llama()
     with pytest.raises(ValueError, match="are the same object, so training one would change the other"):
-        make(tmp_path, model=model, **{name: model})
+        tiny_ppo(tmp_path, model=model, **{name: model})
 
 
 def test_padding_in_given_tokens_is_not_read(tmp_path):
     padded = rows(input_ids=[[99, 6]], attention_mask=[[0, 1]])
-    make(tmp_path, train_dataset=padded, config={"max_steps": 1}).train()
+    tiny_ppo(tmp_path, train_dataset=padded, max_steps=1).train()
 
 
 @pytest.mark.parametrize("what", ["a path", "an adapter", "ModelReward"])
@@ -106,11 +88,11 @@ def test_a_reward_model_without_a_head_is_refused(tmp_path, what):
     ):
         if what == "ModelReward":
             ModelReward(path)
-        make(tmp_path, reward_funcs=path)
+        tiny_ppo(tmp_path, reward_funcs=path)
     if what == "a path":  # whoever passes an object knows what it is
-        make(tmp_path, reward_funcs=AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))
+        tiny_ppo(tmp_path, reward_funcs=AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))
         tiny_reward_model(tiny_llama()).save_pretrained(path)
-        assert make(tmp_path, reward_funcs=path).reward_func_names == ["sft"]
+        assert tiny_ppo(tmp_path, reward_funcs=path).reward_func_names == ["sft"]
 
 
 @pytest.mark.parametrize("pad", ["is EOS", "is missing"])
@@ -122,7 +104,7 @@ def test_pad_tokens(tmp_path, pad):
     model = tiny_llama(pad_token_id=None)
     model.lm_head.weight.data[2] *= 3  # EOS is drawn often
     reward = tiny_reward_model(tiny_llama())
-    trainer = make(tmp_path, model=model, reward_funcs=[reward, length_reward], processing_class=tokenizer)
+    trainer = tiny_ppo(tmp_path, model=model, reward_funcs=[reward, length_reward], processing_class=tokenizer)
     rollouts = collected(trainer)
     trainer.train()
     assert trainer.processing_class.pad_token_id == tokenizer.eos_token_id
@@ -143,16 +125,13 @@ def test_pad_tokens(tmp_path, pad):
         assert rollouts[-1].rewards_per_func[i, 0].item() == pytest.approx(alone, abs=1e-5)
 
 
-# ---- The output folder ----
-
-
 # ---- NaN ----
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role, max_grad_norm", [("policy", 1.0), ("policy", 0.0), ("critic", 1.0)])
 def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, role, max_grad_norm):
-    trainer = make(tmp_path, config={"max_steps": 8, "max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2})
+    trainer = tiny_ppo(tmp_path, max_steps=8, max_grad_norm=max_grad_norm, gradient_accumulation_steps=2)
     good = {}
 
     def poison(grad):
@@ -176,7 +155,4 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, role, max
     for name, part in saved.items():
         want = {key.removeprefix(f"{name}."): value for key, value in good.items() if key.startswith(f"{name}.")}
         torch.testing.assert_close(part.state_dict(), want, rtol=0, atol=0)
-    make(tmp_path / "again", model=saved["policy"], value_model=saved["critic"]).train()  # they are of use
-
-
-# ---- What the types allow and nothing can use ----
+    tiny_ppo(tmp_path / "again", model=saved["policy"], value_model=saved["critic"]).train()  # they are of use

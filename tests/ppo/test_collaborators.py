@@ -9,7 +9,6 @@ from peft import LoraConfig, get_peft_model
 
 from tests.tiny import WORDS, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models.loading import Loader
-from trl_ext.models.weights import check_tokenizer
 from trl_ext.ppo.controllers import KLController
 from trl_ext.ppo.rewards import CheckedReward, Mistakes
 from trl_ext.ppo.roles import Rewards, make_actor_critic
@@ -49,12 +48,6 @@ def test_the_adaptive_controller_follows_its_rule_and_goes_on_from_its_state(tmp
     assert fixed.kl_coef == 0.1
 
 
-# ---- Scores ----
-
-
-# ---- Metrics ----
-
-
 # ---- Who is who ----
 
 
@@ -85,15 +78,6 @@ def test_with_an_adapter_the_critic_is_another_one_on_the_same_base_unless_it_is
     value_model = tiny_reward_model(tiny_llama())
     apart, _ = make_actor_critic(loader(policy(), accelerator), no_rewards(), {}, value_model, None)
     assert apart.critic is value_model and not apart.shares_base
-
-
-def test_only_the_pad_token_may_be_out_of_the_vocabulary():
-    tokenizer = tiny_tokenizer(pad=False)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    check_tokenizer(tiny_llama(), tokenizer)
-    tokenizer.add_tokens(["<tool>"])
-    with pytest.raises(ValueError, match="<tool>"):
-        check_tokenizer(tiny_llama(), tokenizer)
 
 
 @pytest.mark.parametrize("is_bug", [False, True])

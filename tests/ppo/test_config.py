@@ -6,8 +6,8 @@ import math
 import pytest
 from trl import GRPOConfig
 
-from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
-from trl_ext import PPOConfig, PPOTrainer
+from tests.tiny import tiny_config, tiny_ppo
+from trl_ext import PPOConfig
 from trl_ext.functional import LAM_SCHEDULES
 from trl_ext.ppo.config import REFUSED
 from trl_ext.runs.settings import rules_of
@@ -235,7 +235,5 @@ def test_an_unset_clip_range_is_wide_only_without_a_kl_penalty_and_an_upper_side
     assert config(tmp_path, kl_coef=0.05).clip_range == 0.2
     assert config(tmp_path, kl_coef=0.0, epsilon_high=0.28).clip_range == 0.2
     assert config(tmp_path, kl_coef=0.0, cliprange=0.3).clip_range == 0.3
-    args = config(tmp_path, kl_coef=0.0)
-    data = {"train_dataset": prompts(), "processing_class": tiny_tokenizer()}
-    trainer = PPOTrainer(tiny_llama(), length_reward, args, **data)
+    trainer = tiny_ppo(tmp_path, kl_coef=0.0)
     assert (trainer.epsilon_low, trainer.epsilon_high) == (0.4, 0.4)

@@ -11,11 +11,10 @@ from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig
 from torch.testing import assert_close
-from transformers import AutoModelForSequenceClassification
 
 from tests.launch import on_two_processes
-from tests.tiny import ON_CPU, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
-from trl_ext import PPOTrainer, save_base_fingerprint
+from tests.tiny import ON_CPU, prompts, tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
+from trl_ext import save_base_fingerprint
 from trl_ext.callbacks.metrics import METRICS
 from trl_ext.ppo import (
     CriticConfig,
@@ -67,19 +66,14 @@ def rows(n=16, seed=0, longest=7):
 BY_GROUP = {"reward_normalization": "group", "reward_group_column": "topic", "whiten_rewards": True}
 
 
-@pytest.fixture(params=[{"reward_normalization": kind} for kind in ("running", "batch", "none")] + [BY_GROUP])
+OTHERS = [pytest.param({"reward_normalization": kind}, marks=pytest.mark.slow) for kind in ("batch", "none")]
+
+
+@pytest.fixture(params=[{"reward_normalization": "running"}, BY_GROUP, *OTHERS])
 def rollout(request, tmp_path):
     """The first rollout of a PPO run (λ_value = 1), and its rows as saved rollouts."""
-    trainer = PPOTrainer(
-        model=tiny_gpt2(),
-        reward_funcs=token_reward,
-        args=tiny_config(tmp_path, lam=0.7, lam_value=1.0, kl_coef=0.3, **request.param, **SCALE),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-        value_model=AutoModelForSequenceClassification.from_config(
-            type(tiny_gpt2().config)(**{**tiny_gpt2().config.to_dict(), "num_labels": 1})
-        ),
-    )
+    given = {"lam": 0.7, "lam_value": 1.0, "kl_coef": 0.3, "value_model": tiny_reward_model(tiny_gpt2())}
+    trainer = tiny_ppo(tmp_path, tiny_gpt2(), token_reward, **given, **request.param, **SCALE)
     drawn = trainer._generate_and_score_completions(list(prompts(8)))
     ids, masks = ([drawn[f"{part}_{what}"] for part in ("prompt", "completion")] for what in ("ids", "mask"))
     columns = [
@@ -149,15 +143,8 @@ def test_ppo_begins_with_the_values_that_were_learned(is_lora, tmp_path):
     assert trainer.evaluate()["eval_val/explained_variance"] > 0.3
     trainer.save_model()
 
-    ppo = PPOTrainer(
-        model=str(base),
-        reward_funcs=token_reward,
-        args=tiny_config(tmp_path / "ppo"),
-        train_dataset=prompts(),
-        processing_class=tokenizer,
-        value_model=str(tmp_path),
-        peft_config=LoraConfig(**LORA, task_type="CAUSAL_LM") if is_lora else None,
-    )
+    peft = LoraConfig(**LORA, task_type="CAUSAL_LM") if is_lora else None
+    ppo = tiny_ppo(tmp_path / "ppo", str(base), token_reward, value_model=str(tmp_path), peft_config=peft)
     drawn = ppo._generate_and_score_completions(list(prompts(8)))
     prompt, mask = drawn["prompt_mask"].sum(1), drawn["completion_mask"]
     batch = {
@@ -177,9 +164,7 @@ def test_ppo_begins_with_the_values_that_were_learned(is_lora, tmp_path):
 def stepped(folder, rows_a_device, accumulation, packed=True):
     """The weights after two steps on 16 rows of very different lengths."""
     torch.manual_seed(0)
-    critic = AutoModelForSequenceClassification.from_config(
-        type(tiny_llama().config)(**{**tiny_llama().config.to_dict(), "num_labels": 1})
-    )
+    critic = tiny_reward_model(tiny_llama(), seed=0)
     args = critic_config(
         folder,
         per_device_train_batch_size=rows_a_device,

@@ -6,10 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback
 
-from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.tiny import length_reward, prompts, tiny_llama, tiny_ppo, tiny_tokenizer
 
 
 class Spy:
@@ -27,16 +25,9 @@ class Spy:
         return scores
 
 
-def make(tmp_path, reward_funcs=length_reward, eval_dataset=None, callbacks=None, **config):
-    return PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=reward_funcs,
-        args=tiny_config(tmp_path, per_device_eval_batch_size=4, **config),
-        train_dataset=prompts(),
-        eval_dataset=prompts(9, seed=5) if eval_dataset is None else eval_dataset,
-        processing_class=tiny_tokenizer(),
-        callbacks=callbacks,
-    )
+def make(tmp_path, reward_funcs=length_reward, eval_dataset=None, **given):
+    held_out = eval_dataset or prompts(9, seed=5)
+    return tiny_ppo(tmp_path, None, reward_funcs, eval_dataset=held_out, per_device_eval_batch_size=4, **given)
 
 
 @pytest.mark.parametrize("generations", [1, 2])
@@ -156,35 +147,3 @@ def test_evaluations_of_the_same_weights_agree(tmp_path):
     for key in first:
         if "objective" in key or "completions" in key:
             assert first[key] == second[key]
-
-
-@pytest.mark.slow
-def test_best_model_is_restored_policy_and_critic_together(tmp_path):
-    """The evaluation score peaks after step 4, whatever the policy does."""
-
-    def reward(completions, trainer_state, **kwargs):
-        return [float(trainer_state.global_step == 4) + 0.01 * i for i in range(len(completions))]
-
-    class Keep(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            weights[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
-
-    weights = {}
-    trainer = make(
-        tmp_path,
-        reward,
-        callbacks=[Keep()],
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        save_total_limit=1,
-        load_best_model_at_end=True,
-        max_steps=8,
-    )
-    trainer.train()
-    assert trainer.state.best_global_step == 4
-    assert trainer.state.best_metric == pytest.approx(1.0, abs=0.05)
-    torch.testing.assert_close(trainer.model.state_dict(), weights[4], rtol=0, atol=0)
-    for role in ("policy", "critic"):  # and they had moved on
-        assert any((weights[8][name] != weights[4][name]).any() for name in weights[4] if name.startswith(role))

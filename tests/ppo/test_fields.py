@@ -6,8 +6,8 @@ import pytest
 import torch
 from trl import GRPOConfig
 
-from tests.tiny import WORDS, assert_each_changes, length_reward, prompts, tiny_config, tiny_gpt2, tiny_tokenizer
-from trl_ext import PPOConfig, PPOTrainer
+from tests.tiny import WORDS, assert_each_changes, prompts, tiny_gpt2, tiny_ppo
+from trl_ext import PPOConfig
 from trl_ext.functional import LAM_SCHEDULES
 from trl_ext.ppo.config import REFUSED
 
@@ -79,15 +79,15 @@ WITHOUT_WEIGHTS = {  # field -> what it does instead
 
 
 def trained(tmp_path, **config):
-    n, answer = 16, tiny_tokenizer()
+    n = 16
     rows = prompts(n).add_column("sort", ["a"] * n).add_column("completion", WORDS[:n])
     rows = rows.add_column("other", [f"{word} {word} {word}" for word in WORDS[:n]])
     steps = {"max_steps": -1 if "total_episodes" in config else 4, "num_ppo_epochs": 1}
     model = tiny_gpt2(attn_pdrop=0.3, embd_pdrop=0.3, resid_pdrop=0.3)
     model.lm_head.weight.data[2] *= 2  # EOS is drawn at times
-    args = tiny_config(tmp_path, **{"learning_rate": 1e-2, "num_train_epochs": 2.0, **steps, **config})
+    config = {"learning_rate": 1e-2, "num_train_epochs": 2.0, "train_dataset": rows, **steps, **config}
     torch.manual_seed(0)
-    trainer = PPOTrainer(model, length_reward, args, train_dataset=rows, processing_class=answer)
+    trainer = tiny_ppo(tmp_path, model, **config)
     torch.manual_seed(0)
     trainer.train()
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])

@@ -1,7 +1,5 @@
 """One optimizer step has one gradient, however it is split; and the first minibatch of a rollout is on-policy."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from peft import LoraConfig
@@ -11,29 +9,6 @@ from tests.ppo.worker import lora_trainer, make_trainer, rows_of, scripted, weig
 from tests.tiny import tiny_gpt2, tiny_llama
 from trl_ext import PPOTrainer
 from trl_ext.models import lm_head
-
-
-def test_each_minibatch_is_divided_by_its_own_tokens():
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(
-            seed=0,
-            num_mini_batches=2,
-            steps_per_generation=4,
-            gradient_accumulation_steps=2,
-            per_device_train_batch_size=1,
-            gae_level="token",
-        ),
-        accelerator=SimpleNamespace(reduce=lambda tokens, reduction: tokens),
-        _step=0,
-        _steps_per_rollout=4,
-    )
-    mask = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-    rollout = {"row": torch.arange(4), "prompt_mask": torch.ones(4, 2), "completion_mask": mask, "loss_mask": mask}
-    batches = PPOTrainer._micro_batches(trainer, rollout, 0)
-    for first in (0, 2):
-        tokens = sum(batch["loss_mask"].sum() for batch in batches[first : first + 2])
-        assert all(batch["step_tokens"] == tokens for batch in batches[first : first + 2])
-    assert batches[0]["step_tokens"] != batches[2]["step_tokens"]
 
 
 class _Gradients(TrainerCallback):
@@ -97,7 +72,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(kwargs, tmp_path):
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("build", [make_trainer, lora_trainer])
+@pytest.mark.parametrize("build", [pytest.param(make_trainer, marks=pytest.mark.slow), lora_trainer])
 def test_policy_and_critic_have_a_backward_pass_each(build, tmp_path, monkeypatch):
     """The same bits as from one pass of both: weights, and what is logged."""
     ends = []
@@ -154,7 +129,7 @@ def test_the_first_minibatch_is_on_policy(model, checkpointing, tmp_path):
         assert first <= 1e-5 and third <= 1e-5 and second > 1e-4 and fourth > 1e-4, source
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "lora"])
 def test_either_lm_head_trains_the_same_weights(lora, tmp_path, monkeypatch):
     """And each pass of policy and reference runs the head that the budget asks for; updates alone need entropies."""
     dense, calls, ended = lm_head.logprobs_and_entropies, [], []
@@ -169,9 +144,3 @@ def test_either_lm_head_trains_the_same_weights(lora, tmp_path, monkeypatch):
         assert not budget or len(calls) >= 6  # a pass of the policy, one of the reference, four updates
         ended.append(weights(trainer))
     torch.testing.assert_close(*ended, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_dropout_is_on_where_it_is_asked_for(tmp_path):
-    trainer = make_trainer(tmp_path, model=DROPOUT["gpt2"](), disable_dropout=False, num_ppo_epochs=1, max_steps=1)
-    assert log_ratios(trainer)[0] > 1e-2

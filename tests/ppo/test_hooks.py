@@ -4,22 +4,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from tests.tiny import tiny_ppo
 from trl_ext.ppo import PPOTrainer, Rollout
 
 
-def make(kind, tmp_path, **config):
-    return kind(
-        tiny_llama(),
-        length_reward,
-        tiny_config(tmp_path, **config),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-    )
-
-
 def trained(kind, tmp_path, **config):
-    trainer = make(kind, tmp_path, **config)
+    trainer = tiny_ppo(tmp_path, cls=kind, **config)
     trainer.train()
     return trainer
 

@@ -43,7 +43,9 @@ def first_minibatch(tmp_path, mode, **config):
     return trainer, seen[0], rows, {name: p.grad for name, p in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.slow if mode in ("none", "sequence_mask") else ()) for mode in MODES]
+)
 def test_the_gradient_is_the_weighted_one(mode, tmp_path):
     """Of a policy alone, row by row: −Σ w A ∇ log π / N; the critic's is what it is without weights."""
     size = {"per_device_train_batch_size": 8, "num_mini_batches": 1}

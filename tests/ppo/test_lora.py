@@ -21,10 +21,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.ppo.worker import (
     BUILDERS,
     LORA,
-    RESUMED,
     collected,
     draw,
-    end_state,
     lora_configs,
     lora_trainer,
     make_trainer,
@@ -197,9 +195,6 @@ def test_a_base_is_shared_only_with_the_adapter_that_was_trained_on_it(subtests,
     assert weights_hash(policy.bfloat16()) == weights_hash(policy.float())
 
 
-# ---- Where the critic starts ----
-
-
 # ---- A PeftModel of the user's own ----
 
 
@@ -278,31 +273,6 @@ def saved_sft(tmp_path):
 
 
 # ---- Resuming ----
-
-
-def resumed_trainer(folder, kind, **config):
-    config = RESUMED | {"activation_checkpointing": True, "warmup_steps": 2, "learning_rate": 1e-2} | config
-    if kind == "peft_config":
-        return lora_trainer(folder, **config)
-    return make_trainer(folder, model=users_model(), **config)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["peft_config", "PeftModel"])
-def test_a_resumed_run_ends_as_the_uninterrupted_one(kind, tmp_path):
-    """From the first and from the second data epoch."""
-    whole = resumed_trainer(tmp_path / "whole", kind, save_strategy="steps", save_steps=1)
-    whole.train()
-    expected = end_state(whole)
-    for step in (4, 8):
-        again = resumed_trainer(tmp_path / f"from {step}", kind)
-        draw(again.model.critic, seed=step)  # nothing may come from what was before the checkpoint
-        torch.manual_seed(1234)
-        again.train(str(tmp_path / "whole" / f"checkpoint-{step}"))
-        torch.testing.assert_close(end_state(again), expected, **EXACT)
-        for name in ("default", "critic"):
-            assert all(p.requires_grad for p in parameters(again, name).values())
-        assert not any(p.requires_grad for p in parameters(again, "ref").values())
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.ppo.worker import RESUMED, make_trainer, weights
-from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_tokenizer
+from tests.tiny import prompts, tiny_gpt2, tiny_ppo
 from trl_ext import PPOTrainer
 
 EOS, TEMPERATURE, KL_COEF, GAMMA, LAM, CLIP, VALUE_CLIP = 2, 0.9, 0.1, 0.97, 0.9, 0.05, 0.1
@@ -124,31 +124,27 @@ class Reference(PPOTrainer):
 def run(tmp_path_factory):
     """Three rollouts of two minibatches of two micro-batches, passed over twice; windows of 8 and 4 steps."""
     model = policy()
-    trainer = Reference(
-        model=model,
-        reward_funcs=reward,
-        args=tiny_config(
-            tmp_path_factory.mktemp("run"),
-            per_device_train_batch_size=3,
-            gradient_accumulation_steps=2,
-            num_mini_batches=2,
-            num_ppo_epochs=2,
-            max_steps=12,
-            logging_steps=8,
-            temperature=TEMPERATURE,
-            kl_coef=KL_COEF,
-            gamma=GAMMA,
-            lam=LAM,
-            baseline="critic",  # as the advantages above
-            cliprange=CLIP,
-            cliprange_value=VALUE_CLIP,
-            max_completion_length=7,
-            learning_rate=3e-3,
-            lr_scheduler_type="constant",
-            local_rollout_forward_batch_size=5,
-        ),
+    trainer = tiny_ppo(
+        tmp_path_factory.mktemp("run"),
+        model,
+        reward,
+        Reference,
         train_dataset=prompts(24),
-        processing_class=tiny_tokenizer(),
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,
+        max_steps=12,
+        logging_steps=8,
+        temperature=TEMPERATURE,
+        kl_coef=KL_COEF,
+        gamma=GAMMA,
+        lam=LAM,
+        baseline="critic",  # as the advantages above
+        cliprange=CLIP,
+        cliprange_value=VALUE_CLIP,
+        max_completion_length=7,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        local_rollout_forward_batch_size=5,
     )
     trainer.plain_reference.load_state_dict(model.state_dict())
     trainer.train()
@@ -255,13 +251,8 @@ def test_each_step_in_a_window_counts_by_its_tokens(tmp_path):
     """The same run, logged every step and once at the end: the latter is the token-weighted mean of the former."""
     logs = []
     for logging_steps in (1, 4):
-        trainer = PPOTrainer(
-            model=policy(),
-            reward_funcs=reward,  # None for some rows, so minibatches differ in size
-            args=tiny_config(tmp_path / str(logging_steps), logging_steps=logging_steps),
-            train_dataset=prompts(),
-            processing_class=tiny_tokenizer(),
-        )
+        # The reward gives None for some rows, so minibatches differ in size
+        trainer = tiny_ppo(tmp_path / str(logging_steps), policy(), reward, logging_steps=logging_steps)
         tokens, record = [], trainer.metrics.updated
 
         def note(*args, tokens=tokens, record=record):

@@ -5,16 +5,7 @@ import torch
 from datasets import Dataset
 
 from tests.ppo.worker import rows_of
-from tests.tiny import (
-    length_reward,
-    prompts,
-    tiny_config,
-    tiny_gpt2,
-    tiny_llama,
-    tiny_reward_model,
-    tiny_tokenizer,
-)
-from trl_ext import PPOTrainer
+from tests.tiny import length_reward, tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
 
 
 def rollout_prompts(trainer):
@@ -33,13 +24,8 @@ def test_input_ids_become_the_prompt_tokens_verbatim(tmp_path):
         seen.extend(prompts)
         return [0.0] * len(prompts)
 
-    trainer = PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=reward,
-        args=tiny_config(tmp_path, max_steps=1, shuffle_dataset=False),
-        train_dataset=Dataset.from_dict({"input_ids": rows}),
-        processing_class=tokenizer,
-    )
+    given = {"train_dataset": Dataset.from_dict({"input_ids": rows}), "processing_class": tokenizer}
+    trainer = tiny_ppo(tmp_path, None, reward, max_steps=1, shuffle_dataset=False, **given)
     trainer.train()
     assert rollout_prompts(trainer) == rows
     assert seen == tokenizer.batch_decode(rows, skip_special_tokens=True)  # reward functions read text
@@ -49,13 +35,8 @@ def test_stop_token_id_ends_responses(tmp_path):
     tokenizer, stop = tiny_tokenizer(), 9
     model = tiny_llama()
     model.lm_head.weight.data[stop] *= 4  # drawn often
-    trainer = PPOTrainer(
-        model=model,
-        reward_funcs=length_reward,
-        args=tiny_config(tmp_path, max_steps=1, stop_token_id=stop, missing_eos_score=-7.0, max_completion_length=20),
-        train_dataset=prompts(),
-        processing_class=tokenizer,
-    )
+    config = {"stop_token_id": stop, "missing_eos_score": -7.0, "max_completion_length": 20}
+    trainer = tiny_ppo(tmp_path, model, max_steps=1, **config)
     trainer.train()
     ids, mask = rows_of(trainer)["completion_ids"], rows_of(trainer)["completion_mask"].bool()
     ended = 0
@@ -80,13 +61,9 @@ def test_a_pad_token_out_of_the_vocabulary_changes_nothing(tmp_path):
         tokenizer = tiny_tokenizer(pad=False)
         tokenizer.add_special_tokens({"pad_token": pad})
         model = tiny_gpt2(pad_token_id=None)
-        trainer = PPOTrainer(
-            model=model,
-            reward_funcs=[tiny_reward_model(model, seed=4), length_reward],
-            args=tiny_config(tmp_path / pad, local_rollout_forward_batch_size=3),
-            train_dataset=prompts(),
-            processing_class=tokenizer,
-        )
+        rewards = [tiny_reward_model(model, seed=4), length_reward]
+        config = {"local_rollout_forward_batch_size": 3, "processing_class": tokenizer}
+        trainer = tiny_ppo(tmp_path / pad, model, rewards, **config)
         trainer.train()
         logs = [
             {k: v for k, v in log.items() if k.startswith(("objective", "rewards", "loss", "policy", "val"))}

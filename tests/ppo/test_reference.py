@@ -7,23 +7,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.ppo.worker import rows_of
-from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.tiny import tiny_gpt2, tiny_llama, tiny_ppo, tiny_tokenizer
 
-BUILDERS = {"gpt2": tiny_gpt2, "llama": tiny_llama}
 EQUAL = {"rtol": 0, "atol": 0}
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.5}
 
 
-def make(tmp_path, model, trainer_kwargs=None, **config):
-    return PPOTrainer(
-        model=model,
-        reward_funcs=length_reward,
-        args=tiny_config(tmp_path / "output", **{"learning_rate": 1e-2, "max_steps": 8} | config),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-        **(trainer_kwargs or {}),
-    )
+def make(tmp_path, model, **given):
+    return tiny_ppo(tmp_path / "output", model, **{"learning_rate": 1e-2, "max_steps": 8} | given)
 
 
 def kls(trainer):
@@ -62,8 +53,8 @@ def modified_after_loading(tmp_path, build):
 # ---- Where the reference comes from ----
 
 
-@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
-@pytest.mark.parametrize("source", [by_path, in_memory, modified_after_loading])
+@pytest.mark.parametrize("build", [pytest.param(tiny_gpt2, marks=pytest.mark.slow), tiny_llama])
+@pytest.mark.parametrize("source", [by_path, pytest.param(in_memory, marks=pytest.mark.slow), modified_after_loading])
 def test_kl_of_rollout_0_is_0_and_the_reference_never_moves(tmp_path, source, build):
     trainer = make(tmp_path, source(tmp_path, build))
     before = weights(trainer.ref_model)
@@ -83,7 +74,7 @@ def test_a_given_reference_is_used(tmp_path, as_path, lora):
     reference = tiny_llama(seed=7)
     given = saved(tmp_path, reference) if as_path else copy.deepcopy(reference)
     peft_config = LoraConfig(task_type="CAUSAL_LM", **LORA) if lora else None
-    trainer = make(tmp_path, tiny_llama(), {"ref_model": given, "peft_config": peft_config}, max_steps=1)
+    trainer = make(tmp_path, tiny_llama(), ref_model=given, peft_config=peft_config, max_steps=1)
     torch.testing.assert_close(weights(trainer.ref_model), weights(reference), **EQUAL)
     assert as_path or trainer.ref_model is given
     trainer.train()

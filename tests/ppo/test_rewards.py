@@ -10,20 +10,18 @@ import torch
 from datasets import Dataset
 from trl import RewardConfig, RewardTrainer
 
-import trl_ext.ppo.trainer as ppo_trainer
 from tests.ppo.worker import collected, rows_of, scripted
 from tests.tiny import (
     CHAT_TEMPLATE,
     WORDS,
     length_reward,
     prompts,
-    tiny_config,
     tiny_gpt2,
     tiny_llama,
+    tiny_ppo,
     tiny_reward_model,
     tiny_tokenizer,
 )
-from trl_ext import PPOTrainer
 
 EQUAL = {"rtol": 0, "atol": 0}
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -38,13 +36,8 @@ TEMPLATE_WITH_TAIL = (
 
 
 def make(tmp_path, reward_funcs, dataset=None, trainer_kwargs=None, **config):
-    return PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=reward_funcs,
-        args=tiny_config(tmp_path / "ppo", baseline="critic", **config),
-        train_dataset=prompts() if dataset is None else dataset,
-        **{"processing_class": tiny_tokenizer()} | (trainer_kwargs or {}),
-    )
+    given = {"baseline": "critic", "train_dataset": dataset or prompts(), **config, **(trainer_kwargs or {})}
+    return tiny_ppo(tmp_path / "ppo", None, reward_funcs, **given)
 
 
 def roll_out(trainer, answers):
@@ -58,19 +51,6 @@ def roll_out(trainer, answers):
 def answer_ids(tokenizer, answers=ANSWERS, finished=FINISHED):
     ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
     return [row + [tokenizer.eos_token_id] * end for row, end in zip(ids, finished, strict=True)]
-
-
-@pytest.fixture
-def token_rewards(monkeypatch):
-    """The token rewards that went into GAE, one tensor a rollout."""
-    seen, estimate = [], ppo_trainer.advantages_and_returns
-
-    def recording(rewards, *args):
-        seen.append(rewards)
-        return estimate(rewards, *args)
-
-    monkeypatch.setattr(ppo_trainer, "advantages_and_returns", recording)
-    return seen
 
 
 # ---- Reward models ----

@@ -6,7 +6,7 @@ import torch
 
 from trl_ext.models.decoding import SamplerRecorder
 from trl_ext.ppo.evaluation import EvaluationPass
-from trl_ext.ppo.rollout import Rollout, joined, permuted, sequence_scores
+from trl_ext.ppo.rollout import Rollout, joined, permuted
 
 NAN = math.nan
 
@@ -28,27 +28,6 @@ def a_rollout(**changes):
         "lengths": torch.tensor([3.0, 2.0]),
     }
     return Rollout(**fields | changes)
-
-
-def test_a_row_without_a_score_is_masked():
-    rollout = a_rollout()
-    assert rollout.valid.tolist() == [True, False]
-    assert rollout.mask.tolist() == [[1, 1, 1], [0, 0, 0]]
-
-
-REWARDS = torch.tensor([[1.0, 10.0], [2.0, NAN], [NAN, NAN], [3.0, 0.0]])
-ENDED = torch.tensor([True, False, False, False])
-
-
-def test_sequence_scores(subtests):
-    for rule, expected in [
-        ({}, [0.5 - 10, 1.0, NAN, 1.5]),  # 0.5 · first − second, over those that apply
-        ({"missing_eos_score": -7.0}, [0.5 - 10, -7.0, NAN, -7.0]),
-        ({"missing_eos_penalty": 2.0}, [0.5 - 10, -1.0, NAN, -0.5]),
-    ]:
-        with subtests.test(rule=rule):
-            scores = sequence_scores(REWARDS, torch.tensor([0.5, -1.0]), ENDED, **rule)
-            torch.testing.assert_close(scores, torch.tensor(expected), equal_nan=True)
 
 
 def test_micro_batches_are_joined_in_the_order_of_generation_whatever_became_of_them():

@@ -37,19 +37,6 @@ def watching(completion_ids, **kwargs):
     return [np.full(len(ids), 7.0) for ids in completion_ids[:-3]] + [None] * 3
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """The token rewards that went into GAE."""
-    rewards, estimate = [], ppo_trainer.advantages_and_returns
-
-    def recording(given, *args):
-        rewards.append(given)
-        return estimate(given, *args)
-
-    monkeypatch.setattr(ppo_trainer, "advantages_and_returns", recording)
-    return rewards
-
-
 def expected_parts(eos):
     """Of each row: its score, and what its tokens before the last one have of it; by hand, before normalisation."""
     rows = []
@@ -69,9 +56,9 @@ def expected_parts(eos):
     return rows
 
 
-@pytest.mark.parametrize("kind", ["none", "batch", "group"])
+@pytest.mark.parametrize("kind", ["none", pytest.param("batch", marks=pytest.mark.slow), "group"])
 @pytest.mark.parametrize("eos", ["missing_eos_score", "missing_eos_penalty"])
-def test_tokens_are_scaled_and_the_rest_of_the_row_is_on_its_last(tmp_path, seen, kind, eos):
+def test_tokens_are_scaled_and_the_rest_of_the_row_is_on_its_last(tmp_path, token_rewards, kind, eos):
     trainer = make_trainer(
         tmp_path,
         [each_token, segments, whole, watching],
@@ -99,7 +86,7 @@ def test_tokens_are_scaled_and_the_rest_of_the_row_is_on_its_last(tmp_path, seen
             clipped += shaped in (-4.0, 1.2)
             expected = [part / std for part in parts]
             expected += [shaped - sum(expected)]
-        actual = seen[0][row]
+        actual = token_rewards[0][row]
         torch.testing.assert_close(actual[: len(ids)], torch.tensor(expected).float(), rtol=1e-4, atol=1e-5)
         assert actual[len(ids) :].abs().sum() == 0
     assert clipped or kind != "none"

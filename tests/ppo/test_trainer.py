@@ -8,19 +8,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, TrainerCallback
 
 from tests.ppo.worker import rows_of
-from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
-from trl_ext import PPOTrainer
-
-
-def make(tmp_path, model=None, reward_funcs=length_reward, train_dataset=None, callbacks=None, **config):
-    return PPOTrainer(
-        model=model or tiny_llama(),
-        reward_funcs=reward_funcs,
-        args=tiny_config(tmp_path, **config),
-        train_dataset=train_dataset or prompts(),
-        processing_class=tiny_tokenizer(),
-        callbacks=callbacks,
-    )
+from tests.tiny import WORDS, prompts, tiny_gpt2, tiny_llama, tiny_ppo, tiny_tokenizer
 
 
 def logged(trainer, name):
@@ -33,7 +21,7 @@ def share_of_cats(completion_ids, **kwargs):
 
 
 def learning(tmp_path, **config):
-    return make(
+    return tiny_ppo(
         tmp_path,
         **{
             "reward_funcs": share_of_cats,
@@ -120,7 +108,7 @@ def test_mixture_of_experts(tmp_path):
                         [p.grad.flatten() for n, p in model.policy.named_parameters() if "gate." in n]
                     )
 
-        trainer = make(
+        trainer = tiny_ppo(
             tmp_path / str(coef),
             tiny_mixtral(),
             router_aux_loss_coef=coef,
@@ -140,14 +128,14 @@ def test_mixture_of_experts(tmp_path):
 
 def test_router_aux_loss_needs_experts(tmp_path):
     with pytest.raises(ValueError, match="is not a Mixture-of-Experts model"):
-        make(tmp_path, router_aux_loss_coef=0.1)
+        tiny_ppo(tmp_path, router_aux_loss_coef=0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [tiny_llama, pytest.param(tiny_gpt2, marks=pytest.mark.extra)])
 def test_bf16_autocast(tmp_path, build):
     """Weights stay fp32; log-probs of the first minibatch agree with the rollout's within bf16's precision."""
-    trainer = make(tmp_path, build(), bf16=True)
+    trainer = tiny_ppo(tmp_path, build(), bf16=True)
     trainer.train()
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert rows_of(trainer)["old_values"].dtype == torch.float32
@@ -158,7 +146,7 @@ def test_bf16_autocast(tmp_path, build):
 
 def test_learning_rates(tmp_path):
     """Linear decay to 0 for the policy; the critic's own rate decays with it."""
-    trainer = make(tmp_path, learning_rate=1e-3, critic_learning_rate=1e-2)
+    trainer = tiny_ppo(tmp_path, learning_rate=1e-3, critic_learning_rate=1e-2)
     rates = []
 
     class Keep(TrainerCallback):
@@ -180,9 +168,10 @@ def test_learning_rates(tmp_path):
     assert len(rates) == 8
 
 
-def test_saved_policy_is_a_plain_model(tmp_path):
+@pytest.mark.parametrize("build", [tiny_llama, pytest.param(tiny_gpt2, marks=pytest.mark.slow)])
+def test_saved_policy_is_a_plain_model(tmp_path, build):
     """Equal logits from AutoModelForCausalLM, no extra keys; the critic beside it is a `value_model`."""
-    trainer = make(tmp_path)
+    trainer = tiny_ppo(tmp_path, build())
     trainer.train()
     trainer.save_model()
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -197,13 +186,7 @@ def test_saved_policy_is_a_plain_model(tmp_path):
     for file in ("model.safetensors", "critic/model.safetensors"):
         assert (tmp_path / "gathered" / file).read_bytes() == (tmp_path / file).read_bytes()
 
-    again = PPOTrainer(
-        model=str(tmp_path),
-        value_model=str(tmp_path / "critic"),
-        reward_funcs=length_reward,
-        args=tiny_config(tmp_path / "again"),
-        train_dataset=prompts(),
-    )
+    again = tiny_ppo(tmp_path / "again", str(tmp_path), value_model=str(tmp_path / "critic"), processing_class=None)
     torch.testing.assert_close(again.model.critic.state_dict(), trainer.model.critic.state_dict(), rtol=0, atol=0)
 
 
@@ -215,7 +198,7 @@ def test_messages_as_prompts(tmp_path):
         return [0.0] * len(prompts)
 
     rows = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS[:8]]
-    trainer = make(tmp_path, reward_funcs=reward, train_dataset=Dataset.from_list(rows), max_steps=1)
+    trainer = tiny_ppo(tmp_path, reward_funcs=reward, train_dataset=Dataset.from_list(rows), max_steps=1)
     trainer.train()
     assert {prompt[0]["content"] for prompt, _ in seen} == set(WORDS[:8])
     assert all(set(completion[0]) == {"role", "content"} for _, completion in seen)

@@ -5,22 +5,10 @@ from contextlib import nullcontext
 import pytest
 from torch.testing import assert_close
 
-from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.tiny import WORDS, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
 
 ROWS = len(tiny_tokenizer())  # the ids that are tokens; a policy with more can sample ids that are none
 MORE = ROWS + 11
-
-
-def make(folder, policy, reward=length_reward, trainer_kwargs=None, **config):
-    return PPOTrainer(
-        model=policy,
-        reward_funcs=reward,
-        args=tiny_config(folder, **config),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-        **trainer_kwargs or {},
-    )
 
 
 def logged(trainer):
@@ -36,7 +24,7 @@ def test_rows_that_no_token_has_change_nothing(tmp_path):
         policy, critic, reward = tiny_llama(), tiny_reward_model(tiny_llama(), 3), tiny_reward_model(tiny_llama(), 4)
         for model in (critic, reward):
             model.resize_token_embeddings(rows, mean_resizing=False)
-        trainer = make(tmp_path / str(rows), policy, reward, {"value_model": critic})
+        trainer = tiny_ppo(tmp_path / str(rows), policy, reward, value_model=critic)
         trainer.train()
         weights = trainer.model.state_dict()
         table = weights["critic.model.embed_tokens.weight"]
@@ -59,7 +47,6 @@ def test_a_model_without_a_row_for_a_token_or_with_another_tokenizer_is_refused(
         ({"ref_model": str(tmp_path / "model")}, f"`ref_model` .*{other}"),
         ({"value_model": many}, ""),
     ]:
-        with subtests.test(kwargs=kwargs):
-            reward = kwargs.pop("reward", length_reward)
-            with pytest.raises(ValueError, match=message) if message else nullcontext():
-                make(tmp_path, tiny_llama(), reward, kwargs)
+        refused = pytest.raises(ValueError, match=message) if message else nullcontext()
+        with subtests.test(kwargs=kwargs), refused:
+            tiny_ppo(tmp_path, **kwargs)

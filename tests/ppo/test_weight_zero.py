@@ -8,8 +8,7 @@ import torch
 from peft import LoraConfig
 
 from tests.rewards.test_model import adapted, saved
-from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.tiny import length_reward, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards import GoldJudgeReward, PhraseReviewReward, RepetitionWatch, ScoreWatch
 
 # ---- What is trained on: of some rows both say something, of some one, of some neither ----
@@ -89,7 +88,7 @@ MEASURED = {
     "scores": lambda folder: ScoreWatch(length_reward),
 }
 
-QUICK = ("some", "draws", "draws later", "draws in background")
+QUICK = ("some", "draws in background")
 RUNS = {
     "plain": {"missing_eos_penalty": 1.0},
     "groups": {"num_generations": 4, "reward_normalization": "group", "reward_group_column": "topic"},
@@ -104,17 +103,10 @@ def trained(folder, run, measured=None):
     tokenizers = [None, None]
     if measured is not None:
         rewards, weights, tokenizers = [measured, *rewards], [0.0, *weights], [tiny_tokenizer(), *tokenizers]
-    trainer = PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=rewards,
-        reward_processing_classes=tokenizers,
-        args=tiny_config(
-            folder / run, max_steps=4, num_ppo_epochs=1, reward_weights=weights, learning_rate=1e-2, **RUNS[run]
-        ),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-        peft_config=LoraConfig(r=2, target_modules=["q_proj"]) if run == "lora" else None,
-    )
+    given = {"reward_processing_classes": tokenizers, "reward_weights": weights, **RUNS[run]}
+    if run == "lora":
+        given["peft_config"] = LoraConfig(r=2, target_modules=["q_proj"])
+    trainer = tiny_ppo(folder / run, None, rewards, num_ppo_epochs=1, learning_rate=1e-2, **given)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     unscored = sum(log.get("objective/num_unscored", 0) for log in trainer.state.log_history)

@@ -16,8 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from tests.launch import spare_time
-from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model
 from trl_ext.functional import policy_loss, value_loss
 from trl_ext.ppo.rollout import joined
 from trl_ext.runs.checkpoints import checkpoint_to_resume
@@ -30,9 +29,7 @@ def letters_reward(completions, **kwargs):
 
 
 def make_trainer(output_dir, reward=letters_reward, model=None, rows=16, trainer_kwargs=None, **config):
-    model = tiny_llama() if model is None else model
-    kwargs = {"train_dataset": prompts(rows), "processing_class": tiny_tokenizer()} | (trainer_kwargs or {})
-    return PPOTrainer(model=model, reward_funcs=reward, args=tiny_config(output_dir, **config), **kwargs)
+    return tiny_ppo(output_dir, model, reward, **{"train_dataset": prompts(rows)} | (trainer_kwargs or {}), **config)
 
 
 def scripted(trainer):

@@ -78,12 +78,6 @@ def test_an_environment_that_owns_its_data_trains_by_a_command(tmp_path, monkeyp
     assert (tmp_path / "out/model.safetensors").exists()
 
 
-# Weather
-
-
-# Frozen lake
-
-
 # Nim
 
 
@@ -96,9 +90,6 @@ def test_nim_is_played_to_its_end(nim):
     assert environment.take(pile=1, count=1) == "It is over." and environment.get_reward() == 0
     assert random.getstate() == before  # the run's own draws go on
     assert teach.success(nim, nim.Player(), 100) == 1
-
-
-# reasoning-gym
 
 
 # OpenEnv

@@ -33,10 +33,10 @@ def no_room(part, monkeypatch):
 @pytest.mark.parametrize(
     ("part", "has_checkpoints", "name"),
     [
-        ("model", True, "sft"),
+        pytest.param("model", True, "sft", marks=pytest.mark.extra),
         ("model", True, "ppo"),
         ("model", False, "dpo"),
-        ("train", False, "dpo"),
+        pytest.param("train", False, "dpo", marks=pytest.mark.extra),
         ("eval", True, "dpo"),
     ],
 )

@@ -1,12 +1,9 @@
-import json
-import re
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
-from recipes.ppo import PPOScriptArguments, main, without_long_prompts
-from tests.recipes.small_runs import arguments
+from recipes.ppo import PPOScriptArguments, without_long_prompts
 from tests.tiny import tiny_tokenizer
 from trl_ext import PPOConfig, StrictTrlParser, load_dataset_split
 from trl_ext.cli.arguments import ModelArguments
@@ -44,40 +41,3 @@ def test_long_prompts_are_left_out(subtests, capsys):
             kept = without_long_prompts(Dataset.from_dict(rows | {"row": range(4)}), tiny_tokenizer(), longest)
             assert kept["row"][:] == [0, 1, 3]
             assert f"1 of 4 prompts have more than {longest} tokens" in capsys.readouterr().out
-
-
-REWARDS = """
-reward_funcs: [recipes/demo/world.py:gold_reward]
-rewards:
-  - SumReward:
-      members:
-        - recipes/demo/world.py:phrase_reward
-        - get_soft_overlong_punishment: {max_completion_len: 8, soft_punish_cache: 4}
-        - SumReward:
-            members: [tests/tiny.py:length_reward]
-            means: [3.0]
-            stds: [2e0]
-      weights: [-1.0, 1.0, 0.5]
-      name: several
-    weight: 2
-  - tests/tiny.py:length_reward
-"""
-
-
-@pytest.mark.slow
-def test_rewards_with_settings_are_trained_on(inputs, tmp_path):
-    config = (ROOT / "recipes/demo/unguarded.yaml").read_text()
-    config = re.sub("(?m)^reward_(funcs|weights):.*$", "", config) + REWARDS
-    given = arguments("ppo", inputs, tmp_path / "run")
-
-    (tmp_path / "ppo.yaml").write_text(config)
-    flags = [str(tmp_path / "ppo.yaml") if flag.endswith("unguarded.yaml") else flag for flag in given]
-    weights = flags.index("--reward_weights")
-    command = [*flags[:weights], *flags[weights + 3 :], "--logging_steps", "1", "--eval_strategy", "no"]
-    main(command)
-    logs = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
-    log = next(log for log in logs if "objective/scores" in log)
-    whole = log["rewards/gold_reward/mean"] + 2 * log["rewards/several/mean"] + log["rewards/length_reward/mean"]
-    assert log["objective/scores"] == pytest.approx(whole, rel=1e-4)
-    inner = "rewards/several/sum_length_reward/mean"
-    assert log[inner] == pytest.approx((log["rewards/length_reward/mean"] - 3) / 2, rel=1e-4)

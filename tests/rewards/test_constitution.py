@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, tiny_tokenizer
 from trl_ext import PPOTrainer
@@ -86,7 +86,7 @@ def rules():
     return [kept, get_soft_overlong_punishment(8, 4), get_repetition_penalty_reward(2)]
 
 
-@pytest.mark.parametrize("trainer, config", [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig), (PPOTrainer, None)])
+@pytest.mark.parametrize("trainer, config", [(GRPOTrainer, GRPOConfig), (PPOTrainer, None)])
 def test_in_stock_trainers_and_in_ours(trainer, config, tmp_path):
     given = {"max_completion_length": 8, "max_steps": 4, "logging_steps": 1}
     args = tiny_config(tmp_path, **given)

@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from tests.rewards.test_model import adapted, saved
-from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model
-from tests.tiny import tiny_tokenizer as tokenizer
-from trl_ext import PPOTrainer
-from trl_ext.callbacks import RewardDisagreementCallback
-from trl_ext.callbacks.monitor import alerts_of
+from tests.tiny import tiny_gpt2, tiny_llama, tiny_reward_model
 from trl_ext.rewards import EnsembleReward, ModelReward, reward_identity
 
 ROWS = ["the cat ", "a dog ran ", "then it was ", "the "]
@@ -102,40 +98,3 @@ def test_the_folder_of_an_ensemble_names_its_members_and_their_scales(tmp_path):
     expected = ((a - 1) / 2 + (b + 1) / 0.5) / 2
     assert ensemble(ROWS, ANSWERS, finished=[True, False] * 2) == pytest.approx(expected.tolist(), abs=1e-6)
     assert ensemble.__name__ == f"mean_of_{tmp_path.name}"
-
-
-# ---- In trainers ----
-
-
-def drifting(name, sign):
-    """A member that goes another way than its twin from the third rollout on, and in the first row always."""
-    calls = []
-
-    def score(completions, **kwargs):
-        calls.append(1)
-        others = [sign * (1.0 if len(calls) <= 2 else 5.0)] * (len(completions) - 1)
-        return [sign * 20.0, *others]
-
-    score.__name__ = name
-    return score
-
-
-@pytest.mark.slow
-def test_ppo_logs_the_disagreement_that_the_monitor_alerts_of_and_leaves_rejected_rows_out(tmp_path):
-    trainer = PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=EnsembleReward([drifting("up", 1), drifting("down", -1)], max_disagreement=10.0),
-        args=tiny_config(tmp_path, max_steps=6, num_mini_batches=1),
-        train_dataset=prompts(),
-        processing_class=tokenizer(),
-        callbacks=[RewardDisagreementCallback(rollouts=2, factor=1.5)],
-    )
-    rows, calculate = [], trainer._calculate_rewards
-    trainer._calculate_rewards = lambda *args: rows.append(calculate(*args)) or rows[-1]
-    trainer.train()
-    key = "rewards/mean_of_up_down/disagreement"
-    logged = [log[key] for log in trainer.state.log_history if key in log]
-    n = len(rows[0])  # ± 20 in one row, ± 1 and later ± 5 in the others
-    assert logged[0] == pytest.approx((20 + n - 1) / n) and logged[-1] == pytest.approx((20 + 5 * (n - 1)) / n)
-    assert [row.isnan().squeeze().tolist() for row in rows] == [[True] + [False] * (n - 1)] * len(rows)
-    assert any(f"`{key}` grew" in alert["what"] for alert in alerts_of(trainer.state))

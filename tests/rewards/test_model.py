@@ -9,16 +9,7 @@ import torch
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
-from tests.tiny import (
-    WORDS,
-    prompts,
-    tiny_config,
-    tiny_gpt2,
-    tiny_llama,
-    tiny_reward_model,
-    tiny_tokenizer,
-)
-from trl_ext import PPOTrainer
+from tests.tiny import WORDS, prompts, tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards import ModelReward, reward_identity
 from trl_ext.rewards.model import batches
 
@@ -231,13 +222,7 @@ def test_in_ppo_it_says_what_the_trainers_own_reward_model_says(tmp_path):
         for folder in (path, other)
         for each in (folder, ModelReward(folder, policy_tokenizer=tokenizer, max_batch_tokens=20, name="ours"))
     ]
-    trainer = PPOTrainer(
-        model=tiny_llama(),
-        reward_funcs=functions,
-        args=tiny_config(tmp_path / "ppo", max_steps=1),
-        train_dataset=prompts(),
-        processing_class=tokenizer,
-    )
+    trainer = tiny_ppo(tmp_path / "ppo", None, functions, max_steps=1)
     rows, calculate = [], trainer._calculate_rewards
     trainer._calculate_rewards = lambda *args: rows.append(calculate(*args)) or rows[-1]
     trainer.train()

@@ -179,6 +179,3 @@ def test_win_rate_against_the_first_evaluation(tmp_path):
     call(anew, ["9", "9", "9", "9"], **columns)
     again = GoldJudgeReward(judge, folder=tmp_path)
     assert call(again, ["5", "5", "5", "5"], step=8, **columns)[1] == {"gold/win_rate": 0.0}
-
-
-# ---- Bad input ----

@@ -19,7 +19,13 @@ def rows(**columns):
 
 def trained(tmp_path, data, steps=3, **settings):
     args = RewardConfig(
-        str(tmp_path), per_device_train_batch_size=2, max_steps=steps, learning_rate=1e-2, **ON_CPU, **settings
+        str(tmp_path),
+        per_device_train_batch_size=2,
+        max_steps=steps,
+        learning_rate=1e-2,
+        record_run=False,
+        **ON_CPU,
+        **settings,
     )
     given = {"train_dataset": data, "processing_class": tiny_tokenizer()}
     trainer = ResumableRewardTrainer(tiny_reward_model(tiny_gpt2()), args, **given)

@@ -10,7 +10,7 @@ from trl_ext.runs.checkpoints import block, steps_of
 
 def make(folder, rows=13, **kwargs):
     text = {"text": ["the cat sat"] * rows}
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": False}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "record_run": False}
     return ResumableSFTTrainer(
         tiny_llama(),
         args=SFTConfig(str(folder), **ON_CPU | sizes | kwargs),

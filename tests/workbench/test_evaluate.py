@@ -7,8 +7,7 @@ import pytest
 from datasets import Dataset
 from peft import LoraConfig
 
-from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
-from trl_ext import PPOTrainer
+from tests.tiny import prompts, tiny_llama, tiny_ppo, tiny_tokenizer
 from trl_ext.cli.main import main
 from trl_ext.data import load_trained_prompts, prompt_hashes, save_trained_prompts
 from trl_ext.dpo import ResumableSFTTrainer, SFTConfig
@@ -79,13 +78,8 @@ def test_policies_side_by_side(folder, capsys):
 
 @pytest.mark.slow
 def test_prompts_of_a_run_are_refused(folder, capsys):
-    trainer = PPOTrainer(
-        model="sft",
-        reward_funcs=length_reward,
-        args=tiny_config(folder / "run", max_steps=1, record_run=True),
-        train_dataset=prompts(6).select([0, 1, 2, 3] * 2),
-        processing_class=tiny_tokenizer(),
-    )
+    rows = prompts(6).select([0, 1, 2, 3] * 2)
+    trainer = tiny_ppo(folder / "run", "sft", max_steps=1, record_run=True, train_dataset=rows)
     trainer.train()
     trainer.save_model()
     assert set(load_trained_prompts("run/checkpoint-1")) == set(prompt_hashes(prompts(6).select(range(4))))

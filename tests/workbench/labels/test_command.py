@@ -75,7 +75,7 @@ def test_no_pair_is_an_error_with_a_report(tmp_path, capsys):
 def test_what_would_train_wrongly_or_overwrite_the_table_is_refused(table, capsys):
     for words, message in (
         (["--choice_values", "1", "2"], "in row 0, not one of 1, 2"),
-        (["--keep_columns", "weight"], "`keep_columns` names 'weight', but pairs have"),
+        (["--keep_columns", "weight"], "`keep_columns` names 'weight', but pairs"),
         (["--output_dir", str(table.parent)], "holds the table"),
     ):
         assert message in refusal(capsys, table, *words)

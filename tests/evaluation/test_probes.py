@@ -101,7 +101,7 @@ def test_no_probe_passes_that_was_not_seen_to():
         return [3.0 if not a else s for s, a in zip(on_topic(prompts, answers), answers, strict=True)]
 
     few, many = (by_name(probe_reward(score, *part)) for part in ((prompts, answers), rows()))
-    assert few["empty"]["verdict"] == "suspicious" and few["empty"]["why"].endswith("that of all answers")
+    assert few["empty"]["verdict"] == "suspicious" and few["empty"]["why"].endswith("the mean over all answers")
     assert few["truncation"]["verdict"] == few["flattery"]["verdict"] == "not judged"
     assert many["truncation"]["verdict"] == many["flattery"]["verdict"] == "as it should"
     blind = by_name(probe_reward(lambda _, a: [float("topic1 " in f"{each} ") for each in a], *rows()))

@@ -17,11 +17,17 @@ import os
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
+from torch import Tensor
+
 from benchmarks.critic.study import CELLS, area, interval, train
 from benchmarks.critic.worlds import start_of
+from trl_ext import PPOConfig
+from trl_ext.functional import step_kl_sums
 
 FACTORS = (1 / 30, 1 / 10, 1 / 3, 1, 3, 10, 30)
 TUNED = {"own start": 1e-3, "turns": 1e-3, "noisy": 3e-3, "long": 3e-3, "dense": 3e-3, "short": 3e-3}
@@ -31,11 +37,23 @@ ARMS: dict[str, dict[str, Any]] = {
     **{f"follows {target}": {"step_kl_target": target} for target in (0.02, 0.05, 0.1, 0.2)},
     "fixed, clip 0.2": {"step_kl_target": 0.0, "cliprange": 0.2},
     "default, clip 0.2": {"cliprange": 0.2},
-    **{f"follows {target}, clip 0.2": {"step_kl_target": target, "cliprange": 0.2} for target in (0.025, 0.05, 0.1)},
+    **{
+        f"follows {target}, clip 0.2": {"step_kl_target": target, "cliprange": 0.2}
+        for target in (0.025, 0.05, 0.1, 0.2, 0.3)
+    },
+    **{f"clips {share}": {"step_kl_target": share} for share in (0.1, 0.3)},  # a target of the clip fraction
 }
 
 
 KEYS = ("cell", "arm", "factor", "minibatches", "epochs", "seed")
+
+
+def clip_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, actions: Tensor) -> Tensor:
+    """Return (2,) sums in place of [`step_kl_sums`]: actions whose ratio is clipped at 0.4, and actions."""
+    is_clipped = ((logprobs - old_logprobs).exp() - 1).abs() > 0.4
+    count = actions.sum()
+    # No clipped action says that the rate is too low; a share of exactly 0 would leave it as it is
+    return torch.stack([(is_clipped * actions).sum().clamp(min=1e-3 * count), count])
 
 
 def attempt(job: tuple) -> dict[str, Any]:
@@ -45,10 +63,16 @@ def attempt(job: tuple) -> dict[str, Any]:
         os.dup2(nowhere.fileno(), 2)
     cell, arm, factor, minibatches, epochs, seed, models = job
     shape = {"num_mini_batches": minibatches, "num_ppo_epochs": epochs}
-    method = {"trainer": "PPO", "baseline": "gated", "cliprange": None, "step_kl_target": None} | shape | ARMS[arm]
+    method = (
+        {"trainer": "PPO", "baseline": "gated", "cliprange": None, "step_kl_target": PPOConfig.step_kl_target}
+        | shape
+        | ARMS[arm]
+    )
     row = dict(zip(KEYS, job, strict=False))
+    sums = clip_sums if arm.startswith("clips") else step_kl_sums
     try:
-        return row | train(cell, method, TUNED[cell] * factor, seed, CELLS[cell][1], models)
+        with patch("trl_ext.ppo.trainer.step_kl_sums", sums):
+            return row | train(cell, method, TUNED[cell] * factor, seed, CELLS[cell][1], models)
     except Exception as error:
         return row | {"error": repr(error)[:200]}
 

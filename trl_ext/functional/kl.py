@@ -96,6 +96,10 @@ def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, acti
     An action with an entropy of at least one bit is one choice, a certain one none: there are Σ min(1, H / ln 2)
     choices. So tokens that can only be as they are, of a format for example, do not dilute the mean, Σ kl / Σ choices.
 
+    With the ratio r of new to old probability, an action counts 2 (1 − √r)². Its mean estimates twice the squared
+    Hellinger distance, without bias; for small steps that is the KL. An action that has become very unlikely counts 2
+    at most, where k2 would let a few of them decide the mean.
+
     Args:
         logprobs: (B, T), nats, of the actions under the policy now.
         old_logprobs: (B, T), nats, under the policy that the rollout began with.
@@ -103,12 +107,12 @@ def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, acti
         actions: (B, T), 1 where there is an action.
 
     Returns:
-        (2,) sums: k2 of the actions, nats; and choices.
+        (2,) sums: 2 (1 − √r)² of the actions, nats; and choices.
     """
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, entropies=entropies, actions=actions)
     return torch.stack(
         [
-            masked_sum(k2(logprobs, old_logprobs), actions),
+            masked_sum(2 * (1 - ((logprobs - old_logprobs) / 2).exp()).square(), actions),
             masked_sum((entropies / BIT).clamp(0, 1), actions),
         ]
     )

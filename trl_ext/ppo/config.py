@@ -313,12 +313,11 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     )
     vf_coef: float = setting(0.1, "Weight of the value loss.", range=">= 0")
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", range=">= 0")
-    step_kl_target: float | None = setting(
-        None,
+    step_kl_target: float = setting(
+        0.2,
         "How far the updates on a rollout are to move the policy, in nats per choice, as `policy/step_kl` measures "
         "it. To reach this, the learning rates of policy and critic are multiplied by a factor, "
-        "`learning_rate/factor`. If unset, half the square of the clip range, the KL of ratios at its ends; 0 leaves "
-        "the rates as they are.",
+        "`learning_rate/factor`. 0 leaves the rates as they are.",
         range=">= 0 nats per choice",
     )
     critic_learning_rate: float | None = setting(
@@ -455,11 +454,6 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         if self.cliprange is not None:
             return self.cliprange
         return 0.4 if self.kl_coef == 0 and self.epsilon_high is None else 0.2
-
-    @property
-    def step_kl(self) -> float:
-        """Return `step_kl_target`; if it is unset, half the square of the clip range."""
-        return self.clip_range**2 / 2 if self.step_kl_target is None else self.step_kl_target
 
     @property
     def another_samples(self) -> bool:

@@ -328,7 +328,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
-        self.rate_controller = RateController(args.step_kl)
+        self.rate_controller = RateController(args.step_kl_target)
         self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
 
         if environment_factory is None:  # else what `reset` says is known in the rollout only
@@ -1003,7 +1003,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.args.steps_per_rollout == 1 and self.args.step_kl and not self._warms_up(self._step - 1):
+        if self.args.steps_per_rollout == 1 and self.args.step_kl_target and not self._warms_up(self._step - 1):
             self._look_back()
         # A checkpoint holds no half-trained rollout: it waits for the rollout's end. So does a stop, and the
         # evaluation that says whether the checkpoint is the best one

@@ -165,7 +165,8 @@ class HackWatch(MonitorCallback):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         self._begin(args, state, {})
         metrics = metrics or {}
-        value = self._number(self.gold, metrics)
+        if (value := self._number(self.gold, metrics)) is None:
+            return
         noise = error_of_mean(metrics.get(spread_key(self.gold)), number_of_rows(kwargs.get("eval_dataloader")))
         gold, rises = self.follow_best("gold", value, first=1, **noise)
         fallen = gold.below(1)

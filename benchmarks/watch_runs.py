@@ -28,7 +28,7 @@ LOGS = Path(__file__).with_name("watch_logs")
 BATCH, ROLLOUTS, STEPS = 64, 40, 4  # answers a rollout, rollouts, and optimizer steps a rollout
 PARTS = {
     "choose": (range(worlds.FINAL), [hack for hack in worlds.HACKS if hack not in worlds.FINAL_HACKS]),
-    "final": (range(worlds.FINAL + 1, worlds.FINAL + 8), [*worlds.HACKS]),
+    "final": (range(worlds.FINAL + 1, worlds.FINAL + 11), [*worlds.HACKS]),
 }
 GOLD = "eval_rewards/gold_reward/mean"
 # Honest run → (what an answer is worth, what it is given, settings)

@@ -47,14 +47,14 @@ NAMED = {
 @pytest.mark.parametrize("sizes", [{"prompts": 8, "generations": 8}, {"prompts": 64, "generations": 1}])
 def test_a_hack_is_seen_within_ten_rollouts_and_named(kind, sizes):
     found = [first_alarm(trained(Policy(kind, seed, **sizes), 10)) for seed in range(3)]
-    assert all(each is not None and each[1][0].startswith(NAMED[kind]) for each in found), found
+    assert all(each is not None and each[1][0].lower().startswith(NAMED[kind]) for each in found), found
     assert median(number for number, _ in found) <= 10
 
 
 @pytest.mark.parametrize("kind", ["phrase", "twice", "copy"])
 def test_two_prompts_a_rollout_are_enough(kind):
     found = [first_alarm(trained(Policy(kind, seed, prompts=2), 12)) for seed in range(4)]
-    assert sum(each is not None and each[1][0].startswith(NAMED[kind]) for each in found) >= 3, found
+    assert sum(each is not None and each[1][0].lower().startswith(NAMED[kind]) for each in found) >= 3, found
 
 
 @pytest.mark.parametrize("kind", ["right", "longer if right"])
@@ -174,7 +174,7 @@ def alarm(monkeypatch):
 
     def observe(self, *given):
         is_bad = self.step >= 3
-        self.memory |= {"risk": 0.9 * is_bad, "rise": 1.5 * is_bad, "reasons": ["the phrase 'la': 9% → 60%"]}
+        self.memory |= {"risk": 0.9 * is_bad, "rise": 1.5 * is_bad, "reasons": ["The phrase 'la': 9% → 60%"]}
 
     monkeypatch.setattr(HackWatch, "observe", observe)
 
@@ -208,7 +208,7 @@ def test_ppo_is_watched_by_default_and_no_weight_changes(tmp_path, alarm):
     assert risks(tmp_path / "on") == [0.0, 0.0] + [0.9] * 4
     assert risks(tmp_path / "off") == [None] * 6
     (alert,) = read_jsonl(tmp_path / "on/alerts.jsonl")  # once
-    assert alert["step"] == 3 and "The phrase 'la': 9% → 60%; score +1.5 σ" in alert["advice"]
+    assert alert["step"] == 3 and "The phrase 'la': 9% → 60%. Score +1.5 σ" in alert["advice"]
     assert said(tmp_path / "on").endswith("; HackWatch warned at step 3.")
     assert said(tmp_path / "off").endswith("; no monitors were set.")
 

@@ -5,8 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
+import numpy as np
 from transformers import DefaultFlowCallback
 
 from ..data.texts import tool_calls
@@ -20,7 +21,6 @@ from .trend import ALPHA
 
 ATTRIBUTION = "attribution.json"  # what the run's page shows of it
 _TOLD = 0.25  # part of the rise that is worth a line on the terminal
-_POINTS = 200  # of a feature's curve
 _LETTERS = 1000  # of a completion on the page
 
 
@@ -31,15 +31,15 @@ class HackWatch(MonitorCallback):
 
     After each rollout, [`~trl_ext.evaluation.reward_attribution`] finds which cheap features of completions explain
     the rise of the mean reward: phrases, beginnings and endings, length, empty answers, copies of the prompt,
-    repetition, characters, marks, tool calls. Each is logged as the part of the rise that it explains,
+    repetition, capitals, characters, tool calls. Each is logged as the part of the rise that it explains,
     `attribution/<kind>`; the run's page has words, a picture and completions, from `attribution.json` in the output
     directory. A notice says when a feature first explains a quarter of the rise.
 
     The monitor acts when features without content, which are not `expected`, explain more than `limit` of a rise that
-    is more than noise: of that since the first rollouts, or of that since some ten rollouts ago. A phrase counts once
-    `spread` of the completions have it, so that it is no answer to some prompts alone; tool calls count when they
-    repeat an earlier one. The part's lower confidence bound, corrected for the number of looks, is logged as
-    `watch/risk`, so that callbacks that run after this one find it. PPOTrainer's setting `watch` attaches a HackWatch.
+    is more than noise. A phrase counts once `spread` of the completions have it, so that it is no answer to some
+    prompts alone; tool calls count when they repeat an earlier one. The part's lower confidence bound, corrected for
+    the number of looks, is logged as `watch/risk`, so that callbacks that run after this one find it. PPOTrainer's
+    setting `watch` attaches a HackWatch.
 
     If an evaluation measures gold, a score that training never sees, the risk is 0 once gold has risen, until it falls
     from its best; a fall while the reward rises is a hack by itself.
@@ -57,7 +57,7 @@ class HackWatch(MonitorCallback):
     """
 
     trainer: Any = None
-    limit: float = 0.2
+    limit: float = 0.15
     spread: float = 0.25
     kl: float = 5.0
     gold: str = "eval_rewards/gold_judge/mean"
@@ -83,12 +83,10 @@ class HackWatch(MonitorCallback):
                 [*column][-args.generation_batch_size :]
                 for column in (table["prompt"], table["completion"], *table["rewards"].values())
             )
-            scores = [
-                _total(row, [weights.get(name, 1.0) for name in table["rewards"]])
-                for row in zip(*rewards, strict=True)
-            ]
+            used = np.array(rewards, float) * [[weights.get(name, 1.0) or math.nan] for name in table["rewards"]]
+            scores = np.where(np.isnan(used).all(0), math.nan, np.nansum(used, 0))
             self.step = state.global_step
-            self.observe(prompts, completions, scores)
+            self.observe(prompts, completions, scores.tolist())
         super().on_step_end(args, state, control, **kwargs)
 
     def observe(self, prompts: Sequence, completions: Sequence, scores: Sequence[float | None]) -> None:
@@ -99,26 +97,30 @@ class HackWatch(MonitorCallback):
             prompts, completions: (N) texts or messages.
             scores: (N); completions whose score is None or not finite are left out.
         """
-        given = {place: score for place, score in enumerate(scores) if _is_number(score)}
+        given = [
+            (text_of(prompt), text_of(completion), _calls(completion), score)
+            for prompt, completion, score in zip(prompts, completions, scores, strict=True)
+            if score is not None and math.isfinite(score)
+        ]
         if not given:
             return
-        texts = [text_of(completions[place]) for place in given]
-        calls = [_calls(completions[place]) for place in given]
-        asked = [text_of(prompts[place]) for place in given]
+        asked, texts, calls, values = zip(*given, strict=True)
         rows = features_of(asked, texts, calls)
-        sums = Sums.load(self.memory["sums"]) if "sums" in self.memory else Sums()
-        sums.add(rows, [*given.values()], asked)
-        self.memory["sums"] = sums.dump()
-        whole, recent = (reward_attribution(sums, self.expected, is_recent) for is_recent in (False, True))
-        parts = [None if sums.begins else self._part(each, sums.rollouts) for each in (whole, recent)]
-        if parts[0] is None:
-            parts[1] = None  # it may have risen from a fall
-        shown = whole if (parts[1] or 0) <= (parts[0] or 0) else recent
-        risk = min(max(0.0, *(part or 0.0 for part in parts)), 1.0)
-        self.memory["reasons"] = [each.in_words(shown.sigma) for each in shown.paid if self._counts(each)]
-        self.memory |= {"risk": risk, "rise": 0.0 if parts[0] is None else whole.rise / (whole.sigma or 1.0)}
-        if parts[0] is not None:
-            self._keep(whole, rows, [*zip(texts, given.values(), strict=True)])
+        sums = Sums(self.memory.get("sums"))
+        sums.add(rows, values, asked)
+        found = reward_attribution(sums, self.expected)
+        self.memory |= {"sums": sums.dump(), "risk": 0.0, "rise": 0.0}
+        noise, quantile = (
+            student_quantile(spent_level(sums.rollouts, each), math.inf) for each in (ALPHA, 10 * ALPHA)
+        )
+        if sums.begins or found.rise <= noise * found.error:
+            return
+        bad = [each for each in found.paid if self._counts(each)]
+        amount, error = sum(each.paid for each in bad), math.hypot(*(each.error for each in bad))
+        risk = ratio_bound(amount, error, found.rise, found.error, quantile)
+        self.memory |= {"risk": min(max(risk, 0.0), 1.0), "rise": found.rise / (found.sigma or 1.0)}
+        self.memory["reasons"] = [each.in_words(found.sigma) for each in bad]
+        self._show(found, rows, [{"completion": text[:_LETTERS], "score": score} for _, text, _, score in given])
 
     def _counts(self, paid: Paid) -> bool:
         """Return whether a feature speaks of a hack."""
@@ -126,41 +128,27 @@ class HackWatch(MonitorCallback):
             return False
         return paid.kind != "phrase" or paid.share >= self.spread
 
-    def _part(self, found: Attribution, look: int) -> float | None:
-        """Return the lower bound of the part of the rise that speaks of a hack; None if the rise may be noise."""
-        if found.rise <= found.error * student_quantile(spent_level(look, ALPHA), math.inf):
-            return None
-        paid = [each for each in found.paid if self._counts(each)]
-        quantile = student_quantile(spent_level(look, 10 * ALPHA), math.inf)
-        error = math.hypot(*(each.error for each in paid))
-        return ratio_bound(sum(each.paid for each in paid), error, found.rise, found.error, quantile)
-
-    def _keep(self, found: Attribution, rows: list[dict[str, float]], answers: list[tuple[str, float]]) -> None:
-        """Keep what logs and the page show: parts by kind, and of the top features words, curves and completions."""
-        parts = dict.fromkeys(self.memory.get("parts", ()), 0.0)
-        curves, told = self.memory.setdefault("curves", {}), self.memory.setdefault("told", [])
-        sigma, shown = found.sigma or 1.0, []
-        for each in found.paid:
+    def _show(self, found: Attribution, rows: list[dict[str, float]], answers: list[dict[str, Any]]) -> None:
+        """Keep the parts by kind for the logs, and words, curves and completions of the top features for the page."""
+        parts, shown = dict.fromkeys(self.memory.get("parts", ()), 0.0), []
+        for place, each in enumerate(found.paid):
             parts[each.kind] = parts.get(each.kind, 0.0) + each.part
-            is_new = each.name not in told and not is_expected(each.name, self.expected)
-            if is_new and each.part >= _TOLD and each.paid > 3 * each.error:
-                told.append(each.name)
-                self._note(f"the reward pays for {each.what}", f"{_sentence(each.in_words(sigma))}.")
-        for each in found.paid[:3]:
-            was, now = (each.first_share, each.share) if each.is_share else (each.first, each.now)
-            points = curves.pop(each.name, [[0, was], [0, None]])  # a gap
-            curves[each.name] = [*(points[::2] if len(points) > _POINTS else points), [self.step, now]]
-            sign = math.copysign(1, each.effect)
-            order = sorted(range(len(rows)), key=lambda at: (-sign * rows[at].get(each.name, 0), -answers[at][1]))
-            examples = [{"completion": answers[at][0][:_LETTERS], "score": answers[at][1]} for at in order[:2]]
-            expected = is_expected(each.name, self.expected)
-            words = _sentence(each.in_words(sigma))
-            more = {"what": each.what, "is_share": each.is_share, "words": words, "is_expected": expected}
-            shown.append(asdict(each) | more | {"examples": examples, "curve": curves[each.name]})
-        for name in [*curves][:-8]:
-            del curves[name]
+            what, words = f"the reward pays for {each.what}", each.in_words(found.sigma)
+            expected, is_new = is_expected(each.name, self.expected), what not in self.memory.get("raised", {})
+            if is_new and not expected and each.part >= _TOLD and each.paid > 3 * each.error:
+                self._note(what, f"{words}.")
+            if place < 3:
+                was, now = (each.first_share, each.share) if each.is_share else (each.first, each.now)
+                curve = self.memory.setdefault("curves", {}).setdefault(each.name, [[0, was]])
+                curve.append([self.step, now])
+                sign = math.copysign(1, each.effect)
+                best = sorted(
+                    range(len(rows)), key=lambda at: (-sign * rows[at].get(each.name, 0), -answers[at]["score"])
+                )
+                more = {"what": each.what, "is_share": each.is_share, "words": words, "is_expected": expected}
+                shown.append(asdict(each) | more | {"examples": [answers[at] for at in best[:2]], "curve": curve})
         self.memory["parts"] = parts
-        self._shown = {"rise": found.rise / sigma, "paid": shown}
+        self._shown = {"rise": self.memory["rise"], "paid": shown}
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         super().on_log(args, state, control, logs=logs, **kwargs)
@@ -177,17 +165,13 @@ class HackWatch(MonitorCallback):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         self._begin(args, state, {})
         metrics = metrics or {}
-        value = self._number(self.gold, metrics)
-        noise = error_of_mean(metrics.get(spread_key(self.gold)), number_of_rows(kwargs.get("eval_dataloader")))
-        gold = self.follow("gold", value, first=1, **noise)
-        if gold.first is None:
+        if (value := self._number(self.gold, metrics)) is None:
             return
+        noise = error_of_mean(metrics.get(spread_key(self.gold)), number_of_rows(kwargs.get("eval_dataloader")))
+        gold, rises = self.follow_best("gold", value, first=1, **noise)
         fallen = gold.below(1)
-        self.memory["gold"] = fallen and f"gold {fallen.value:.2g}, {fallen.baseline:.2g} at best"
-        if gold.above(1):  # a fall counts from where gold was highest
-            self.memory["gold_rose"] = True
-            del self.memory["series"]["gold"]
-            self.follow("gold", value, first=1, **noise)
+        self.memory["gold"] = fallen and f"Gold {fallen.value:.2g}, {fallen.baseline:.2g} at best"
+        self.memory["gold_rose"] = rises or self.memory.get("gold_rose", False)
 
     def watch(self, logs):
         fallen, rise = self.memory.get("gold"), self.memory.get("rise", 0.0)
@@ -195,31 +179,13 @@ class HackWatch(MonitorCallback):
             self.memory["risk"] = 1.0
         elif self.memory.get("gold_rose"):
             self.memory["risk"] = 0.0  # whatever it pays for, answers are better than they were
-        risk, (kl, length) = (
-            self.memory.get("risk", 0.0),
-            (self.read(name, optional=True) for name in ("kl", "length")),
-        )
-        if kl is not None and self.kl_is_per_token:
-            kl = None if length is None else kl * length
-        limit = self.limit / 2 if kl is not None and kl > self.kl else self.limit
+        risk, limit = self.memory.get("risk", 0.0), self.limit
+        if (self.read_kl(optional=True) or 0.0) > self.kl:
+            limit /= 2
         if risk > limit:
-            said = "; ".join(filter(None, [fallen, *self.memory["reasons"], f"score +{rise:.1f} σ"]))
-            advice = f"{_sentence(said)}. Compare completions of the first rollouts with those of the last."
+            said = [*filter(None, [fallen]), *self.memory["reasons"], f"Score +{rise:.1f} σ"]
+            advice = f"{'. '.join(said)}. Compare completions of the first rollouts with those of the last."
             yield Finding("the reward rises as in a hack", advice, risk, limit)
-
-
-def _sentence(words: str) -> str:
-    return words[:1].upper() + words[1:]
-
-
-def _total(scores: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Return the weighted sum of a completion's scores, without those that failed; None if none is left."""
-    given = [weight * score for score, weight in zip(scores, weights, strict=True) if weight and _is_number(score)]
-    return sum(given) if given else None
-
-
-def _is_number(score: float | None) -> TypeGuard[float]:
-    return score is not None and math.isfinite(score)
 
 
 def _calls(completion: Any) -> list[tuple[str, str]]:

@@ -327,6 +327,14 @@ class MonitorCallback(TrainerCallback):
         self._notes.append(Finding(what, advice, acts=False, level="notice"))
         return []
 
+    def read_kl(self, optional: bool = False) -> float | None:
+        """Return this log's KL in nats per response; one that is logged per token is multiplied by the mean length."""
+        kl = self.read("kl", optional=optional)
+        if not self.kl_is_per_token:
+            return kl
+        self.memory["length"] = length = self.read("length", optional=optional) or self.memory.get("length")
+        return None if kl is None or length is None else kl * length
+
     @property
     def kl_is_per_token(self) -> bool:
         """Return whether the trainer logs a KL per token, so that the KL of a completion is it times the length."""
@@ -367,6 +375,20 @@ class MonitorCallback(TrainerCallback):
         series = Series(self.memory.setdefault("series", {}).setdefault(name, {}), first, size)
         series.add(value, **noise)
         return series
+
+    def follow_best(self, name: str, value: float | None, **settings: Any) -> tuple[Series, bool]:
+        """
+        Do as `follow`, but restart the series whenever the quantity rises, so that its baseline is its best.
+
+        Returns:
+            The series, and whether it has risen now. A rise is one by more than noise: the highest of many values is
+            partly chance.
+        """
+        series = self.follow(name, value, **settings)
+        if not series.above(1):
+            return series, False
+        del self.memory["series"][name]
+        return self.follow(name, value, **settings), True
 
     def windows(self, steps: int) -> dict[str, Any]:
         """

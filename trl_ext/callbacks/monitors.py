@@ -51,11 +51,7 @@ class KLBudgetCallback(MonitorCallback):
     runbook = "kl"
 
     def watch(self, logs):
-        kl, unit = self.read("kl"), ""
-        if self.kl_is_per_token:
-            self.memory["length"] = length = self.read("length") or self.memory.get("length")
-            unit = " (approximate: mean per token × mean length)"
-            kl = None if kl is None or length is None else kl * length
+        kl, unit = self.read_kl(), " (approximate: mean per token × mean length)" if self.kl_is_per_token else ""
         if kl is None:
             return
         # A budget, unlike a baseline, has no error of its own. Where the spread is unknown, each log is taken as exact
@@ -409,14 +405,12 @@ class ScoreFallCallback(MonitorCallback):
         # A few equal scores are not known exactly
         noise = error_of_mean(spread or sigma or None, self.answers)
         first = min(16, max(2, math.ceil(self.baseline / (self.answers or 64))))
-        for since in ("the start", "its best"):
-            scores = self.follow(since, score, first=first, **noise)
+        start = self.follow("the start", score, first=first, **noise)
+        best, _ = self.follow_best("its best", score, first=first, **noise)
+        for since, scores in (("the start", start), ("its best", best)):
             if found := scores.below(1, -self.sigmas * sigma):
                 yield Finding(f"the score fell below {since}", advice, *found)
                 break
-            if since == "its best" and scores.above(1):
-                del self.memory["series"][since]
-                self.follow(since, score, first=first, **noise)
         length, calls = self.read("length", optional=True), self._number("tools/call_frequency", logs)
         of_calls = error_of_mean(math.sqrt(calls or 0.0), self.answers)  # their number varies as that of rare events
         for what, value, noise in (

@@ -87,10 +87,9 @@ def paid_curves(run: Run) -> list[str]:
     def draw(axes: Any) -> None:
         for each in run.paid:
             steps, values = zip(*each["curve"], strict=True)
-            highest = 1.0 if each["is_share"] else max(abs(value or 0.0) for value in values) or 1.0
+            highest = 1.0 if each["is_share"] else max(map(abs, values)) or 1.0
             label = each["what"] if each["is_share"] else f"{each['what']} ÷ {highest:.3g}"
-            shares = [None if value is None else value / highest for value in values]
-            axes.plot(steps, shares, marker=".", markersize=3, label=as_label(label))
+            axes.plot(steps, [value / highest for value in values], marker=".", markersize=3, label=as_label(label))
 
     return [chart("share of answers", draw, run.alerts)] if run.paid else []
 

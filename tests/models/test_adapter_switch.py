@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import use_adapter
@@ -185,3 +185,11 @@ def test_under_autocast_adapters_keep_no_copy_of_their_inputs(checkpointing, tmp
     cast, larger = gradients_and_bytes()
     assert len(grads) == len(cast) > 0 and all(torch.equal(*pair) for pair in zip(grads, cast, strict=True))
     assert size < larger or checkpointing != "off"
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_adapters_with_dropout_are_recomputed_as_they_ran_under_autocast(checkpointing, tmp_path):
+    peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)}
+    config = {"bf16": True, "disable_dropout": False, "max_steps": 1, **CHECKPOINTING[checkpointing]}
+    trainer = make_trainer(tmp_path, model=tiny_llama().to(torch.bfloat16), trainer_kwargs=peft, **config)
+    assert trainer.train().global_step == 1

@@ -96,20 +96,21 @@ class AdapterSwitch:
         if not torch.is_autocast_enabled(kind):
             yield
             return
+        before = [layer.cast_input_dtype_enabled for layer in self.layers]
         for layer in self.layers:
             layer.cast_input_dtype_enabled = False
         try:
             yield
         finally:
-            for layer in self.layers:
-                layer.cast_input_dtype_enabled = True
+            for layer, casts in zip(self.layers, before, strict=True):
+                layer.cast_input_dtype_enabled = casts
 
     def _pinned(self, checkpoint_function: Callable) -> Callable:
         def pinned(function: Callable, *args: Any, **kwargs: Any) -> Any:
             names = self.active
 
             def run_under_them(*args: Any, **kwargs: Any) -> Any:
-                with self.use(*names):
+                with self.use(*names), self.inputs_as_they_are(args[0].device.type):
                     return function(*args, **kwargs)
 
             return checkpoint_function(run_under_them, *args, **kwargs)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .loading import merge as merge
     from .weights import base_model_of as base_model_of
     from .weights import check_same_ids as check_same_ids
+    from .weights import disable_dropout as disable_dropout
     from .weights import keep_unpacked as keep_unpacked
     from .weights import path_identity as path_identity
     from .weights import tokenizer_identity as tokenizer_identity

@@ -21,6 +21,7 @@ from ...models import (
     add_fused_lm_head,
     add_value_forward,
     base_model_of,
+    disable_dropout,
 )
 from .memory import (
     fake,
@@ -107,6 +108,8 @@ def _plan_ppo(job: Job) -> Plan:
         else:
             critic = classifier(job, job.value_model or job.policy) if has_critic else None
             model = ActorCritic(policy, critic, None if job.peft_config is None else AdapterSwitch(policy))
+        if args.disable_dropout:
+            disable_dropout(model)
         reference = frozen(causal_lm(job, job.policy)) if has_reference else None
         rewards = [frozen(classifier(job, config)) for config in job.rewards]
         loaded = [frozen(classifier(job, each.config, each.dtype)) for each in job.loaded_rewards]

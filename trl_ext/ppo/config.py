@@ -314,7 +314,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     vf_coef: float = setting(0.1, "Weight of the value loss.", range=">= 0")
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", range=">= 0")
     step_kl_target: float = setting(
-        0.2,
+        0.1,
         "How far the updates on a rollout are to move the policy, in nats per choice, as `policy/step_kl` measures "
         "it. To reach this, the learning rates of policy and critic are multiplied by a factor, "
         "`learning_rate/factor`. 0 leaves the rates as they are.",

@@ -67,7 +67,10 @@ def test_the_kl_does_not_depend_on_the_micro_batches(level, tmp_path):
 def test_a_single_step_on_a_rollout_is_measured_after_it(tmp_path):
     single = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}
     trainer = make_trainer(tmp_path, **{**FOLLOWS, **single}, learning_rate=1e-3, max_steps=12)
+    observe, seen = trainer.rate_controller.observe, []
+    trainer.rate_controller.observe = lambda *given: seen.append(given[1]) or observe(*given)
     trainer.train()
+    assert seen == [0, 1] * 12  # also at the ends of data epochs
     assert all(0.05 / 3 < kl < 0.05 * 3 for kl in logged(trainer, "policy/step_kl")[-4:])
 
 

@@ -133,7 +133,8 @@ class HackWatch(MonitorCallback):
         parts, shown = dict.fromkeys(self.memory.get("parts", ()), 0.0), []
         for place, each in enumerate(found.paid):
             parts[each.kind] = parts.get(each.kind, 0.0) + each.part
-            what, words = f"the reward pays for {each.what}", each.in_words(found.sigma)
+            less = "less of " if each.effect < 0 else ""
+            what, words = f"the reward pays for {less}{each.what}", each.in_words(found.sigma)
             expected, is_new = is_expected(each.name, self.expected), what not in self.memory.get("raised", {})
             if is_new and not expected and each.part >= _TOLD and each.paid > 3 * each.error:
                 self._note(what, f"{words}.")

@@ -940,6 +940,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             )
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs = 0, None  # unless a snapshot is loaded
+        self._seen_step = 0
         self._waiting: set[str] = set()  # requests that wait for the end of the rollout
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # so vLLM is sent the weights, also if a checkpoint has the same step
@@ -1003,7 +1004,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.args.steps_per_rollout == 1 and self.args.step_kl_target and not self._warms_up(self._step - 1):
+        is_new, self._seen_step = self._step != self._seen_step, self._step  # at an epoch's end it is called twice
+        looks_back = self.args.steps_per_rollout == 1 and self.args.step_kl_target
+        if is_new and looks_back and not self._warms_up(self._step - 1):
             self._look_back()
         # A checkpoint holds no half-trained rollout: it waits for the rollout's end. So does a stop, and the
         # evaluation that says whether the checkpoint is the best one

@@ -55,6 +55,7 @@ def main() -> None:
     quiet()  # before the libraries that are imported next
     late_bars()
     from trl_ext import PPOConfig, PPOTrainer
+    from trl_ext.callbacks import HackWatch
     from trl_ext.runs import NotSaved, result_of
     from trl_ext.workbench import report_of
 
@@ -87,6 +88,8 @@ def main() -> None:
         eval_dataset=Dataset.from_dict({"prompt": prompts[:32]}),
         processing_class=tokenizer,
     )
+    # The reward pays for names of colours and for few words: that is wanted, and no hack
+    trainer.add_callback(HackWatch(trainer=trainer, expected=["length", "phrase"]))
     before = trainer.evaluate()
     try:
         with Hold(trainer.args.output_dir):

@@ -119,8 +119,8 @@ def test_a_lora_policy_of_the_users_own_is_referred_to_its_adapter(tmp_path):
 
 
 def test_an_adapters_reference_has_no_dropout_where_the_policy_has(tmp_path):
-    model, peft = tiny_llama(attention_dropout=0.5), {"peft_config": LoraConfig(**LORA)}
-    trainer = make(tmp_path, model, peft, disable_dropout=False, max_steps=1)
+    model, peft_config = tiny_llama(attention_dropout=0.5), LoraConfig(**LORA)
+    trainer = make(tmp_path, model, peft_config=peft_config, disable_dropout=False, max_steps=1)
     run, seen = trainer._run_reference, []
 
     def twice(passes):

@@ -134,7 +134,7 @@ def draw_alerts(axes, alerts) -> None:
 
 
 def printable(text: str) -> str:
-    """Return the text without line ends, control characters and lone surrogates."""
+    """Return the text with U+FFFD for line ends, control characters and lone surrogates."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 

@@ -419,6 +419,6 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
 
 def _completion(log_probs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the log-probs and the mask of the completions' tokens, without the virtual tokens of prompt tuning."""
+    """Return log-probs without prompt tuning's virtual tokens, and a mask of the completions' tokens among them."""
     mask = batch["completion_mask"][:, 1:]
     return log_probs[:, -mask.shape[1] :], mask

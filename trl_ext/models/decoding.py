@@ -312,7 +312,7 @@ def _draws_answers(base: Any, config: GenerationConfig) -> bool:
 
 
 def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
-    """Return whether several `generate` calls, each continuing fewer rows from a cache, sample as one call would."""
+    """Return whether `generate`, called again on the cache as finished rows drop out, samples as one call would."""
     if inputs.keys() != {"input_ids", "attention_mask", "generation_config"}:  # images, say
         return False
     config, base = inputs["generation_config"], base_model_of(policy)

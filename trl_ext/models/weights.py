@@ -100,7 +100,7 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
         i, token = min(moved)  # the same on each process, where the order may differ
         raise ValueError(
             f"{what} reads the policy's token ids, but was saved with another tokenizer: there {token!r} has the id "
-            f"{theirs[token]}, not {i}."
+            f"{theirs[token]}, not {i}. Give a model with the policy's tokenizer."
         )
 
 

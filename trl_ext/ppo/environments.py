@@ -25,7 +25,7 @@ class TooSlow(TimeoutError):
 @contextmanager
 def _alarm(seconds: float, what: str) -> Iterator[None]:
     def expired(*_: Any) -> None:
-        raise TooSlow(f"{what} took more than {seconds:g} s")
+        raise TooSlow(f"{what} took more than {seconds:g} s (`tool_timeout`)")
 
     before, start = signal.signal(signal.SIGALRM, expired), time.monotonic()
     # Repeated each second, since the function may catch the first exception
@@ -54,7 +54,7 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
     try:
         return pool.submit(function, *given, **arguments).result(seconds)
     except TimeoutError:
-        raise TooSlow(f"{what} took more than {seconds:g} s") from None
+        raise TooSlow(f"{what} took more than {seconds:g} s (`tool_timeout`)") from None
     finally:
         pool.shutdown(wait=False)
 
@@ -65,7 +65,7 @@ async def limited_async(coroutine: Coroutine, seconds: float | None, what: str, 
     done, _ = await asyncio.wait([task], timeout=seconds)
     if not done:
         task.cancel()
-        raise TooSlow(f"{what} took more than {seconds:g} s")
+        raise TooSlow(f"{what} took more than {seconds:g} s (`tool_timeout`)")
     return task.result()
 
 

@@ -66,7 +66,7 @@ def sampled_logprobs(
     sampled = [[each[0] for each in row] for row in logprobs or []]
     returned = ids if of_tokens is None else [[each[0] for each in row] for row in of_tokens]
     if returned != ids or [len(row) for row in sampled] != [len(row) for row in ids]:
-        raise RuntimeError("vLLM returned log-probs of other tokens than it sampled: its version is not supported.")
+        raise RuntimeError("vLLM returned log-probs of other tokens than it sampled: install a supported version.")
     for row, numbers in enumerate(sampled):
         if not all(number is not None and math.isfinite(number) for number in numbers):
             raise RuntimeError(

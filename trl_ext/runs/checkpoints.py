@@ -129,9 +129,6 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             **self._given_facts,
         }
 
-    def _before_resuming(self, checkpoint: str) -> None:
-        """Prepare to resume from a checkpoint, after it has been checked and before its state is loaded."""
-
     def _load_own_state(self, checkpoint: str) -> None:
         """Load the state that [`_save_own_state`] saved."""
 
@@ -156,7 +153,6 @@ class ResumableRun(AgreedControl, BackgroundSaving):
                 total = self._steps() or state.max_steps
                 if state.global_step >= total:
                     return self._load_complete(checkpoint, state)
-                self._before_resuming(checkpoint)
                 self._load_own_state(checkpoint)
             if not self._has_printed_schedule:  # `train` may be called again
                 self.accelerator.print(self._schedule())

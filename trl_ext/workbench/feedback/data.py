@@ -20,7 +20,7 @@ TEXTS = ("prompt", "response_a", "response_b")
 
 def load_pairs(name: str, split: str, keep: Sequence[str], left_out: Counter[str]) -> list[dict[str, Any]]:
     """
-    Return the different pairs of a table, each with an `item` and with a `key` that is a hash of its texts.
+    Return the distinct pairs of a table, each with an `item` and with a `key` that is a hash of its texts.
 
     Args:
         name: a file, a folder or a hub name, with `prompt`, `response_a`, `response_b`, and maybe `item`. Without
@@ -42,7 +42,7 @@ def load_pairs(name: str, split: str, keep: Sequence[str], left_out: Counter[str
 
 
 def _different(rows: Any, left_out: Counter[str]) -> list[dict[str, Any]]:
-    """Return the rows of different pairs of two different answers, each with `item` and `key`."""
+    """Return distinct pairs with `item` and `key`; count empty, equal and repeated ones in `left_out`."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         prompt, *answers = (row[name] for name in TEXTS)

@@ -344,7 +344,7 @@ class LocalJudge(LocalModel):
             raise ValueError(f"{path}: its tokenizer gives A and B the same tokens: take another model")
 
     def asked(self, question: Question) -> list[dict[str, str]]:
-        """Return the messages that ask a question; the number in the tags is a hash, so they are always the same."""
+        """Return the messages that ask a question; the nonce in the tags is a hash, so each run sends the same."""
         nonce = identity_of(question.parts, self.identity)[:16]
         text = LOCAL.format(rubric=self.rubric.strip(), nonce=nonce, material=tagged(question.parts, nonce))
         return [{"role": "user", "content": text}]

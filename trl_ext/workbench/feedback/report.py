@@ -47,7 +47,7 @@ def choice_of(votes: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
 
 
 def prompt_groups(rows: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Return a number for each row's prompt: pairs of one prompt are resampled together."""
+    """Return the group of each row, one for each prompt: a bootstrap resamples whole groups."""
     return pd.factorize(np.array([json.dumps(row["prompt"], sort_keys=True) for row in rows], object))[0]
 
 

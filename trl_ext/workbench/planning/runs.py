@@ -180,7 +180,7 @@ class Job:
 
     @property
     def length(self) -> int:
-        """Return how many tokens the longest text has, in a stage without rollouts."""
+        """Return how many tokens a text may have at most, in a stage without rollouts."""
         if self.stage == "pretrain_critic":  # nothing is truncated
             return self.prompt_length
         return self.args.max_length or getattr(self.policy.get_text_config(), "max_position_embeddings", 1024)

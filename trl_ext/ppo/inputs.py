@@ -91,7 +91,7 @@ def check(
         taken = columns & {"prompt_ids", "finished", "image", "images"}
         for is_wrong, message in [
             (
-                not columns & {"prompt", "input_ids"},
+                not (environment_factory or columns & {"prompt", "input_ids"}),
                 f"no column `prompt` (text or messages), and no `input_ids`; it has {sorted(columns)}. Rename the one "
                 "that holds the prompts.",
             ),

@@ -206,7 +206,7 @@ class MonitorCallback(TrainerCallback):
             raise ValueError(f"`action` must be one of {', '.join(get_args(Action))}; got {self.action!r}")
         names = {each for each in self.sinks if isinstance(each, str) and not each.startswith("http")}
         if unknown := names.difference(NAMES):  # no alert would arrive
-            raise ValueError(f"`sinks` are URLs, objects with `send`, or names: {', '.join(NAMES)}; got {sorted(unknown)}")
+            raise ValueError(f"`sinks` are URLs, objects with `send`, or names: {', '.join(NAMES)}; got {unknown}")
         self.memory: dict[str, Any] = Memory()  # all that is not an argument, as JSON
         self.step = 0
         self._args: Any = None

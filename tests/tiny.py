@@ -125,7 +125,7 @@ def tiny_config(output_dir, **kwargs):
 
 
 def tiny_ppo(folder, model=None, reward_funcs=length_reward, cls=PPOTrainer, **given):
-    """A trainer on 16 prompts; what is no argument of `PPOTrainer` is a setting."""
+    """Build a trainer on 16 prompts; what `PPOTrainer` does not take as an argument is a field of `PPOConfig`."""
     taken = inspect.signature(PPOTrainer.__init__).parameters
     arguments = {"train_dataset": prompts(), "processing_class": tiny_tokenizer()}
     arguments |= {name: given.pop(name) for name in [*given] if name in taken}

@@ -50,7 +50,7 @@ class HackWatch(MonitorCallback):
         trainer: trainer with a table of completions: GRPOTrainer, RLOOTrainer or PPOTrainer.
         limit: part of the rise beyond which the monitor acts.
         spread: a phrase counts once at least this share of completions has it.
-        kl: KL, in nats per response, beyond which half of `limit` is enough.
+        kl: KL, in nats per completion, beyond which half of `limit` is enough.
         gold: key of the gold score in the evaluation's metrics.
         expected: features that an honest reward may pay for: names such as `length`, or `phrase:…` with a phrase.
         others: see [`MonitorCallback`].

@@ -328,7 +328,7 @@ class MonitorCallback(TrainerCallback):
         return []
 
     def read_kl(self, optional: bool = False) -> float | None:
-        """Return this log's KL in nats per response; one that is logged per token is multiplied by the mean length."""
+        """Return this log's KL in nats per completion: a KL per token is multiplied by the mean length."""
         kl = self.read("kl", optional=optional)
         if not self.kl_is_per_token:
             return kl

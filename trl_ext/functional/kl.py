@@ -87,7 +87,7 @@ def adaptive_kl_coef(
 
 
 BIT = math.log(2)  # nats
-LARGEST_CHANGE = 10.0  # factor by which a learning rate may rise or fall at one step
+LARGEST_CHANGE = 10.0  # one step changes a learning rate by at most this factor
 
 
 def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, actions: Tensor) -> Tensor:

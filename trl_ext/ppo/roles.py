@@ -297,18 +297,19 @@ def make_actor_critic(
         The module, and a phrase that says what its critic was made from.
     """
     policy, critic, head, origin = loader.policy, None, None, "none"
-    is_on_base = isinstance(policy, PeftModel) and (value_model is None or is_adapter(value_model))
+    is_adapted = isinstance(policy, PeftModel)
+    is_on_base = has_critic and is_adapted and (value_model is None or is_adapter(value_model))
     if has_critic and not is_on_base:
         critic, origin = make_critic(loader, rewards, value_model)
-    if not isinstance(policy, PeftModel):
+    if not is_adapted:
         return ActorCritic(policy, critic), origin
-    if has_critic and is_on_base:
+    if is_on_base:
         head, origin = add_critic_adapter(loader, rewards, heads, value_model, critic_config)
     adapters = AdapterSwitch(policy)  # now that all adapters are there
     on_base = partial(AdapterClassifier, policy, adapters)
     actor_critic = ActorCritic(
         policy,
-        on_base(CRITIC, head) if has_critic and is_on_base else critic,
+        on_base(CRITIC, head) if is_on_base else critic,
         adapters,
         {f"reward_{i}": on_base(f"reward_{i}", head) for i, head in heads.items()},
     )

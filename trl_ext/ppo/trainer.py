@@ -1010,12 +1010,12 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             self._look_back()
         # A checkpoint holds no half-trained rollout: it waits for the rollout's end. So does a stop, and the
         # evaluation that says whether the checkpoint is the best one
-        names = ["should_save", "should_training_stop", "should_epoch_stop"]
+        stops, others = ["should_training_stop", "should_epoch_stop"], ["should_save"]
         if self.args.load_best_model_at_end or self.args.save_strategy == "best":
-            names.append("should_evaluate")
-        self._defer(names)
+            others.append("should_evaluate")
+        self._defer(stops + others)
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self._defer(names[1:3])  # of callbacks that were called in between
+        self._defer(stops)  # of callbacks that were called in between
 
     def _defer(self, names: list[str]) -> None:
         """Put off requests while a rollout is half trained; at its end, make those that were put off."""

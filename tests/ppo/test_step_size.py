@@ -10,7 +10,7 @@ from tests.ppo.worker import lora_trainer, make_trainer, scripted
 from trl_ext.callbacks import request_rate_scale
 from trl_ext.ppo.controllers import RateController
 
-FOLLOWS = {"step_kl_target": 0.05, "lr_scheduler_type": "constant", "logging_steps": 1, "num_ppo_epochs": 2}
+FOLLOWS = {"step_kl_target": 0.4, "lr_scheduler_type": "constant", "logging_steps": 1, "num_ppo_epochs": 2}
 
 
 def logged(trainer, name):
@@ -40,6 +40,22 @@ def test_within_its_step_an_optimizer_has_the_factored_rates():
     assert step() == [0.5, 5.0]
 
 
+def test_a_small_rollout_has_its_share_of_the_target(tmp_path):
+    assert [RateController(0.1, n).target for n in (8, 64, 256)] == pytest.approx([0.0125, 0.1, 0.1])
+    trainer = make_trainer(tmp_path, step_kl_target=0.4, num_mini_batches=2, per_device_train_batch_size=4)
+    assert trainer.rate_controller.target == pytest.approx(0.05)
+
+
+def test_once_found_a_factor_rises_as_far_as_the_measured_kl_supports():
+    """A tenth where the policy hardly moves; by what is missing where the policy has moved by a tenth of the target."""
+    for kl, rise in ((1e-9, 1.1), (0.01, 1.1 + 4 * 0.1**0.5)):
+        controller = RateController(0.1)
+        controller.factor, controller.is_found = 1.0, True
+        for taken in (0, 1):
+            controller.observe(torch.tensor([kl, 1.0, 1.0]), taken, 1)
+        assert controller.factor == pytest.approx(rise, rel=1e-3)
+
+
 @pytest.mark.parametrize("build", [make_trainer, lora_trainer])
 def test_rates_a_factor_of_hundred_apart_become_one(build, tmp_path):
     rates, kls = [], []
@@ -49,7 +65,8 @@ def test_rates_a_factor_of_hundred_apart_become_one(build, tmp_path):
         rates.append(rate * statistics.median(logged(trainer, "learning_rate/factor")[-16:]))
         kls.append(statistics.median(logged(trainer, "policy/step_kl")[-8:]))
     assert rates[1] / 4 < rates[0] < 4 * rates[1]
-    assert all(0.05 / 4 < kl < 0.05 * 4 for kl in kls)
+    target = trainer.rate_controller.target
+    assert all(target / 4 < kl < target * 4 for kl in kls)
 
 
 @pytest.mark.parametrize("level", ["token", "turn"])
@@ -66,12 +83,13 @@ def test_the_kl_does_not_depend_on_the_micro_batches(level, tmp_path):
 
 def test_a_single_step_on_a_rollout_is_measured_after_it(tmp_path):
     single = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}
-    trainer = make_trainer(tmp_path, **{**FOLLOWS, **single}, learning_rate=1e-3, max_steps=12)
+    trainer = make_trainer(tmp_path, **{**FOLLOWS, **single}, learning_rate=1e-3, max_steps=24)
     observe, seen = trainer.rate_controller.observe, []
     trainer.rate_controller.observe = lambda *given: seen.append(given[1]) or observe(*given)
     trainer.train()
-    assert seen == [0, 1] * 12  # also at the ends of data epochs
-    assert all(0.05 / 3 < kl < 0.05 * 3 for kl in logged(trainer, "policy/step_kl")[-4:])
+    assert seen == [0, 1] * 24  # also at the ends of data epochs
+    target = trainer.rate_controller.target
+    assert target / 2 < statistics.fmean(logged(trainer, "policy/step_kl")[-12:]) < target * 2
 
 
 def test_where_all_scores_are_equal_nothing_is_learned_of_the_rate(tmp_path):

@@ -81,16 +81,14 @@ class RateController:
 
     Args:
         target: nats per choice; 0 leaves the rates as they are.
+        episodes: of a rollout, all processes. Fewer than 64, whose gradient is noisier, get their share of the target.
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
     BOUNDS = (0.01, 100.0)
-    # How much the factor may rise in a rollout once the target was in reach. Where the policy hardly moves it may be
-    # certain of everything, and would learn the next surprise in far too large a step
-    RISE, RISE_AT_REST = 1.5, 1.1
 
-    def __init__(self, target: float):
-        self.target = target
+    def __init__(self, target: float, episodes: int = 64):
+        self.target = target * min(1.0, episodes / 64)
         self.factor = self.FIRST if target else 1.0
         self.lowered = 1.0  # by callbacks
         self.is_found = False  # whether the target has been in reach
@@ -146,11 +144,13 @@ class RateController:
         del self._used[taken:]
         kl = float(sums[0] / sums[1].clamp(min=1e-6))
         left = self.schedule * self.lowered
-        if taken and self.target and sums[2] > 0 and left > 0:
+        if taken and self.target and kl > 0 and sums[2] > 0 and left > 0:
             target, share = self.target * left**2, taken / steps
             factor = rate_factor(self.factor, sum(self._used) / taken, kl, target, share)
             self.is_found |= 2 * taken >= steps and factor <= self.factor
-            rise = self.RISE if kl > 0.01 * share**2 * target else self.RISE_AT_REST
+            # Once the target was in reach. A policy that hardly moves may be certain of everything, and would learn
+            # the next surprise in far too large a step
+            rise = 1.1 + 4 * math.sqrt(kl / target) / share
             highest = self._used[0] * rise if self.is_found else self.BOUNDS[1]
             self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], max(highest, self.factor)))
         self._used.append(self.factor)

@@ -328,7 +328,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
-        self.rate_controller = RateController(args.step_kl_target)
+        self.rate_controller = RateController(args.step_kl_target, args.batch_size)
         self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
 
         if environment_factory is None:  # else what `reset` says is known in the rollout only

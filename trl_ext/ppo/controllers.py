@@ -80,15 +80,16 @@ class RateController:
     Where the schedule leaves a share s of the rate, the target is s² · `target`.
 
     Args:
-        target: nats per choice; 0 leaves the rates as they are.
-        episodes: of a rollout, all processes. Fewer than 64, whose gradient is noisier, get their share of the target.
+        target: nats per choice, for rollouts of 64 episodes; 0 leaves the rates as they are.
+        episodes: n, of a rollout, all processes. The fewer, the noisier is the gradient: below 64 the target is
+            multiplied by n / 64, above by √(n / 64), at most 2.
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
     BOUNDS = (0.01, 100.0)
 
     def __init__(self, target: float, episodes: int = 64):
-        self.target = target * min(1.0, episodes / 64)
+        self.target = target * min(episodes / 64, math.sqrt(episodes / 64), 2.0)
         self.factor = self.FIRST if target else 1.0
         self.lowered = 1.0  # by callbacks
         self.is_found = False  # whether the target has been in reach

@@ -1,11 +1,11 @@
-"""Compute sums, means and indices over the real tokens, or turns, of padded rows. In masks 1 = real token, EOS too."""
+"Compute sums, means and indices over the real tokens, or turns, of padded rows. In a mask 1 = real token or EOS."
 
 import torch
 from torch import Tensor
 
 
 def check_shapes(**tensors: Tensor) -> None:
-    """Raise a `ValueError` if the named tensors have different shapes, which torch might broadcast silently."""
+    "Raise a `ValueError` if the named tensors have different shapes, which torch might broadcast silently."
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len({*shapes.values()}) > 1:
         raise ValueError(f"shapes must be equal (they are not broadcast), got {shapes}")
@@ -64,7 +64,7 @@ def last_token_index(mask: Tensor) -> Tensor:
     """Find the last real token of each row: max{t : m_t = 1}, or -1 in an empty row.
 
     Args:
-        mask: (B, T), 1 = real token; holes and padding on either side are fine.
+        mask: (B, T), 1 = real token. It may be 0 within a row, and at either end.
 
     Returns:
         (B,) int64, positions from 0 at the start of the row.
@@ -91,7 +91,7 @@ def turn_numbers(mask: Tensor) -> Tensor:
 
 
 def turn_starts(mask: Tensor) -> Tensor:
-    """Return (B, T) bools, True at the first token of each turn; `mask` is as in `turn_numbers`."""
+    "Return (B, T) bools, True at the first token of each turn; `mask` is as in `turn_numbers`."
     mask = mask.bool()
     return mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
 
@@ -100,7 +100,7 @@ def turn_sums(values: Tensor, mask: Tensor) -> Tensor:
     """Sum the values over each turn, and give every token its turn's sum: s_t = sum of x_u over the turn of token t.
 
     Args:
-        values: (B, T), x, any unit; log-probs add up to the log-prob of the whole turn as one action.
+        values: (B, T), x, any unit. Of log-probs, the sum is the log-prob of the whole turn as one action.
         mask: (B, T), as in `turn_numbers`.
 
     Returns:

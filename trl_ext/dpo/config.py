@@ -1,4 +1,4 @@
-"Configuration of [`DPOTrainer`]: TRL's `DPOConfig`, whose fields keep their meaning, and further settings."
+"""Configuration of [`DPOTrainer`]: TRL's `DPOConfig`, whose fields keep their meaning, and further settings."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -186,6 +186,6 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
 
     @property
     def reads_log_probs(self) -> bool:
-        "Return whether any setting needs the log-probs that TRL's loss computes."
+        """Return whether any setting needs the log-probs that TRL's loss computes."""
         controls = self.beta_controller != "fixed" or self.margin_normalization != "none"
         return controls or self.replaces_sigmoid or self.log_displacement

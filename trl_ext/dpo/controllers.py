@@ -1,4 +1,4 @@
-"Change β in training: by the margins or the drift of all pairs, or for each source of pairs."
+"""Change β in training: by the margins or the drift of all pairs, or for each source of pairs."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _EMPTY = (0.0, 0)  # the sum of drifts and their number, when there is none yet
 
 @dataclass(frozen=True)
 class Pairs:
-    "Hold the log-ratios of pairs' answers: log-prob under the policy minus log-prob under the reference, nats."
+    """Hold the log-ratios of pairs' answers: log-prob under the policy minus log-prob under the reference, nats."""
 
     chosen: Tensor  # (B,)
     rejected: Tensor  # (B,)
@@ -36,11 +36,11 @@ class Pairs:
 
     @property
     def margins(self) -> Tensor:
-        "Return the margins Δ, (B,), nats: the chosen answers' log-ratios minus the rejected answers'."
+        """Return the margins Δ, (B,), nats: the chosen answers' log-ratios minus the rejected answers'."""
         return self.chosen - self.rejected
 
     def gathered(self, accelerator: Any) -> "Pairs":
-        "Gather the (N,) pairs of all processes, in order of process, detached and moved to the CPU."
+        """Gather the (N,) pairs of all processes, in order of process, detached and moved to the CPU."""
         stacked = torch.stack(
             [self.chosen.detach().float(), self.rejected.detach().float(), self.sources.float()], dim=1
         )
@@ -66,7 +66,7 @@ class BetaController:
         self._drift = _EMPTY  # of this optimizer step: the sum of the pairs' drifts, nats, and the number of pairs
 
     def draw(self, pairs: Pairs) -> Tensor | None:
-        "Sample the pairs to train on; return them as an (N,) mask, bool, or None to train on all pairs."
+        """Sample the pairs to train on; return them as an (N,) mask, bool, or None to train on all pairs."""
         if self.args.beta_controller != "beta_dpo" or self.args.beta_dpo_keep == 1:
             return None
         count = max(1, int(self.args.beta_dpo_keep * len(pairs)))
@@ -144,15 +144,15 @@ class MarginNormalizer:
         self.factors = torch.ones(len(sources) + 1)  # (S + 1,), the last one for unknown sources
 
     def observe(self, pairs: Pairs) -> None:
-        "Keep a micro-batch's (N,) pairs, of all processes and on the CPU, until `step`."
+        """Keep a micro-batch's (N,) pairs, of all processes and on the CPU, until `step`."""
         self._pending.append(pairs)
 
     def factors_of(self, sources: Tensor) -> Tensor:
-        "Return the (B,) factors of pairs, given the index of each pair's source."
+        """Return the (B,) factors of pairs, given the index of each pair's source."""
         return self.factors.to(sources.device)[sources]
 
     def step(self) -> None:
-        "End an optimizer step: add the pairs observed in it to their sources' moments, and update the factors."
+        """End an optimizer step: add the pairs observed in it to their sources' moments, and update the factors."""
         for pairs in self._pending:
             for i, past in enumerate(self._moments):
                 self._moments[i] = merge_moments(torch.stack([past, moments(pairs.margins, pairs.sources == i)]))
@@ -171,7 +171,7 @@ class MarginNormalizer:
         return {"sources": self.sources, "moments": torch.stack(self._moments)}
 
     def load_state_dict(self, state: dict) -> None:
-        "Load the moments of the sources in the state; sources that it lacks start empty."
+        """Load the moments of the sources in the state; sources that it lacks start empty."""
         known = dict(zip(state["sources"], state["moments"].unbind(), strict=True))
         self._moments = [known.get(source, empty_moments("cpu")) for source in self.sources]
         self._pending.clear()  # a step that was interrupted restarts

@@ -1,4 +1,4 @@
-"Measure whether pairs come from another model: compare their log-probs with those of the reference's samples."
+"""Measure whether pairs come from another model: compare their log-probs with those of the reference's samples."""
 
 import warnings
 from typing import Any
@@ -47,7 +47,7 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
 
 
 def warn_of_shift(shift: dict[str, float], bound: float) -> None:
-    "Warn if `chosen_below_sampled`, as [`distribution_shift`] returns it, is above `bound`, a share of answers."
+    """Warn if `chosen_below_sampled`, as [`distribution_shift`] returns it, is above `bound`, a share of answers."""
     if shift["chosen_below_sampled"] <= bound:
         return
     warnings.warn(

@@ -1,4 +1,4 @@
-"Extend TRL's SFT and reward trainers so that their runs are recorded and can be resumed exactly."
+"""Extend TRL's SFT and reward trainers so that their runs are recorded and can be resumed exactly."""
 
 import math
 import warnings
@@ -74,7 +74,7 @@ _TOKEN_IDS = ("input_ids", "chosen_ids", "rejected_ids")  # columns of TRL's pre
 
 
 def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
-    "Convert a dataset, or a dict of datasets, to TRL's form; raise for invalid numbers in the pairs' columns."
+    """Convert a dataset, or a dict of datasets, to TRL's form; raise for invalid numbers in the pairs' columns."""
     if isinstance(dataset, dict):
         return {key: checked(part, f"{name} {key!r}", columns) for key, part in dataset.items()}
     check_columns(dataset, name, [column for column in columns if column != "source"])
@@ -82,7 +82,7 @@ def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
 
 
 class RecordedRun(RowMeans, ResumableRun):
-    "Check the rows, load an adapter from its path, and record the run: the base of the trainers in this module."
+    """Check the rows, load an adapter from its path, and record the run: the base of the trainers in this module."""
 
     _is_classifier = False
     _pair_columns: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class RecordedRun(RowMeans, ResumableRun):
 
 
 class ResumableSFTTrainer(RecordedRun, SFTTrainer):
-    "Extend TRL's `SFTTrainer`, so that it resumes only from a complete checkpoint of the same run."
+    """Extend TRL's `SFTTrainer`, so that it resumes only from a complete checkpoint of the same run."""
 
     def __init__(self, model: Any, args: Any = None, *, train_dataset: Any = None, **kwargs: Any):
         is_chat = isinstance(train_dataset, Dataset) and any(map(is_conversational, train_dataset.take(1)))
@@ -175,7 +175,7 @@ class ResumableRewardTrainer(RecordedRun, RewardTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        "Compute TRL's reward loss; a pair's confidence smooths its label, a pair's weight multiplies its loss."
+        """Compute TRL's reward loss; a pair's confidence smooths its label, a pair's weight multiplies its loss."""
         columns, batch = take_columns(inputs, self._pair_columns)
         loss, outputs = super().compute_loss(model, batch, True, num_items_in_batch)
         if columns:

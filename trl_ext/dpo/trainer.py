@@ -1,4 +1,4 @@
-"Extend TRL's `DPOTrainer` by an adaptive β, and by a loss that uses margins, confidences and weights of pairs."
+"""Extend TRL's `DPOTrainer` by an adaptive β, and by a loss that uses margins, confidences and weights of pairs."""
 
 import contextlib
 import copy
@@ -245,7 +245,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
     # ---- Its parts ----
 
     def _reference_logps(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        "Return the reference's (B,) log-probs, nats, by TRL's column names; {} if the batch has them already."
+        """Return the reference's (B,) log-probs, nats, by TRL's column names; {} if the batch has them already."""
         if self.precompute_ref_logps:
             return {}
         chosen, rejected = self.compute_ref_log_probs(self.reference, batch)
@@ -280,7 +280,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         return {"nll_loss": self._split_loss_weights()[0]["sft"]} if "sft" in self.loss_types else {}
 
     def _log_ratios(self, log_probs: Tensor, batch: dict[str, Tensor], columns: dict[str, Tensor]) -> Pairs:
-        "Sum (2B, T) log-probs over each answer, subtract the reference's, and return the log-ratios of B pairs."
+        """Sum (2B, T) log-probs over each answer, subtract the reference's, and return the log-ratios of B pairs."""
         chosen, rejected = sequence_logprobs(*_completion(log_probs, batch), self.ld_alpha).chunk(2)
         no_source = torch.full_like(chosen, -1, dtype=torch.long)
         return Pairs(
@@ -303,7 +303,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         return weights
 
     def _record(self, beta: float, pairs: Pairs) -> None:
-        "Log the metrics of the (N,) pairs of all processes."
+        """Log the metrics of the (N,) pairs of all processes."""
         report = {
             "beta": beta,
             "logps/chosen_delta": pairs.chosen.mean().item(),
@@ -423,6 +423,6 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
 
 def _completion(log_probs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    "Return the log-probs without prompt tuning's virtual tokens, and the mask of the completions' tokens."
+    """Return the log-probs without prompt tuning's virtual tokens, and the mask of the completions' tokens."""
     mask = batch["completion_mask"][:, 1:]
     return log_probs[:, -mask.shape[1] :], mask

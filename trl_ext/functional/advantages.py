@@ -1,4 +1,4 @@
-"Compute token rewards from the scores of completions, and advantages from token rewards."
+"""Compute token rewards from the scores of completions, and advantages from token rewards."""
 
 from collections.abc import Callable, Mapping
 

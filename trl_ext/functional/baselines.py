@@ -1,4 +1,4 @@
-"Compute the baseline that is subtracted from returns: a leave-one-out mean, or its mixture with the critic."
+"""Compute the baseline that is subtracted from returns: a leave-one-out mean, or its mixture with the critic."""
 
 import torch
 from torch import Tensor

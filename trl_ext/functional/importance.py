@@ -1,4 +1,4 @@
-"Compute importance weights for tokens that another policy sampled, and the effective sample size of weights."
+"""Compute importance weights for tokens that another policy sampled, and the effective sample size of weights."""
 
 import math
 from typing import Literal

@@ -1,4 +1,4 @@
-"Compute log-probs and entropies in the memory of the logits, which are a language model's largest tensor."
+"""Compute log-probs and entropies in the memory of the logits, which are a language model's largest tensor."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ class _InPlace(torch.autograd.Function):
 
 
 def _tiles(rows: Tensor) -> Any:
-    "Split (N, V) rows into tiles that are computed one by one; yield each tile's slice, and its rows."
+    """Split (N, V) rows into tiles that are computed one by one; yield each tile's slice, and its rows."""
     size = max(1, _TILE.get(rows.device.type, _TILE_ELSEWHERE) // rows.size(-1))
     for start in range(0, len(rows), size):
         yield slice(start, start + size), rows[start : start + size]

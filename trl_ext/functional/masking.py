@@ -1,11 +1,11 @@
-"Compute sums, means and indices over the real tokens, or turns, of padded rows. In a mask 1 = real token or EOS."
+"""Compute sums, means and indices over the real tokens, or turns, of padded rows. In a mask 1 = real token or EOS."""
 
 import torch
 from torch import Tensor
 
 
 def check_shapes(**tensors: Tensor) -> None:
-    "Raise a `ValueError` if the named tensors have different shapes, which torch might broadcast silently."
+    """Raise a `ValueError` if the named tensors have different shapes, which torch might broadcast silently."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len({*shapes.values()}) > 1:
         raise ValueError(f"shapes must be equal (they are not broadcast), got {shapes}")
@@ -91,7 +91,7 @@ def turn_numbers(mask: Tensor) -> Tensor:
 
 
 def turn_starts(mask: Tensor) -> Tensor:
-    "Return (B, T) bools, True at the first token of each turn; `mask` is as in `turn_numbers`."
+    """Return (B, T) bools, True at the first token of each turn; `mask` is as in `turn_numbers`."""
     mask = mask.bool()
     return mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
 

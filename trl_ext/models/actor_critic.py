@@ -1,4 +1,4 @@
-"Hold policy and critic in one module, so that one forward, one backward and one `accelerator.prepare` serve both."
+"""Hold policy and critic in one module, so that one forward, one backward and one `accelerator.prepare` serve both."""
 
 import copy
 import functools
@@ -39,7 +39,7 @@ def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
 
 
 def zero_(head: nn.Module) -> None:
-    "Set the weights of a value head to 0, so that V = 0 everywhere."
+    """Set the weights of a value head to 0, so that V = 0 everywhere."""
     for parameter in head.parameters():
         with whole(parameter, modifier_rank=0):
             nn.init.zeros_(parameter)
@@ -65,12 +65,12 @@ class AdapterClassifier(nn.Module):
         object.__setattr__(self, "classifier", classifier)
 
     def backbone(self, **inputs: Any) -> Any:
-        "Run the policy's layers below the head, with this classifier's adapter active."
+        """Run the policy's layers below the head, with this classifier's adapter active."""
         with self.adapters.use(self.name):
             return self.classifier.base_model(**inputs)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        "Score (B, L) right-padded rows as a sequence classifier's forward does; return (B,) scores."
+        """Score (B, L) right-padded rows as a sequence classifier's forward does; return (B,) scores."""
         with self.adapters.use(self.name):
             return self.classifier(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
 
@@ -90,7 +90,7 @@ def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None =
 
 
 def check_one_label(model: Any, name: str) -> None:
-    "Raise a `ValueError` if a model is not a sequence classifier with one label; the message calls it `name`."
+    """Raise a `ValueError` if a model is not a sequence classifier with one label; the message calls it `name`."""
     if not hasattr(getattr(model, "score", None), "weight") or model.config.num_labels != 1:
         raise ValueError(
             f"{name} must be a sequence classifier with a `score` head and one label, got {type(model).__name__}: "
@@ -99,7 +99,7 @@ def check_one_label(model: Any, name: str) -> None:
 
 
 def check_critic(critic: Any, tokenizer: Any) -> None:
-    "Raise a `ValueError` if `critic` is no critic for a policy with this tokenizer."
+    """Raise a `ValueError` if `critic` is no critic for a policy with this tokenizer."""
     check_one_label(critic, "`value_model`")
     if unknown := tokens_beyond(vocabulary_of(critic), tokenizer, pads_are_read=False):
         raise ValueError(
@@ -301,12 +301,12 @@ class ActorCritic(nn.Module):
 
     @property
     def shares_base(self) -> bool:
-        "Return whether the critic is an adapter on the policy's base."
+        """Return whether the critic is an adapter on the policy's base."""
         return isinstance(self.critic, AdapterClassifier)
 
     @property
     def has_own_critic(self) -> bool:
-        "Return whether there is a critic whose base is not the policy's."
+        """Return whether there is a critic whose base is not the policy's."""
         return self.critic is not None and not self.shares_base
 
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
@@ -314,7 +314,7 @@ class ActorCritic(nn.Module):
         return (parameter for _, parameter in self.named_parameters_of(role))
 
     def named_parameters_of(self, role: str) -> Iterator[tuple[str, nn.Parameter]]:
-        "Yield the parameters that `parameters_of` yields, with their names."
+        """Yield the parameters that `parameters_of` yields, with their names."""
         for name, parameter in self.named_parameters():
             parts = name.split(".")
             if parts[0] != "rewards" and (CRITIC in parts) == (role == "critic"):
@@ -323,7 +323,7 @@ class ActorCritic(nn.Module):
     # ---- Adapters ----
 
     def train_adapters(self) -> None:
-        "Make the adapters of policy and critic trainable, and activate the policy's."
+        """Make the adapters of policy and critic trainable, and activate the policy's."""
         if self.adapters is None:
             return
         self.adapters.set(POLICY)
@@ -356,15 +356,15 @@ class ActorCritic(nn.Module):
 
     @property
     def active_adapter(self) -> list[str]:
-        "Return the names of the active adapters."
+        """Return the names of the active adapters."""
         return self.adapters.active
 
     def set_adapter(self, names: str | list[str]) -> None:
-        "Activate the adapters `names`, and deactivate all others."
+        """Activate the adapters `names`, and deactivate all others."""
         self.adapters.set(*([names] if isinstance(names, str) else names))
 
     def generate(self, *args: Any, **inputs: Any) -> Any:
-        "Generate with the policy as transformers' `generate` does, but ignore the model's generation_config.json."
+        """Generate with the policy as transformers' `generate` does, but ignore the model's generation_config.json."""
         # `generate` would take the fields that TRL's config leaves unset from the file
         with neutral_generation(self.policy):
             return decode(self.policy, self.sampler_recorder, *args, histories=self.histories, **inputs)
@@ -372,25 +372,25 @@ class ActorCritic(nn.Module):
     # TRL 1.16 uses the deprecated `gradient_*` names, the Trainer the new ones
     @property
     def is_gradient_checkpointing(self) -> bool:
-        "Return whether the policy recomputes activations in the backward pass."
+        """Return whether the policy recomputes activations in the backward pass."""
         return self.policy.is_activation_checkpointing
 
     def activation_checkpointing_enable(self, **kwargs) -> None:
-        "Let policy and critic recompute activations in the backward pass, to save memory."
+        """Let policy and critic recompute activations in the backward pass, to save memory."""
         self.policy.activation_checkpointing_enable(**kwargs)
         if self.has_own_critic:
             self.critic.activation_checkpointing_enable(**kwargs)
 
     def activation_checkpointing_disable(self) -> None:
-        "Let policy and critic keep their activations for the backward pass, instead of recomputing them."
+        """Let policy and critic keep their activations for the backward pass, instead of recomputing them."""
         self.policy.activation_checkpointing_disable()
         if self.has_own_critic:
             self.critic.activation_checkpointing_disable()
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
-        "Call `activation_checkpointing_enable`, under its older name."
+        """Call `activation_checkpointing_enable`, under its older name."""
         self.activation_checkpointing_enable(activation_checkpointing_kwargs=gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
-        "Call `activation_checkpointing_disable`, under its older name."
+        """Call `activation_checkpointing_disable`, under its older name."""
         self.activation_checkpointing_disable()

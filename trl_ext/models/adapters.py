@@ -1,4 +1,4 @@
-"Switch, check, add, save and load several adapters on one base, and record which base an adapter belongs to."
+"""Switch, check, add, save and load several adapters on one base, and record which base an adapter belongs to."""
 
 import copy
 import functools
@@ -67,11 +67,11 @@ class AdapterSwitch:
 
     @property
     def active(self) -> list[str]:
-        "Return the names of the active adapters."
+        """Return the names of the active adapters."""
         return self.layers[0].active_adapters
 
     def set(self, *names: str) -> None:
-        "Activate the adapters `names`, and deactivate all others; without names, the base runs alone."
+        """Activate the adapters `names`, and deactivate all others; without names, the base runs alone."""
         for layer in self.layers:
             layer._active_adapter = list(names)
 
@@ -199,7 +199,7 @@ def check_modules(policy: Any, name: str) -> None:
 
 
 def check_head(folder: str) -> None:
-    "Raise a `ValueError` if an adapter was saved without a `score` head: loading it would make a random one."
+    """Raise a `ValueError` if an adapter was saved without a `score` head: loading it would make a random one."""
     if not any(key.startswith(HEAD) for key in load_peft_weights(folder, device="cpu")):
         raise ValueError(f"{folder} has no `score` head: give the adapter of a sequence classifier.")
 
@@ -258,7 +258,7 @@ def add_critic(policy: Any, config: LoraConfig | None) -> None:
 
 
 def add_saved(policy: Any, name: str, folder: str) -> nn.Linear:
-    "Load a classifier's adapter from `folder` onto the policy, frozen unless it is the critic's; return its head."
+    """Load a classifier's adapter from `folder` onto the policy, frozen unless it is the critic's; return its head."""
     check_head(folder)
     config = PeftConfig.from_pretrained(folder)
     check_config(config, folder)
@@ -273,7 +273,7 @@ def add_saved(policy: Any, name: str, folder: str) -> nn.Linear:
 
 
 def copy_adapter(policy: Any, source: str, target: str) -> bool:
-    "Copy adapter `source` to adapter `target` if shapes and scalings are equal; return whether it was copied."
+    """Copy adapter `source` to adapter `target` if shapes and scalings are equal; return whether it was copied."""
     a, b = (get_peft_model_state_dict(policy, adapter_name=n, save_embedding_layers=False) for n in (source, target))
     layers: list[Any] = [layer for layer in policy.modules() if isinstance(layer, BaseTunerLayer)]
     scalings = [[layer.scaling.get(name) for layer in layers] for name in (source, target)]
@@ -329,7 +329,7 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
 
 
 def check_loaded(result: Any, name: str, path: str) -> None:
-    "Raise a `ValueError` if the file lacked weights of adapter `name`, or held weights that PEFT did not load."
+    """Raise a `ValueError` if the file lacked weights of adapter `name`, or held weights that PEFT did not load."""
     missing = [key for key in result.missing_keys if name in key.split(".")]
     if missing or result.unexpected_keys:
         raise ValueError(
@@ -353,7 +353,7 @@ def load_adapters(actor_critic: "ActorCritic", folder: str) -> None:
 
 @contextmanager
 def one_adapter(policy: Any) -> Iterator[None]:
-    "Make PEFT save only the policy's adapter within the `with` block, not those of critic, reference or rewards."
+    """Make PEFT save only the policy's adapter within the `with` block, not those of critic, reference or rewards."""
     if not hasattr(policy, "peft_config"):
         yield
         return
@@ -377,7 +377,7 @@ def without_base(is_needed: bool) -> AbstractContextManager:
 
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
-    "Return the adapters' settings, and the reference adapter's hash, if any. Resuming requires equal values."
+    """Return the adapters' settings, and the reference adapter's hash, if any. Resuming requires equal values."""
     # These settings tell where an adapter came from, or are set by PEFT while the adapter is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
     facts: dict[str, Any] = {}
@@ -400,7 +400,7 @@ def quantization_of(model: Any) -> str:
 
 
 def base_fingerprint(model: Any) -> dict[str, str]:
-    "Return a dict that identifies a model's base: a hash of its backbone's `weights`, and its `quantization`."
+    """Return a dict that identifies a model's base: a hash of its backbone's `weights`, and its `quantization`."""
     return {"weights": weights_hash(base_model_of(model).base_model), "quantization": quantization_of(model)}
 
 
@@ -425,7 +425,7 @@ def save_base_fingerprint(
 
 
 def recorded_base(folder: str) -> dict[str, str]:
-    "Read the file that [`save_base_fingerprint`] wrote beside an adapter; {} if there is none."
+    """Read the file that [`save_base_fingerprint`] wrote beside an adapter; {} if there is none."""
     record = Path(folder) / FINGERPRINT
     return json.loads(record.read_text()) if record.is_file() else {}
 

@@ -1,4 +1,4 @@
-"Centre the scores of a reward model at 0, even if its head has no bias."
+"""Centre the scores of a reward model at 0, even if its head has no bias."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
 
 
 def head_of(model: nn.Module) -> nn.Linear:
-    "Return a classifier's head, its only trained linear layer with one output."
+    """Return a classifier's head, its only trained linear layer with one output."""
     layers = [each for each in model.modules() if isinstance(each, nn.Linear) and each.out_features == 1]
     (head,) = [layer for layer in layers if layer.weight.requires_grad]
     return head

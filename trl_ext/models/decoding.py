@@ -1,4 +1,4 @@
-"Sample tokens with their log-probs, and generate as transformers does, but without the rows that have ended."
+"""Sample tokens with their log-probs, and generate as transformers does, but without the rows that have ended."""
 
 import copy
 import inspect
@@ -68,7 +68,7 @@ class History:
 
     @classmethod
     def of(cls, cache: DynamicCache, ids: Tensor, row: int, start: int, stop: int) -> "History":
-        "Copy columns `start` to `stop` of row `row` from the (B, W) ids and from the cache."
+        """Copy columns `start` to `stop` of row `row` from the (B, W) ids and from the cache."""
         layers = [
             (layer.keys[row, :, start:stop].clone(), layer.values[row, :, start:stop].clone())
             for layer in cache.layers
@@ -96,7 +96,7 @@ class Histories:
         return all(type(layer) is DynamicLayer for layer in cache.layers)
 
     def add(self, histories: dict[int, History]) -> None:
-        "Store `histories` in order of their keys, which are row numbers, until `limit` histories are stored."
+        """Store `histories` in order of their keys, which are row numbers, until `limit` histories are stored."""
         rows = sorted(histories)[: max(0, self.limit - len(self._kept))]
         self._kept.extend(histories[row] for row in rows)
 
@@ -245,7 +245,7 @@ class TokenSampler(LogitsProcessor):
 
 
 class SamplerRecorder:
-    "Keep the tokens sampled in a rollout, and their log-probs after logits warpers such as top-k."
+    """Keep the tokens sampled in a rollout, and their log-probs after logits warpers such as top-k."""
 
     def __init__(self) -> None:
         self._drawn: list[tuple[Tensor, Tensor]] = []  # (B, T) ids and log-probs of each batch of prompts
@@ -304,7 +304,7 @@ def decode(
 
 
 def _draws_answers(base: Any, config: GenerationConfig) -> bool:
-    "Return whether `generate` would sample, or decode greedily, token by token (no beams, no assistant model)."
+    """Return whether `generate` would sample, or decode greedily, token by token (no beams, no assistant model)."""
     return (
         not base.config.is_encoder_decoder
         and config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
@@ -363,7 +363,7 @@ def _transposed_head(base: Any) -> Iterator[None]:
 
 
 class _HalfEnded(StoppingCriteria):
-    "Stop a call of `generate` when half of its rows have ended, so that the next call runs without these rows."
+    """Stop a call of `generate` when half of its rows have ended, so that the next call runs without these rows."""
 
     def __init__(self, rows: int, eos: Tensor):
         self.eos = eos

@@ -1,4 +1,4 @@
-"Sample from a causal language model, and compute log-probs of answers."
+"""Sample from a causal language model, and compute log-probs of answers."""
 
 import inspect
 import warnings
@@ -38,20 +38,20 @@ def neutral_generation(model: Any) -> Iterator[None]:
 
 
 def check_savable(model: Any) -> None:
-    "Check the model's generation config now, as transformers would when it saves the model."
+    """Check the model's generation config now, as transformers would when it saves the model."""
     if not hasattr(model, "peft_config"):  # an adapter is saved without a generation config
         model.generation_config.validate(strict=True)
 
 
 def forked_rng(device: torch.device) -> AbstractContextManager:
-    "Restore torch's global random states, of the CPU and of `device`, after the `with` block."
+    """Restore torch's global random states, of the CPU and of `device`, after the `with` block."""
     devices = [device] if device.type not in ("cpu", "mps") else []
     return torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda")
 
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    "Seed torch within the `with` block, and restore the random state after it; if `seed` is None, do nothing."
+    """Seed torch within the `with` block, and restore the random state after it; if `seed` is None, do nothing."""
     if seed is None:
         yield
         return
@@ -180,7 +180,7 @@ def sample(
 
 
 def answer_texts(tokenizer: Any, answers: Sequence[list[int]], eos_token_ids: Sequence[int]) -> list[str]:
-    "Return each answer's text without its EOS, even where the EOS is not a special token of the tokenizer."
+    """Return each answer's text without its EOS, even where the EOS is not a special token of the tokenizer."""
     ids = [answer[:-1] if answer[-1] in eos_token_ids else answer for answer in answers]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
@@ -221,7 +221,7 @@ def completion_logprobs(
 
 
 def up_to_eos(ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    "Cut a list of token ids off after its first EOS."
+    """Cut a list of token ids off after its first EOS."""
     return ids[: next((i + 1 for i, token in enumerate(ids) if token in eos_token_ids), len(ids))]
 
 

@@ -1,4 +1,4 @@
-"Run the LM head of a log-prob pass: compute all logits at once if they fit a budget, else in TRL's tiles."
+"""Run the LM head of a log-prob pass: compute all logits at once if they fit a budget, else in TRL's tiles."""
 
 import functools
 import types
@@ -73,7 +73,7 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
 
 
 def _head_takes(head: nn.Module, places: Tensor) -> RemovableHandle:
-    "Make `head` read only the N states at `places` of its (K, C, H) input, as (1, N, H), within the `with` block."
+    """Make `head` read only the N states at `places` of its (K, C, H) input, as (1, N, H), within the `with` block."""
     return head.register_forward_pre_hook(lambda _, inputs: (_at(inputs[0], places), *inputs[1:]))
 
 

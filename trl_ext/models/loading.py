@@ -1,4 +1,4 @@
-"Load models: plain models, saved adapters with the base that they name, and models beside the policy."
+"""Load models: plain models, saved adapters with the base that they name, and models beside the policy."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ _ON_EACH_PROCESS = partial(patch_environment, FSDP_CPU_RAM_EFFICIENT_LOADING="fa
 
 
 def is_adapter(path: Any, revision: str | None = None) -> bool:
-    "Return whether `path` is the folder or hub name of an adapter; False if it is not a string."
+    """Return whether `path` is the folder or hub name of an adapter; False if it is not a string."""
     try:
         return isinstance(path, str) and find_adapter_config_file(path, revision=revision) is not None
     except OSError:  # nothing is there: loading it will say so
@@ -49,7 +49,7 @@ def is_adapter(path: Any, revision: str | None = None) -> bool:
 
 
 def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
-    "Return path and revision of the base that an adapter names; of a model that is no adapter, return its own."
+    """Return path and revision of the base that an adapter names; of a model that is no adapter, return its own."""
     if not is_adapter(path, revision):
         return path, revision
     config = PeftConfig.from_pretrained(path, revision=revision)
@@ -57,12 +57,12 @@ def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
 
 
 def has_head(path: str, revision: str | None = None) -> bool:
-    "Return whether `path` is an adapter of a sequence classifier; PEFT saves such an adapter with its head."
+    """Return whether `path` is an adapter of a sequence classifier; PEFT saves such an adapter with its head."""
     return is_adapter(path, revision) and PeftConfig.from_pretrained(path, revision=revision).task_type == "SEQ_CLS"
 
 
 def load_config(path: str, revision: str | None = None, **kwargs: Any) -> Any:
-    "Load the configuration of a model; for an adapter, load its base's configuration."
+    """Load the configuration of a model; for an adapter, load its base's configuration."""
     path, revision = base_of(path, revision)
     return AutoConfig.from_pretrained(path, revision=revision, **kwargs)
 
@@ -175,14 +175,14 @@ def merge(model: Any) -> Any:
 
 
 def fit_vocabulary(model: Any, weights: dict[str, Tensor]) -> None:
-    "Resize a base's embeddings to the size of the embeddings in an adapter's `weights`, if it has any."
+    """Resize a base's embeddings to the size of the embeddings in an adapter's `weights`, if it has any."""
     for name in _saved_embeddings(model, weights):
         if len(weights[name]) != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(weights[name]))
 
 
 def _saved_embeddings(model: Any, weights: dict[str, Tensor]) -> list[str]:
-    "Return the names of the embeddings and LM heads that an adapter's file contains."
+    """Return the names of the embeddings and LM heads that an adapter's file contains."""
     own = [model.get_input_embeddings(), model.get_output_embeddings()]
     names = [name for name, module in model.named_modules() if any(module is each for each in own)]
     return [key for key in weights for name in names if key == f"base_model.model.{name}.weight"]
@@ -235,7 +235,7 @@ def load_to_train(
 
 
 class OneAdapter(nn.Module):
-    "Run a sequence classifier that is an adapter with a head on a [`SharedBase`]."
+    """Run a sequence classifier that is an adapter with a head on a [`SharedBase`]."""
 
     def __init__(self, shared: "SharedBase", name: str):
         super().__init__()
@@ -243,7 +243,7 @@ class OneAdapter(nn.Module):
 
     @property
     def device(self) -> Any:
-        "Return the device of the base."
+        """Return the device of the base."""
         return self.model.device
 
     def forward(self, **inputs: Any) -> Any:
@@ -283,7 +283,7 @@ class SharedBase:
 
 
 def base_named_by(path: str) -> tuple[Any, ...] | None:
-    "Return the name, revision and hash of an adapter's base; None if the adapter cannot share a base with others."
+    """Return the name, revision and hash of an adapter's base; None if the adapter cannot share a base with others."""
     config = PeftConfig.from_pretrained(path)
     try:
         check_config(config, path)
@@ -316,7 +316,7 @@ class Loader:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        "Return the arguments of `from_pretrained` that the policy was loaded with, without its revision."
+        """Return the arguments of `from_pretrained` that the policy was loaded with, without its revision."""
         kwargs = {"dtype": self.policy.dtype, "trust_remote_code": self.trust_remote_code, **self.init_kwargs}
         kwargs.pop("revision", None)
         if self.accelerator.num_processes > 1 or self.is_deepspeed:
@@ -338,7 +338,7 @@ class Loader:
         return partial(load, self.path, revision=self.init_kwargs.get("revision"), **self.kwargs)
 
     def placed(self, model: nn.Module, shard: bool = True) -> Any:
-        "Place a frozen model on its device. ZeRO-3 shards it; FSDP shards it only if `shard` is set."
+        """Place a frozen model on its device. ZeRO-3 shards it; FSDP shards it only if `shard` is set."""
         if self.is_deepspeed:
             return prepare_deepspeed(model, self.accelerator)
         if shard and self.accelerator.distributed_type == DistributedType.FSDP:
@@ -361,7 +361,7 @@ def whole_on_each_process() -> Iterator[None]:
 
 
 def load_model(name: str, device: Any = None, revision: str | None = None, dtype: str = "auto") -> Any:
-    "Load a causal language model, plain or an adapter, in evaluation mode; by default on the GPU if there is one."
+    """Load a causal language model, plain or an adapter, in evaluation mode; by default on the GPU if there is one."""
     if is_adapter(name, revision):
         model = load_adapted(name, revision, dtype=dtype, device_map=None)
     else:

@@ -1,4 +1,4 @@
-"Pack rows of different lengths into long sequences for a forward pass, instead of padding each to the longest."
+"""Pack rows of different lengths into long sequences for a forward pass, instead of padding each to the longest."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Packed:
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False, **mask}
 
     def unpack(self, values: Tensor) -> Tensor:
-        "Arrange the (N,) values of the completion tokens as (B, T), with 0 on padding."
+        """Arrange the (N,) values of the completion tokens as (B, T), with 0 on padding."""
         rows, width = self.shape
         return values.new_zeros(rows * width).index_put((self.places,), values).view(rows, width)
 
@@ -191,7 +191,7 @@ def starts_of(lengths: Tensor, columns: int, device: Any) -> Tensor:
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    "Attend as transformers' SDPA does, but only within packed rows if `attention_mask` comes from [`starts_of`]."
+    """Attend as transformers' SDPA does, but only within packed rows if `attention_mask` comes from [`starts_of`]."""
     if attention_mask is None or attention_mask.dtype != torch.int32:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     starts, longest = attention_mask[0, 0, :, 0].contiguous(), attention_mask.size(-1)

@@ -1,4 +1,4 @@
-"Unwrap a model, check its vocabulary, and count, gather, copy or identify its weights."
+"""Unwrap a model, check its vocabulary, and count, gather, copy or identify its weights."""
 
 import copy
 import json
@@ -21,12 +21,12 @@ from ..upstream.names import add_hooks, disable_dropout_in_model, remove_hooks, 
 
 
 def base_model_of(model: Any) -> Any:
-    "Return the transformers model under a PEFT wrapper, or the model itself."
+    """Return the transformers model under a PEFT wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def unwrapped(model: Any) -> Any:
-    "Return the module that DDP or DeepSpeed wraps, or the model itself."
+    """Return the module that DDP or DeepSpeed wraps, or the model itself."""
     return getattr(model, "module", model)
 
 
@@ -34,7 +34,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def vocabulary_of(model: Any) -> int:
-    "Return the number of token ids that a model has embeddings for."
+    """Return the number of token ids that a model has embeddings for."""
     return base_model_of(model).config.get_text_config().vocab_size
 
 
@@ -111,7 +111,7 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
 
 
 def size_of(parameters: Iterable[Tensor]) -> int:
-    "Count the weights in `parameters`, including the parts that ZeRO-3 has put on other processes."
+    """Count the weights in `parameters`, including the parts that ZeRO-3 has put on other processes."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
@@ -129,7 +129,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    "Put the model into evaluation mode within the `with` block, without dropout and activation checkpointing."
+    """Put the model into evaluation mode within the `with` block, without dropout and activation checkpointing."""
     was_training = model.training
     model.eval()
     try:
@@ -289,7 +289,7 @@ def weights_hash(module: Any) -> str:
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    "Return a hash of the vocabulary, rules, special tokens and chat template of a tokenizer or processor."
+    """Return a hash of the vocabulary, rules, special tokens and chat template of a tokenizer or processor."""
     template, tokenizer = getattr(tokenizer, "chat_template", None), getattr(tokenizer, "tokenizer", tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules: Any = [tokenizer.get_vocab()]

@@ -1,4 +1,4 @@
-"Collect a rollout: TRL generates and scores the answers; policy, critic and reference are run over them here."
+"""Collect a rollout: TRL generates and scores the answers; policy, critic and reference are run over them here."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ from .rollout import Rollout, lengths_of, onto_policy_tokens, padded, sequence_s
 
 @dataclass
 class Collection:
-    "Hold what has been collected of a rollout of B answers so far."
+    """Hold what has been collected of a rollout of B answers so far."""
 
     rows: list[dict[str, Any]]  # of the dataset
     given_ids: list[list[int]] | None  # the prompts' tokens, if the rows have `input_ids`
@@ -68,7 +68,7 @@ class RolloutTrainer(GRPOTrainer):
     _collection: Collection  # while a rollout is collected
 
     def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
-        "Let TRL generate and score the answers, and keep everything that PPO needs."
+        """Let TRL generate and score the answers, and keep everything that PPO needs."""
         self._actor_critic.train_adapters()
         rows, given_ids = with_prompts(inputs, self._tokenizer)
         histories = Histories(self.args.local_rollout_forward_batch_size) if self.tools else None
@@ -133,11 +133,11 @@ class RolloutTrainer(GRPOTrainer):
 
     @property
     def _context(self) -> float:
-        "Return the length of the policy's context in tokens."
+        """Return the length of the policy's context in tokens."""
         return getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
     def _generate_answers(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list | None]:
-        "Generate one turn for each prompt; return the turns' tokens, and their log-probs if these are kept."
+        """Generate one turn for each prompt; return the turns' tokens, and their log-probs if these are kept."""
         generate, pad = super()._generate_single_turn, [[self._tokenizer.pad_token_id]]
         if self._ahead is not None:
             if self.model.training:
@@ -200,14 +200,14 @@ class RolloutTrainer(GRPOTrainer):
         return self.accelerator.num_processes > 1 and (is_sharded or (self.use_vllm and self.vllm_mode == "server"))
 
     def _agree_on_rows(self, rows: int) -> int:
-        "Return, and keep, the largest of all processes' `rows`, the number of rows to generate for in this turn."
+        """Return, and keep, the largest of all processes' `rows`, the number of rows to generate for in this turn."""
         everywhere = self.accelerator.gather(torch.tensor([rows], device=self.accelerator.device))
         self._collection.most_rows = int(everywhere.max())
         return self._collection.most_rows
 
     @property
     def _keeps_logprobs(self) -> bool:
-        "Return whether to keep the sampler's log-probs, which training or metrics need."
+        """Return whether to keep the sampler's log-probs, which training or metrics need."""
         return self._trusts_sampler or self.args.another_samples or self.args.importance_correction != "none"
 
     @property
@@ -254,7 +254,7 @@ class RolloutTrainer(GRPOTrainer):
         return collection.rewards_per_func
 
     def _padded(self, collection: Collection) -> dict[str, Tensor]:
-        "Return prompts (B, P) and answers (B, T) as ids and masks, padded as TRL pads them."
+        """Return prompts (B, P) and answers (B, T) as ids and masks, padded as TRL pads them."""
         pad, answers = self._tokenizer.pad_token_id, collection.completion_ids
         ones = [[1] * len(ids) for ids in answers]
         if self.args.mask_truncated_completions:
@@ -296,7 +296,7 @@ class RolloutTrainer(GRPOTrainer):
         return None
 
     def _run_passes(self, tensors: dict[str, Tensor], sampled: Tensor | None) -> dict[str, Tensor | None]:
-        "Run policy, critic and reference; return the (B, T) tensors and the (B,) `end_values` of a [`Rollout`]."
+        """Run policy, critic and reference; return the (B, T) tensors and the (B,) `end_values` of a [`Rollout`]."""
         args, mask = self.args, tensors["completion_mask"]
         ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
         lengths, width = lengths_of(tensors["prompt_mask"], mask), mask.size(1)
@@ -330,7 +330,7 @@ class RolloutTrainer(GRPOTrainer):
         }
 
     def _run_reference(self, run: Any) -> Tensor:
-        "Run the reference: `ref_model`, or the policy with the adapter `ref`, or the policy without an adapter."
+        """Run the reference: `ref_model`, or the policy with the adapter `ref`, or the policy without an adapter."""
         if self.ref_model is not None:
             return run(self.ref_model)["logprobs"]
         name = "ref" if "ref" in self._actor_critic.peft_config else None
@@ -341,7 +341,7 @@ class RolloutTrainer(GRPOTrainer):
         return None, None, None  # GRPO asks for log-probs where it may need them; our passes compute them
 
     def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
-        "Call the F reward functions, background functions last; return (rows of all processes, F) rewards."
+        """Call the F reward functions, background functions last; return (rows of all processes, F) rewards."""
         order = background_last(self.reward_funcs)
         functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
         with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
@@ -350,12 +350,12 @@ class RolloutTrainer(GRPOTrainer):
         return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
 
     def _local(self, gathered: Tensor) -> Tensor:
-        "Select this process's rows from a tensor that holds the rows of all processes."
+        """Select this process's rows from a tensor that holds the rows of all processes."""
         size = len(gathered) // self.accelerator.num_processes
         return gathered[self.accelerator.process_index * size :][:size]
 
     def _rollout(self) -> Rollout:
-        "Make a [`Rollout`] from what was collected."
+        """Make a [`Rollout`] from what was collected."""
         collection, args = self._collection, self.args
         mask, tool_mask = collection.tensors["completion_mask"], collection.tensors.get("tool_mask")
         device, weights = mask.device, self.reward_weights
@@ -386,7 +386,7 @@ class RolloutTrainer(GRPOTrainer):
         )
 
     def _played(self, rows: list[dict[str, Any]], device: Any) -> dict[str, Tensor]:
-        "Return a (B,) mask of the rows played in each environment, by its name; all processes get the same names."
+        """Return a (B,) mask of the rows played in each environment, by its name; all processes get the same names."""
         if self.environments is None:
             return {}
         if None in self.environment_factories:  # TRL's name for the environment, if there is only one
@@ -398,5 +398,5 @@ class RolloutTrainer(GRPOTrainer):
 
 
 def waits_for_tools(completion: Any) -> bool:
-    "Return whether a response was cut off after tool calls, so that no tool has answered them."
+    """Return whether a response was cut off after tool calls, so that no tool has answered them."""
     return isinstance(completion, list) and bool(completion) and bool(completion[-1].get("tool_calls"))

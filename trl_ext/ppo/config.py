@@ -1,4 +1,4 @@
-"Configuration of [`PPOTrainer`]: TRL's `GRPOConfig` plus what PPO needs, under TRL 1.12's `PPOConfig` names."
+"""Configuration of [`PPOTrainer`]: TRL's `GRPOConfig` plus what PPO needs, under TRL 1.12's `PPOConfig` names."""
 
 import math
 from dataclasses import dataclass, fields
@@ -379,7 +379,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             self.max_steps = steps
 
     def _check(self, given: tuple[int | None, int | None], steps: int) -> None:
-        "Raise a `ValueError` if settings contradict each other, where one would be ignored or train wrongly."
+        """Raise a `ValueError` if settings contradict each other, where one would be ignored or train wrongly."""
         kwargs, changed = self.generation_kwargs or {}, self._changes_to_sampler
         refused = sorted(REFUSED_GENERATION_KWARGS & kwargs.keys())
         is_greedy = kwargs.get("do_sample", True) is False
@@ -487,20 +487,20 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     @property
     def needs_sampler_logprobs(self) -> bool:
-        "Return whether training needs the log-probs under which the answers were sampled."
+        """Return whether training needs the log-probs under which the answers were sampled."""
         return self.importance_correction != "none" or (self.old_logprobs == "sampler" and self.another_samples)
 
     @property
     def steps_per_rollout(self) -> int:
-        "Return the number of optimizer steps on each rollout."
+        """Return the number of optimizer steps on each rollout."""
         return self.num_mini_batches * self.num_ppo_epochs
 
     @property
     def batch_size(self) -> int:
-        "Return the number of episodes in a rollout, over all processes (TRL 1.12's name)."
+        """Return the number of episodes in a rollout, over all processes (TRL 1.12's name)."""
         return self.mini_batch_size * self.num_mini_batches
 
     @property
     def mini_batch_size(self) -> int:
-        "Return the number of episodes in one optimizer step, over all processes (TRL 1.12's name)."
+        """Return the number of episodes in one optimizer step, over all processes (TRL 1.12's name)."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size

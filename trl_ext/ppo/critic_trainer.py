@@ -1,4 +1,4 @@
-"Train a critic on the returns of saved rollouts, before PPO starts (VC-PPO, 2503.01491)."
+"""Train a critic on the returns of saved rollouts, before PPO starts (VC-PPO, 2503.01491)."""
 
 import math
 from dataclasses import dataclass
@@ -125,7 +125,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
 
 
 def check_standalone(critic: Any) -> None:
-    "Raise if a critic cannot be trained alone: not a sequence classifier with one label, or on a quantised base."
+    """Raise if a critic cannot be trained alone: not a sequence classifier with one label, or on a quantised base."""
     model = base_model_of(critic)
     check_one_label(model, "a critic")
     if getattr(model.config, "quantization_config", None) is not None:
@@ -241,7 +241,7 @@ class CriticTrainer(ResumableRun, Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        "Compare the critic's value with the return at each held-out token; each token counts once."
+        """Compare the critic's value with the return at each held-out token; each token counts once."""
         self._eval, self._evaluation = Accumulator(), EvaluationPass(len(dataloader.dataset))
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
@@ -257,7 +257,7 @@ class CriticTrainer(ResumableRun, Trainer):
         super().log(logs, *args, **kwargs)
 
     def _report(self, stats: Accumulator) -> dict[str, float]:
-        "Compute the metrics in `stats` over all tokens and processes, and empty `stats` for the next report."
+        """Compute the metrics in `stats` over all tokens and processes, and empty `stats` for the next report."""
         moments = stats.pop(self.accelerator)
         if not moments:  # a resumed run may log before its first step
             return {}

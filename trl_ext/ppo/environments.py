@@ -1,4 +1,4 @@
-"Call the tools and environments of a rollout: limit the calls' time, record them, reward turns, collect errors."
+"""Call the tools and environments of a rollout: limit the calls' time, record them, reward turns, collect errors."""
 
 import asyncio
 import copy
@@ -19,7 +19,7 @@ from .rewards import Mistakes
 
 
 class TooSlow(TimeoutError):
-    "Raised when a tool or an environment took longer than `tool_timeout`."
+    """Raised when a tool or an environment took longer than `tool_timeout`."""
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
 
 
 async def limited_async(coroutine: Coroutine, seconds: float | None, what: str, /) -> Any:
-    "Await a coroutine; raise [`TooSlow`] after `seconds`. The coroutine's own errors are passed on unchanged."
+    """Await a coroutine; raise [`TooSlow`] after `seconds`. The coroutine's own errors are passed on unchanged."""
     task = asyncio.ensure_future(coroutine)
     done, _ = await asyncio.wait([task], timeout=seconds)
     if not done:
@@ -84,7 +84,7 @@ class Calls:
         self.rewards: dict[int, list[tuple[int, float]]] = defaultdict(list)  # of each row: turn and reward
 
     def watch(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
-        "Wrap each row's tools: limit the time of a call, and let the row's environment reward it."
+        """Wrap each row's tools: limit the time of a call, and let the row's environment reward it."""
         return [
             {name: self._watched(row, tool, environments and environments[row]) for name, tool in of_row.items()}
             for row, of_row in enumerate(tools)
@@ -107,7 +107,7 @@ class Calls:
 
     @contextmanager
     def _rewarding(self, row: int, what: str, environment: Any) -> Iterator[None]:
-        "Ask the environment for a reward after the `with` block, a tool call, if it has `_step_reward`."
+        """Ask the environment for a reward after the `with` block, a tool call, if it has `_step_reward`."""
         try:
             yield
         except SystemExit as error:
@@ -135,7 +135,7 @@ Pool = dict[str | None, list[Any]]  # TRL's: the instances of each environment, 
 
 
 def states_of(pool: Pool) -> dict[str, list[Any]]:
-    "Return the states of all environment instances that have a `_state_dict`, by the environment's name."
+    """Return the states of all environment instances that have a `_state_dict`, by the environment's name."""
     return {
         str(name): [each._state_dict() for each in environments]
         for name, environments in pool.items()
@@ -144,7 +144,7 @@ def states_of(pool: Pool) -> dict[str, list[Any]]:
 
 
 def load_states(pool: Pool, factories: dict[str | None, Callable], states: dict[str, list[Any]]) -> None:
-    "Load the states that `states_of` returned into a pool of instances, which grows if it has fewer than states."
+    """Load the states that `states_of` returned into a pool of instances, which grows if it has fewer than states."""
     for name, environments in pool.items():
         for place, state in enumerate(states.get(str(name), [])):
             if place == len(environments):
@@ -153,7 +153,7 @@ def load_states(pool: Pool, factories: dict[str | None, Callable], states: dict[
 
 
 class NoEnvironment:
-    "Take the place of an environment whose factory failed, until the error is raised on all processes."
+    """Take the place of an environment whose factory failed, until the error is raised on all processes."""
 
     def reset(self, **row: Any) -> None:
         return None

@@ -1,4 +1,4 @@
-"Check a PPO step's gradients before they are clipped, and set up the optimizer that policy and critic share."
+"""Check a PPO step's gradients before they are clipped, and set up the optimizer that policy and critic share."""
 
 import os
 from typing import Any
@@ -11,13 +11,13 @@ from ..models.actor_critic import ActorCritic
 
 
 def drop(parameters: Any) -> None:
-    "Set the parameters' gradients to None, so that the optimizer skips the parameters in this step."
+    """Set the parameters' gradients to None, so that the optimizer skips the parameters in this step."""
     for parameter in parameters:
         parameter.grad = None
 
 
 def norm_of(parameters: Any, scale: float = 1.0) -> Tensor | None:
-    "Return the norm of all the parameters' gradients, divided by fp16's loss scale; None without gradients."
+    """Return the norm of all the parameters' gradients, divided by fp16's loss scale; None without gradients."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return None
@@ -41,7 +41,7 @@ def save_and_raise(trainer: Any, role: str) -> None:
 
 
 def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
-    "Raise a `FloatingPointError` on all processes, which names the metrics that are not finite on any process."
+    """Raise a `FloatingPointError` on all processes, which names the metrics that are not finite on any process."""
     terms = sorted(set(gather_object(trainer.metrics.train.not_finite())))
     cause = (
         f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so the backward pass caused it"
@@ -54,7 +54,7 @@ def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
 
 
 def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
-    "Raise if a trainable weight is missing from the optimizer."
+    """Raise if a trainable weight is missing from the optimizer."""
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for role in ("policy", "critic"):
         missing = sum(p.requires_grad and id(p) not in optimized for p in actor_critic.parameters_of(role))
@@ -67,7 +67,7 @@ def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCri
 
 
 def set_critic_rate(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, rate: float) -> None:
-    "Put the critic's weights into optimizer groups of their own, with the learning rate `rate`."
+    """Put the critic's weights into optimizer groups of their own, with the learning rate `rate`."""
     critic = {id(p) for p in actor_critic.parameters_of("critic")}
     for group in list(optimizer.param_groups):
         params = group["params"]

@@ -1,4 +1,4 @@
-"Check the arguments and the prompts of PPOTrainer, and decode prompts that are given as token ids."
+"""Check the arguments and the prompts of PPOTrainer, and decode prompts that are given as token ids."""
 
 import inspect
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Datasets = list[tuple[str, Dataset]]
 
 
 def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[list, list]:
-    "List the rewards and their tokenizers; a reward model without a path or hub name gets the policy's tokenizer."
+    """List the rewards and their tokenizers; a reward model without a path or hub name gets the policy's tokenizer."""
     rewards = list(reward_funcs or []) if isinstance(reward_funcs, (list, tuple, type(None))) else [reward_funcs]
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(rewards)
     for i, reward in enumerate(rewards):
@@ -117,7 +117,7 @@ _GIVEN |= {"log_extra", "log_metric", "trainer_state"}
 
 
 def check_arguments(rewards: list, datasets: Datasets) -> None:
-    "Raise if a reward function needs an argument that no dataset column provides."
+    """Raise if a reward function needs an argument that no dataset column provides."""
     for name, dataset in datasets:
         for reward in rewards:
             if isinstance(reward, (str, nn.Module)):
@@ -136,7 +136,7 @@ def check_arguments(rewards: list, datasets: Datasets) -> None:
 
 
 def check_evaluation_batch(args: PPOConfig) -> None:
-    "Raise if the answers to one prompt do not fit into whole evaluation batches (over all processes)."
+    """Raise if the answers to one prompt do not fit into whole evaluation batches (over all processes)."""
     generations = args.num_generations_eval or args.num_generations
     size = args.per_device_eval_batch_size * args.world_size
     if size % generations:

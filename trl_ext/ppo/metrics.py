@@ -1,4 +1,4 @@
-"Collect and report the metrics of a PPO run. Training does not read them, so they do not affect the weights."
+"""Collect and report the metrics of a PPO run. Training does not read them, so they do not affect the weights."""
 
 import time
 from collections import defaultdict
@@ -33,7 +33,7 @@ _ADDED = "rollout_metrics: "  # marks the metrics that a subclass adds, which re
 
 
 class Accumulator:
-    "Accumulate count, mean, variance, minimum and maximum of each metric's entries between two calls of `pop`."
+    """Accumulate count, mean, variance, minimum and maximum of each metric's entries between two calls of `pop`."""
 
     def __init__(self):
         self._moments: dict[str, Tensor] = {}
@@ -50,7 +50,7 @@ class Accumulator:
         self._moments[name] = new if old is None else merge_moments(torch.stack([old.to(new.device), new]))
 
     def pop(self, accelerator: Accelerator) -> dict[str, Tensor]:
-        "Return the (5,) moments of each metric's entries on all processes, by name, and delete the entries."
+        """Return the (5,) moments of each metric's entries on all processes, by name, and delete the entries."""
         names = sorted(self._moments)
         if not names:
             return {}
@@ -60,7 +60,7 @@ class Accumulator:
         return {name: merge_moments(parts[:, i]) for i, name in enumerate(names)}
 
     def not_finite(self) -> list[str]:
-        "Return the names of the metrics with a NaN or infinite entry on this process since the last `pop`."
+        """Return the names of the metrics with a NaN or infinite entry on this process since the last `pop`."""
         return sorted(name for name, value in self._moments.items() if value[0] > 0 and not value[1:].isfinite().all())
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ class PPOMetrics:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        "Add the `with` block's seconds to `phase`, except those of other phases that are timed inside the block."
+        """Add the `with` block's seconds to `phase`, except those of other phases that are timed inside the block."""
         start, outer = time.perf_counter(), self._inner_seconds
         self._inner_seconds = 0.0
         try:
@@ -111,7 +111,7 @@ class PPOMetrics:
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        "Leave the time that the `with` block takes, such as an evaluation, out of the timings."
+        """Leave the time that the `with` block takes, such as an evaluation, out of the timings."""
         seconds = dict(self._seconds)
         try:
             yield
@@ -157,7 +157,7 @@ class PPOMetrics:
                 self.train.add(f"_returns{name}", returns, mask)
 
     def added(self, metrics: dict[str, float]) -> None:
-        "Add the metrics that the trainer's `rollout_metrics` returned."
+        """Add the metrics that the trainer's `rollout_metrics` returned."""
         for name, value in metrics.items():
             self.train.add(_ADDED + name, value)
 
@@ -173,7 +173,7 @@ class PPOMetrics:
         self._observe(self.eval, rollout, rows, prefix)
 
     def _observe(self, stats: Accumulator, rollout: Rollout, rows: Tensor, prefix: str) -> None:
-        "Add to `stats` those metrics of a rollout that training and evaluation have in common."
+        """Add to `stats` those metrics of a rollout that training and evaluation have in common."""
         mask, valid = rollout.mask, rollout.valid & rows
         tokens = mask * rows[:, None]
         if rollout.ref_logprobs is not None:
@@ -238,7 +238,7 @@ class PPOMetrics:
 
     @torch.no_grad()
     def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
-        "Add the sampler's log-probs and those that training's forward pass computes; (B, T) each, nats."
+        """Add the sampler's log-probs and those that training's forward pass computes; (B, T) each, nats."""
         self._sampled(self.train, sampler_logprobs, logprobs, mask)
 
     def _sampled(self, stats: Accumulator, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
@@ -323,6 +323,6 @@ class PPOMetrics:
 
 
 def _answer_means(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    "Return two (B,) tensors: the mean over each answer's real tokens, and whether the answer has any."
+    """Return two (B,) tensors: the mean over each answer's real tokens, and whether the answer has any."""
     lengths = mask.sum(1)
     return (values.detach() * mask).sum(1) / lengths.clamp(min=1), lengths > 0

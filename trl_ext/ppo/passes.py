@@ -1,4 +1,4 @@
-"Run the policy, the critic and the reference over the rows of a rollout."
+"""Run the policy, the critic and the reference over the rows of a rollout."""
 
 from typing import Any
 
@@ -93,7 +93,7 @@ class Passes:
             return {"logprobs": model(**inputs, fused_lm_head=True).log_probs}
 
     def _packs(self, model: Any) -> int | None:
-        "Return the model's hidden size if its rows can be packed without affecting each other, else None."
+        """Return the model's hidden size if its rows can be packed without affecting each other, else None."""
         if not self.args.padding_free:
             return None
         module = unwrapped(model)

@@ -1,4 +1,4 @@
-"Wrap the trainer's reward functions: check their results and collect their errors."
+"""Wrap the trainer's reward functions: check their results and collect their errors."""
 
 import math
 import os
@@ -24,7 +24,7 @@ class Mistakes:
         self.notes: list[tuple[str, Exception]] = []
 
     def note(self, what: str, error: Exception) -> None:
-        "Record an error until `raise_everywhere`; the phrase `what` says where it was raised."
+        """Record an error until `raise_everywhere`; the phrase `what` says where it was raised."""
         text = str(error) if isinstance(error, RewardFailed) else f"{type(error).__name__}: {error}"
         self.notes.append((f"process {PartialState().process_index}: {what}: {text}", error))
 
@@ -85,7 +85,7 @@ class CheckedReward:
             self._started, self._waiting = Started(self.function, **kwargs), waiting
 
     def forget(self) -> None:
-        "Drop the call that `start` began, so that its result is not waited for."
+        """Drop the call that `start` began, so that its result is not waited for."""
         self._started = None
 
     def __call__(self, prompts: list, completion_ids: list, **kwargs: Any) -> list[float | None]:
@@ -117,7 +117,7 @@ class CheckedReward:
 
 
 def background_last(functions: list[CheckedReward]) -> list[int]:
-    "Return the order in which to call the functions, as indices: background functions last, as they need time."
+    """Return the order in which to call the functions, as indices: background functions last, as they need time."""
     return sorted(range(len(functions)), key=lambda place: functions[place].in_background)
 
 

@@ -1,4 +1,4 @@
-"Make the reference, critic and reward models: each is a separate model or an adapter on the policy's base."
+"""Make the reference, critic and reward models: each is a separate model or an adapter on the policy's base."""
 
 import copy
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
 
 
 def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
-    "Raise if a policy with adapters would train with wrong gradients or samples without an error."
+    """Raise if a policy with adapters would train with wrong gradients or samples without an error."""
     check_modules(policy, "peft_config")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     for is_wrong, message in [
@@ -107,7 +107,7 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
 
 
 def prepare_base(policy: Any, use_vllm: bool) -> None:
-    "Copy the policy's adapter weights into the reference's adapter; with `use_vllm`, make TRL's merging exact."
+    """Copy the policy's adapter weights into the reference's adapter; with `use_vllm`, make TRL's merging exact."""
     if use_vllm:
         merge_exactly(policy)
     for name, parameter in policy.named_parameters():
@@ -270,7 +270,7 @@ class Rewards:
 
 
 def _on_base(loader: Loader, name: str, path: str) -> nn.Linear:
-    "Add the saved adapter of a classifier to the policy; return its head. Raise if their bases differ."
+    """Add the saved adapter of a classifier to the policy; return its head. Raise if their bases differ."""
     check_same_base(loader.policy, path, hub_identity(loader.path, loader.init_kwargs.get("revision")))
     return add_saved(loader.policy, name, path)
 
@@ -345,7 +345,7 @@ def add_critic_adapter(
 
 
 def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any, str]:
-    "Make a critic with a separate base; return it, and a phrase that says what it was made from."
+    """Make a critic with a separate base; return it, and a phrase that says what it was made from."""
     critic: Any
     if isinstance(value_model, str):
         critic = (load_separately if is_adapter(value_model) else load_classifier)(value_model, **loader.kwargs)
@@ -368,7 +368,7 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
 
 
 def named(model: Any) -> str | None:
-    "Return the folder or hub name of a model that is given as a path or an object; None if it has neither."
+    """Return the folder or hub name of a model that is given as a path or an object; None if it has neither."""
     return model if isinstance(model, str) else get_config_model_id(unwrapped(model).config) or None
 
 

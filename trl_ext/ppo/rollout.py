@@ -1,4 +1,4 @@
-"Hold one rollout (answers, log-probs, values, scores), and cut it into micro-batches."
+"""Hold one rollout (answers, log-probs, values, scores), and cut it into micro-batches."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,22 +66,22 @@ class Rollout:
 
     @property
     def drawn(self) -> Tensor:
-        "Return the (B, T) mask of the tokens that the policy sampled."
+        """Return the (B, T) mask of the tokens that the policy sampled."""
         return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
 
     @property
     def valid(self) -> Tensor:
-        "Return a (B,) mask of the rows that have a score; only these are trained on."
+        """Return a (B,) mask of the rows that have a score; only these are trained on."""
         return ~self.scores.isnan()
 
     @property
     def mask(self) -> Tensor:
-        "Return the (B, T) mask of the tokens to train on: sampled by the policy, in rows that have a score."
+        """Return the (B, T) mask of the tokens to train on: sampled by the policy, in rows that have a score."""
         return self.drawn * self.valid[:, None]
 
     @cached_property
     def k1(self) -> Tensor:
-        "Return the (B, T) log-ratio of policy to reference, nats; 0 without a reference."
+        """Return the (B, T) log-ratio of policy to reference, nats; 0 without a reference."""
         return self.kl("k1")
 
     def kl(self, estimator: str) -> Tensor:
@@ -112,7 +112,7 @@ class Rollout:
         return importance_weights(ours, drawn, self.drawn, mode, *bounds)
 
     def bootstrapped(self, rewards: Tensor, gamma: float) -> Tensor:
-        "Add γ · `end_values` to the (B, T) rewards at the last token of each row that was cut off before EOS."
+        """Add γ · `end_values` to the (B, T) rewards at the last token of each row that was cut off before EOS."""
         if self.end_values is None:
             return rewards
         is_last = torch.arange(rewards.size(1), device=rewards.device) == last_token_index(self.mask)[:, None]
@@ -121,7 +121,7 @@ class Rollout:
     def rows_for_training(
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        "Return the tensors that an update needs, by name; each has one row per response."
+        """Return the tensors that an update needs, by name; each has one row per response."""
         return {
             **({} if weights is None else {"importance_weights": weights}),
             "row": torch.arange(len(self.scores), device=self.scores.device),
@@ -240,12 +240,12 @@ def padded(
 
 
 def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, int]]:
-    "Return the numbers of real tokens in each row's prompt and response, as Python integers."
+    """Return the numbers of real tokens in each row's prompt and response, as Python integers."""
     return [tuple(row) for row in torch.stack([prompt_mask.sum(1), completion_mask.sum(1)], dim=1).tolist()]
 
 
 def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
-    "Join a rollout's micro-batches into one batch; its rows have the order in which they were generated."
+    """Join a rollout's micro-batches into one batch; its rows have the order in which they were generated."""
     columns = [name for name in micro_batches[0] if name not in ("step_tokens", "step_turns", "lengths")]
     rollout = {name: torch.cat([batch[name] for batch in micro_batches]) for name in columns}
     order = rollout["row"].argsort()

@@ -1,4 +1,4 @@
-"Score saved rollouts and demonstrations, and compute the returns that PPO would compute for them."
+"""Score saved rollouts and demonstrations, and compute the returns that PPO would compute for them."""
 
 import math
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def score_rollouts(
 
 
 def mean_demonstration_score(trainer: Any) -> float:
-    "Return the mean score of the training set's demonstrations, each ended by EOS, for `reward_normalization`."
+    """Return the mean score of the training set's demonstrations, each ended by EOS, for `reward_normalization`."""
     tokenizer = trainer._tokenizer
     rows, token_ids = with_prompts(list(trainer.train_dataset), tokenizer)
     prompt_ids = token_ids or trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
@@ -194,7 +194,7 @@ def with_returns(
 
 
 def check_apart(train: Dataset, held_out: Dataset) -> None:
-    "Raise if a prompt has rollouts in the training set and in the held-out set."
+    """Raise if a prompt has rollouts in the training set and in the held-out set."""
     trained = set(map(tuple, train["prompt_ids"]))
     if both := sum(tuple(ids) in trained for ids in held_out["prompt_ids"]):
         raise ValueError(

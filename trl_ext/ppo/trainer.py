@@ -1,4 +1,4 @@
-"PPO on TRL's `GRPOTrainer`: prompt → rollout → scores → token rewards → advantages → loss → step → metrics."
+"""PPO on TRL's `GRPOTrainer`: prompt → rollout → scores → token rewards → advantages → loss → step → metrics."""
 
 import copy
 import math
@@ -372,7 +372,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     def _adapt_grpo(self, policy: Any) -> None:
-        "Change the attributes that GRPO's constructor sets to values that PPO cannot use."
+        """Change the attributes that GRPO's constructor sets to values that PPO cannot use."""
         args = self.args
         self.num_iterations = args.num_ppo_epochs
         self.vllm_importance_sampling_correction = False  # ours is `importance_sampling_mode`
@@ -420,12 +420,12 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self.ref_model = self._loader.placed(reference)
 
     def _score_on_base(self, name: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        "Score right-padded (B, L) rows with a reward model on the policy's base; return (B,) scores."
+        """Score right-padded (B, L) rows with a reward model on the policy's base; return (B,) scores."""
         with evaluating(self.model):
             return self.model(input_ids, attention_mask, reward=name)
 
     def _own_draws(self) -> AbstractContextManager:
-        "Return a context with a separate random state, seeded by the run's seed and the step."
+        """Return a context with a separate random state, seeded by the run's seed and the step."""
         batch = self._evaluation.seen if self._evaluation is not None else 0
         return untouched_rng(self.accelerator, self.args, self.state.global_step + batch)
 
@@ -520,14 +520,14 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return advantages, returns
 
     def _lam(self, rollout: Rollout) -> float:
-        "Return `lam`. If it is unset, return 0.95 if any process has scores of single tokens, else 1."
+        """Return `lam`. If it is unset, return 0.95 if any process has scores of single tokens, else 1."""
         if self.args.lam is not None:
             return self.args.lam
         is_by_token = torch.tensor([rollout.token_scores is not None], device=rollout.mask.device)
         return 0.95 if self.accelerator.gather(is_by_token).any() else 1.0
 
     def _mean_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, float]:
-        "Return the (B, T) leave-one-out means, and the critic's weight in the baseline: 0 with `baseline: mean`."
+        """Return the (B, T) leave-one-out means, and the critic's weight in the baseline: 0 with `baseline: mean`."""
         args, actions = self.args, self._actions(mask)
         zeros = torch.zeros_like(values)
         returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)
@@ -568,7 +568,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return mask if self.args.gae_level == "token" else turn_starts(mask)
 
     def _by_action(self, values: Tensor, mask: Tensor) -> Tensor:
-        "Return (B, T) values per token unchanged, or with `gae_level: turn` their sums over each turn."
+        """Return (B, T) values per token unchanged, or with `gae_level: turn` their sums over each turn."""
         return values if self.args.gae_level == "token" else turn_sums(values, mask)
 
     def _normalize(self, rollout: Rollout, inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor | None]:
@@ -659,7 +659,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     @torch.no_grad()
     def _look_back(self) -> None:
-        "Measure by a further forward pass how far the step moved the policy, where a rollout has only one step."
+        """Measure by a further forward pass how far the step moved the policy, where a rollout has only one step."""
         for step, inputs in enumerate(self._buffered_inputs):
             found, mask = self._run_models(self.model_wrapped, inputs, with_entropies=True), inputs["loss_mask"]
             new, old = (self._by_action(each, mask) for each in (found["logprobs"], inputs["old_logprobs"]))
@@ -674,7 +674,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return self.args.baseline != "mean" and self.accelerator.distributed_type == DistributedType.NO
 
     def _value_loss(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
-        "Return vf_coef · clipped value loss of (B, T) values, as a mean over the tokens of the optimizer step."
+        """Return vf_coef · clipped value loss of (B, T) values, as a mean over the tokens of the optimizer step."""
         args, mask = self.args, inputs["loss_mask"]
         value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
         self.metrics.critic_updated(value, mask)
@@ -694,7 +694,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return outputs["logprobs"], outputs["entropies"], outputs.get("values"), outputs.get("aux_loss")
 
     def _critic_forward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        "Return the critic's (B, T) values of a micro-batch, without running the policy."
+        """Return the critic's (B, T) values of a micro-batch, without running the policy."""
         is_ddp = isinstance(model, DistributedDataParallel)  # DDP waits for a gradient of every weight
         return self._run_models(model, inputs, with_values=True, with_logprobs=False, touch_policy=is_ddp)["values"]
 
@@ -704,11 +704,11 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return self._passes(model, ids, inputs["lengths"], width, **asked)
 
     def _warms_up(self, step: int) -> bool:
-        "Return whether micro-batch `step` belongs to the `critic_warmup_rollouts`, which train the critic alone."
+        """Return whether micro-batch `step` belongs to the `critic_warmup_rollouts`, which train the critic alone."""
         return step // self._steps_per_rollout < self.args.critic_warmup_rollouts
 
     def _global_mean(self, values: Tensor, mask: Tensor) -> tuple[float, int]:
-        "Return the mean of the entries where `mask` is 1, over all processes, and the number of these entries."
+        """Return the mean of the entries where `mask` is 1, over all processes, and the number of these entries."""
         moments = global_moments(self.accelerator, values, mask)
         return moments[1].item(), int(moments[0])
 
@@ -725,7 +725,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return _EpochSeeded(super()._get_train_sampler(dataset), seed, lambda: int(self.state.epoch or 0))
 
     def _measure_prompts(self, rows: list[dict[str, Any]]) -> list[int]:
-        "Return the number of tokens in each prompt after the policy's chat template and tokenizer."
+        """Return the number of tokens in each prompt after the policy's chat template and tokenizer."""
         rows, token_ids = with_prompts(rows, self._tokenizer)
         return [len(ids) for ids in token_ids or self._tokenize_prompts([row["prompt"] for row in rows])[0]]
 
@@ -742,11 +742,11 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     @property
     def _steps_per_rollout(self) -> int:
-        "Return the number of micro-batches that a process trains on per rollout, summed over the passes."
+        """Return the number of micro-batches that a process trains on per rollout, summed over the passes."""
         return self.args.steps_per_generation * self.num_iterations
 
     def _micro_batches(self, rollout: dict[str, Tensor], epoch: int) -> list[dict[str, Any]]:
-        "Cut a rollout into micro-batches for PPO epoch `epoch`; each holds the token count of its optimizer step."
+        """Cut a rollout into micro-batches for PPO epoch `epoch`; each holds the token count of its optimizer step."""
         args, number = self.args, self._step // self._steps_per_rollout
         lengths = lengths_of(rollout["prompt_mask"], rollout["completion_mask"])
         seed = (args.seed * 1_000_003 + number) * 1_009 + epoch
@@ -769,7 +769,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         ]
 
     def _log_advantages(self, advantages: Tensor, mask: Tensor) -> None:
-        "Put each row's mean advantage into the completions table, in place of GRPO's advantage."
+        """Put each row's mean advantage into the completions table, in place of GRPO's advantage."""
         means = self.accelerator.gather((advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
         for _ in range(min(len(means), len(self._logs["advantages"]))):
             self._logs["advantages"].pop()
@@ -835,7 +835,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return None, None, None
 
     def _observe_evaluation(self, rollout: Rollout) -> dict[str, Tensor]:
-        "Add an evaluation batch to the metrics; return the tensors that TRL expects from its rollout method."
+        """Add an evaluation batch to the metrics; return the tensors that TRL expects from its rollout method."""
         passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
         rows = passing.next_rows(len(rollout.scores), self.accelerator)
         self.metrics.evaluated(rollout, rows, passing.prefix)
@@ -888,7 +888,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     # ---- Environments ----
 
     def _own_environments(self) -> AbstractContextManager:
-        "Return a context that uses separate environments, so that evaluation does not change those of training."
+        """Return a context that uses separate environments, so that evaluation does not change those of training."""
         if self.environment_factories is None:
             return nullcontext()
         if self._eval_pool is None:
@@ -1024,7 +1024,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._defer(stops)  # of callbacks that were called in between
 
     def _defer(self, names: list[str]) -> None:
-        "Put off requests to save, evaluate or stop while a rollout is half trained; grant them at its end."
+        """Put off requests to save, evaluate or stop while a rollout is half trained; grant them at its end."""
         for name in names:
             is_asked = getattr(self.control, name) or name in self._waiting
             if is_asked and self._must_wait:
@@ -1035,7 +1035,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     @property
     def _must_wait(self) -> bool:
-        "Return whether a rollout is half trained, in a run that continues."
+        """Return whether a rollout is half trained, in a run that continues."""
         is_half, is_last = self._step % self._steps_per_rollout != 0, self.state.global_step >= self.state.max_steps
         return is_half and not is_last and not spoilt(self.state)
 
@@ -1046,7 +1046,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        "Save the policy as a model that loads by itself, and the critic in its subfolder `critic/`."
+        """Save the policy as a model that loads by itself, and the critic in its subfolder `critic/`."""
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         actor_critic = self._actor_critic
         given = temporarily(self, processing_class=self._given_tokenizer)
@@ -1086,7 +1086,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             super()._load_from_checkpoint(os.path.join(checkpoint, "critic"), self._actor_critic.critic)
 
     def _as_policy(self) -> AbstractContextManager:
-        "Return a context in which the Trainer sees the policy alone as its model."
+        """Return a context in which the Trainer sees the policy alone as its model."""
         return temporarily(self, model=self._actor_critic.policy)
 
     def _without_base(self) -> AbstractContextManager:
@@ -1143,7 +1143,7 @@ class _EpochSeeded(Sampler):
         return self._rows_of(self.epoch())
 
     def rollouts_of(self, epoch: int) -> list[int]:
-        "Return the dataset indices of each rollout in an epoch, over all processes."
+        """Return the dataset indices of each rollout in an epoch, over all processes."""
         with temporarily(self.sampler, repeat_count=1):
             return list(self._rows_of(epoch))
 

@@ -1,4 +1,4 @@
-"Sample with vLLM: check its log-probs, generate a rollout ahead, and end the run when the server fails."
+"""Sample with vLLM: check its log-probs, generate a rollout ahead, and end the run when the server fails."""
 
 import math
 import os
@@ -26,11 +26,11 @@ _PATIENCE = 60.0  # seconds to wait for a server's configuration, which takes lo
 
 
 class ServerLost(ConnectionError):
-    "Raised on all processes when the vLLM server failed, cannot be reached, or was restarted."
+    """Raised on all processes when the vLLM server failed, cannot be reached, or was restarted."""
 
 
 def check_logprobs(engine: Any) -> None:
-    "Wrap `engine.generate` so that it raises unless vLLM returned the log-prob of each sampled token."
+    """Wrap `engine.generate` so that it raises unless vLLM returned the log-prob of each sampled token."""
     generate = engine.generate
 
     @wraps(generate)
@@ -95,7 +95,7 @@ def check_loadable(engine: Any) -> None:
 
 
 def _instance_of(url: str) -> str | None:
-    "Return an id of the running vLLM server, to detect a restart; raise if it lacks a flag that PPO needs."
+    """Return an id of the running vLLM server, to detect a restart; raise if it lacks a flag that PPO needs."""
     answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
     config = answer.raise_for_status().json()["vllm_config"]
     for is_missing, flag in [
@@ -131,7 +131,7 @@ class ServerGuard:
         client.reset_prefix_cache = partial(self._ask, client.reset_prefix_cache)
 
     def answered(self, answers: tuple) -> tuple:
-        "Return the answers; if there are none, raise [`ServerLost`] on all processes."
+        """Return the answers; if there are none, raise [`ServerLost`] on all processes."""
         if answers[0]:
             return answers
         raise ServerLost(on_first(lambda: f"The vLLM server at {self._client.base_url} failed: {self._failure!r}."))
@@ -146,7 +146,7 @@ class ServerGuard:
             pass
 
     def _ask(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        "Return what `ask` gets from the server; None if the server fails, or has failed before."
+        """Return what `ask` gets from the server; None if the server fails, or has failed before."""
         if self._failure is None:
             try:
                 self._check_instance()  # NCCL would wait for ever for a server that has gone
@@ -163,7 +163,7 @@ class ServerGuard:
 
 
 def save_last_step(trainer: Any) -> str:
-    "Save a checkpoint of the last finished step, unless there is one; return a sentence for the error message."
+    """Save a checkpoint of the last finished step, unless there is one; return a sentence for the error message."""
     step = trainer.state.global_step
     if not step:
         return "No step was finished."
@@ -179,7 +179,7 @@ def save_last_step(trainer: Any) -> str:
 
 @dataclass
 class Flight:
-    "Hold a rollout that the server is still generating."
+    """Hold a rollout that the server is still generating."""
 
     version: int  # on how many rollouts the weights that generate this one have been trained
     prompts: list[list[int]]  # token ids
@@ -243,7 +243,7 @@ class RolloutsAhead:
         return flight.answers
 
     def settle(self) -> None:
-        "Wait for the answers of all requests that are still running."
+        """Wait for the answers of all requests that are still running."""
         self._wait_for(list(self.pending.values()))
 
     def _wait_for(self, flights: list[Flight]) -> None:
@@ -259,7 +259,7 @@ class RolloutsAhead:
                 flight.answers = ids, sampled_logprobs(ids, *sampled)
 
     def _generate(self, flight: Flight, answer: Callable[..., dict[str, Any]]) -> tuple:
-        "Call TRL's `generate`, with its client's `generate` replaced by `answer`, which gets the original first."
+        """Call TRL's `generate`, with its client's `generate` replaced by `answer`, which gets the original first."""
         vllm = self.trainer.vllm_generation
         client: Any = nullcontext()
         if self.trainer.accelerator.is_main_process:
@@ -271,7 +271,7 @@ class RolloutsAhead:
             )
 
     def _prompts(self, number: int) -> list[list[int]]:
-        "Return the prompt token ids of this process's rows of rollout `number`."
+        """Return the prompt token ids of this process's rows of rollout `number`."""
         trainer, args = self.trainer, self.trainer.args
         size, local = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
         epoch, place = divmod(number, len(trainer.train_dataset) // (size // trainer.num_generations))
@@ -283,7 +283,7 @@ class RolloutsAhead:
 
 
 def _put_aside(flight: Flight, generate: Callable, **kwargs: Any) -> dict[str, Any]:
-    "Send a request in a thread, and return empty answers at once."
+    """Send a request in a thread, and return empty answers at once."""
 
     def ask() -> None:
         try:

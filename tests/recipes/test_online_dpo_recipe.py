@@ -87,7 +87,10 @@ def test_the_watch_over_rounds_says_a_hack_and_its_stop_holds(inputs, tmp_path, 
     for _ in range(2):
         main(arguments(inputs, tmp_path, *held))
         printed = capsys.readouterr().out
-        assert "Stopped before round 2: give `--watch warn` to continue." in printed and len(rounds(tmp_path)) == 2
+        assert (
+            "Stopped before round 2 by HackWatch: set `--watch warn` to continue." in printed
+            and len(rounds(tmp_path)) == 2
+        )
     main(arguments(inputs, tmp_path, "--num_rounds", "2"))
     assert "What the reward paid for: The phrase 'la': 9% → 60%" in capsys.readouterr().out
     assert [each["risk"] for each in rounds(tmp_path)] == [0.0, 0.9, 0.9]

@@ -131,7 +131,7 @@ def test_where_there_are_no_locks_that_is_said(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(output_dir.FileLock, "acquire", without)
     Hold(tmp_path).release()
-    assert "keeps a second run out of" in capsys.readouterr().out
+    assert "stops a second run from" in capsys.readouterr().out
 
 
 @pytest.mark.distributed

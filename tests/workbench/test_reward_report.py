@@ -131,7 +131,7 @@ def test_probes_that_cannot_be_run_or_judged_break_their_bound(folder):
     status, report = run(reward="no_score")  # what no probe has seen has passed none
     (reason,) = report["verdict"]["reasons"]
     assert status == 1 and report["accuracy"] == 0.8 and report["probes"] == []
-    assert reason.startswith("The probes could not be run: the reward gave") and reason not in report["unknown"]
+    assert reason.startswith("The probes could not be run: the reward must return") and reason not in report["unknown"]
     status, report = run("--probe_rows 20")
     (said,) = report["verdict"]["not_judged"]
     assert status == 1 and "probes change too few good answers" in said and said in report["verdict"]["reasons"]

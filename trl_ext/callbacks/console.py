@@ -83,7 +83,7 @@ class ConsoleCallback(ProgressCallback):
         """
         Replace transformers' own progress bar or printed logs in a trainer; do nothing if it has neither.
 
-        The new callback is called before all other callbacks, so that monitors' alerts get lines of their own.
+        The new callback is called before all other callbacks, so that monitors' alerts are on separate lines.
         """
         handler = trainer.callback_handler
         others = [callback for callback in handler.callbacks if type(callback) not in _CONSOLES]

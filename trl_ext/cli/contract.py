@@ -25,7 +25,7 @@ def changes() -> dict[str, str]:
     Compare each name of TRL and transformers that trl_ext uses with the version that trl_ext was tested with.
 
     Returns:
-        Name → how the installed version differs; "" if it does not.
+        A dict from each name to a sentence on how the installed version differs, "" if it does not.
     """
     found = {
         f"{module}.{name}": function_change(f"{module}.{name}", passed)

@@ -101,7 +101,7 @@ def _recipe(name: str) -> ModuleType:
 
 
 def run_here(name: str, arguments: list[str]) -> int:
-    """Run a command in this process."""
+    """Run a command in this process; return its exit status."""
     sys.argv = [f"trl-ext {name}", *arguments]  # what parsers call the program
     try:
         module = import_module(f"trl_ext.{_MODULES[name]}") if name in _MODULES else _recipe(name)

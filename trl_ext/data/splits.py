@@ -86,7 +86,7 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
 
 def prompt_groups(dataset: Dataset) -> np.ndarray:
     """
-    Return (N,) integers that number the rows' prompts by first occurrence; prompts are equal if [`prompt_hashes`] are.
+    Number the rows' prompts by first occurrence, (N,) int; prompts with equal [`prompt_hashes`] have the same number.
 
     Pairs with an unknown prompt count as having the same prompt if they share an answer. Other rows with an unknown
     prompt do so if they have the same text or token ids, or if they are equal.

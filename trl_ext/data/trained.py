@@ -138,7 +138,7 @@ def prompt_of(row: dict[str, Any]) -> Any:
 
 
 def first_prompts(rows: Any, count: int) -> list[Any]:
-    """Return the prompts of the first `count` rows of a list, data set or stream; leave out rows without a prompt."""
+    """Return the prompts of the first `count` rows of a list, dataset or stream; leave out rows without a prompt."""
     return [prompt for row in islice(rows or (), count) if (prompt := prompt_of(row)) is not None]
 
 

@@ -162,8 +162,8 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         Compute TRL's loss with the β of this micro-batch, and with [`preference_loss`] in place of its sigmoid term.
 
         The `sft` term is a mean over the tokens of the optimizer step; TRL's is a mean over those of a micro-batch.
-        TRL's loss runs the model, then reads β; in between, `_observe_pairs` sets β. If none of our settings is used,
-        the loss is TRL's.
+        TRL's loss runs the model, then reads β; in between, `_observe_pairs` sets β. If no setting of trl_ext changes
+        the loss, return TRL's loss.
         """
         if not self.args.reads_log_probs and "sft" not in self.loss_types:
             result = super()._compute_loss(model, inputs, return_outputs)

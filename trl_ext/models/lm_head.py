@@ -96,7 +96,7 @@ def _at(states: Tensor, places: Tensor) -> Tensor:
 
 def _unview_gradient(node: Any, steps: int = 6) -> None:
     """
-    Let autograd add to the gradient of the head's weight in place.
+    Make autograd accumulate the gradient of the head's weight in place.
 
     A linear layer returns this gradient as a view, and autograd does not add to a view in place. With tied embeddings
     there would be three tensors of the weight's size: the embeddings' gradient, the head's gradient, and their sum. To

@@ -302,7 +302,7 @@ class Loader:
 
     Args:
         policy: the policy, plain or with adapters.
-        path: what the policy was loaded from; None if it was passed in as an object.
+        path: path or hub name that the policy was loaded from; None if it was passed in as an object.
         init_kwargs: the keyword arguments that the policy was loaded with.
         trust_remote_code: as in transformers.
         accelerator: the trainer's accelerator.

@@ -19,9 +19,9 @@ class Packed:
     """
     Hold B rows packed into K sequences of C tokens; a row is a prompt and its completion without padding.
 
-    A completion has at most T tokens; all completions together have N. Positions start from 0 in each row: this is how
-    transformers tells packed rows apart (`create_causal_mask`). Pads come after all rows of a sequence, so no row
-    attends to them. `mask` is only for the router loss of a mixture of experts, which counts real tokens.
+    A completion has at most T tokens; all completions together have N. Positions start from 0 in each row:
+    transformers uses this to keep packed rows apart (`create_causal_mask`). Pads come after all rows of a sequence, so
+    no row attends to them. `mask` is only for the router loss of a mixture of experts, which counts real tokens.
     """
 
     input_ids: Tensor  # (K, C)

@@ -67,7 +67,7 @@ def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCri
 
 
 def set_critic_rate(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, rate: float) -> None:
-    """Put the critic's weights into optimizer groups of their own, with the learning rate `rate`."""
+    """Put the critic's weights into separate optimizer groups with the learning rate `rate`."""
     critic = {id(p) for p in actor_critic.parameters_of("critic")}
     for group in list(optimizer.param_groups):
         params = group["params"]

@@ -59,7 +59,8 @@ def score_rollouts(
     dataset: Dataset, functions: list[Callable], names: list[str], batch_size: int
 ) -> tuple[Tensor, list[list[list[float] | None]]]:
     """
-    Score saved rollouts by reward functions, which are called as PPO calls them. Each process scores its own rows.
+    Score saved rollouts by reward functions, which are called as PPO calls them. Each process scores a part of the
+    rows.
 
     Args:
         dataset: B rows, as [`with_finished`] returns them; the functions get their other columns, too.

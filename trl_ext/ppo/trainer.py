@@ -704,7 +704,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return self._passes(model, ids, inputs["lengths"], width, **asked)
 
     def _warms_up(self, step: int) -> bool:
-        """Return whether micro-batch `step` belongs to the `critic_warmup_rollouts`, which train the critic alone."""
+        """
+        Return whether micro-batch `step` belongs to the first `critic_warmup_rollouts`, which train only the critic.
+        """
         return step // self._steps_per_rollout < self.args.critic_warmup_rollouts
 
     def _global_mean(self, values: Tensor, mask: Tensor) -> tuple[float, int]:
@@ -1086,7 +1088,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             super()._load_from_checkpoint(os.path.join(checkpoint, "critic"), self._actor_critic.critic)
 
     def _as_policy(self) -> AbstractContextManager:
-        """Return a context in which the Trainer sees the policy alone as its model."""
+        """Return a context in which the Trainer's model is the policy only."""
         return temporarily(self, model=self._actor_critic.policy)
 
     def _without_base(self) -> AbstractContextManager:

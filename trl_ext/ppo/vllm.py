@@ -131,7 +131,7 @@ class ServerGuard:
         client.reset_prefix_cache = partial(self._ask, client.reset_prefix_cache)
 
     def answered(self, answers: tuple) -> tuple:
-        """Return the answers; if there are none, raise [`ServerLost`] on all processes."""
+        """Return vLLM's answers unchanged; if a call to the server failed, raise [`ServerLost`] on all processes."""
         if answers[0]:
             return answers
         raise ServerLost(on_first(lambda: f"The vLLM server at {self._client.base_url} failed: {self._failure!r}."))

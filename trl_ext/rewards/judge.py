@@ -207,7 +207,7 @@ def choice_in(answer: Any) -> tuple[Any, Any]:
             raise failure_of(error, f"the server returned an error instead of a message: {repr(error)[:120]}")
         message, ended = choice["message"].get("content"), choice.get("finish_reason")
     except (LookupError, TypeError, AttributeError) as error:
-        raise UnavailableError(f"the answer is not a chat completion: {repr(answer)[:120]}") from error
+        raise UnavailableError(f"the server's answer is not a chat completion: {repr(answer)[:120]}") from error
     if ended == "error":
         raise UnavailableError(f"the server failed while it wrote the message: {repr(answer)[:120]}")
     return message, ended

@@ -212,7 +212,7 @@ class ServedReward(TellsFailures):
         try:
             answer = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UnavailableError(f"the answer is not JSON: {said}") from error
+            raise UnavailableError(f"the server's answer is not JSON: {said}") from error
         if isinstance(answer, dict) and answer.get("error"):
             raise failure_of(answer["error"], f"status 200, but the body is an error: {said}")
         check(answer)

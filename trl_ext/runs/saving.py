@@ -175,8 +175,7 @@ class BackgroundSaving(_Trainer):
 
     def _begin(self, checkpoint: Path) -> Path | None:
         """
-        Prepare to write a checkpoint; return the folder in memory that it links to, or None to write to the disk at
-        once.
+        Prepare to write a checkpoint; return its folder in memory, or None if it is written to the disk directly.
         """
         Path(checkpoint, MARKER).unlink(missing_ok=True)
         remove_links(checkpoint.parent)

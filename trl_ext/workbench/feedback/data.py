@@ -65,7 +65,7 @@ def sample_pairs(prompts: Dataset, args: Any, folder: Path, left_out: Counter[st
     If the folder has answers of the same policy to the same prompts with the same sampling, these are used.
 
     Args:
-        prompts: data set with the column `prompt`.
+        prompts: dataset with the column `prompt`.
         args: arguments of `trl-ext label`.
         folder: where answers are written.
         left_out: counter to which the number of pairs that are left out is added, by reason.

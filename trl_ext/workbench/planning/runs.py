@@ -213,7 +213,7 @@ class Role:
         parameters, trained: number of all weights, and of the trained ones.
         weights, gradients, optimizer: bytes of the weights, of the gradients and of the optimizer's state.
         note: text to show beside the role.
-        config: the model's configuration, if that is neither the policy's nor one of `Job.rewards`.
+        config: the model's configuration, unless it is the policy's or one of those in `Job.rewards`.
     """
 
     name: str

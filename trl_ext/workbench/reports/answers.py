@@ -28,7 +28,7 @@ from ...models import (
 from ...rewards import Member, repetition_watch
 from ...runs import read_jsonl
 
-# The keys of a line of answers. Columns of the prompts' data set with one of these names are left out
+# The keys of a line of answers. Columns of the prompts' dataset with one of these names are left out
 OWN = ("prompt", "completion", "prompt_ids", "completion_ids", "finished", "logprob", "made_by")
 _AT_ONCE = 4  # answers whose (B, T, V) logits are in memory together
 
@@ -55,7 +55,7 @@ def load_prompts(name: str, config: str | None, split: str | None, most: int | N
 
     Args:
         name: file, folder or hub name.
-        config: configuration of a hub data set.
+        config: configuration of a hub dataset.
         split: split to load; None is `train` for a file, else `test`.
         most: number of rows to take from the beginning; None takes all.
 
@@ -99,7 +99,7 @@ def answers_of(policy: str, rows: Dataset, sampling: Sampling, path: Path) -> tu
 
     Args:
         policy: folder or hub name of the policy.
-        rows: data set with the column `prompt`.
+        rows: dataset with the column `prompt`.
         sampling: how answers are sampled.
         path: file of the answers, in JSON lines.
 

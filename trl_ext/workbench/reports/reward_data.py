@@ -196,7 +196,7 @@ def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[D
     Args:
         name: file, folder or hub name.
         split: split to load.
-        config: configuration of a hub data set.
+        config: configuration of a hub dataset.
         drop: whether to leave out rows that are no usable pairs, instead of raising.
 
     Returns:

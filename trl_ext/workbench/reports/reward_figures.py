@@ -327,7 +327,7 @@ def verdict(report: dict[str, Any], probes_failed: str = "", has_rankings: bool 
 
 
 def accuracy_name(report: dict[str, Any]) -> str:
-    """Return "held-out accuracy" if the reward is known to be trained on none of the pairs, else "accuracy"."""
+    """Return "held-out accuracy" if it is known that no pair was used to train the reward, else "accuracy"."""
     return "held-out accuracy" if report["trained_on"]["is_known"] else "accuracy"
 
 

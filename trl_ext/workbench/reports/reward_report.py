@@ -323,7 +323,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def keep_earlier(folder: Path) -> Path | None:
     """
-    Copy the report in a folder to `reward_report.N.html` and `.json`, with the first N that is free.
+    Copy an earlier report in a folder to `reward_report.N.html` and `.json`, with the first free number N.
 
     Returns:
         The path of the copied JSON; None if the folder has no report.

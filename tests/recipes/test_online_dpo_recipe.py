@@ -69,7 +69,7 @@ def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path,
     assert bytes_of(part) == models and rounds(part) == history
 
     other = arguments(inputs, part, "--model_name_or_path", str(part / "round-1"))
-    assert f"was begun from {inputs / 'model'}: choose another" in refusal(capsys, main, other)
+    assert f"was started from {inputs / 'model'}: choose another" in refusal(capsys, main, other)
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def other(tmp_path):
 def test_a_model_is_written_over_on_request_only(tmp_path, file):
     (tmp_path / file).write_text("{}")
     for resume in (None, "true"):
-        with pytest.raises(FileExistsError, match="holds a model, and no checkpoint"):
+        with pytest.raises(FileExistsError, match="holds a model, but no checkpoint"):
             check_output_dir(tmp_path, resume)
     for resume in ("false", "False"):
         check_output_dir(tmp_path, resume)

@@ -62,7 +62,7 @@ def newest_complete(output_dir: str | os.PathLike[str]) -> str | None:
     """Return the complete checkpoint that was written last, or None; print which incomplete ones are skipped."""
     markers = {path: read_marker(path) for path in checkpoints_of(output_dir)}
     for path in [path for path, marker in markers.items() if marker is None]:
-        print(f"Skipping {path}: the checkpoint is not complete.")
+        print(f"Skipping {path}: it is not complete.")
     written = {path: marker["written_ns"] for path, marker in markers.items() if marker is not None}
     return str(max(written, key=lambda path: written[path])) if written else None
 

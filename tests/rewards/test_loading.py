@@ -82,7 +82,7 @@ def test_what_is_mistyped_is_refused_before_anything_is_built(subtests, monkeypa
         ({"SumReward": {"members": [model, {"SumRewrad": {}}]}}, "entry 2: unknown reward 'SumRewrad'"),
         ({"SumReward": {"members": [{"SumReward": {"x": 1}}]}}, "entry 2: SumReward: "),
         ({**NESTED, "weight": "a"}, "could not convert string to float: 'a'"),
-        ({**NESTED, "name": "a"}, "entry 2: a reward must be a path to a function, or one `Name: {argument: value}`, got"),
+        ({**NESTED, "name": "a"}, "entry 2: a reward must be a path to a function, or one `Name: {argument: value}`"),
         (3, "entry 2: a reward must be a path to a function"),
         ("absent.module.reward", "'absent.module.reward' cannot be imported: No module named 'absent'"),
         ("tests/tiny.py:length_rewards", "'tests/tiny.py:length_rewards' cannot be imported"),

@@ -207,7 +207,7 @@ def test_a_token_is_sent_and_written_nowhere(monkeypatch, status):
         assert "s3cret" not in text
     assert b"s3cret" not in pickle.dumps(reward)
     monkeypatch.delenv("SCORES_KEY")
-    with pytest.raises(ValueError, match="environment variable SCORES_KEY is empty: export a token"):
+    with pytest.raises(ValueError, match="environment variable SCORES_KEY is not set or empty: export a token"):
         RemoteReward(url, api_key_env="SCORES_KEY")
     for secret in ("http://me:pass@host", "http://host/?key=pass"):
         with pytest.raises(ValueError, match="`url` must not contain credentials") as refused:

@@ -51,9 +51,7 @@ def prose(markdown: str) -> Markup:
 
 
 def columns(names: Iterable[str], style: str = "") -> list[tuple[str, str]]:
-    """
-    Return (name, CSS class) for each column, the form of the templates' `table`; all columns have the same class.
-    """
+    """Pair each column's name with the same CSS class, as the templates' macro `table` expects its columns."""
     return [(name, style) for name in names]
 
 

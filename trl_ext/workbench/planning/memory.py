@@ -89,7 +89,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def fake(build: Callable[[], Any]) -> tuple[Any, FakeTensorMode]:
-    """Return the modules that `build` makes, with fake tensors that take no memory, and the mode to run them in."""
+    """
+    Return the modules that `build` makes, on fake tensors without memory, and the `FakeTensorMode` to run them in.
+    """
     with torch.device("meta"):  # PEFT cannot add an adapter within the mode
         made = build()
     mode, twins = FakeTensorMode(allow_non_fake_inputs=True), {}

@@ -86,7 +86,7 @@ def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
         elif len(places := np.flatnonzero(np.isin(hashes, trained))):
             seen.append(f"{name} was trained on {len(places)} of {len(rows)} prompts (row {places[0]} is the first)")
     if seen:
-        raise ValueError(f"{'; '.join(seen)}: `trl-ext prompts` writes a copy of a set without those of another set")
+        raise ValueError(f"{'; '.join(seen)}: leave these prompts out, as `trl-ext prompts` does")
     return unknown
 
 

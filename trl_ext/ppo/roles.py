@@ -205,7 +205,7 @@ class Rewards:
 
     def critics(self) -> list[int]:
         """
-        Return the indices of reward models that a critic may copy: with the policy's tokenizer and a weight above 0.
+        Return the indices of reward models that a critic may copy: with the policy's tokenizer and a nonzero weight.
         """
         return [
             i

@@ -5,11 +5,11 @@
 # [tool.uv.sources]
 # trl-ext = {path = "..", editable = true}
 # ///
-"""TRL's own GRPOTrainer, watched: monitors are callbacks, and what they read of answers is a reward of weight 0.
+"""Monitor TRL's GRPOTrainer: monitors are callbacks; a reward function with weight 0 measures the answers for them.
 
     uv run examples/grpo_with_monitors.py
 
-Nothing else of the script changes. The page of the run is `outputs/grpo/report.html`.
+Nothing else in the script changes. The page of the run is `outputs/grpo/report.html`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from trl_ext.rewards import repetition_watch, score_watch
 
 
 def concise(completions, **kwargs):
-    """Reward short answers: a policy that gives empty ones is soon found."""
+    """Reward short answers, a goal that a policy soon exploits by empty answers."""
     texts = [answer if isinstance(answer, str) else answer[0]["content"] for answer in completions]
     return [-len(text) / 100 for text in texts]
 

@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # trl-ext = {path = "..", editable = true}
 # ///
-"""PPO with LoRA on one GPU: policy and critic are adapters on one frozen base, which is the reference, too.
+"""Train by PPO with LoRA on one GPU: policy and critic are adapters on one frozen base, which is also the reference.
 
     uv run examples/ppo_lora.py --reward_model REWARD_MODEL
 

@@ -5,12 +5,13 @@
 # [tool.uv.sources]
 # trl-ext = {path = "..", editable = true}
 # ///
-"""A reward that can be hacked, and the monitor that sees it: half a minute on a CPU, without any download.
+"""Train on a reward that can be hacked, with a monitor that detects it: half a minute on a CPU, without any download.
 
     uv run examples/reward_hack_alarm.py
 
-The reward pays for each "very"; who wrote it meant a warm tone. A tiny model learns to say little else. The monitor
-sees that one phrase spreads over the answers, and stops the run. `report.html` in the output directory shows when.
+The reward pays for each "very", though it was meant to reward a warm tone. A tiny model learns to say little else. The
+monitor detects that one phrase spreads over the answers, and stops the run. `report.html` in the output directory
+shows when.
 """
 
 import argparse
@@ -29,12 +30,12 @@ WORDS = "the a cat dog bird sky sea tree sat ran saw is was and near over very h
 
 
 def warm(completions, **kwargs):
-    """Count the word "very": what somebody took for a warm tone."""
+    """Count the word "very", as a bad measure of a warm tone."""
     return [float(text.split().count("very")) for text in completions]
 
 
 def tiny_model():
-    """Return a model with random weights and its tokenizer, of words."""
+    """Return a model with random weights and its word-level tokenizer."""
     vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -3,8 +3,8 @@
     trl-ext dpo --config demo/dpo --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
-see --help. Beside the model this writes how it does on the held-out pairs: `eval_results.json`. The same
-command again resumes from the newest complete checkpoint in `output_dir`.
+see --help. `eval_results.json`, beside the model, has its metrics on the held-out pairs. The same command again
+resumes from the newest complete checkpoint in `output_dir`.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,14 @@ from trl_ext.upstream import late_bars, quiet
 
 @dataclass
 class DPOScriptArguments(HeldOutArguments):
-    """Declare what `DPOConfig` and `ModelConfig` lack: the data and the reference."""
+    """Declare the arguments that `DPOConfig` and `ModelConfig` lack: the data and the reference."""
 
     ref_model_name_or_path: str | None = setting(
-        None, "Reference model, or adapter (merged); the model before training if unset."
+        None, "Reference model, or adapter, which is merged; if unset, the model before training."
     )
-    drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
+    drop_unusable_pairs: bool = setting(
+        False, "Leave out pairs that lack an answer or have the same answer twice, instead of stopping."
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

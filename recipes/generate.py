@@ -1,13 +1,13 @@
-"""Answer prompts with a saved policy: a dataset's column `prompt`, or one `--prompt`, in; JSON lines out.
+"""Answer prompts with a saved policy: read a dataset's column `prompt`, or one `--prompt`; write JSON lines.
 
     trl-ext generate --model_name_or_path PATH_OR_HUB_NAME --dataset_name DATA --output_file PATH
 
-The policy is a model's folder, an adapter's, or a hub name. Each line has `prompt`, `completion` (text or
-messages, as the prompt is) and `finished`: whether the answer ended by EOS, or was cut at `max_new_tokens`. With
-`--rollouts true` it also has `prompt_ids` and `completion_ids`, the tokens that were drawn, EOS included, and the
-dataset's other columns, which reward functions may ask for: what `trl-ext pretrain-critic` reads. Prompts
-that are messages go through the tokenizer's chat template. Which answers are drawn depends on `seed` and `batch_size`,
-not on the number of processes. A single `--prompt` is answered on the terminal if there is no `output_file`.
+The policy is a model's folder, an adapter's, or a hub name. Each line has `prompt`, `completion` (text or messages, as
+the prompt is) and `finished`: whether the answer ended by EOS, or was cut at `max_new_tokens`. With `--rollouts true`
+it also has `prompt_ids` and `completion_ids`, the sampled tokens, EOS included, and the dataset's other columns, which
+reward functions may need; `trl-ext pretrain-critic` reads such files. Prompts that are messages go through the
+tokenizer's chat template. The sampled answers depend on `seed` and `batch_size`, not on the number of processes. A
+single `--prompt` is answered on the terminal if there is no `output_file`.
 """
 
 import json
@@ -25,7 +25,7 @@ WRITTEN = ("prompt", "completion", "finished", "prompt_ids", "completion_ids")  
 
 @dataclass
 class GenerateArguments:
-    """Declare who answers, which prompts, and how answers are sampled."""
+    """Declare the arguments of `trl-ext generate`: the policy, the prompts, and how answers are sampled."""
 
     model_name_or_path: str = field(metadata={"help": "Policy: a model or adapter, a folder or a hub name."})
     prompt: str | None = setting(None, "One prompt, in place of a dataset.")
@@ -34,23 +34,31 @@ class GenerateArguments:
     )
     dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
     dataset_split: str | None = setting(None, "Split of the dataset; `test`, or `train` for a single file, if unset.")
-    max_prompts: int | None = setting(None, "Answer the first so many prompts only.", range=">= 1")
-    output_file: str | None = setting(None, "JSON lines are written here; must not exist.")
+    max_prompts: int | None = setting(
+        None, "Number of prompts to answer, from the first on; all if unset.", range=">= 1"
+    )
+    output_file: str | None = setting(None, "File for the answers, in JSON lines; it must not exist.")
     num_samples: int = setting(1, "Answers to each prompt.", range=">= 1")
-    rollouts: bool = setting(False, "Write the token ids and the dataset's other columns, too: see above.")
-    chat: bool = setting(False, "Take a text prompt as a user's message.")
+    rollouts: bool = setting(
+        False, "Also write the token ids and the dataset's other columns, for `trl-ext pretrain-critic`."
+    )
+    chat: bool = setting(False, "Treat a text prompt as a user's message.")
     batch_size: int = setting(16, "Prompts in one batch of one process.", range=">= 1")
     temperature: float = setting(1.0, "Temperature of the sampling; 0 always takes the likeliest token.", range=">= 0")
-    top_p: float = setting(1.0, "Sample from the likeliest tokens of this total probability.", range="in (0, 1]")
+    top_p: float = setting(
+        1.0, "Sample only from the likeliest tokens with this total probability (top-p).", range="in (0, 1]"
+    )
     max_new_tokens: int | None = setting(
-        None, "Tokens after which an answer is cut off; if unset 256, or what the context leaves.", range=">= 1"
+        None,
+        "Tokens after which an answer is cut off; if unset 256, or fewer if the model's context has less room.",
+        range=">= 1",
     )
     seed: int = setting(0, "Seed of the sampling.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Of the weights; `auto` is what they were saved in."
+        "auto", "dtype of the weights; `auto` keeps the saved one."
     )
     revision: str = setting("main", "Branch, tag or commit of a hub model.")
-    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
+    use_cpu: bool = setting(False, "Do not use a GPU, even if there is one.")
 
     def __post_init__(self):
         check_settings(self)
@@ -59,11 +67,11 @@ class GenerateArguments:
         if self.dataset_name and not self.output_file:
             raise ValueError("no `output_file`: name a file for the answers, such as answers.jsonl")
         if self.output_file and Path(self.output_file).exists():
-            raise ValueError(f"`output_file` {self.output_file} exists: choose another")
+            raise ValueError(f"`output_file` {self.output_file} exists: choose another path")
 
 
 def load_prompts(args: GenerateArguments) -> tuple[list[Any], list[dict]]:
-    """Return the prompts, each as often as it is to be answered, and the other columns to keep of each row."""
+    """Return the prompts, each `num_samples` times, and the columns to keep of each prompt's row."""
     from trl_ext import load_dataset_split
     from trl_ext.data import check_texts
 

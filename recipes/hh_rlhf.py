@@ -22,9 +22,9 @@ _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 @dataclass
 class HHArguments:
-    """Declare where the data comes from, and where it is written."""
+    """Declare the arguments: the source dataset, and the folder to write."""
 
-    output_dir: str = field(metadata={"help": "Folder to write; must not exist, or be empty."})
+    output_dir: str = field(metadata={"help": "Folder to write; it must be new or empty."})
     dataset_name: str = setting("Anthropic/hh-rlhf", "Dataset with dialogues in `chosen` and `rejected`.")
 
     def __post_init__(self):
@@ -38,7 +38,7 @@ def split_dialogue(text: str) -> list[dict[str, str]]:
     """
     Split a dialogue written as `\\n\\nHuman: …\\n\\nAssistant: …`, the form of `Anthropic/hh-rlhf`, into messages.
 
-    Successive turns of the same speaker, which the data has and chat templates refuse, become one message.
+    Successive turns of the same speaker, which some dialogues have but chat templates reject, become one message.
     """
     messages: list[dict[str, str]] = []
     parts = _TURN.split(text.strip())[1:]
@@ -68,7 +68,7 @@ def split_pair(chosen: str, rejected: str) -> dict[str, list[dict[str, str]]]:
 
 
 def is_for_sft(prompt: list[dict[str, str]]) -> bool:
-    """Return whether a prompt is in the half for SFT; the answer is the same on every machine."""
+    """Return whether a prompt is in the half for SFT, by a hash that is the same on every machine."""
     return hashlib.sha256(json.dumps(prompt).encode()).digest()[0] % 2 == 0
 
 

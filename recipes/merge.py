@@ -1,10 +1,10 @@
-"""Merge an adapter into its base, for use without PEFT: what is written loads with plain transformers.
+"""Merge an adapter into its base, for use without PEFT: the merged model loads with plain transformers.
 
     trl-ext merge --adapter PATH_OR_HUB_NAME --output_dir PATH
 
-A policy's adapter becomes a causal language model, a critic's or reward model's a sequence classifier, by its
-`task_type`. An adapter that was trained on a quantised base is merged into the unquantised one. The merged model is
-loaded again, and must give the adapter model's logits.
+The adapter's `task_type` decides what it becomes: a policy's adapter becomes a causal language model, a critic's or
+reward model's a sequence classifier. An adapter that was trained on a quantised base is merged into the unquantised
+base. The merged model is loaded again, and its logits must agree with the adapter model's.
 """
 
 import shutil
@@ -21,13 +21,13 @@ PART = "_unfinished"  # folder in `output_dir` that holds the merged model until
 
 @dataclass
 class MergeArguments:
-    """Declare the adapter, its base, and where the merged model goes."""
+    """Declare the arguments of `trl-ext merge`: the adapter, its base, and the output folder."""
 
     output_dir: str = field(metadata={"help": "Folder for the merged model: a new or an empty one."})
     adapter: str = field(metadata={"help": "Adapter: a folder or a hub name."})
-    base_model: str | None = setting(None, "Base; if unset, the one that the adapter names.")
+    base_model: str | None = setting(None, "Base of the adapter; if unset, the base that the adapter names.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Of the merged model; `auto` is the base's own."
+        "auto", "dtype of the merged model; `auto` keeps the base's."
     )
 
     def __post_init__(self):
@@ -38,7 +38,7 @@ class MergeArguments:
 
 def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     """
-    Return the adapter on its base, its tokenizer and the merged model's class.
+    Load the adapter on its base; return it, its tokenizer and the class of the merged model.
 
     Raises:
         ValueError: the adapter cannot be read or merged, or does not fit the base.

@@ -1,12 +1,12 @@
-"""Online DPO in rounds: sample k answers from the current policy, score them, train on the best against the worst.
+"""Train by online DPO in rounds: sample k answers from the current policy, score them, train on best against worst.
 
     trl-ext online-dpo --config demo/online_dpo --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model, a dataset with the column `prompt`, and a reward:
-`reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. Round r is the folder `round-r` of `output_dir`:
-the model (with `use_peft`, its adapter merged), the pairs it was trained on, and in `round.json` what it gets on the
-held-out prompts; `online_dpo.json` has all rounds. The same command again resumes, within a round from its newest
-complete checkpoint; a larger `num_rounds` adds rounds.
+`reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. The folder `round-r` of `output_dir` has the
+results of round r: the model (with `use_peft`, its adapter is merged), the pairs it was trained on, and its scores on
+the held-out prompts (`round.json`); `online_dpo.json` has all rounds. The same command again resumes, within a round
+from its newest complete checkpoint; a larger `num_rounds` adds rounds.
 """
 
 import copy
@@ -27,21 +27,21 @@ GOES_ON = "continues after the rounds that are complete"
 
 @dataclass
 class OnlineDPOScriptArguments(PromptArguments):
-    """Declare what `DPOConfig` and `ModelConfig` lack: the prompts, the answers and their scores."""
+    """Declare the arguments that `DPOConfig` and `ModelConfig` lack: the prompts, the answers and their scores."""
 
-    num_rounds: int = setting(3, "Rounds of sampling and training.", range=">= 1")
-    prompts_per_round: int = setting(512, "Prompts that are answered in a round.", range=">= 1")
+    num_rounds: int = setting(3, "Number of rounds of sampling and training.", range=">= 1")
+    prompts_per_round: int = setting(512, "Number of prompts that are answered in a round.", range=">= 1")
     num_samples: int = setting(4, "k: answers to each prompt.", range=">= 2")
     max_completion_length: int = setting(256, "Tokens of an answer.", range=">= 1")
     temperature: float = setting(1.0, "Temperature of sampling.", range="> 0, since equal answers make no pair")
     reward_weights: list[float] | None = setting(
-        None, "Weight of each reward; 1 if unset. What has weight 0 is only reported."
+        None, "Weight of each reward; 1 if unset. A reward with weight 0 is only reported."
     )
     watch: Literal["warn", "stop", "off"] = setting(
-        "warn", "What the watch for a hack does: `stop` begins no round after one with an alarm."
+        "warn", "What `HackWatch` does on an alert: `stop` starts no further round."
     )
     keep_reference: bool = setting(
-        False, "Keep the first policy as the reference, not the policy that a round starts from."
+        False, "Keep the first policy as the reference in all rounds, instead of the policy that a round starts from."
     )
 
     def __post_init__(self):
@@ -53,10 +53,10 @@ def answer(
     model: Any, tokenizer: Any, rows: list[dict], number: int, ends: list[int], script_args: Any, batch: int
 ) -> list[dict]:
     """
-    Sample `number` answers to each row, a row's answers in succession. One of the tokens `ends` ends an answer.
+    Sample `number` answers to each row, until one of the tokens `ends`; a row's answers follow each other.
 
     Returns:
-        `{"completion", "ids", "prompt_ids", "finished"}` of each.
+        A dict for each answer, with `completion`, `ids`, `prompt_ids` and `finished`.
     """
     from trl_ext.models import answer_texts, prompt_token_ids, sample
 
@@ -83,7 +83,7 @@ def answer(
 
 
 def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch: int) -> list[list[float | None]]:
-    """Return each reward function's score of each answer; all rows have equally many answers, in succession."""
+    """Return each reward function's scores of the answers; all rows have the same number of answers, in succession."""
     rows = [row for row in rows for _ in range(len(answers) // len(rows))]
     scores: list[list[float | None]] = []
     for start in range(0, len(rows), batch):
@@ -101,7 +101,9 @@ def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch:
 
 
 def total(scores: list[float | None], weights: list[float]) -> float | None:
-    """Return the weighted sum of an answer's scores, without None and without weights of 0; None if none is left."""
+    """
+    Return the weighted sum of an answer's scores that are not None and have a weight other than 0; None without any.
+    """
     applying = [w * s for w, s in zip(weights, scores, strict=True) if s is not None and w != 0]
     return sum(applying) if applying else None
 
@@ -111,7 +113,9 @@ def text_of(completion: str | list[dict]) -> str:
 
 
 def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | None]) -> list[dict]:
-    """Return a pair for each prompt, unless its answers are empty or equally good; `use_margin` reads `score_…`."""
+    """
+    Return a pair for each prompt, unless its answers are empty or have equal scores; `use_margin` reads `score_…`.
+    """
     pairs, k = [], len(answers) // len(rows)
     for i, row in enumerate(rows):
         scored = [(t, a) for t, a in zip(totals[i * k : i * k + k], answers[i * k : i * k + k], strict=True)]
@@ -126,7 +130,7 @@ def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | N
 
 
 def in_words(facts: dict) -> str:
-    """Return a round's mean scores with their intervals, in words."""
+    """Return a text with a round's mean scores and their intervals."""
     shown = [
         f"{name} {mean:.3f} ({low:.3f} to {high:.3f})"
         for (name, mean), (low, high) in zip(facts["held_out"].items(), facts["intervals"].values(), strict=True)
@@ -169,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
         in_use = Hold(output_dir)
 
     def write(path: Path, text: str) -> None:
-        """Write a file on the main process, for all."""
+        """Write a file on the main process; the other processes wait."""
         with parser.one_line_errors(NotSaved), result_of(path.parent, path.name, GOES_ON):
             if processes.is_main_process:
                 write_text(path, text)
@@ -200,9 +204,9 @@ def main(arguments: list[str] | None = None) -> None:
     begun = output_dir / "online_dpo_settings.json"
     before = json.loads(begun.read_text()) if begun.is_file() else settings
     if before["model_name_or_path"] != start:
-        parser.error(f"{output_dir} was begun from {before['model_name_or_path']}: choose another `output_dir`")
+        parser.error(f"{output_dir} was started from {before['model_name_or_path']}: choose another `output_dir`")
     if different := differences(before, settings):
-        processes.print(f"Warning: {output_dir} was begun with other settings: {'; '.join(different)}")
+        processes.print(f"Warning: {output_dir} was started with other settings: {'; '.join(different)}")
     held_out = held_out.to_list()
     weights = reward_weights or [1.0] * len(rewards)
 
@@ -221,7 +225,7 @@ def main(arguments: list[str] | None = None) -> None:
             return load(path, **kwargs, **revision)
 
     def sampled(path: str | Path, rows: list[dict], number: int, seed: int) -> tuple[list, list, list]:
-        """Have a policy answer the rows, each process its share; return rows, answers and scores of all processes."""
+        """Have a policy answer the rows, a part on each process; return rows, answers and scores of all processes."""
         policy = load_policy(path).to(training_args.device).eval()
         mine = rows[processes.process_index :: processes.num_processes]
         torch.manual_seed(seed * processes.num_processes + processes.process_index)
@@ -262,7 +266,7 @@ def main(arguments: list[str] | None = None) -> None:
         folder = output_dir / f"round-{number}"
         if not (folder / "round.json").is_file():
             if script_args.watch == "stop" and any(each.get("alert") for each in history):
-                processes.print(f"Stopped before round {number}: give `--watch warn` to continue.")
+                processes.print(f"Stopped before round {number} by HackWatch: set `--watch warn` to continue.")
                 break
             if not (folder / "pairs.jsonl").is_file():
                 order = torch.randperm(len(train), generator=torch.Generator().manual_seed(training_args.seed))

@@ -1,13 +1,14 @@
-"""Say what a run takes before it is started: memory per GPU and role, time, batches, disk; and what will not work.
+"""Compute the memory per GPU and role, time, batches and disk of a run before it starts, and what will not work.
 
     trl-ext plan --config qwen2.5-0.5b/ppo --accelerate_config single_gpu
 
-Further flags override the recipe's file, as in the recipe itself. No weights are loaded and nothing is allocated: the
-passes run on tensors without data. A model that another recipe of the same folder will make (`outputs/…`) is followed
-back to the one on the hub. Then it says on which GPUs the run fits, one and eight of them, and about how long it takes
-there. Where it does not fit in `--gpu_memory`, or on no GPU of the list, the usual ways out are tried, and the command
-that fits is printed. Not counted in the peak: the CUDA context (some 0.5 GiB) and what the allocator cannot use. The
-exit status is 1 where it does not fit in `--gpu_memory`, and 2 where it cannot work.
+Further flags override the recipe's file, as in the recipe itself. No weights are loaded or allocated: the forward and
+backward passes run on tensors without data. A model that another recipe of the same folder will make (`outputs/…`) is
+traced back to its model on the hub. The command then prints on which GPUs the run fits, with one and with eight of
+them, and about how long it takes there. If the run does not fit into `--gpu_memory`, or on no GPU of the list, the
+usual remedies are tried, and the command that fits is printed. The peak does not include the CUDA context (some 0.5
+GiB) and memory that the allocator cannot use. The exit status is 1 if the run does not fit into `--gpu_memory`, and 2
+if it cannot work.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -74,22 +75,30 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--config", required=True, help="A recipe's YAML: a file, or the name of one that ships.")
     parser.add_argument(
-        *("--accelerate_config", "--accelerate"), help="accelerate's YAML, the same; one process on one GPU if unset."
+        *("--accelerate_config", "--accelerate"),
+        help="accelerate's YAML: a file, or the name of one that ships; if unset, one process on one GPU.",
     )
-    parser.add_argument("--stage", choices=tuple(ARGUMENTS), help="If the file's name does not begin so.")
+    parser.add_argument(
+        "--stage", choices=tuple(ARGUMENTS), help="Training stage, if the file's name does not begin with it."
+    )
     parser.add_argument(
         "--prompt_length",
         type=int,
-        help="Tokens of a prompt, for pretrain_critic with its answer; if unset measured, else the recipe's, or 512.",
+        help="Tokens of a prompt (for pretrain_critic, with its answer); if unset measured, else the recipe's or 512.",
     )
-    parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU, to say whether it fits.")
-    parser.add_argument("--mfu", type=float, default=0.35, help="Assumed part of a GPU's operations that passes use.")
+    parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU, to check whether the run fits.")
+    parser.add_argument(
+        "--mfu",
+        type=float,
+        default=0.35,
+        help="Assumed share of a GPU's peak operations per second that passes reach.",
+    )
     parser.add_argument("--score_range", type=float, nargs=2, help="Lowest and highest score of the rewards.")
     return parser.parse_known_args(arguments)
 
 
 def origin(name: str, folder: Path) -> tuple[str, dict | None]:
-    """Return the hub name or folder that a model comes from, and the recipe in `folder` that makes it, or None."""
+    """Return the hub name or folder that a model comes from, and the recipe in `folder` that makes it, if any."""
     makers = {}
     for path in sorted(folder.glob("*.yaml")):  # others' files may lie there, too
         with contextlib.suppress(yaml.YAMLError):
@@ -105,7 +114,7 @@ def origin(name: str, folder: Path) -> tuple[str, dict | None]:
 
 
 def loaded_rewards(entries: Any, folder: Path, load_config: Callable[[str], Any]) -> Iterator[LoadedReward]:
-    """Yield the reward models that the entries of `rewards:` load, also those nested within others."""
+    """Yield the reward models that the entries of `rewards:` load, including nested entries."""
     for entry in entries if isinstance(entries, list) else [entries]:
         for name, given in entry.items() if isinstance(entry, dict) else ():
             if name == "ModelReward":
@@ -134,13 +143,13 @@ def members_of(ensemble: str, folder: Path) -> list[str]:
 
 
 def is_adapter_of(name: str, folder: Path) -> bool:
-    """Return whether a reward model is an adapter, or will be one when the recipe that makes it has run."""
+    """Return whether a reward model is an adapter, or will be one after the recipe that makes it has run."""
     maker = origin(name, folder)[1]
     return bool(maker and maker.get("use_peft")) or Path(name, "adapter_config.json").exists()
 
 
 def base_of(name: str, folder: Path) -> str:
-    """Return the name that a model's configuration is read from; for an adapter that is its base."""
+    """Return the name of the model whose configuration to read; for an adapter this is its base."""
     name, _ = origin(name, folder)
     file = Path(name, "adapter_config.json")
     return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else name
@@ -166,7 +175,7 @@ def make_job(
     stage: str, script_args: Any, args: Any, model_args: Any, folder: Path, layout: Layout, prompt_length: int,
     load_config: Callable[[str], Any], turns: int = 1,
 ) -> Job:  # fmt: skip
-    """Make the job from a recipe's parsed arguments; `load_config` returns a model's configuration by its name."""
+    """Make a [`Job`] from a recipe's parsed arguments; `load_config` returns a model's configuration by its name."""
     policy = load_config(base_of(model_args.model_name_or_path, folder))
     peft_config = get_peft_config(model_args)
     if has_adapter := Path(model_args.model_name_or_path, "adapter_config.json").is_file():  # it is trained on
@@ -211,7 +220,7 @@ def make_job(
 
 
 def local_split(name: str | None, split: str) -> Any:
-    """Load a split; return None if the data is not on this machine, or if an environment brings its own."""
+    """Load a split; return None if the data is not on this machine, or if an environment provides the prompts."""
     return load_dataset_split(name, split, columns=()) if name and find(name).exists() else None
 
 
@@ -243,7 +252,7 @@ def longest_and_mean(lengths: list[int]) -> tuple[int, float] | None:
 
 
 def shared_prompts(mine: Any, model: str, folder: Path) -> str | None:
-    """Return a sentence on prompts that PPO's data and that of the SFT before it share; None if not known."""
+    """Return a sentence on prompts that PPO's data shares with the data of the SFT before it; None if not known."""
     maker = origin(model, folder)[1]
     theirs = maker and local_split(maker["dataset_name"], maker.get("dataset_train_split", "train"))
     if not (mine and theirs and "prompt" in theirs.column_names):
@@ -301,7 +310,7 @@ def title(job: Job) -> str:
 
 
 def with_progress(job: Job, what: str = "") -> Plan:
-    """Plan, which takes a minute for a large model, and say so before."""
+    """Print that the run is being planned, which takes a minute for a large model, and plan it."""
     print(f"planning for {title(job)}{what} …", file=sys.stderr, flush=True)
     return plan(job)
 
@@ -310,7 +319,7 @@ def with_progress(job: Job, what: str = "") -> Plan:
 
 
 def ways(job: Job) -> Iterator[tuple[str, Job]]:
-    """Yield the usual ways to need less memory, the cheapest first: flags, and the job with them."""
+    """Yield the usual ways to save memory, the cheapest first: flags, and the job with these flags."""
     args, layout, is_ppo = job.args, job.layout, job.stage == "ppo"
 
     def way(**settings: Any) -> tuple[str, Job]:
@@ -338,10 +347,10 @@ def ways(job: Job) -> Iterator[tuple[str, Job]]:
 
 def made_to_fit(job: Job, result: Plan, gpu_memory: float, given: list[str]) -> str:
     """
-    Try the usual ways, one after the other, until the run fits; keep those that help, and say how.
+    Try the usual ways to save memory, one after the other, until the run fits; return a text on those that help.
 
     Args:
-        job, result: what was planned.
+        job, result: the run, and its plan.
         gpu_memory: GiB of one GPU.
         given: the flags that the run has so far.
     """
@@ -376,7 +385,7 @@ def made_to_fit(job: Job, result: Plan, gpu_memory: float, given: list[str]) -> 
 
 
 def without(flags: list[str], others: list[str]) -> list[str]:
-    """Leave out the flags, with their values, that others set."""
+    """Remove from a list of flags those, with their values, that other flags set."""
     kept, keeps = [], True
     for word in flags:
         keeps = word.split("=")[0] not in others if word.startswith("--") else keeps
@@ -385,7 +394,7 @@ def without(flags: list[str], others: list[str]) -> list[str]:
 
 
 def time_of(number: float) -> str:
-    """Return a number of hours in min, h or days."""
+    """Format a number of hours as min, h or days."""
     unit, size = ("min", 1 / 60) if number < 1 else ("h", 1) if number < 48 else ("days", 24)
     return f"{number / size:.{0 if number / size >= 10 else 1}f} {unit}"
 
@@ -393,7 +402,9 @@ def time_of(number: float) -> str:
 def verdicts(
     runs: list[tuple[Job, Plan]], efficiency: Efficiency, rows: int | None, tokens: float | None
 ) -> list[str]:
-    """Return lines on which GPUs the run fits and how long it takes there, with a column for each number of GPUs."""
+    """
+    Return the lines of a table of GPUs: whether the run fits and how long it takes; a column is a number of GPUs.
+    """
     counts = [examples(job, result, rows) for job, result in runs]
     unit = "" if counts[0] else " per 10,000 examples"
     lines = ["", f"{'fits, and takes about' + unit:<44}".rstrip(), f"{'':18}"]
@@ -420,7 +431,9 @@ def verdicts(
 
 
 def as_on_gpu(stage: str, file: Path, flags: list[str]) -> list[str]:
-    """Return flags that set on a machine without a GPU what is the default on one with a GPU, such as `bf16`."""
+    """
+    Return flags for the defaults that a machine with a GPU would have, such as `bf16`, to set on one without a GPU.
+    """
     by_flag = {flag.lstrip("-"): value != "false" for flag, value in zip(flags, [*flags[1:], ""], strict=False)}
     given = {**(read_yaml(file.read_text()) or {}), **by_flag}
     more = ["--use_cpu", "true"]  # else a configuration for a GPU is refused here
@@ -434,7 +447,7 @@ def as_on_gpu(stage: str, file: Path, flags: list[str]) -> list[str]:
 
 
 def stage_of(file: Path) -> str:
-    """Return the stage that a recipe is of, by its name."""
+    """Return the training stage of a recipe, by its name."""
     if by_name := next((stage for stage in ARGUMENTS if file.name.startswith(stage)), None):
         return by_name
     raise ValueError(f"{file}: the name does not say which stage it configures: give `--stage`")

@@ -3,7 +3,7 @@
     trl-ext ppo --config tinystories/ppo --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` (or `input_ids`), and a
-reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. An `environment` may bring prompts and a
+reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. An `environment` may provide prompts and a
 reward, see docs/agents.md. Flags override the file; see --help. The same command again resumes from the newest
 complete checkpoint in `output_dir`.
 """
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class PPOScriptArguments(PromptArguments, HeldOutArguments):
-    """Declare what `PPOConfig` and `ModelConfig` lack: the data, the rewards and the critic."""
+    """Declare the arguments that `PPOConfig` and `ModelConfig` lack: the data, the rewards and the critic."""
 
     eval_dataset_name: str | None = setting(None, "Dataset to evaluate on; `dataset_name` if unset.")
     max_prompt_length: int | None = setting(
-        None, "Leave out prompts of more tokens; without it they must fit into the contexts.", range=">= 1"
+        None,
+        "Leave out prompts with more tokens; if unset, all prompts must fit into the models' contexts.",
+        range=">= 1",
     )
     ref_model_name_or_path: str | None = setting(
-        None, "Reference model, or adapter (merged); the policy before training if unset."
+        None, "Reference model, or adapter, which is merged; if unset, the policy before training."
     )
     value_model_name_or_path: str | None = setting(
         None,
@@ -71,11 +73,11 @@ def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "D
 
 
 def load_environments(entries: list[str] | None, load: "Callable[[str, str], Any]") -> Any:
-    """Import the entries; return one class, or name → class if they have names, or None if there are none."""
+    """Import environment classes; return one class, or a dict of classes by name, or None if there are no entries."""
     named = [entry.rpartition("=") for entry in entries or []]
     classes = {name: load(path, "environment") for name, _, path in named}
     if len(classes) < len(named):  # the last would be played alone
-        raise ValueError("several environments need names of their own: give each as `name=path`")
+        raise ValueError("several environments need different names: give each as `name=path`")
     return classes.get("", classes) or None
 
 

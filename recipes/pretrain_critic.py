@@ -1,4 +1,4 @@
-"""Train PPO's critic on saved answers of the policy that PPO will begin with, before PPO (VC-PPO, 2503.01491).
+"""Train PPO's critic before PPO, on saved answers of the policy that PPO will start from (VC-PPO, 2503.01491).
 
     trl-ext generate --model_name_or_path POLICY --dataset_name PROMPTS --dataset_split train --rollouts true \\
         --output_file rollouts.jsonl
@@ -6,7 +6,7 @@
 
 Needed, in the configuration file or as flags: a model that the critic starts from (the policy, whose backbone gets a
 zero head, or a reward model with the policy's tokenizer), a dataset with saved answers, and their scores: the column
-`score_column`, or what scores them here as in PPO, `reward_model_name_or_path`, `reward_funcs`, `rewards`. `gamma`,
+`score_column`, or rewards that score them as in PPO (`reward_model_name_or_path`, `reward_funcs`, `rewards`). `gamma`,
 `reward_…` and `missing_eos_…` must be those of the PPO run, which takes the result as `value_model_name_or_path`. The
 same command again resumes from the newest complete checkpoint in `output_dir`.
 """
@@ -24,20 +24,18 @@ from trl_ext.upstream import late_bars, quiet
 
 @dataclass
 class CriticScriptArguments(PromptArguments, HeldOutArguments):
-    """Declare what `CriticConfig` and `ModelConfig` lack: the answers, their scores and the policy that gave them."""
+    """Declare the arguments that `CriticConfig` and `ModelConfig` lack: answers, their scores, and their policy."""
 
-    score_column: str | None = setting(
-        None, "Column with each answer's score; in place of rewards that score them here."
-    )
+    score_column: str | None = setting(None, "Column with each answer's score, in place of rewards.")
     policy_name_or_path: str | None = setting(
-        None, "Policy that gave the answers, for its tokenizer; `model_name_or_path` if unset."
+        None, "Policy that sampled the answers, for its tokenizer; `model_name_or_path` if unset."
     )
-    resume_anyway: bool = setting(False, "Go on from a checkpoint that a run with other settings wrote.")
+    resume_anyway: bool = setting(False, "Resume from a checkpoint that a run with other settings wrote.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.score_column and (self.reward_model_name_or_path or self.reward_funcs or self.rewards):
-            raise ValueError(f"`score_column` {self.score_column} and a reward are both given: drop one")
+            raise ValueError(f"`score_column` {self.score_column} and a reward are both given: remove one")
 
 
 def main(arguments: list[str] | None = None) -> None:

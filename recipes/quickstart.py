@@ -1,10 +1,10 @@
-"""PPO in half a minute on a laptop, without any download: a tiny language model learns to name colours.
+"""Run PPO in half a minute on a laptop, without any download: a tiny language model learns to name colours.
 
     accelerate launch recipes/quickstart.py
 
-The model and its word-level tokenizer are built from config, so its first answers are random words. The reward is the
-share of four colours that an answer names, less a little for each word too many; the adaptive controller keeps the KL
-to the first model near its target. The model, and a page on how it was trained, are in `outputs/quickstart`. It takes
+The model has random weights and a word-level tokenizer, so its first answers are random words. The reward is the share
+of four colours that an answer names, minus a little for each word too many; the adaptive controller keeps the KL to
+the initial model near its target. The model, and a page on how it was trained, are in `outputs/quickstart`. It takes
 no arguments: edit it, or continue with `recipes/ppo.py`.
 """
 

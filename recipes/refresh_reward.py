@@ -1,13 +1,13 @@
-"""Keep a reward model fresh: queue the policy's answers for labels, and train the model on with what comes back.
+"""Keep a reward model up to date: queue the policy's answers for labels, and train the model further on the labels.
 
     trl-ext refresh-reward --config FILE.yaml
 
 Needed, in the configuration file or as flags: the policy, the reward model, prompts and `output_dir`, one for each
 round. The first call writes the queue: the answers of highest score, of highest disagreement (with an ensemble), and
 some at random, each against another answer to its prompt, in `queue.jsonl` and as Label Studio and Argilla import
-them. With `labels` (files that came back) or `judge` (a reward function that decides), the next call makes pairs. With
-`reward_config` and `reward_dataset_name` it trains the reward model on, from its own weights, on these pairs and a
-share of old ones, and compares the old and the new model. The same command again does what is still to be done.
+them. With `labels` (files of people's choices) or `judge` (a reward function that decides), the next call makes pairs.
+With `reward_config` and `reward_dataset_name` it trains the reward model further, on these pairs and a share of old
+ones, and compares the old and the new model. The same command again does the steps that are left.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -67,7 +67,7 @@ TRAIN = "old_share seed demonstrations_name reward_dataset_name reward_config"
 
 @dataclass
 class RefreshArguments:
-    """Declare whose answers are queued, who labels them, and which reward model is trained on them."""
+    """Declare the arguments: the policy whose answers are queued, who labels them, and the reward model to train."""
 
     model_name_or_path: str = field(metadata={"help": "Policy whose answers are queued: a folder or a hub name."})
     reward_model_name_or_path: str = field(
@@ -78,39 +78,49 @@ class RefreshArguments:
     dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
     dataset_split: str = setting("train", "Split of the prompts.")
     against_model_name_or_path: str | None = setting(
-        None, "Model whose answers are set against the policy's; other answers of the policy if unset."
+        None, "Model whose answers are compared with the policy's; if unset, other answers of the policy."
     )
     earlier: list[str] | None = setting(
-        None, "`output_dir` of each earlier round: what was queued is not queued again, pairs are reused."
+        None, "`output_dir` of each earlier round: its queued answers are not queued again, its pairs are reused."
     )
-    num_prompts: int = setting(512, "Prompts that are answered.", range=">= 1")
-    num_samples: int = setting(2, "Answers of the policy to each prompt.", range=">= 1")
-    max_new_tokens: int | None = setting(None, "Tokens of an answer; as `generate` if unset.")
+    num_prompts: int = setting(512, "Number of prompts that are answered.", range=">= 1")
+    num_samples: int = setting(2, "Number of the policy's answers to each prompt.", range=">= 1")
+    max_new_tokens: int | None = setting(None, "Most tokens of an answer; the default of `trl-ext generate` if unset.")
     temperature: float = setting(1.0, "Temperature of sampling.", range="> 0, since equal answers make no pair")
     batch_size: int = setting(16, "Prompts in one batch.", range=">= 1")
-    queue_size: int = setting(200, "Pairs of answers to label.", range=">= 1")
-    score_share: float = setting(0.4, "Part of the queue for answers of the highest score.", range="in [0, 1]")
+    queue_size: int = setting(200, "Number of pairs of answers to label.", range=">= 1")
+    score_share: float = setting(0.4, "Share of the queue for the answers with the highest scores.", range="in [0, 1]")
     disagreement_share: float = setting(
-        0.3, "Part for those that an ensemble disagrees on most; of the others without an ensemble.", range="in [0, 1]"
+        0.3,
+        "Share of the queue for answers that an ensemble disagrees on most; without one, the other reasons get it.",
+        range="in [0, 1]",
     )
-    random_share: float = setting(0.3, "Part for answers at random.", range="in [0, 1]")
-    labels: list[str] | None = setting(None, "Files with what people chose, own ones or exports: see docs/refresh.md.")
+    random_share: float = setting(0.3, "Share of the queue for random answers.", range="in [0, 1]")
+    labels: list[str] | None = setting(
+        None, "Files of people's choices, written by hand or exported by a labelling tool: see docs/refresh.md."
+    )
     judge: str | None = setting(
-        None, "Reward that decides: `path/to/file.py:function` or `{JudgeReward: {url: …, …}}`."
+        None, "Reward that chooses the better answer: `path/to/file.py:function` or `{JudgeReward: {url: …, …}}`."
     )
     confidence_bound: float = setting(0.6, "Least share of an item's labels for its winner.", range="in [0.5, 1]")
-    held_out_share: float = setting(0.2, "Share of prompts whose pairs only measure.", range="in (0, 1)")
+    held_out_share: float = setting(0.2, "Share of prompts whose pairs are held out to measure on.", range="in (0, 1)")
     reward_dataset_name: str | None = setting(None, "Pairs that the reward model was trained on, with a split `test`.")
-    old_share: float = setting(0.5, "Share of old pairs in what is trained on.", range="in [0, 1)")
-    reward_config: str | None = setting(None, "Configuration of `trl-ext reward`: how the reward model is trained on.")
-    demonstrations_name: str | None = setting(None, "Demonstrations, whose mean score is set to 0.")
-    seed: int = setting(0, "Seed of prompts, answers, choice and training.")
-    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
+    old_share: float = setting(0.5, "Share of old pairs among the training pairs.", range="in [0, 1)")
+    reward_config: str | None = setting(
+        None, "Configuration of `trl-ext reward`, with which the reward model is trained further."
+    )
+    demonstrations_name: str | None = setting(
+        None, "Demonstrations; the new model's scores are shifted so that their mean is 0."
+    )
+    seed: int = setting(0, "Seed of prompts, answers, queue and training.")
+    use_cpu: bool = setting(False, "Do not use a GPU, even if there is one.")
 
     def __post_init__(self):
         check_settings(self)
         if self.labels and self.judge:
-            raise ValueError("`labels` and `judge` are both given: drop one, or write the judge's choices into a file")
+            raise ValueError(
+                "`labels` and `judge` are both given: remove one, or write the judge's choices into a file"
+            )
 
     @property
     def shares(self) -> dict[str, float]:
@@ -173,11 +183,11 @@ def once(
     args: RefreshArguments, step: str, names: str, result: Path, make: Callable[[RefreshArguments], None]
 ) -> None:
     """
-    Do a step unless the file that it writes last, `result`, is there.
+    Do a step, unless `result`, the file that it writes last, exists.
 
     Raises:
-        ValueError: the step was done, or begun, with other values of the settings in `names`, or with other labels,
-            or on another queue or pairs.
+        ValueError: the step was done, or begun, with other values of the settings in `names`, or with other labels, or
+            on another queue or pairs.
     """
     folder = Path(args.output_dir)
     file = folder / f"{step}_settings.json"
@@ -187,8 +197,8 @@ def once(
     before = json.loads(file.read_text()) if file.is_file() else settings
     if different := differences(before, settings):
         raise ValueError(
-            f"{args.output_dir} was begun with other settings ({'; '.join(different)}): choose another `output_dir`, "
-            f"or delete {file} and {result.parent if step == 'train' else result}"
+            f"{args.output_dir} was started with other settings ({'; '.join(different)}): choose another "
+            f"`output_dir`, or delete {file} and {result.parent if step == 'train' else result}"
         )
     if not result.is_file():
         write_text(file, json.dumps(settings, indent=2))
@@ -204,7 +214,7 @@ def in_words(rows: list[dict], column: str) -> str:
 
 
 def members_of(name: str) -> list[str]:
-    """Return the folders of an ensemble's members; of another model itself alone."""
+    """Return the folders of an ensemble's members; for any other model, its own folder or name."""
     file = Path(name, "ensemble.json")
     members = json.loads(file.read_text())["members"] if file.is_file() else []
     return [str(Path(name, member["folder"])) for member in members] or [name]
@@ -262,7 +272,9 @@ def make_queue(args: RefreshArguments) -> None:
 
 
 def queued(row: dict, other: Any, why: str, args: RefreshArguments) -> dict[str, Any]:
-    """Return a row of the queue. Its order is random: only `picked` says which of the two answers was chosen."""
+    """
+    Make a row of the queue. Its two answers are in random order; `picked` says which one was chosen for the queue.
+    """
     item = answer_key(row["prompt"], [row["completion"], other["completion"]])
     picked = "ab"[int(answer_key(item, None, args.seed), 16) % 2]
     sides = {picked: row, "ab".replace(picked, ""): other}
@@ -278,7 +290,7 @@ def queued(row: dict, other: Any, why: str, args: RefreshArguments) -> dict[str,
 
 
 def rounds(args: RefreshArguments) -> list[str]:
-    """Return the folders of all rounds, this one last."""
+    """Return the folders of all rounds of refreshing, the present round last."""
     return [*(args.earlier or []), args.output_dir]
 
 
@@ -288,12 +300,14 @@ def number_of(args: RefreshArguments) -> int:
 
 
 def seed_of(args: RefreshArguments) -> int:
-    """Return a seed that no other round has."""
+    """Return this round's seed, which differs from those of all other rounds."""
     return args.seed + 1000 * number_of(args)
 
 
 def answers_of(args: RefreshArguments, model: str, name: str, prompts: list[dict]) -> list[dict]:
-    """Return the rows with a model's answers, one to each; `trl-ext generate` makes them if they are not there yet."""
+    """
+    Return the rows, each with a model's answer; `trl-ext generate` makes the answers if their file does not exist.
+    """
     asked, said = (Path(args.output_dir, "answers", f"{name}-{what}.jsonl") for what in ("prompts", "answers"))
     if not said.is_file():
         write_rows(asked, [{"prompt": row["prompt"]} for row in prompts])
@@ -314,7 +328,7 @@ def with_scores(args: RefreshArguments, rows: list[dict]) -> list[dict]:
 
 
 def words(flags: dict[str, Any]) -> list[str]:
-    """Return flags as the words of a command line, without those that are None."""
+    """Return flags as the words of a command line, without flags whose value is None."""
     return [str(word) for flag, value in flags.items() if value is not None for word in (f"--{flag}", value)]
 
 
@@ -370,7 +384,7 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
 
 
 def labelled(files: list[str], queue: list[dict]) -> list[dict]:
-    """Return what people chose; raise a `ValueError` for an item that is not in the queue."""
+    """Read people's choices; raise a `ValueError` for an item that is not in the queue."""
     choices = [choice for name in files for choice in read_choices(name)]
     if unknown := {each["item"] for each in choices} - {row["item"] for row in queue}:
         raise ValueError(f"{len(unknown)} labels are of items that are not in this queue, such as {min(unknown)!r}")
@@ -378,7 +392,7 @@ def labelled(files: list[str], queue: list[dict]) -> list[dict]:
 
 
 def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
-    """Return what a reward function prefers: it scores both answers; a judge with `compare` compares them."""
+    """Return the choices of a reward function, which scores both answers; a judge with `compare` compares them."""
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     ((judge,), _) = load_rewards([entry_of(args.judge)], tokenizer)
     columns = {name: [row[name] for row in queue] for name in queue[0] if name != "prompt"}
@@ -411,7 +425,7 @@ def old_pairs(args: RefreshArguments, split: str) -> Dataset:
 
 
 def train(args: RefreshArguments) -> None:
-    """Mix old and new pairs, and have `trl-ext reward` train each model on, from its own weights."""
+    """Mix old and new pairs, and train each model further on them by `trl-ext reward`."""
     folder = Path(args.output_dir)
     (folder / "refresh.json").unlink(missing_ok=True)  # of a model that is no more
     old = {split: old_pairs(args, split).to_list() for split in SPLITS}
@@ -445,7 +459,7 @@ def train(args: RefreshArguments) -> None:
 
 
 def compare(args: RefreshArguments) -> None:
-    """Measure the old and the new model on held-out pairs: old pairs, this round's, and earlier rounds'."""
+    """Compare the old and the new model on held-out pairs: old pairs, this round's, and earlier rounds'."""
     folder = Path(args.output_dir)
     sets = {"old pairs": old_pairs(args, "test").to_list()}
     if args.earlier:
@@ -475,8 +489,8 @@ def compare(args: RefreshArguments) -> None:
 
 def held_out_sets(sets: dict[str, list[dict]], models: list[str]) -> tuple[dict[str, list[dict]], bool, list[str]]:
     """
-    Return three values: each set's pairs that no model is known to have been trained on; whether all training pairs
-    are known, so that these are held out for sure; and sentences on this for the report.
+    Return three values: the pairs of each set that no model is known to have been trained on; whether all training
+    pairs are known, so that these pairs are surely held out; and sentences on this for the report.
     """
     records = [TrainedPairs.load(model) or TrainedPairs(is_complete=False) for model in models]
     trained, kept, said = functools.reduce(TrainedPairs.__or__, records), {}, []
@@ -491,7 +505,9 @@ def held_out_sets(sets: dict[str, list[dict]], models: list[str]) -> tuple[dict[
 
 
 def outcomes(pairs: list[dict]) -> dict[str, Any]:
-    """Return how often queued answers won, by the reason for queueing them, and the losers with the highest scores."""
+    """
+    Return how often queued answers won, by the reason for queueing them, and the highest-scored answers that lost.
+    """
     won: dict[str, list[bool]] = {}
     lost = []
     for row in pairs:
@@ -505,7 +521,7 @@ def outcomes(pairs: list[dict]) -> dict[str, Any]:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Return the accuracy of both models, a line for each set of pairs."""
+    """Return a text on the accuracy of both models, with a line for each set of pairs."""
     sets = [(name, old, report["new"][name]) for name, old in report["old"].items() if name != "model"]
     lines = []
     for name, *both in sets:

@@ -3,11 +3,11 @@
     trl-ext reward --config demo/reward --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
-see --help. Beside the model, a plain sequence classifier with one label, this writes what it is worth, as `trl-ext
-reward-report` does: `reward_report.html`, `reward_report.json` and `margins.png`. The same command again resumes from
-the newest complete checkpoint in `output_dir`. `--ensemble k` trains k models into `member-0`, `member-1`, … of
-`output_dir`, each from another seed and without another one of k parts of the pairs; `EnsembleReward` takes the one
-folder.
+see --help. Beside the model, a plain sequence classifier with one label, this writes a report on its quality, as
+`trl-ext reward-report` does: `reward_report.html`, `reward_report.json` and `margins.png`. The same command again
+resumes from the newest complete checkpoint in `output_dir`. `--ensemble k` divides the pairs into k parts, and trains
+k models into `member-0`, `member-1`, … of `output_dir`, each with another seed and without another part;
+`EnsembleReward` takes `output_dir` as its members.
 """
 
 import copy
@@ -27,7 +27,7 @@ from trl_ext.upstream import late_bars, quiet
 
 @dataclass
 class RewardScriptArguments(HeldOutArguments):
-    """Declare what `RewardConfig` and `ModelConfig` lack: the data."""
+    """Declare the arguments that `RewardConfig` and `ModelConfig` lack, such as the data."""
 
     demonstrations_name: str | None = setting(
         None, "Dataset with `prompt`, `completion` that is to score 0 on average; `chosen` if unset."
@@ -56,7 +56,7 @@ class RewardScriptArguments(HeldOutArguments):
 def next_command(
     output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments, context: int, use_cpu: bool
 ) -> str:
-    """Return the command that trains the base by PPO, or by DPO if the report refuses the reward model."""
+    """Return the command that trains the base by PPO, or by DPO if the reward model did not pass its report."""
     from trl_ext.workbench import objections
 
     stage = "dpo" if objections([str(output_dir)]) else "ppo"
@@ -72,7 +72,7 @@ def next_command(
 
 
 def without_folds(rows: Any, k: int, seed: int) -> list:
-    """Return the rows k times, each time without another one of k parts that are drawn at random."""
+    """Divide the rows into k random parts; return k datasets, each without another part."""
     import torch
 
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
@@ -80,7 +80,7 @@ def without_folds(rows: Any, k: int, seed: int) -> list:
 
 
 def begin_ensemble(output_dir: Path, settings: dict) -> None:
-    """Write down the members' settings, and warn of others that the folder was begun with."""
+    """Record the members' settings, and warn if the folder was started with others."""
     from accelerate import PartialState
 
     from trl_ext.runs import differences
@@ -88,11 +88,11 @@ def begin_ensemble(output_dir: Path, settings: dict) -> None:
     file = output_dir / "ensemble_settings.json"
     if (output_dir / "train_results.json").is_file() or any(output_dir.glob("checkpoint-*")):
         raise ValueError(
-            f"`output_dir` {output_dir} holds a run of a single model, not of an ensemble: choose another"
+            f"`output_dir` {output_dir} holds a run of a single model, not of an ensemble: choose another folder"
         )
     before = json.loads(file.read_text()) if file.is_file() else settings
     if different := differences(before, settings):
-        PartialState().print(f"Warning: {output_dir} was begun with other settings: {'; '.join(different)}")
+        PartialState().print(f"Warning: {output_dir} was started with other settings: {'; '.join(different)}")
     PartialState().wait_for_everyone()  # all have read
     if PartialState().is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def begin_ensemble(output_dir: Path, settings: dict) -> None:
 
 
 def is_complete(member: str) -> bool:
-    """Return whether a member was measured, and so is complete, as the first process sees it."""
+    """Return whether a member is complete, that is, was measured; the first process decides for all."""
     return from_first(all(Path(member, name).is_file() for name in ("reward_report.json", "held_out_scores.json")))
 
 
@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
     training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)
 
     def train(args: Any, rows: Any) -> tuple[str, str]:
-        """Train one model; return lines on what was done, and the command to run next."""
+        """Train one model; return lines that summarise the run, and the command to run next."""
         # 3. Model: the trainer loads it, and the tokenizer, from the path
         peft_config = get_peft_config(model_args)
         if peft_config is not None:
@@ -299,7 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
         args = copy.copy(training_args)
         args.output_dir, args.seed = str(Path(training_args.output_dir, f"member-{i}")), training_args.seed + i
         if resume != "false" and is_complete(args.output_dir):
-            PartialState().print(f"{args.output_dir} is complete, and stays as it is.")
+            PartialState().print(f"{args.output_dir} is complete, so it is not trained again.")
             continue
         PartialState().print(train(args, rows)[0])
         gc.collect()  # the next one needs the room

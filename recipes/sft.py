@@ -16,7 +16,7 @@ from trl_ext.upstream import late_bars, quiet
 
 @dataclass
 class SFTScriptArguments(HeldOutArguments):
-    """Declare what `SFTConfig` and `ModelConfig` lack: the data."""
+    """Declare the arguments that `SFTConfig` and `ModelConfig` lack: the data."""
 
     eval_dataset_name: str | None = setting(
         None, "Dataset to evaluate on; `dataset_name`'s `dataset_test_split` if unset."

@@ -1,4 +1,4 @@
-"""Gymnasium's FrozenLake as text: walk over slippery ice to the gift, by calls of `move`."""
+"""Play Gymnasium's FrozenLake as text: walk over slippery ice to the gift, by calls of `move`."""
 
 import random
 import re
@@ -22,7 +22,7 @@ class Environment:
     """Let the model walk over the ice. A row's `seed` decides each slip of an episode."""
 
     def reset(self, seed: int = 0, **row: Any) -> str:
-        """Start at the shore; `seed` decides each slip."""
+        """Start an episode at the shore; `seed` decides each slip."""
         self._lake = gymnasium.make("FrozenLake-v1", map_name="4x4", **SLIPPERY).unwrapped
         self._place, _ = self._lake.reset(seed=seed)
         self._reward, self._moves, self._is_over = 0.0, 0, False
@@ -52,7 +52,7 @@ class Environment:
         return self._where()
 
     def get_reward(self) -> float:
-        """Return 1 for the gift, if nothing was called afterwards."""
+        """Return 1 if the gift was reached and no tool was called afterwards, else 0."""
         return self._reward
 
     def _where(self) -> str:
@@ -61,7 +61,7 @@ class Environment:
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return rows of a dataset, each with a lake of its own."""
+    """Return rows of a dataset, each with another seed for the slips."""
     prompt = [{"role": "user", "content": "Walk from row 1 column 1 to row 4 column 4. "}]
     return [{"prompt": prompt, "seed": seed * 1_000_000 + number} for number in range(count)]
 
@@ -71,15 +71,15 @@ class Player:
     Walk the shortest way around the holes.
 
     Args:
-        slips: share of moves that go straight to the right, then down, whatever is there.
-        seed: decides which moves these are.
+        slips: share of moves that are mistakes: straight to the right, then down, whatever is there.
+        seed: decides which moves are mistakes.
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):
         self.slips, self._random = slips, random.Random(seed)
 
     def __call__(self, said: str) -> tuple[str, dict[str, Any]] | str:
-        """Answer what the environment said last: return the next call, or the last words."""
+        """Reply to the environment's last message with the next tool call, or with the final answer."""
         place = re.search(r"row (\d) column (\d)", said)
         if not place:
             return "Done."

@@ -1,4 +1,4 @@
-"""Guess a number that a server of OpenEnv keeps: the server is another process, its client is the environment."""
+"""Guess a number that an OpenEnv server knows: the server is another process, its client is the environment."""
 
 import atexit
 import os
@@ -20,7 +20,7 @@ SESSIONS = 1024  # one for each environment of a run
 
 
 class Server:
-    """Run the server in a process of its own, which ends when this one does."""
+    """Run the server in a separate process, which ends when this one does."""
 
     def __init__(self) -> None:
         # The server ends when its standard input ends, so also if this process is killed
@@ -33,16 +33,16 @@ class Server:
             raise RuntimeError(f"the OpenEnv server ended with status {self.process.wait()}: see its message above")
 
     def stop(self) -> None:
-        """End the process."""
+        """End the server's process."""
         self.process.kill()
         self.process.wait()
 
 
 class Environment:
     """
-    Guess by calls that go to the server at `OPENENV_URL`, or to one that is started with the first environment.
+    Pass guesses to the server at `OPENENV_URL`, or to a server that is started with the first environment.
 
-    A row's `seed` decides an episode.
+    A row's `seed` decides the number of an episode.
     """
 
     _server: Server | None = None  # of all environments of this process
@@ -55,7 +55,7 @@ class Environment:
         self._client, self._lost = client.sync(), ""
 
     def reset(self, seed: int = 0, **row: Any) -> str:
-        """Have the server think of a number."""
+        """Start an episode, in which the server chooses a number."""
         self._reward = 0.0
         return self._ask(self._client.reset, seed=seed)
 
@@ -73,7 +73,7 @@ class Environment:
 
     def get_reward(self) -> float:
         """
-        Return 1 for a number that was found, if nothing was asked afterwards.
+        Return 1 if the number was found and no tool was called afterwards, else 0.
 
         Raises:
             RewardFailed: the server did not answer.
@@ -97,25 +97,25 @@ class Environment:
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return rows of a dataset, each with a number of its own."""
+    """Return rows of a dataset, each with the seed of its number."""
     prompt = [{"role": "user", "content": "Find the number.\n"}]
     return [{"prompt": prompt, "seed": seed * 1_000_000 + number} for number in range(count)]
 
 
 class Player:
     """
-    Halve what is left.
+    Guess the middle of the range that is left.
 
     Args:
-        slips: share of guesses that are the lowest possible number.
-        seed: decides which guesses these are.
+        slips: share of guesses that are mistakes: the lowest possible number.
+        seed: decides which guesses are mistakes.
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):
         self.slips, self._random = slips, random.Random(seed)
 
     def __call__(self, said: str) -> tuple[str, dict[str, Any]] | str:
-        """Answer what the environment said last: return the next call, or the last words."""
+        """Reply to the environment's last message with the next tool call, or with the final answer."""
         bounds = re.search(r"(\d+) to (\d+)", said)
         if not bounds:
             return "Done."

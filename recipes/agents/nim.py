@@ -14,7 +14,9 @@ EPISODES = 4000
 
 
 def winning_moves(piles: list[int]) -> list[tuple[int, int]]:
-    """Return the moves (pile, count) after which the bitwise sum of the piles is 0; there are none if it is 0."""
+    """
+    Return the moves (pile, count) after which the XOR of the piles is 0; there are none if it is 0 before the move.
+    """
     total = 0
     for pile in piles:
         total ^= pile
@@ -22,7 +24,7 @@ def winning_moves(piles: list[int]) -> list[tuple[int, int]]:
 
 
 def choose(piles: list[int], blunders: float, generator: random.Random) -> tuple[int, int]:
-    """Return a winning move; a random move with probability `blunders`, or where no move wins."""
+    """Return a winning move, or with probability `blunders`, and where no move wins, a random move."""
     good = winning_moves(piles)
     if good and generator.random() >= blunders:
         return generator.choice(good)
@@ -30,15 +32,17 @@ def choose(piles: list[int], blunders: float, generator: random.Random) -> tuple
 
 
 def piles_in(text: str) -> list[int]:
-    """Return the piles that a board shows."""
+    """Read the sizes of the piles from the text of a board."""
     return [int(pile) for pile in re.findall(r"pile \d: (\d+)", text)]
 
 
 class Environment:
-    """Let the model move first. A row's `piles` and `seed` decide an episode: the opponent draws from `seed`."""
+    """
+    Let the model move first. A row's `piles` start an episode, and its `seed` decides the opponent's random moves.
+    """
 
     def reset(self, piles: list[int], seed: int = 0, **row: Any) -> str:
-        """Put the piles on the table."""
+        """Start an episode with these piles."""
         self._game = textarena.make("Nim-v0-raw", piles=piles)
         self._game.reset(num_players=2)  # a seed would go to Python's global generator
         self._random, self._reward, self._is_over = random.Random(seed), 0.0, False
@@ -68,7 +72,7 @@ class Environment:
         return "You lost." if self._is_over else self._board()
 
     def get_reward(self) -> float:
-        """Return 1 for a game that was won, if nothing was called afterwards."""
+        """Return 1 if the game was won and no tool was called afterwards, else 0."""
         return self._reward
 
     def _step(self, pile: int, count: int) -> None:
@@ -84,7 +88,7 @@ class Environment:
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return rows of a dataset: each a position that can be won."""
+    """Return rows of a dataset; each is a position that can be won."""
     generator, result = random.Random(seed), []
     prompt = [{"role": "user", "content": "Take the last object.\n"}]
     while len(result) < count:
@@ -99,15 +103,15 @@ class Player:
     Win each position that can be won.
 
     Args:
-        slips: share of moves that take the whole first pile.
-        seed: decides which moves these are.
+        slips: share of moves that are mistakes: they take the whole first pile.
+        seed: decides which moves are mistakes.
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):
         self.slips, self._random = slips, random.Random(seed)
 
     def __call__(self, said: str) -> tuple[str, dict[str, Any]] | str:
-        """Answer what the environment said last: return the next call, or the last words."""
+        """Reply to the environment's last message with the next tool call, or with the final answer."""
         piles = piles_in(said)
         if not piles:
             return "Done."

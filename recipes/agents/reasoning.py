@@ -1,4 +1,4 @@
-"""Spell words backward: tasks of reasoning-gym, answered in one turn and scored by its own checker."""
+"""Spell words backward: tasks of reasoning-gym, answered in one turn and scored by reasoning-gym's checker."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ _tasks = reasoning_gym.create_dataset(**TASK, size=1, seed=0)
 
 
 def correct(completions: list, entry: list[str], **_: Any) -> list[float]:
-    """Return 1 for each answer that the checker gives its full score, else 0."""
+    """Return 1 for each answer that gets the full score of reasoning-gym's checker, else 0."""
     answers = [completion[-1]["content"].strip() for completion in completions]
     return [
         float(_tasks.score_answer(answer, json.loads(task)) == 1) for answer, task in zip(answers, entry, strict=True)
@@ -27,9 +27,9 @@ def correct(completions: list, entry: list[str], **_: Any) -> list[float]:
 
 def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """
-    Return rows of a dataset, each with a task and what its checker reads.
+    Return rows of a dataset, each with a task and the data for its checker.
 
-    A tenth of the words is kept for `seed=1`, which the policy is evaluated on.
+    A tenth of the words is held out: only `seed=1`, the evaluation set, uses them.
     """
     tasks = reasoning_gym.create_dataset(**TASK, size=20 * count, seed=seed)
     kept = (task for task in tasks if (zlib.crc32(task["answer"].encode()) % 10 == 0) == (seed == 1))
@@ -44,7 +44,7 @@ class Player:
     Spell a word backward.
 
     Args:
-        slips: share of words that are spelled forward.
+        slips: share of words that are spelled forward, by mistake.
         seed: decides which words these are.
     """
 

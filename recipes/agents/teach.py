@@ -1,12 +1,12 @@
-"""Teach a small model to call the tools of an environment: a tokenizer and a model of its own, and SFT on a player.
+"""Teach a small model to call an environment's tools: make a tokenizer and a model, and imitate a player by SFT.
 
     python -m recipes.agents.teach frozen_lake
     python -m recipes.agents.teach path/to/my_game.py:Environment
 
 Give the name of a module beside this one, or a class as for `environment` of `trl-ext ppo`. The module has `rows`
-(starts of episodes), a `Player`, `MISTAKES` (how often the player errs where SFT imitates it), and an `Environment`,
-or else `TOOLS` and a reward function `correct`. The folder gets `sft/`, the model, and `rows/`, the starts that
-`trl-ext ppo --config agents/NAME` trains and evaluates on.
+(starts of episodes), a `Player`, `MISTAKES` (the share of mistakes of the player that SFT imitates), and an
+`Environment`, or else `TOOLS` and a reward function `correct`. The output folder gets the model in `sft/`, and in
+`rows/` the starts that `trl-ext ppo --config agents/NAME` trains and evaluates on.
 """
 
 import argparse
@@ -32,7 +32,7 @@ TAGS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>",
 
 
 def play(environment: Any, row: dict[str, Any], player: Any) -> list[dict[str, Any]]:
-    """Return the messages of an episode that a scripted player plays with [`start`]'s environment or module."""
+    """Return the messages of an episode that a scripted player plays with an environment or module from [`start`]."""
     prompt = [dict(message) for message in row["prompt"]]
     if hasattr(environment, "reset"):
         prompt[-1]["content"] += environment.reset(**{key: value for key, value in row.items() if key != "prompt"})
@@ -48,7 +48,7 @@ def play(environment: Any, row: dict[str, Any], player: Any) -> list[dict[str, A
 
 
 def success(module: ModuleType, player: Any, count: int = 500) -> float:
-    """Return the mean reward of a player over the starts that the policy is evaluated on."""
+    """Return a player's mean reward over the starts of the evaluation set."""
     environment, total = start(module), 0.0
     for row in module.rows(count, seed=1):
         episode = play(environment, row, player)
@@ -58,12 +58,14 @@ def success(module: ModuleType, player: Any, count: int = 500) -> float:
 
 
 def start(module: ModuleType) -> Any:
-    """Return an environment of a module, or the module itself, whose functions are its tools."""
+    """
+    Return an instance of a module's `Environment`, or if it has none, the module itself, whose functions are tools.
+    """
     return module.Environment() if module.Environment else module
 
 
 def schemas(environment: Any) -> list[dict[str, Any]]:
-    """Return what a chat template shows of the tools of an environment, or of a module."""
+    """Return the JSON schemas of the tools of an environment or module, for a chat template."""
     if isinstance(environment, ModuleType):
         return [get_json_schema(tool) for tool in getattr(environment, "TOOLS", [])]
     named = [name for name in vars(type(environment)) if not name.startswith("_")]
@@ -127,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def teach(module: ModuleType, output: Path, seed: int, count: int | None = None) -> None:
-    """Write `sft/` and `rows/` of a module whose player is imitated in `count` episodes, by default its `EPISODES`."""
+    """Write `sft/` and `rows/` of a module; SFT imitates its player in `count` episodes, by default its `EPISODES`."""
     from transformers import set_seed
     from trl import SFTConfig, SFTTrainer
 

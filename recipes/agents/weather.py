@@ -1,4 +1,4 @@
-"""Say how warm it is in a city on a day, from a table that only a tool can read."""
+"""Answer how warm it is in a city on a day, from a table that only a tool can read."""
 
 import random
 import re
@@ -44,7 +44,7 @@ def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """
     Return rows of a dataset, each with a question.
 
-    A tenth of the pairs of city and day is kept for `seed=1`, so that nothing learnt by heart answers them.
+    A tenth of the pairs of city and day is held out for `seed=1`, so that a memorised answer cannot be right.
     """
     generator, result = random.Random(seed), []
     while len(result) < count:
@@ -57,18 +57,18 @@ def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 class Player:
     """
-    Look up what is asked and say it.
+    Look up the temperature that is asked for, and answer.
 
     Args:
-        slips: share of calls that ask for the day after.
-        seed: decides which calls these are.
+        slips: share of calls that are mistakes: they ask for the day after.
+        seed: decides which calls are mistakes.
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):
         self.slips, self._random = slips, random.Random(seed)
 
     def __call__(self, said: str) -> tuple[str, dict[str, Any]] | str:
-        """Answer what was said last: return the next call, or the last words."""
+        """Reply to the last message with the next tool call, or with the final answer."""
         asked = re.search(r"in\n(\w+)\non day (\d+)", said)
         if not asked:
             return said

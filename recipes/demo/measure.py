@@ -16,7 +16,7 @@ BATCH = 128
 
 @dataclass
 class Measured:
-    """Hold a policy's answers, one for each prompt, and their figures; tensors are (N,)."""
+    """Hold a policy's N answers, one for each prompt, and their figures; tensors are (N,)."""
 
     answers: list[str]
     gold: Tensor

@@ -50,7 +50,9 @@ def alarm_of(folder: Path) -> int | None:
 
 
 def verdicts(measured: dict[str, Measured], curve: dict[str, Tensor]) -> dict[str, tuple[bool, str]]:
-    """Return the demo's claims, each with whether it holds here and its figures; `curve` is the unguarded run's."""
+    """
+    Return the demo's claims, whether each holds in this run, and its figures; `curve` is that of the unguarded run.
+    """
     sft, guarded, unguarded = (measured[name] for name in ("sft", "guarded", "unguarded"))
     gain, loss, rise = (
         (b - a, bootstrap_interval(b - a))
@@ -73,7 +75,7 @@ def verdicts(measured: dict[str, Measured], curve: dict[str, Tensor]) -> dict[st
 def write_report(
     folder: Path, rows: list[dict], measured: dict[str, Measured], durations: dict[str, float], settings: dict
 ) -> str:
-    """Write `report.html` and `overoptimization.png` into `folder`; return what to print."""
+    """Write `report.html` and `overoptimization.png` into `folder`; return a summary to print."""
     curves = {name: read_curve(folder / name) for name in COLOURS}
     alarms = {name: alarm_of(folder / name) for name in COLOURS}
     fits = plot_overoptimization(curves, folder / "overoptimization.png", alarms)
@@ -104,7 +106,7 @@ def write_report(
 
 
 def _pages(stage: Path) -> list[tuple[str, str]]:
-    """Return names and addresses of the pages that a stage has left."""
+    """Return names and addresses of the pages that a stage has written."""
     pages = {"the run": "report.html", "the saved model": "reward_report.html"}
     return [(name, f"{stage.name}/{page}") for name, page in pages.items() if (stage / page).is_file()]
 
@@ -118,7 +120,7 @@ def _measured(measured: dict[str, Measured]) -> list[list[str]]:
 
 
 def _inline(picture: Path) -> str:
-    """Return a PNG as an address that holds it, so that the page loads nothing."""
+    """Return a PNG as a data URL, so that the page loads no other file."""
     return f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
 
 

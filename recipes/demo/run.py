@@ -1,11 +1,12 @@
-"""The whole pipeline, and the hack, offline in minutes: SFT → reward model → PPO with and without guard rails.
+"""Run the whole pipeline, and a reward hack, offline in minutes: SFT → reward model → PPO with and without guard
+rails.
 
     trl-ext demo --seed 0
 
-The world is a customer-support desk made of a small grammar (world.py), so the true quality of an answer, its gold
-score, is known. A phrase that has nothing to do with quality was planted into the reward model's data. The report
-shows what PPO makes of it. The same command again resumes where it stopped. `--stage online_dpo`, or another, builds
-that stage alone, and those that it needs.
+The task is a simulated customer-support desk, whose texts a small grammar makes (world.py), so the true quality of an
+answer, its gold score, is known. A phrase that has nothing to do with quality was planted into the reward model's
+data. The report shows how PPO exploits it. The same command again resumes where it stopped. `--stage NAME`, such as
+`--stage online_dpo`, builds only that stage and the stages that it needs.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -41,13 +42,13 @@ class RunArguments(stages.DemoArguments):
 
 
 def build(args: stages.DemoArguments, name: str) -> Path:
-    """Build a stage, unless it is there."""
+    """Build a stage, unless it is complete."""
     stage = getattr(stages, f"{name}_stage", None)
     return stage(args) if stage else stages.ppo_stage(args, name)
 
 
 def run(args: stages.DemoArguments) -> str:
-    """Build what is missing, measure, and write the report; return the summary."""
+    """Build the stages that are missing, measure the policies, and write the report; return the summary."""
     steps = ("world", "sft", "reward", "guarded", "unguarded")
     for number, name in enumerate(steps, 1):
         done = (args.folder / name / stages.MARKER).is_file()
@@ -90,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
             "the whole demo."
         )
     page = args.folder / "report.html"
-    print(f"\n{summary}\n\nReport: {page} ({time.time() - start:.0f} s), with links to each stage's")
+    print(f"\n{summary}\n\nReport: {page} ({time.time() - start:.0f} s), with links to each stage's page")
     flags = "--prompt 'hello , my lamp gets too hot . what can i do . <agent>' --max_new_tokens 48"
     print(f"Next: trl-ext generate --model_name_or_path {args.folder / 'guarded'} {flags}")
 

@@ -1,7 +1,7 @@
-"""Build the demo's stages, each once: world → SFT → reward model → PPO. All but the first run a recipe.
+"""Build the demo's stages, each once: world (the data) → SFT → reward model → PPO. All but the first run a recipe.
 
-A stage that is complete says so in a file, written last, so what was interrupted is never taken for whole. Recipes go
-on from what they find in their folder; the world is written into `world.partial`, and renamed.
+A complete stage has a file that is written last, so an interrupted stage is never taken for complete. Recipes resume
+from the checkpoints in their folder; the world is written into `world.partial`, which is then renamed.
 """
 
 import json
@@ -37,7 +37,7 @@ SHORT = {
 
 @dataclass
 class DemoArguments:
-    """Declare what may differ from one demo to the next."""
+    """Declare the settings of the demo."""
 
     seed: int = setting(0, "Seed of the world, the models and the training.")
     output_dir: str = setting("outputs/demo", "Folder; each seed has its own within.")
@@ -54,12 +54,12 @@ class DemoArguments:
 
 
 def build(folder: Path, settings: dict, write: Callable[[Path], None]) -> None:
-    """Build a stage unless it is there; raise a `ValueError` if it was built with other settings.
+    """Build a stage unless it is complete; raise a `ValueError` if it was built with other settings.
 
     Args:
         folder: folder of the stage.
-        settings: what the stage depends on.
-        write: writes the stage into the folder that it is given, on the main process.
+        settings: the settings that the stage depends on.
+        write: function that writes the stage into a folder; it runs on the main process.
     """
     processes, start = PartialState(), time.time()
     complete = _is_complete(folder, settings)
@@ -78,7 +78,7 @@ def build(folder: Path, settings: dict, write: Callable[[Path], None]) -> None:
 
 
 def seconds(folder: Path) -> float:
-    """Return the seconds that a complete stage took."""
+    """Return how many seconds it took to build a complete stage."""
     return json.loads((folder / MARKER).read_text())["seconds"]
 
 
@@ -102,14 +102,14 @@ def world_stage(args: DemoArguments) -> Path:
 
 
 def sft_stage(args: DemoArguments) -> Path:
-    """Train the policy by SFT, before reinforcement learning."""
+    """Train the initial policy by SFT."""
     world = world_stage(args)
     arguments = ["--model_name_or_path", world / "model", "--dataset_name", world / "sft"]
     return _train(args, "sft", sft.main, arguments)
 
 
 def reward_stage(args: DemoArguments) -> Path:
-    """Train the reward model, which sees the planted phrase."""
+    """Train the reward model, on pairs that contain the planted phrase."""
     world, policy = args.folder / "world", sft_stage(args)
     arguments = ["--model_name_or_path", policy, "--dataset_name", world / "preferences"]
     return _train(args, "reward", reward.main, [*arguments, "--demonstrations_name", world / "sft"])
@@ -129,7 +129,7 @@ def online_dpo_stage(
     args: DemoArguments, name: str = "online_dpo", options: Sequence = (), reward: Sequence | None = None
 ) -> Path:
     """
-    Train by rounds of online DPO from the SFT model; their folders are in the stage's.
+    Train by rounds of online DPO from the SFT model; the rounds' folders are in the stage's folder.
 
     A suffix after a hyphen in `name` names a variant, as with PPO.
     """
@@ -137,7 +137,7 @@ def online_dpo_stage(
 
 
 def use_one_thread() -> None:
-    """Run PyTorch with one thread: the demo's tensors are so small that several would mostly wait for each other."""
+    """Run PyTorch with one thread: the demo's tensors are so small that several threads would mostly wait."""
     torch.set_num_threads(1)
 
 
@@ -166,7 +166,7 @@ def _continue(
 
 
 def _run(folder: Path, settings: dict, main: Callable[[list[str]], None], arguments: list[str]) -> Path:
-    """Run a recipe, which resumes by itself from what it finds in its folder, unless it was complete."""
+    """Run a recipe unless it was complete; it resumes from the checkpoints in its folder."""
     processes, start = PartialState(), time.time()
     complete = _is_complete(folder, settings)
     processes.wait_for_everyone()

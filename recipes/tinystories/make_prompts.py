@@ -47,7 +47,7 @@ OPENINGS = [
 
 
 def openings(words: dict[str, list[str]], size: int) -> list[str]:
-    """Return `size` distinct openings, as evenly over the ten patterns as their numbers of variants allow."""
+    """Return `size` distinct openings, spread over the ten patterns as evenly as the patterns' variants allow."""
     rng = random.Random(0)
     pools = []
     for opening in OPENINGS:

@@ -39,10 +39,11 @@ def _words(text: str) -> list[str]:
 
 
 def happy_sentence_reward(completions: list[str], **kwargs) -> list[float]:
-    """Score the sentences that bring a happy word not used before, in [0, 1]; `ENOUGH` of them earn 1.
+    """Count the sentences with a happy word that was not used before; return a score in [0, 1], 1 for `ENOUGH` of
+    them.
 
-    A sentence must end, have 4 to 20 words and counts once, so neither a list of happy words nor one word over and
-    over earns more than a single sentence does.
+    A sentence must end, have 4 to 20 words, and counts once. So neither a list of happy words nor one word repeated
+    earns more than a single sentence does.
     """
     return [_happy_sentences(completion) / ENOUGH for completion in completions]
 
@@ -70,7 +71,7 @@ def repetition_reward(completions: list[str], **kwargs) -> list[float]:
 
 
 def story_quality(completions: list[str], **kwargs) -> list[float]:
-    """Happy sentences and no loops: what ppo_monitored.yaml wants, but does not train on."""
+    """Score happy sentences minus repetition, the quality that ppo_monitored.yaml measures but does not train on."""
     pairs = zip(happy_sentence_reward(completions), repetition_reward(completions), strict=True)
     return [happy + loops for happy, loops in pairs]
 

@@ -287,7 +287,7 @@ def test_a_warm_up_leaves_the_policy_alone_or_is_refused(failed, name):
     mode, results, _, _ = failed
     for rank in results:
         if mode.startswith("zero"):
-            assert "`critic_warmup_rollouts` leaves out updates of the policy, but DeepSpeed" in rank[name]
+            assert "`critic_warmup_rollouts` skips updates of the policy, but DeepSpeed" in rank[name]
         else:
             assert rank[name] == [["critic"], *2 * [["critic", "policy"]]]
 

@@ -151,7 +151,7 @@ def test_what_would_train_wrongly_is_refused(sft, tmp_path, subtests):
     ]:
         with subtests.test(path), pytest.raises(ValueError, match=message):
             PPOTrainer(path, [length_reward], args, prompts(), processing_class=tiny_tokenizer())
-    with subtests.test("another shape is not read"), pytest.warns(UserWarning, match="`peft_config` is not read"):
+    with subtests.test("another shape is not read"), pytest.warns(UserWarning, match="`peft_config` is ignored"):
         trainer = PPOTrainer(sft, [length_reward], args, prompts(), peft_config=LoraConfig(r=16))
         assert trainer.model.policy.peft_config["default"].r == 4
     with subtests.test("embeddings of its own can be read"):

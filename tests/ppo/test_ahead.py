@@ -122,5 +122,5 @@ def test_other_prompts_than_those_that_were_drawn_for_are_refused(monkeypatch, t
             return loader
 
         trainer.get_train_dataloader = shuffled
-        with pytest.raises(RuntimeError, match="rollout 0 was generated for other prompts than the"):
+        with pytest.raises(RuntimeError, match="rollout 0 was generated ahead for other prompts than the"):
             trainer.train()

@@ -220,7 +220,7 @@ def test_two_processes_do_what_one_does(tmp_path):
 
 def test_rollouts_of_one_prompt_on_both_sides_are_refused():
     train, held_out = (Dataset.from_dict({"prompt_ids": ids}) for ids in ([[1], [2]], [[3], [2]]))
-    with pytest.raises(ValueError, match="1 of 2 held-out rollouts answer prompts that are trained on"):
+    with pytest.raises(ValueError, match="1 of 2 held-out rollouts answer prompts of the training set"):
         check_apart(train, held_out)
     check_apart(train, held_out.select([0]))
 

@@ -177,7 +177,7 @@ def edited(trainer):
 def test_log_probs_that_are_missing_end_a_run_that_needs_them(answering, config, tmp_path):
     trainer = answering(make_trainer(tmp_path, trainer_kwargs={"eval_dataset": prompts(4)}, **config))
     trainer.evaluate()  # trains nothing
-    with pytest.raises(RuntimeError, match="log-probs are missing, or belong to other tokens"):
+    with pytest.raises(RuntimeError, match="log-probs are missing, or do not belong to the answers' tokens"):
         trainer.train()
     assert trainer.state.global_step == 0
     without = answering(make_trainer(tmp_path, max_steps=1, **MODES["none"]))

@@ -48,7 +48,7 @@ def test_the_target_grows_with_the_rollout(tmp_path):
 
 
 def test_once_found_a_factor_rises_as_far_as_the_measured_kl_supports():
-    """A tenth where the policy hardly moves; by what is missing where the policy has moved by a tenth of the target."""
+    """By a tenth where the policy hardly moves, further where it has moved by a tenth of the target."""
     for kl, rise in ((1e-9, 1.1), (0.01, 1.1 + 4 * 0.1**0.5)):
         controller = RateController(0.1)
         controller.factor, controller.is_found = 1.0, True

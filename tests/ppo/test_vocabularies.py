@@ -40,7 +40,7 @@ def test_a_model_without_a_row_for_a_token_or_with_another_tokenizer_is_refused(
     tiny_llama(99).save_pretrained(tmp_path / "model")
     for folder in ("classifier", "model"):
         tiny_tokenizer(WORDS[::-1]).save_pretrained(tmp_path / folder)
-    other = f"was saved with another tokenizer: there '{WORDS[0]}' has the id {ROWS - 1}, not 6"
+    other = f"was saved with another tokenizer, in which '{WORDS[0]}' has the id {ROWS - 1}, not 6"
     for kwargs, message in [
         ({"value_model": few}, "`value_model` has no embeddings for tokens"),
         ({"value_model": str(tmp_path / "classifier")}, f"`value_model` .*{other}"),

@@ -69,7 +69,7 @@ def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path,
     assert bytes_of(part) == models and rounds(part) == history
 
     other = arguments(inputs, part, "--model_name_or_path", str(part / "round-1"))
-    assert f"was begun from {inputs / 'model'}: choose another" in refusal(capsys, main, other)
+    assert f"was started from {inputs / 'model'}: choose another" in refusal(capsys, main, other)
 
 
 @pytest.mark.slow
@@ -87,7 +87,10 @@ def test_the_watch_over_rounds_says_a_hack_and_its_stop_holds(inputs, tmp_path, 
     for _ in range(2):
         main(arguments(inputs, tmp_path, *held))
         printed = capsys.readouterr().out
-        assert "Stopped before round 2: give `--watch warn` to continue." in printed and len(rounds(tmp_path)) == 2
+        assert (
+            "Stopped before round 2 by HackWatch: set `--watch warn` to continue." in printed
+            and len(rounds(tmp_path)) == 2
+        )
     main(arguments(inputs, tmp_path, "--num_rounds", "2"))
     assert "What the reward paid for: The phrase 'la': 9% → 60%" in capsys.readouterr().out
     assert [each["risk"] for each in rounds(tmp_path)] == [0.0, 0.9, 0.9]

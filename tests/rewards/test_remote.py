@@ -130,7 +130,9 @@ def test_a_server_that_is_gone_is_not_asked_for_a_while(monkeypatch):
         reward = RemoteReward(url, batch_size=1, max_concurrency=1, retries=0, on_error="skip")
         assert reward(PROMPTS, ANSWERS) == [None] * 40 and len(came) == 5
         reward.on_error = "raise"
-        with pytest.raises(RuntimeError, match="not asked: the last requests failed; the next one is sent in"):
+        with pytest.raises(
+            RuntimeError, match="the request was not sent, since the last requests failed; requests are sent again in"
+        ):
             reward(PROMPTS, ANSWERS)
         is_up = True
         time.sleep(0.6)
@@ -205,7 +207,7 @@ def test_a_token_is_sent_and_written_nowhere(monkeypatch, status):
         assert "s3cret" not in text
     assert b"s3cret" not in pickle.dumps(reward)
     monkeypatch.delenv("SCORES_KEY")
-    with pytest.raises(ValueError, match="environment variable SCORES_KEY is empty: export a token"):
+    with pytest.raises(ValueError, match="environment variable SCORES_KEY is not set or empty: export a token"):
         RemoteReward(url, api_key_env="SCORES_KEY")
     for secret in ("http://me:pass@host", "http://host/?key=pass"):
         with pytest.raises(ValueError, match="`url` must not contain credentials") as refused:

@@ -46,7 +46,7 @@ def other(tmp_path):
 def test_a_model_is_written_over_on_request_only(tmp_path, file):
     (tmp_path / file).write_text("{}")
     for resume in (None, "true"):
-        with pytest.raises(FileExistsError, match="holds a model, and no checkpoint"):
+        with pytest.raises(FileExistsError, match="holds a model, but no checkpoint"):
             check_output_dir(tmp_path, resume)
     for resume in ("false", "False"):
         check_output_dir(tmp_path, resume)
@@ -131,7 +131,7 @@ def test_where_there_are_no_locks_that_is_said(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(output_dir.FileLock, "acquire", without)
     Hold(tmp_path).release()
-    assert "keeps a second run out of" in capsys.readouterr().out
+    assert "stops a second run from" in capsys.readouterr().out
 
 
 @pytest.mark.distributed

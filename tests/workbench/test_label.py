@@ -94,7 +94,7 @@ def report(output="out"):
 def test_without_labels_nothing_is_asked_and_people_get_their_rows(folder, capsys):
     with serving(right) as (url, came):
         status, _, error = run(capsys, url, labels=False)
-        assert status == 1 and not came and "0 pairs have a label by people, and `min_known` is 24" in error
+        assert status == 1 and not came and "0 pairs have a label by people, fewer than `min_known` (24)" in error
         shown = list(read_jsonl("out/people.jsonl"))
         assert len(shown) == KNOWN and shown[0].keys() == {"item", "prompt", "response_a", "response_b"}
         assert len(json.loads((folder / "out/label_studio.json").read_text())) == KNOWN
@@ -336,7 +336,7 @@ def test_what_would_label_wrongly_is_refused(folder, capsys, subtests):
     write_rows(folder / "wrong.jsonl", [{"item": "other", "choice": "a"}])
     for words, said in [
         (["--rubric", "none.yaml"], "must have `version` and `rubric`"),
-        (["--votes", "2"], "are all the same at `judge_temperature` 0"),
+        (["--votes", "2"], "with `judge_temperature` 0, all `votes`"),
         (["--pairs", "two.jsonl"], "two different pairs have the same `item`"),
         (["--labels", "wrong.jsonl"], "has the item 'other', which is not one of the pairs"),
     ]:

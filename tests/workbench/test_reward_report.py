@@ -131,7 +131,7 @@ def test_probes_that_cannot_be_run_or_judged_break_their_bound(folder):
     status, report = run(reward="no_score")  # what no probe has seen has passed none
     (reason,) = report["verdict"]["reasons"]
     assert status == 1 and report["accuracy"] == 0.8 and report["probes"] == []
-    assert reason.startswith("The probes could not be run: the reward gave") and reason not in report["unknown"]
+    assert reason.startswith("The probes could not be run: the reward must return") and reason not in report["unknown"]
     status, report = run("--probe_rows 20")
     (said,) = report["verdict"]["not_judged"]
     assert status == 1 and "probes change too few good answers" in said and said in report["verdict"]["reasons"]
@@ -141,7 +141,7 @@ def test_probes_that_cannot_be_run_or_judged_break_their_bound(folder):
     "words, message",
     [
         ("rewards.py:good --dataset_name pairs --group_columns people", "people"),  # before hours of scoring
-        ("rewards.py:good --dataset_name pairs --train_split test", "all 60 pairs were trained on"),
+        ("rewards.py:good --dataset_name pairs --train_split test", "the reward was trained on all 60 pairs"),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(folder, capsys, words, message):
@@ -177,7 +177,7 @@ def test_a_model_is_scored_as_it_was_trained_and_ppo_is_warned(model):
     assert status == 1 and report["demonstrations_mean"] == 0.5 and report["length_unit"] == "tokens"
     assert any("longer than the model reads" in said for said in report["unknown"])
     (said,) = objections(["reward", SimpleNamespace(members=["reward"])])
-    assert "reward_report.json says no to this reward model:\n  - The accuracy" in said
+    assert "This reward model did not pass its report, reward/reward_report.json:\n  - The accuracy" in said
 
 
 @pytest.mark.slow

@@ -223,4 +223,4 @@ def test_the_command_answers_what_is_under_way_before_it_ends(tmp_path):
 def test_nobody_is_let_in_by_mistake(capsys):
     with pytest.raises(SystemExit, match="2"):
         serve_reward.main(["mine.py:one", "--host", "0.0.0.0"])
-    assert "--host 0.0.0.0 lets other machines in" in capsys.readouterr().err
+    assert "--host 0.0.0.0 lets other machines connect" in capsys.readouterr().err

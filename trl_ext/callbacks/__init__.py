@@ -1,6 +1,7 @@
 """Monitors for any TRL or transformers script: `trainer.add_callback(KLBudgetCallback(limit=10, action="stop"))`.
 
-Public names load on first use: a script that only reads what a run has written imports neither torch nor transformers.
+Public names are imported on first use, so a script that only reads a run's files imports neither torch nor
+transformers.
 """
 
 from typing import TYPE_CHECKING

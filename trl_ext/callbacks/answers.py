@@ -1,4 +1,6 @@
-"""Define what generates answers in trainers that do not, and the monitors of answers: gold and canary."""
+"""
+Generate answers in trainers that generate none (SFT, DPO), and monitor answers: by a gold judge, and as canaries.
+"""
 
 import math
 import time
@@ -22,13 +24,13 @@ from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, sp
 
 def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[str, list]:
     """
-    Generate one greedy answer to each prompt, text or messages, and return all answers on every process.
+    Generate one greedy answer to each prompt, text or messages; every process returns all answers.
 
-    An answer has at most `max_new_tokens`, and fewer if the model's context is full before. A prompt that is longer
-    than the tokenizer's maximum loses its beginning.
+    An answer has at most `max_new_tokens` tokens, and fewer if the model's context is full earlier. A prompt that is
+    longer than the tokenizer's maximum loses its beginning.
 
     Returns:
-        The arguments that a reward function is called with:
+        A dict with the arguments of a reward function:
 
         - `prompts`: as they were given.
         - `completions`: the answers; text for a prompt of text, a list with one message for a prompt of messages.
@@ -79,7 +81,7 @@ class AnswersCallback(TrainerCallback):
     """
     Have the model answer a few prompts before training, at each evaluation and at the end.
 
-    Use it for SFT and DPO, which generate no answers of their own. The answers are greedy, have at most 128 tokens,
+    Use it for SFT and DPO, which generate no answers by themselves. The answers are greedy, have at most 128 tokens,
     and are appended to `completions.rank0.jsonl`. All processes generate.
 
     >>> trainer.add_callback(AnswersCallback(trainer=trainer, prompts=["The sky is", "Two and two are"]))
@@ -116,13 +118,13 @@ class GoldGapCallback(MonitorCallback):
     """
     Alert when the reward that is trained on (the proxy) rises more than the score of a judge (gold).
 
-    Also alert when answers lose against the first evaluation's answers, by the judge's scores.
+    Also alert when most answers score lower than the first evaluation's answers to the same prompts, by the judge.
 
     The gap is (proxy − proxy₀)/σ(proxy₀) − (gold − gold₀)/σ(gold₀). Here proxy and gold are means over an evaluation,
     index 0 is the first evaluation, and σ is the standard deviation of its single scores. Set `eval_on_start=True` so
     that the first evaluation measures the start policy.
 
-    To end training at the highest gold and keep that model, use what transformers has: `EarlyStoppingCallback`,
+    To end training at the highest gold score and keep that model, use transformers: `EarlyStoppingCallback`,
     `metric_for_best_model="eval_rewards/gold_judge/mean"` and `load_best_model_at_end=True`.
 
     >>> def judge(completions, **columns):
@@ -133,9 +135,9 @@ class GoldGapCallback(MonitorCallback):
         gold: key of the gold score in the evaluation's metrics. The default is the key that
             [`~trl_ext.rewards.GoldJudgeReward`] logs.
         proxy: key of the proxy in the evaluation's metrics. The default is the key of the trainer's own reward.
-        limit: the monitor acts if the gap, in σ, is above this by more than noise.
-        win_rate: the monitor acts if the share of answers that beat the start policy's answers is below this by more
-            than noise.
+        limit: the monitor acts if the gap, in σ, is significantly above this.
+        win_rate: the monitor acts if the share of answers that beat the start policy's answers is significantly below
+            this.
         trainer, judge: for trainers without reward functions (SFT, DPO, KTO); give both. At each evaluation the
             trainer's model greedily answers the first prompts of its evaluation set, from the column `prompt`.
             `judge`, a reward function, async or not, scores the answers; it also gets the other columns. Then
@@ -163,7 +165,7 @@ class GoldGapCallback(MonitorCallback):
             self._prompts = list(self._rows.pop("prompt"))
 
     def lacks(self, trainer):
-        """Yield a sentence if no reward function logs gold, or nothing is evaluated."""
+        """Yield a warning if no reward function logs gold scores, or if the run has no evaluations."""
         if getattr(trainer.args, "eval_strategy", None) == "no":
             yield "GoldGapCallback reads evaluations, and there are none: set `eval_strategy`, or remove the monitor."
         if not (self.judge or self.gold or any(isinstance(each, GoldJudgeReward) for each in rewards_of(trainer))):
@@ -181,7 +183,7 @@ class GoldGapCallback(MonitorCallback):
         self._handle(self._compare(metrics, rows), state, control)
 
     def _compare(self, metrics: dict[str, Any], rows: int | None) -> Iterator[Finding]:
-        """Compare an evaluation of `rows` prompts (None if that is unknown) with the first one."""
+        """Compare an evaluation of `rows` prompts (None if unknown) with the first evaluation; yield findings."""
         reward = metrics_of(self._args).get("reward")
         gold_key = self.gold or ("eval_rewards/gold_judge/mean" if self.judge is None else "eval_gold/mean")
         proxy_key = self.proxy or (f"eval_{reward.key}" if reward else "")
@@ -214,7 +216,9 @@ class GoldGapCallback(MonitorCallback):
             yield Finding("answers lose against the start policy's", advice, *found[:2], 0.5)
 
     def _judge(self) -> tuple[dict[str, float], int | None]:
-        """Generate answers on all processes, score them on the main one; return metrics and the number of scores."""
+        """
+        Generate answers on all processes, score them on the main process; return metrics and the number of scores.
+        """
         answers = self._rows | generate_answers(self.trainer, self._prompts, self.max_new_tokens)
         try:
             metrics, scores = on_first(self._scores, answers)
@@ -238,11 +242,11 @@ class GoldGapCallback(MonitorCallback):
 @dataclass(eq=False, kw_only=True)
 class CanaryCallback(MonitorCallback):
     """
-    Alert when the greedy answers to a fixed set of prompts change in length, grow alike or score lower.
+    Alert when the greedy answers to a fixed set of prompts change in length, become alike or score lower.
 
     The model answers the prompts before training, and then every few minutes. The answers' length, their most frequent
-    phrase and, with a judge, their score are compared with the first answers'. All answers are kept in `canary.jsonl`
-    in the output directory.
+    phrase and, with a judge, their score are compared with those of the first answers. All answers are kept in
+    `canary.jsonl` in the output directory.
 
     An unchanged policy gives the same greedy answers each time, so their length and phrase have no noise. A judge's
     scores may have noise, which is estimated from the earlier scores.
@@ -252,10 +256,10 @@ class CanaryCallback(MonitorCallback):
     Args:
         trainer: trainer whose model answers.
         prompts: texts or messages.
-        minutes: minutes from one set of answers to the next, by the main process' clock.
+        minutes: minutes from one set of answers to the next, by the main process's clock.
         judge: a reward function, async or not, that scores the answers; None for no scores.
-        length_factor: alert when the mean length is above the first one times this factor, or below the first one
-            divided by it.
+        length_factor: alert when the mean length is above the first answers' mean length times this factor, or below
+            it divided by this factor.
         phrase: alert when the share of answers with the most frequent phrase rises by more than this.
         score_drop: alert when the mean score falls by more than this. The default is half the σ of the first scores.
         max_new_tokens: maximum length of an answer, in tokens.
@@ -292,7 +296,7 @@ class CanaryCallback(MonitorCallback):
         self._handle(found, state, control)
 
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
-        """Yield a finding for each number in `now` that is too far from the first answers' number."""
+        """Yield a finding for each number in `now` that is too far from the same number of the first answers."""
         first = self.memory.setdefault("first", now)
         advice = "Compare the last answers in `canary.jsonl` with the first ones there."
         length, start = now["length"], max(first["length"], 1.0)

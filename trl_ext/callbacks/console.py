@@ -38,7 +38,7 @@ _alerts = logging.getLogger(f"{__package__}.monitor")  # where an alert's sink `
 
 class ConsoleCallback(ProgressCallback):
     """
-    Show a run as a bar with score, KL and ETA, and as a table with one row for each log.
+    Show a run as a progress bar with score, KL and ETA, and as a table with one row for each log.
 
     PPOTrainer, DPOTrainer and the recipes use it. For any other trainer:
 
@@ -48,13 +48,13 @@ class ConsoleCallback(ProgressCallback):
     user's subclass. (`trainer.add_callback` would keep transformers' own, and the run would be shown twice.)
 
     Rows begin with `train`, `eval`, `greedy` (an evaluation by PPOTrainer that decodes greedily), `log` (numbers that
-    a script logs), `done`, `notice` or `alert`. Notices and alerts go to stderr, other rows to stdout. Only
-    the main process shows anything. Bars are shown on a terminal alone; the setting `disable_tqdm` turns them off. A
-    narrow terminal gets fewer columns. `-` means that the log lacks this number.
+    a script logs), `done`, `notice` or `alert`. Notices and alerts go to stderr, other rows to stdout. Only the main
+    process prints. Bars are shown only on a terminal, and `disable_tqdm` turns them off. A narrow terminal gets fewer
+    columns. `-` means that the log does not have the number.
 
     Units are those of `METRICS` (`metrics.py`):
 
-    - `score`: as the reward functions give it
+    - `score`: in the unit of the reward functions
     - `KL/compl` (PPO), `KL/tok` (GRPO, RLOO): nats per completion or per token
     - `entropy`: nats per token
     - `length`: tokens of an answer
@@ -83,7 +83,7 @@ class ConsoleCallback(ProgressCallback):
         """
         Replace transformers' own progress bar or printed logs in a trainer; do nothing if it has neither.
 
-        The new callback is called before all other callbacks, so that monitors' alerts get lines of their own.
+        The new callback is called before all other callbacks, so that monitors' alerts are on separate lines.
         """
         handler = trainer.callback_handler
         others = [callback for callback in handler.callbacks if type(callback) not in _CONSOLES]
@@ -151,7 +151,9 @@ class ConsoleCallback(ProgressCallback):
             self._write(f"log    {', '.join(own)}")
 
     def _row(self, kind: str, state: Any, values: dict[str, float]) -> None:
-        """Write a row of the table, and the header if it has changed or is far above; do nothing without values."""
+        """
+        Write a row of the table, after the header if that has changed or scrolled far up; without values, do nothing.
+        """
         if not values:
             return
         self._columns |= values.keys()
@@ -173,15 +175,15 @@ class ConsoleCallback(ProgressCallback):
         print(line, file=file, flush=True)  # to stdout by default
 
     def _clear(self) -> None:
-        """Remove the bars from the terminal; they come again when the next step begins."""
+        """Remove the progress bars from the terminal; they reappear when the next step begins."""
         for bar in filter(None, (self.prediction_bar, self.training_bar)):
             bar.clear()
 
     def _show_alert(self, record: logging.LogRecord) -> bool:
         """
-        Write an alert on a line of its own, unless a log handler of the script will write it.
+        Write an alert on a separate line, unless a log handler of the script will write it.
 
-        Return whether a handler will: this is a filter of the alerts' logger.
+        Return whether a handler will write it, since this function is a filter of the alerts' logger.
         """
         if _alerts.hasHandlers():
             self._clear()

@@ -1,4 +1,4 @@
-"""Say what the reward pays for, and warn of a hack: a feature without content explains the reward's rise."""
+"""Find what the reward pays for, and warn of reward hacking: a feature without content explains the reward's rise."""
 
 import json
 import math
@@ -27,22 +27,22 @@ _LETTERS = 1000  # of a completion on the page
 @dataclass(eq=False, kw_only=True)
 class HackWatch(MonitorCallback):
     """
-    Say what the reward pays for, and alert when it pays for a feature without content, as in a hack.
+    Find what the reward pays for, and alert when it pays for a feature without content, as in reward hacking.
 
     After each rollout, [`~trl_ext.evaluation.reward_attribution`] finds which cheap features of completions explain
     the rise of the mean reward: phrases, beginnings and endings, length, empty answers, copies of the prompt,
-    repetition, capitals, characters, tool calls. Each is logged as the part of the rise that it explains,
-    `attribution/<kind>`; the run's page has words, a picture and completions, from `attribution.json` in the output
-    directory. A notice says when a feature first explains a quarter of the rise.
+    repetition, capitals, characters, tool calls. The part of the rise that a kind of feature explains is logged as
+    `attribution/<kind>`. The run's page shows the features in words, curves and completions, from `attribution.json`
+    in the output directory. A notice says when a feature first explains a quarter of the rise.
 
-    The monitor acts when features without content, which are not `expected`, explain more than `limit` of a rise that
-    is more than noise. A phrase counts once `spread` of the completions have it, so that it is no answer to some
-    prompts alone; tool calls count when they repeat an earlier one. The part's lower confidence bound, corrected for
-    the number of looks, is logged as `watch/risk`, so that callbacks that run after this one find it. PPOTrainer's
-    setting `watch` attaches a HackWatch.
+    The monitor acts when features without content that are not `expected` explain more than `limit` of a significant
+    rise. A phrase counts once at least the share `spread` of the completions has it, so that answers to a few prompts
+    do not count; a tool call counts if it repeats an earlier call. The lower confidence bound of the explained part,
+    corrected for the number of tests, is logged as `watch/risk`, where callbacks that run later can read it.
+    PPOTrainer's setting `watch` attaches a HackWatch.
 
-    If an evaluation measures gold, a score that training never sees, the risk is 0 once gold has risen, until it falls
-    from its best; a fall while the reward rises is a hack by itself.
+    If an evaluation measures a gold score, which training never uses, the risk is 0 once the gold score has risen,
+    until it falls from its best value. A fall of the gold score while the reward rises counts as a hack by itself.
 
     >>> trainer.add_callback(HackWatch(trainer=trainer, action="stop", expected=["length", "phrase:the answer is"]))
 
@@ -52,7 +52,7 @@ class HackWatch(MonitorCallback):
         spread: a phrase counts once at least this share of completions has it.
         kl: KL, in nats per completion, beyond which half of `limit` is enough.
         gold: key of the gold score in the evaluation's metrics.
-        expected: features that an honest reward may pay for: names such as `length`, or `phrase:…` with a phrase.
+        expected: features that the reward may rightly pay for: names such as `length`, or `phrase:…` with a phrase.
         others: see [`MonitorCallback`].
     """
 
@@ -91,7 +91,7 @@ class HackWatch(MonitorCallback):
 
     def observe(self, prompts: Sequence, completions: Sequence, scores: Sequence[float | None]) -> None:
         """
-        Take a rollout into account.
+        Add a rollout to the attribution.
 
         Args:
             prompts, completions: (N) texts or messages.
@@ -123,13 +123,15 @@ class HackWatch(MonitorCallback):
         self._show(found, rows, [{"completion": text[:_LETTERS], "score": score} for _, text, _, score in given])
 
     def _counts(self, paid: Paid) -> bool:
-        """Return whether a feature speaks of a hack."""
+        """Return whether a feature counts as a sign of reward hacking."""
         if paid.paid <= 0 or paid.has_content or is_expected(paid.name, self.expected):
             return False
         return paid.kind != "phrase" or paid.share >= self.spread
 
     def _show(self, found: Attribution, rows: list[dict[str, float]], answers: list[dict[str, Any]]) -> None:
-        """Keep the parts by kind for the logs, and words, curves and completions of the top features for the page."""
+        """
+        Store explained parts by kind for the logs, and words, curves and completions of the top features for the page.
+        """
         parts, shown = dict.fromkeys(self.memory.get("parts", ()), 0.0), []
         for place, each in enumerate(found.paid):
             parts[each.kind] = parts.get(each.kind, 0.0) + each.part
@@ -202,7 +204,7 @@ def attach_watch(trainer: Any, action: Any) -> None:
 
     Args:
         trainer: a trainer that keeps a table of completions.
-        action: action of the watch on its alert, or `"off"` to attach none. With `"warn"` the alert is sent only once.
+        action: what the `HackWatch` does on its alert, or `"off"` to attach none. With `"warn"` it alerts only once.
     """
     callbacks = trainer.callback_handler.callbacks
     if action != "off" and not any(isinstance(each, HackWatch) for each in callbacks):
@@ -217,16 +219,16 @@ def watch_rounds(
     rounds: Sequence[dict[str, Any]], **settings: Any
 ) -> tuple[float, dict[str, Any] | None, list[dict[str, Any]]]:
     """
-    Watch several rounds of training. In each round a policy is trained on its own answers, as in online DPO.
+    Test several rounds of training for reward hacking; in each, a policy is trained on its own answers (online DPO).
 
     Args:
-        rounds: of each round `prompts`, `completions` and `scores`, the policy's answers to prompts that are the same
-            for all rounds. The first round is the policy before training.
+        rounds: for each round its `prompts`, `completions` and `scores`. The prompts are the same in all rounds. The
+            first round has the answers of the policy before training.
         settings: arguments of [`HackWatch`].
 
     Returns:
-        The risk of a hack after the last round; an alert if it is above the limit, else None; and what the reward paid
-        for most, as `attribution.json` has it.
+        The risk of a hack after the last round, in the sense of `watch/risk`; an alert if it is above the limit, else
+        None; and what the reward paid for most, in the form of `attribution.json`.
     """
     watch, alert = HackWatch(sinks=[], **settings), None
     for watch.step, given in enumerate(rounds):

@@ -1,4 +1,4 @@
-"""List the key, unit and cadence of what each trainer logs, found by running TRL 1.16, and draw it with matplotlib."""
+"""List key, unit and cadence of the metrics that each trainer logs (found by running TRL 1.16), and draw them."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any, Literal
 @dataclass(frozen=True)
 class Metric:
     """
-    Name the key under which a trainer logs a quantity.
+    Describe the key under which a trainer logs a quantity.
 
     Args:
         key: the quantity's key in `logs`.
@@ -75,7 +75,7 @@ METRICS: dict[str, dict[str, Metric]] = {
 
 
 def metrics_of(args: Any) -> dict[str, Metric]:
-    """Return the quantities of `METRICS` that the trainer with the config `args` logs; {} for an unknown trainer."""
+    """Return the quantities in `METRICS` that the trainer with the config `args` logs; {} for an unknown trainer."""
     return next((METRICS[cls.__name__] for cls in type(args).__mro__ if cls.__name__ in METRICS), {})
 
 
@@ -88,7 +88,7 @@ def rollout_steps(args: Any) -> int:
 
 def answers_in_log(args: Any, logging_steps: int) -> float | None:
     """
-    Return the number of independent answers in a log that covers the start of a rollout; None if `args` do not say.
+    Return the number of independent answers in a log that covers the start of a rollout; None if it is unknown.
 
     Several answers to one prompt may be alike, so they count as one answer. If only a critic is trained, each row of
     the data counts as an answer.
@@ -108,7 +108,7 @@ def numbers_in(logs: dict[str, Any]) -> dict[str, float]:
 
 
 def is_training_log(logs: dict[str, Any]) -> bool:
-    """Return whether a log is one of training steps: only such a log has a learning rate."""
+    """Return whether a log is about training steps, which is when it has a learning rate."""
     return "learning_rate" in logs
 
 
@@ -127,20 +127,20 @@ def curve(history: list[dict[str, Any]], key: str | None) -> tuple[list[int], li
 
 
 def draw_alerts(axes, alerts) -> None:
-    """Mark alerts at the foot of a panel: orange for a warning, red for an action."""
+    """Mark alerts at the bottom of a plot: orange for a warning, red for an action."""
     for alert in alerts:
         colour = "tab:orange" if alert["action"] == "warn" else "tab:red"
         axes.plot(alert["step"], 0.02, "^", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
 
 
 def printable(text: str) -> str:
-    """Return the text with U+FFFD for line ends, control characters and lone surrogates."""
+    """Return the text with U+FFFD in place of line ends, control characters and lone surrogates."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def as_label(name: str) -> str:
     """
-    Return a name changed so that a legend shows it well: printable, and cut in the middle if it is too long.
+    Return a name in a form for legends: printable, and shortened in the middle if it is too long.
 
     matplotlib would hide a name that begins with `_`, so such a name gets an invisible first character.
     """
@@ -159,9 +159,9 @@ def draw_line(axes, history, key: str | None, label: str, **style) -> None:
 
 def _panel(lines: dict[str, str], monitor: str = "", *arguments: str) -> Callable:
     """
-    Return a function that draws curves, and the bounds that arguments of a monitor give them.
+    Return a function that draws a panel: curves, and the bounds that a monitor's arguments set.
 
-    `lines` maps quantities, or keys that have a `/`, to labels.
+    `lines` maps quantities, or log keys (which have a `/`), to labels.
     """
 
     def draw(axes, history, metrics, registry) -> None:

@@ -1,4 +1,4 @@
-"""Define `MonitorCallback`, the base class of monitors: it tells changes from noise, and sends alerts."""
+"""Define `MonitorCallback`, the base class of monitors, which tests changes for significance and sends alerts."""
 
 import json
 import math
@@ -45,10 +45,10 @@ class Finding:
         what: the problem, in words.
         advice: what to do, in a sentence.
         value: the measured number, if there is one.
-        bound: the limit that `value` has passed, if there is one.
-        baseline: the number from the start of the run that `value` is compared with, if there is one.
+        bound: the limit that `value` exceeds or falls below, if any.
+        baseline: the number from the start of the run that `value` is compared with, if any.
         acts: whether the monitor takes its `action`; if False, it only warns.
-        level: `alert` for a problem of the run, `notice` for a problem of the monitor itself.
+        level: `alert` for a problem of the run, `notice` for a problem of the monitor.
     """
 
     what: str
@@ -63,7 +63,7 @@ class Finding:
 @dataclass
 class Alert(Finding):
     """
-    Hold a [`Finding`] as it is sent. A notice is sent like an alert, but is not counted as one.
+    Hold a [`Finding`] in the form in which it is sent. A notice is sent like an alert, but does not count as one.
 
     Args:
         monitor: class name of the monitor.
@@ -123,20 +123,20 @@ def send_to(name: str, alert: Alert, args: Any) -> None:
 
 
 def _post(request: Request) -> None:
-    """Post in up to four tries; training continues, whatever the server does."""
+    """Post an alert, with up to four tries; training continues even if all fail."""
     try:
         tries = Retrying(stop=stop_after_attempt(4), wait=wait_exponential(), reraise=True)
         tries(urlopen, request, timeout=5).close()
     except Exception as error:
         url = redacted(request.full_url, "webhook")
-        logger.warning(f"{url} did not take an alert: {redacted(str(error))}")
+        logger.warning(f"An alert could not be posted to {url}: {redacted(str(error))}")
 
 
 def trackio_is_open() -> bool:
     """
     Return whether a Trackio run is open.
 
-    When training ends, transformers closes its Trackio run before callbacks that were added later are called.
+    When training ends, transformers closes its Trackio run before it calls callbacks that were added later.
     """
     import trackio
 
@@ -148,7 +148,7 @@ def trackio_is_open() -> bool:
 
 class Memory(dict):
     """
-    Hold what a running monitor remembers.
+    Hold a monitor's state, which is saved in checkpoints.
 
     If `state.stateful_callbacks` holds a plain dict in place of a `Memory`, that dict was read from a checkpoint, and
     a new monitor takes it over.
@@ -160,10 +160,11 @@ class MonitorCallback(TrainerCallback):
     """
     Read the training logs, and raise alerts: the base class of monitors.
 
-    A subclass is a dataclass that defines `watch(logs)`. All processes decide alike, by the main process' numbers.
+    A subclass is a dataclass that defines `watch(logs)`. All processes make the same decision, by the main process's
+    numbers.
 
-    A monitor that ended a run leaves `stopped.json`. The same command then says so and trains no step: our trainers go
-    on with `resume_anyway`, a stock trainer once that file is deleted.
+    A monitor that ends a run leaves the file `stopped.json`. The same command then reports this and does not train. To
+    resume, set `resume_anyway` in trl_ext's trainers; with any other trainer, delete the file.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(eq=False, kw_only=True)
@@ -183,8 +184,8 @@ class MonitorCallback(TrainerCallback):
             does.
         sinks: where alerts go: "log", "jsonl" (`alerts.jsonl` in the output directory), "wandb", "tensorboard",
             "trackio", a webhook's URL, or objects with `send(alert)`. The trackers that the run reports to are added.
-        repeat_steps: optimizer steps for which the same alert is not raised again. With `stop` the alert is always
-            raised, and always acts.
+        repeat_steps: number of optimizer steps for which an alert is not repeated. With `stop` it is always repeated,
+            and always acts.
         kl_factor: factor that `raise_kl` multiplies the KL coefficient by.
         rate_factor: factor that `lower_rate` multiplies the learning rates by.
         keys: mapping from a quantity to its key in the logs, for trainers and metrics that
@@ -228,7 +229,7 @@ class MonitorCallback(TrainerCallback):
             memory = registry[name]["attributes"]["memory"]
             if isinstance(memory, Memory) and memory is not self.memory:
                 raise ValueError(
-                    f"There are two {name}s among the callbacks, which would share one memory: remove one."
+                    f"There are two {name}s among the callbacks, which would share one state: remove one."
                 )
             self.memory = Memory(memory)
         elif self._is_training is not None:
@@ -240,7 +241,7 @@ class MonitorCallback(TrainerCallback):
         registry[name] = {"args": redacted(finite(given)), "attributes": {"memory": self.memory}}
         self._begin(args, state, {})
         if self.action in ("raise_kl", "lower_rate") and "episodes" not in self._known:
-            self._note(f"`{self.action}` has no effect: only PPOTrainer scales at request", "Choose another action.")
+            self._note(f"`{self.action}` has no effect: only PPOTrainer does this", "Choose another action.")
 
     def on_train_end(self, args, state, control, **kwargs):
         self._is_training = False
@@ -249,7 +250,7 @@ class MonitorCallback(TrainerCallback):
         """
         Repeat the monitor's requests to stop or to save, at the end of each step and of each epoch.
 
-        transformers resets requests when a step begins, and requests a checkpoint of its own when an epoch ends.
+        transformers resets requests when a step begins, and may request a checkpoint when an epoch ends.
         """
         if spoilt(state):
             control.should_training_stop = True
@@ -265,7 +266,7 @@ class MonitorCallback(TrainerCallback):
     # ---- Reading ----
 
     def watch(self, logs: dict[str, Any]) -> Iterator[Finding]:
-        """Yield a [`Finding`] for each problem that one log of training steps shows; `logs` has its numbers."""
+        """Yield a [`Finding`] for each problem that a log of training steps shows; `logs` has the log's numbers."""
         return iter(())
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -284,13 +285,13 @@ class MonitorCallback(TrainerCallback):
         """
         Return a quantity's number in this log; None if the log has no such number, or if the number is not finite.
 
-        A number that is not finite raises an alert. A quantity that no log has for longer than a rollout raises one
-        notice, unless it is `optional`.
+        A number that is not finite raises an alert. A quantity that no log has had for longer than a rollout raises
+        one notice, unless it is `optional`.
 
         Args:
             quantity: a quantity of `trl_ext.callbacks.metrics`, or a name for `key`.
-            key: its key in the logs, if no trainer but a reward function logs it.
-            optional: see above.
+            key: its key in the logs, if a reward function logs it and not the trainer.
+            optional: whether the quantity may be missing from all logs.
         """
         metric, seen = self._known.get(quantity), self.memory.setdefault("seen", {})
         key = self.keys.get(quantity) or (metric.key if metric else key)
@@ -311,7 +312,7 @@ class MonitorCallback(TrainerCallback):
         return value
 
     def _number(self, key: str | None, logs: dict[str, Any]) -> float | None:
-        """Return the number under a key; None if there is none, or one that is not finite, of which it alerts."""
+        """Return the number under a key; None if it is missing or, which raises an alert, not finite."""
         value = logs.get(key or "")
         if not isinstance(value, (int, float)):
             return None
@@ -323,7 +324,7 @@ class MonitorCallback(TrainerCallback):
         return None
 
     def _note(self, what: str, advice: str) -> list[Finding]:
-        """Have a notice sent with the next findings; return no finding."""
+        """Queue a notice, which is sent with the next findings."""
         self._notes.append(Finding(what, advice, acts=False, level="notice"))
         return []
 
@@ -337,7 +338,7 @@ class MonitorCallback(TrainerCallback):
 
     @property
     def kl_is_per_token(self) -> bool:
-        """Return whether the trainer logs a KL per token, so that the KL of a completion is it times the length."""
+        """Return whether the trainer logs the KL per token, which must be multiplied by a completion's length."""
         metric = self._known.get("kl")
         return metric is not None and metric.unit == "nats per token" and "kl" not in self.keys
 
@@ -349,7 +350,7 @@ class MonitorCallback(TrainerCallback):
         """
         Add one log's value to the series of its quantity, and return the series.
 
-        If `value` is None, or until all `logs` logs of a rollout have come, return an empty series, which is beyond no
+        If `value` is None, or before all `logs` logs of a rollout have come, return an empty series, which crosses no
         bound.
 
         Args:
@@ -357,8 +358,8 @@ class MonitorCallback(TrainerCallback):
             value: the quantity's mean in this log; None if the log has none.
             first, size: as in [`Series`], counted in values. Each value is a mean of `logs` logs.
             logs: number of logs that measure the same answers. Their mean is added to the series as one value.
-            **noise: what is known of the error of `value`: the other arguments of `Series.add`. The default is
-                computed from the standard deviation that the trainer logs, if it logs one.
+            **noise: further arguments of `Series.add`, about the error of `value`. By default they are computed from
+                the standard deviation that the trainer logs, if any.
         """
         if value is None:
             return Series({})
@@ -378,11 +379,12 @@ class MonitorCallback(TrainerCallback):
 
     def follow_best(self, name: str, value: float | None, **settings: Any) -> tuple[Series, bool]:
         """
-        Do as `follow`, but restart the series whenever the quantity rises, so that its baseline is its best.
+        Follow a quantity as `follow` does, but restart the series when the quantity rises, so that its best is the
+        baseline.
 
         Returns:
-            The series, and whether it has risen now. A rise is one by more than noise: the highest of many values is
-            partly chance.
+            The series, and whether the quantity has risen in this log. Only a significant rise counts: the highest of
+            many values is partly chance.
         """
         series = self.follow(name, value, **settings)
         if not series.above(1):
@@ -406,7 +408,7 @@ class MonitorCallback(TrainerCallback):
         return answers_in_log(self._args, self._logging_steps)
 
     def noise(self, quantity: str) -> dict[str, Any]:
-        """Return what the trainer logs of the error of a quantity's mean in this log, as `error_of_mean` does."""
+        """Return the standard error of a quantity's mean in this log, in the form of `error_of_mean`."""
         metric = self._known.get(quantity)
         spread = self._logs.get(metric.std) if metric and metric.std and quantity not in self.keys else None
         return error_of_mean(spread, self.answers)
@@ -454,11 +456,13 @@ class MonitorCallback(TrainerCallback):
             try:
                 send_to(sink, alert, self._args) if isinstance(sink, str) else sink.send(alert)
             except Exception as error:  # a sink that fails must not end a run
-                logger.warning(f"{type(sink).__name__} could not send an alert: {redacted(str(error))}")
+                logger.warning(f"The sink {type(sink).__name__} could not send an alert: {redacted(str(error))}")
 
 
 def alerts_of(state: Any, level: Level = "alert") -> list[dict[str, Any]]:
-    """Return the alerts that all monitors have sent, also before a resume; with the level `notice`, their notices."""
+    """
+    Return all monitors' alerts, including those before a resume; with the level `notice`, return notices instead.
+    """
     sent = state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
     return [alert for alert in sent if alert.get("level", "alert") == level]
 
@@ -470,7 +474,7 @@ def spread_key(key: str) -> str:
 
 def error_of_mean(spread: float | None, count: float | None) -> dict[str, Any]:
     """
-    Return a mapping with the standard error of a mean of `count` answers, `error`, and its degrees of freedom, `dof`.
+    Return a dict with the standard error of a mean of `count` answers, `error`, and its degrees of freedom, `dof`.
 
     Return {} if the count or `spread`, the standard deviation of single answers, is unknown.
     """
@@ -483,7 +487,7 @@ def number_of_rows(dataloader: Any) -> int | None:
     """
     Return the number of prompts in an evaluation's data; None if it is unknown.
 
-    If the data has a column `held_out`, only prompts marked in it are counted.
+    If the data has a column `held_out`, count only the prompts that it marks.
     """
     dataset: Any = getattr(dataloader, "dataset", None)
     if "held_out" in (getattr(dataset, "column_names", None) or ()):

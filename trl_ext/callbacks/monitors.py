@@ -1,4 +1,4 @@
-"""Define the monitors that read one quantity of the logs each, and make monitors from their names in recipes."""
+"""Define the monitors of quantities in the logs, and make monitors from their names in configuration files."""
 
 import ast
 import inspect
@@ -22,7 +22,7 @@ DISAGREEMENT = re.compile(r"rewards/.+/disagreement")
 
 
 def distinct_key(logs: dict[str, Any]) -> str | None:
-    """Return the key of the share of different n-grams, whatever n is; None if the logs have none."""
+    """Return the log key of the share of distinct n-grams, for any n; None if the logs have none."""
     return next(filter(re.compile(r"repetition/distinct_\d+").fullmatch, logs), None)
 
 
@@ -39,9 +39,9 @@ class KLBudgetCallback(MonitorCallback):
     Args:
         warn: nats per completion above which the monitor warns. The default is half of `limit`.
         limit: nats per completion above which the monitor acts.
-        tolerance: nats per completion that rounding may change the KL by. In the first rollout the policy is still the
-            reference. If the KL differs from 0 by more there, the monitor warns, since the reference is wrong. It also
-            warns if a later KL is below −`tolerance`, since another policy has then sampled the answers.
+        tolerance: nats per completion by which rounding may change the KL. In the first rollout the policy equals the
+            reference. If the KL then differs from 0 by more than this, the monitor warns that the reference is wrong.
+            It also warns if a later KL is below −`tolerance`, since another policy has then sampled the answers.
         others: see [`MonitorCallback`].
     """
 
@@ -60,8 +60,8 @@ class KLBudgetCallback(MonitorCallback):
         self.memory["started"] = True
         if is_first and abs(kl) > self.tolerance:
             advice = (
-                "The policy is not trained yet, so its KL should be 0: check that the reference is the model that it "
-                "started from."
+                "The policy is not trained yet, so its KL should be 0: check that the reference is the model that the "
+                "policy started from."
             )
             yield Finding(f"the first rollout's KL is not 0{unit}", advice, kl, self.tolerance, acts=False)
         elif found := kls.below(plus=-self.tolerance):
@@ -96,7 +96,9 @@ class ClipFractionCallback(MonitorCallback):
         value = self.read("clip_fraction")
         shares = self.follow("clip_fraction", value, **self.windows(self.steps), answers=self.answers)
         if found := shares.above(plus=self.limit):
-            advice = "Steps are too large: fewer passes over a rollout; lower `step_kl_target`, or the learning rate."
+            advice = (
+                "Steps are too large: make fewer passes over a rollout, lower `step_kl_target` or the learning rate."
+            )
             yield Finding(f"the clip fraction is high over {self.steps} steps", advice, *found)
 
 
@@ -180,8 +182,8 @@ class CutOffCallback(MonitorCallback):
         cuts = self.follow("length_clipped", value, size=self.rollouts, answers=self.answers)
         if found := cuts.above(plus=self.limit):
             advice = (
-                "Look how answers end: where the model writes another token than EOS, set `stop_token_id` to it. Else "
-                "raise `max_completion_length`, or teach the policy to end its answers (SFT with EOS)."
+                "Look at how answers end: where the model writes another token than EOS, set `stop_token_id` to it. "
+                "Else raise `max_completion_length`, or teach the policy to end its answers (SFT with EOS)."
             )
             yield Finding("most completions are cut off", advice, *found)
 
@@ -220,13 +222,13 @@ class ValueHealthCallback(MonitorCallback):
             rest = self.follow("explained_variance", left, size=self.rollouts, **noise)
             found = rest.above(plus=math.log(1 - self.explained_variance))
             if found and not rest.falls:
-                advice = "Advantages are noise: raise the critic's learning rate, or warm the critic up."
+                advice = "Advantages are mostly noise: raise the critic's learning rate, or warm the critic up."
                 mean = -math.expm1(found.value)
                 yield Finding("the critic explains nothing", advice, mean, self.explained_variance)
         windows = self.windows(self.steps)
         losses = self.follow("value_loss", loss, **windows, first=windows["size"])
         if found := losses.above(self.loss_factor):
-            advice = "The scale of the rewards moved, or the critic diverges: see `reward_normalization`."
+            advice = "The scale of the rewards changed, or the critic diverges: see `reward_normalization`."
             yield Finding("the value loss grew", advice, *found)
 
 
@@ -235,8 +237,8 @@ class NotFiniteCallback(MonitorCallback):
     """
     Alert when `grad_norm` or `loss` is not finite.
 
-    Set `logging_nan_inf_filter=False`: by default a Trainer replaces a loss that is not finite by a finite one before
-    it logs the loss. The gradient's norm is always logged as it is.
+    Set `logging_nan_inf_filter=False`: by default a Trainer replaces a loss that is not finite by a finite number
+    before it logs the loss. The gradient's norm is always logged unchanged.
 
     >>> trainer.args.logging_nan_inf_filter = False
     >>> trainer.add_callback(NotFiniteCallback())
@@ -375,17 +377,17 @@ class ToolAbuseCallback(MonitorCallback):
 @dataclass(eq=False, kw_only=True)
 class ScoreFallCallback(MonitorCallback):
     """
-    Alert when a run falls: the score is lower than at the start or at its best, completions end at once, or an agent
-    stops calling tools.
+    Alert when the policy gets worse: the score is lower than at the start or at its best, completions become very
+    short, or an agent stops calling tools.
 
-    Every PPOTrainer has one that warns, unless `watch` is off. The best score is that of the rollouts after a rise by
-    more than noise, not the highest of many, which is partly chance.
+    Every PPOTrainer has one that warns, unless `watch` is off. The best score is the mean of the rollouts after a
+    significant rise, not the highest of many scores, which is partly chance.
 
     >>> trainer.add_callback(ScoreFallCallback(action="lower_rate"))
 
     Args:
-        sigmas: smallest fall of the mean score that counts, beyond noise, in standard deviations of single scores.
-        left: share of its first value below which the mean length, or the number of tool calls, has collapsed.
+        sigmas: smallest significant fall of the mean score that counts, in standard deviations of single scores.
+        left: the mean length, or the number of tool calls, has collapsed if it is below this share of its first value.
         baseline: number of first answers to compare with; it is rounded to whole rollouts, from 2 to 16.
         others: see [`MonitorCallback`].
     """
@@ -424,11 +426,11 @@ class ScoreFallCallback(MonitorCallback):
 @dataclass(eq=False, kw_only=True)
 class RewardDriftCallback(MonitorCallback):
     """
-    Alert when the mean or the spread of the reward moves far from where it was in the first scores, the baseline.
+    Alert when the mean or the spread of the reward moves far from the baseline, which is measured on the first scores.
 
-    Reinforcement learning is meant to raise the mean, so a rise, measured in σ of *single* scores, only warns, and so
-    do too many scores above a bound; [`HackWatch`] judges whether a rise is a hack. The monitor acts if the mean falls
-    or the spread collapses.
+    Reinforcement learning is meant to raise the mean, so a rise, measured in σ of *single* scores, only leads to a
+    warning, and so do too many scores above a bound; [`HackWatch`] tests whether a rise is a hack. The monitor acts if
+    the mean falls or the spread collapses.
 
     >>> trainer.add_callback(RewardDriftCallback(sigmas=2, action="stop"))
 
@@ -436,8 +438,8 @@ class RewardDriftCallback(MonitorCallback):
         sigmas: alert when the mean rises by more than this, in σ of the baseline.
         drop_sigmas: alert when the mean falls by more than this, in σ of the baseline.
         std: alert when the spread is below this part of the baseline's σ.
-        share_above: alert when the share of scores above the bound of [`~trl_ext.rewards.ScoreWatch`] is larger than
-            this, if that watch is in use.
+        share_above: alert when the share of scores above the `bound` of a [`~trl_ext.rewards.ScoreWatch`] is larger
+            than this; without a ScoreWatch it has no effect.
         window: number of scores after which the baseline no longer changes.
         minimum: number of scores in the baseline before the reward is compared with it.
         others: see [`MonitorCallback`].
@@ -473,7 +475,7 @@ class RewardDriftCallback(MonitorCallback):
         independent = count / (getattr(self._args, "num_generations", None) or 1)
 
         def bound(sigmas: float) -> dict[str, float]:
-            """Return start + sigmas · σ, and its standard error, since σ is estimated."""
+            """Return the bound start + sigmas · σ, and the bound's standard error, since σ is estimated."""
             return {"plus": start + sigmas * sigma, "error": sigma * math.sqrt((1 + sigmas**2 / 2) / independent)}
 
         if risen := means.above(**bound(self.sigmas)):
@@ -488,7 +490,8 @@ class RewardDriftCallback(MonitorCallback):
         noise: dict[str, Any] = {} if answers is None else {"error": std / math.sqrt(2 * answers), "dof": answers}
         if low := self.follow("reward_std", std, **noise).below(plus=least, error=least / math.sqrt(2 * independent)):
             advice = (
-                "All answers get about the same score, so the policy has nothing to learn from: are they the same?"
+                "All answers get about the same score, so the policy has nothing to learn from: check whether the "
+                "answers are the same."
             )
             yield Finding("the rewards' spread collapsed", advice, low.value, least, sigma)
 
@@ -507,7 +510,7 @@ def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
 
 
 def _monitor(entry: str) -> TrainerCallback:
-    """Make the callback of one entry; nothing in the entry is run but its class."""
+    """Make the callback of one entry, which is parsed, not executed: only the monitor's class is called."""
     import trl_ext.callbacks as package
 
     def wrong(why: str) -> ValueError:
@@ -518,7 +521,9 @@ def _monitor(entry: str) -> TrainerCallback:
             return ast.literal_eval(node)
         except ValueError:
             what = ast.unparse(node)
-            raise wrong(f"{what} is not a plain value: write a number, a 'text', a list, a dict or True") from None
+            raise wrong(
+                f"{what} is not a plain value: write a number, a quoted 'text', a list, a dict, True, False or None"
+            ) from None
 
     try:
         call: Any = ast.parse(entry.strip(), mode="eval").body
@@ -547,9 +552,9 @@ def _is_callback(kind: Any) -> bool:
 
 def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
     """
-    Add monitors to a trainer, and warn of those that will have nothing to watch.
+    Add monitors to a trainer, and warn of monitors whose quantities the trainer does not log.
 
-    A monitor that generates or reads completions, and has no `trainer` yet, gets this one.
+    A monitor that generates or reads completions, and has no `trainer` yet, gets this trainer.
     """
     for monitor in monitors:
         if getattr(monitor, "trainer", trainer) is None:

@@ -1,4 +1,4 @@
-"""Make a run record its logs and some of its completions, export and draw it, and write a page when it ends."""
+"""Record a run's logs and some of its completions, export and draw its metrics, and write a page when it ends."""
 
 import time
 import uuid
@@ -34,26 +34,27 @@ _MEASURED |= {"seconds_generation": "time/generate", "seconds_scoring": "time/sc
 @dataclass(eq=False, kw_only=True)
 class JSONLCallback(TrainerCallback):
     """
-    Append the run's events to `metrics.rank{r}.jsonl`, one JSON object a line. `kill -9` loses at most the last line.
+    Append the run's events to `metrics.rank{r}.jsonl`, one JSON object per line; `kill -9` loses at most the last
+    line.
 
     Each event has `timestamp`, `rank`, `step` and `type`, and further keys by its type:
 
     - `begin`: the run's id, which a resumed run keeps, and its configuration without credentials.
-    - `train`: all numbers of the log, under `logs`. As far as they are measured, also `kl`, the losses,
+    - `train`: all numbers of the log, under `logs`. If they are measured, also `kl`, the losses,
       `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`, `seconds_generation`, `seconds_scoring` and
       `seconds_update`.
     - `eval`, `end`: all numbers of the log, under `logs`.
-    - `save`: nothing more.
+    - `save`: no further keys.
 
     The first `train` event, or `end` if there is none, also has the monitors' arguments. Watches of `trl_ext.rewards`
-    that have no folder of their own write into the same folder.
+    without a `folder` write into the same folder.
 
     >>> trainer.add_callback(JSONLCallback(every_process=False))
 
     Args:
         folder: folder of the file. The default is the output directory; with `push_to_hub` it is the folder `_run` in
             the output directory, which transformers does not upload.
-        every_process: if True, each process writes a file of its own; if False, only the main process writes one.
+        every_process: if True, each process writes a separate file; if False, only the main process writes a file.
     """
 
     folder: str | None = None
@@ -147,7 +148,9 @@ class SamplesCallback(TrainerCallback):
 @dataclass(eq=False, kw_only=True)
 class PrometheusCallback(TrainerCallback):
     """
-    Export the run to Prometheus from the main process, by HTTP or a file for the node exporter's textfile collector.
+    Export the run's metrics to Prometheus, by HTTP or by a file for the node exporter's textfile collector.
+
+    Only the main process exports.
 
     It exports:
 
@@ -289,7 +292,7 @@ class ReportCallback(TrainerCallback):
 
 def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = ()) -> None:
     """
-    Make a run record its logs, unless it does so already, and write a page that shows them when training ends.
+    Make a run record its logs, unless it already does, and write a page that shows them when training ends.
 
     PPOTrainer, DPOTrainer and CriticTrainer call this by themselves, if `record_run` is set in their configurations.
     Only the main process writes.
@@ -297,8 +300,8 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
     Args:
         trainer: any Trainer.
         samples: whether to keep some completions of each rollout, too. Only PPOTrainer and RLOOTrainer allow it.
-        objections: objections of reward reports to the reward models, from [`trl_ext.workbench.objections`]. The page
-            shows them.
+        objections: reasons of reward reports not to trust the reward models, from [`trl_ext.workbench.objections`].
+            The page shows them.
     """
 
     def own(kind: type) -> Any:
@@ -325,7 +328,7 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
 
 
 def objections_to(rewards: Sequence[Any]) -> list[str]:
-    """Return the objections of reward reports to these rewards; [] if the reports cannot be read."""
+    """Return the reasons that reward reports give not to trust these rewards; [] if the reports cannot be read."""
     try:
         return import_module(_PAGES).objections(rewards)
     except ModuleNotFoundError:  # this installation has no workbench

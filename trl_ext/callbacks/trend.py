@@ -1,4 +1,4 @@
-"""Test after each log whether the mean of a quantity is beyond a bound by more than noise."""
+"""Test after each log whether the mean of a quantity is significantly above or below a bound."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ DOUBLINGS = 6  # means of the last 1, 2, 4, … 32 values: a few show a large ch
 
 
 class Crossing(NamedTuple):
-    """Hold a mean that is beyond its bound, the bound, and the baseline of its series, if there is one."""
+    """Hold a mean that has crossed its bound, the bound, and the baseline of its series, if it has one."""
 
     value: float
     bound: float
@@ -20,7 +20,7 @@ class Crossing(NamedTuple):
 
 class Series:
     """
-    Keep the values of one quantity, and test whether their mean is beyond a bound.
+    Keep the values of one quantity, and test whether their mean has crossed a bound.
 
     A single value beyond a bound may be noise. So `above` and `below` take the means of the last `size`, 2 `size`, …
     32 `size` values: the bound counts as crossed once the confidence interval of one of these means lies beyond it.
@@ -33,8 +33,8 @@ class Series:
     Args:
         memory: state of this series, as JSON; {} for a new series.
         first: number of first values that make the baseline; 0 for no baseline. The baseline ends before a value that
-            differs from those before it by more than noise.
-        size: number of values in the shortest mean.
+            differs significantly from the values before it.
+        size: number of values in the shortest of the means that are tested.
     """
 
     def __init__(self, memory: dict[str, Any], first: int = 0, size: int = 1):
@@ -57,10 +57,10 @@ class Series:
         Add the next value.
 
         Args:
-            value: a mean.
-            error: its standard error, if that is known.
+            value: the mean of the quantity in one log, or in the logs of one rollout.
+            error: its standard error; None if it is not known.
             dof: the degrees of freedom of `error`.
-            answers: number of answers that `value` is the mean of, if the number of each is in [0, 1]. Give `answers`
+            answers: number of answers that `value` is averaged over, if each answer's number is in [0, 1]. It is given
                 in place of `error`, which is then computed.
             is_clustered: whether the answers may depend on each other. The error is then also estimated from the
                 scatter of earlier values, and the larger of the two errors is used.
@@ -89,7 +89,7 @@ class Series:
 
     @property
     def first(self) -> float | None:
-        """Return the baseline, the mean of the first values; None before a further value has been added."""
+        """Return the baseline, the mean of the first values; None until a value after them has been added."""
         values = self.memory["first"]
         return sum(values) / len(values) if 0 < self.wanted < self.memory["count"] else None
 
@@ -102,16 +102,18 @@ class Series:
 
     def above(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> Crossing | None:
         """
-        Return a [`Crossing`] if a mean of the last values is above `factor` · baseline + `plus` by more than noise.
+        Return a [`Crossing`] if a mean of the last values is significantly above `factor` · baseline + `plus`.
 
         Args:
-            factor, plus: the bound. With a `factor` of 0 it needs no baseline.
+            factor, plus: they define the bound. With a `factor` of 0 the bound needs no baseline.
             error: standard error of `plus`.
         """
         return self._beyond(1, factor, plus, error)
 
     def below(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> Crossing | None:
-        """Do as [`Series.above`] does for a mean below the bound."""
+        """
+        Return a [`Crossing`] if a mean is significantly below the bound; the arguments are those of [`Series.above`].
+        """
         return self._beyond(-1, factor, plus, error)
 
     def _beyond(self, sign: int, factor: float, plus: float, error: float) -> Crossing | None:

@@ -1,1 +1,1 @@
-"""Run the command `trl-ext`: parse its flags, show its help, find the tool or recipe, and start training."""
+"""Run the command `trl-ext`: find the recipe or tool, parse its flags, show its help, and start training."""

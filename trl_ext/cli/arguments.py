@@ -1,4 +1,4 @@
-"""What recipes share: arguments for the dataset, the model and the reward, and how a run is saved."""
+"""Declare the arguments that recipes share, for dataset, model and reward; save and evaluate a trained model."""
 
 import os
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ def _check(*cases: tuple[Any, str]) -> None:
 
 @dataclass
 class DataArguments(ScriptArguments):
-    """Restrict TRL's `ScriptArguments`: a dataset must be named."""
+    """Restrict TRL's `ScriptArguments`: the dataset is required."""
 
     def __post_init__(self) -> None:
         owns_data = getattr(self, "environment", None)  # then no dataset need be named
@@ -33,18 +33,18 @@ class DataArguments(ScriptArguments):
                 not self.dataset_name and not owns_data,
                 "no dataset: give `dataset_name`, a hub name, a file or a folder",
             ),
-            (evaluates_twice, "`eval_size` and `eval_dataset_name` are both given: drop one"),
+            (evaluates_twice, "`eval_size` and `eval_dataset_name` are both given: remove one"),
         )
 
 
 @dataclass
 class HeldOutArguments(DataArguments):
-    """Declare how many rows to cut from the training split for evaluation, for data without a test split."""
+    """Declare `eval_size`, the number of rows to take from the training split if the data has no test split."""
 
     eval_size: int | None = setting(
         None,
-        "Rows to cut from the training split and evaluate on, for data without `dataset_test_split`: all rows of a "
-        "prompt or none, so there may be somewhat fewer. 0 switches evaluation off.",
+        "Number of rows to take from the training split for evaluation, for data without `dataset_test_split`. The "
+        "rows of a prompt stay together, so there may be somewhat fewer. 0 switches evaluation off.",
         range=">= 0",
     )
 
@@ -55,20 +55,20 @@ class HeldOutArguments(DataArguments):
 
 @dataclass
 class PromptArguments(DataArguments):
-    """Declare the arguments for prompts, and for the rewards that score the answers."""
+    """Declare the arguments for a dataset of prompts, and for the rewards that score answers."""
 
     reward_model_name_or_path: str | None = setting(
         None,
-        "Sequence classifier with one label. `reward_weights` are: this model's, then those of `reward_funcs`, then "
-        "those of `rewards`.",
+        "Reward model, a sequence classifier with one label. `reward_weights` are in this order: this model, "
+        "`reward_funcs`, `rewards`.",
     )
     reward_funcs: list[str] | None = setting(
         None, "Reward functions, each `path/to/file.py:function` or `package.module.function`."
     )
     rewards: list[str] | None = setting(
         None,
-        "The same, and rewards of trl_ext.rewards with their settings, e.g. `{SumReward: {members: [a.py:f, b.py:g], "
-        "weights: [1, 2]}, weight: 0.5}`.",
+        "Reward functions, and rewards of trl_ext.rewards with their settings, e.g. "
+        "`{SumReward: {members: [a.py:f, b.py:g], weights: [1, 2]}, weight: 0.5}`.",
     )
 
     def __post_init__(self) -> None:
@@ -81,7 +81,10 @@ class PromptArguments(DataArguments):
     def load_rewards(
         self, tokenizer: Any, weights: list[float] | None, model: Any = None
     ) -> tuple[list[Any], list[float] | None]:
-        """Return the rewards, first `model`, and their weights, of which `weights` are given; None if none are."""
+        """
+        Return the rewards, with `model` first, and their weights, from `weights` or the entries; None if neither has
+        any.
+        """
         from ..rewards import joined_weights, load_reward, load_rewards
 
         functions = [load_reward(path) for path in self.reward_funcs or []]
@@ -92,14 +95,14 @@ class PromptArguments(DataArguments):
 
 @dataclass
 class ModelArguments(ModelConfig):
-    """Restrict TRL's `ModelConfig`: the model must be named."""
+    """Restrict TRL's `ModelConfig`: the model is required."""
 
     task_type: ClassVar[str] = "CAUSAL_LM"  # of an adapter
 
     model_name_or_path: str | None = setting(
         None,
-        "Model to start from, a folder or a hub name. An adapter is loaded on the base that it names, and trained on: "
-        "`use_peft` may then only repeat its shape. For a new adapter, or full fine-tuning, merge it first.",
+        "Model to start from, a folder or a hub name. An adapter is loaded onto the base that it names, and trained "
+        "further; `use_peft` may then only repeat its shape. For a new adapter, or full fine-tuning, merge it first.",
     )
 
     def __post_init__(self) -> None:
@@ -123,7 +126,7 @@ class ModelArguments(ModelConfig):
 
 @dataclass
 class ClassifierArguments(ModelArguments):
-    """Adapt `ModelArguments` to a sequence classifier, whose head is trained and saved with the adapter."""
+    """Adapt `ModelArguments` to a sequence classifier, whose head is trained and saved together with an adapter."""
 
     task_type: ClassVar[str] = "SEQ_CLS"
 
@@ -131,9 +134,9 @@ class ClassifierArguments(ModelArguments):
 def save_and_evaluate(
     parser: StrictTrlParser, trainer: Any, result: Any, *kinds: type[Exception]
 ) -> dict[str, float] | None:
-    """Save what was trained; then evaluate it, unless there is no data or it is done, and return the metrics.
+    """Save the trained model, evaluate it unless there is no data or it was evaluated before, and return the metrics.
 
-    What cannot be written, or an error of these `kinds`, ends the program with one line.
+    If a file cannot be written, or on an error of these `kinds`, the program ends with a one-line message.
     """
     # They import PEFT, which speaks
     from ..runs import NotSaved, is_evaluated, last_evaluation, result_of, save_trained
@@ -150,7 +153,7 @@ def save_and_evaluate(
 
 def check_model(setting: str, name: str | os.PathLike[str] | None, revision: str | None = None) -> None:
     """
-    Check that a model exists, with at most one request to the hub. Nothing is loaded.
+    Check that a model exists, without loading it and with at most one request to the hub.
 
     Args:
         setting: name of the setting, for error messages.

@@ -22,10 +22,10 @@ from ..upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, changes_of_clas
 
 def changes() -> dict[str, str]:
     """
-    Compare each name of TRL and transformers that we use with the version that we tested.
+    Compare each name of TRL and transformers that trl_ext uses with the version that trl_ext was tested with.
 
     Returns:
-        Name → how the installed version differs; "" if it does not.
+        A dict from each name to a sentence on how the installed version differs, "" if it does not.
     """
     found = {
         f"{module}.{name}": function_change(f"{module}.{name}", passed)
@@ -50,7 +50,7 @@ def main() -> None:
     for item, change in found.items():
         print(f"CHANGED {item}: {change}" if change else f"ok      {item}")
     changed = sum(map(bool, found.values()))
-    print(f'{changed} of {len(found)} changed. What they do is tested by `pytest -m "" tests/contract`, in a clone.')
+    print(f'{changed} of {len(found)} names changed. In a clone, `pytest -m "" tests/contract` tests what they do.')
     sys.exit(bool(changed))
 
 

@@ -101,7 +101,7 @@ def _recipe(name: str) -> ModuleType:
 
 
 def run_here(name: str, arguments: list[str]) -> int:
-    """Run a command in this process."""
+    """Run a command in this process; return its exit status."""
     sys.argv = [f"trl-ext {name}", *arguments]  # what parsers call the program
     try:
         module = import_module(f"trl_ext.{_MODULES[name]}") if name in _MODULES else _recipe(name)
@@ -134,10 +134,10 @@ def start(name: str, arguments: list[str]) -> int:
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """
-    Divide a command line into words for accelerate and words for the recipe. A flag's values go with the flag.
+    Split a command line into accelerate's arguments and the recipe's. A flag's values stay with the flag.
 
-    accelerate's words get its configuration file, the DeepSpeed file that this names, and `--multi_gpu` where several
-    processes are asked for: else accelerate starts one process.
+    accelerate's arguments also get its configuration file, the DeepSpeed file that this names, and `--multi_gpu` if
+    several processes are asked for, since accelerate would otherwise start one process.
     """
     import yaml
     from accelerate.commands.config.config_args import default_config_file
@@ -204,7 +204,9 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
 
 
 def _pass_on(number: int, frame: Any) -> None:
-    """Pass a signal such as `kill -INT` on to the training process; a terminal's Ctrl-C, sent to both, counts once."""
+    """
+    Pass a signal such as `kill -INT` on to the training process, unless the terminal's Ctrl-C has already sent it.
+    """
     import psutil
 
     children = psutil.Process().children()

@@ -34,7 +34,7 @@ class StrictTrlParser(TrlParser):
     """Extend [`trl.TrlParser`]: a user's mistake gives a one-line error and exit status 2.
 
     A `key: value` in the YAML file that `--config` names is read as the flag `--key=value`, so argparse checks its
-    type and choices; lists and mappings are taken as they are. A flag on the command line overrides the file. Unknown
+    type and choices; lists and mappings are used unchanged. A flag on the command line overrides the file. Unknown
     keys and flags are refused with the nearest valid names. Flags cannot be abbreviated. `env:` in the file sets
     environment variables, as in TRL.
 
@@ -87,7 +87,7 @@ class StrictTrlParser(TrlParser):
             return self.parse_args_into_dataclasses([*flags, *args], look_for_args_file=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, and refuse what is left over; for an unknown flag, name the nearest one."""
+        """Parse as argparse does, but refuse unknown flags and stray values, and suggest the nearest flag."""
         namespace, left = super().parse_known_args(args, namespace)
         if left:
             flag = left[0].split("=")[0]
@@ -97,7 +97,7 @@ class StrictTrlParser(TrlParser):
 
     @contextmanager
     def one_line_errors(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Turn exceptions of these `kinds` in the block into a one-line error that ends the program."""
+        """Turn exceptions of these `kinds` in the `with` block into a one-line error that ends the program."""
         kinds = kinds or _WRONG_INPUT
         try:
             yield
@@ -111,7 +111,7 @@ class StrictTrlParser(TrlParser):
         sys.exit(2)
 
     def _flags(self, path: str) -> list[str]:
-        """Return a YAML file's scalars as flags; lists, mappings and null become the defaults of their fields."""
+        """Return a YAML file's scalars as flags; set lists, mappings and nulls as the defaults of their fields."""
         with open(config_file("--config", path), encoding="utf-8") as file:
             loader = _Loader(file)
             root = loader.get_single_node()
@@ -177,7 +177,9 @@ _formatter = partial(_HelpFormatter, width=120, max_help_position=8)
 
 
 def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments: list[str] | None) -> Any:
-    """Parse a command's arguments, and run it while nobody else writes to its folder; return arguments and result."""
+    """
+    Parse a command's arguments, run it while its output folder is locked, and return the arguments and the result.
+    """
     quiet()
     parser = StrictTrlParser(kind, without_arguments=doc)
     (args,) = parser.parse_args_and_config(arguments)
@@ -193,7 +195,7 @@ def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments
 
 
 class _Loader(yaml.SafeLoader):
-    """Load YAML, but refuse a key given twice, and read 1e-5 as a number, as flags do; PyYAML reads only 1.0e-5 so."""
+    """Load YAML, but refuse duplicate keys, and read 1e-5 as a number, as flags do (PyYAML reads it as a string)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value]
@@ -214,13 +216,13 @@ def read_yaml(text: str) -> Any:
 
 
 def entry_of(entry: Any) -> Any:
-    """Return the value of a text that is a mapping or list in YAML; any other entry, such as a path, as it is."""
+    """Parse a text that is a mapping or list in YAML; return any other entry, such as a path, unchanged."""
     return read_yaml(entry) if isinstance(entry, str) and entry.lstrip().startswith(("{", "[")) else entry
 
 
 def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, str]:
     """
-    Return a mapping from NAME to VALUE, made of the values of an option, each written NAME=VALUE.
+    Return a dict of an option's values, each of which is written NAME=VALUE.
 
     Raises:
         ValueError: a value has another form, which the message asks to write as `form`, or a NAME is given twice.
@@ -232,6 +234,6 @@ def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, 
 
 
 def path_and_split(given: str) -> tuple[str, str]:
-    """Return the path of a data set and its split, written PATH:SPLIT, or PATH for the split `train`."""
+    """Return path and split of a dataset that is written PATH:SPLIT, or PATH for the split `train`."""
     path, colon, split = given.partition(":")
     return (path, split) if colon and not Path(given).exists() else (given, "train")

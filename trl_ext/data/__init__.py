@@ -1,4 +1,4 @@
-"""Load data sets, and check and describe their rows before a model is loaded."""
+"""Load datasets, split them, and check their rows before a model is loaded."""
 
 from typing import TYPE_CHECKING
 

@@ -24,8 +24,8 @@ def load_dataset_split(
 ) -> Dataset:
     """Load one split of a dataset and check that it has the columns that a trainer needs.
 
-    A single file is one split, `train`. In a folder of files the splits come from the files' names, as on the hub:
-    `train.jsonl`, `test.jsonl`. All columns are kept: reward functions receive those that the trainer does not use.
+    A single file is one split, `train`. In a folder, the files' names give the splits, as on the hub: `train.jsonl`,
+    `test.jsonl`. All columns are kept, since reward functions get those that the trainer does not use.
 
     Args:
         name: a `.jsonl`, `.json`, `.parquet` or `.csv` file; a folder of such files; a folder written by
@@ -33,7 +33,7 @@ def load_dataset_split(
             dataset on the Hugging Face hub.
         split: name of the split, or a part of it, such as `train[:50%]` or `train[1000:]`.
         config: configuration of a hub dataset (`name` in `datasets.load_dataset`).
-        columns: columns that must be there, such as `("prompt", "chosen", "rejected")`.
+        columns: required columns, such as `("prompt", "chosen", "rejected")`.
     """
     path = find(name)
     if path.suffix in _BUILDERS:
@@ -51,14 +51,14 @@ def load_dataset_split(
 def held_out_rows(
     train: Dataset, load_held_out: Callable[[], Dataset], eval_size: int | None, seed: int
 ) -> tuple[Dataset, Dataset | None]:
-    """Return the rows to train on, and the rows to evaluate on or None.
+    """Return the rows to train on, and the rows to evaluate on (None without evaluation).
 
     Args:
         train: the training split.
         load_held_out: loads the held-out split; called only if `eval_size` is None.
-        eval_size: about how many rows to cut from the training split for evaluation, see [`hold_out_prompts`]. 0: no
-            evaluation. None: evaluate on the held-out split.
-        seed: seed of the random cut.
+        eval_size: largest number of rows to take from the training split for evaluation, see [`hold_out_prompts`]. 0:
+            no evaluation. None: evaluate on the held-out split.
+        seed: seed of the random choice of these rows.
     """
     if eval_size is not None:
         return hold_out_prompts(train, eval_size, seed)
@@ -73,9 +73,9 @@ def held_out_rows(
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """
-    Write rows as JSON lines; the file is written whole or not at all.
+    Write rows as JSON lines, atomically: the file is complete, or the old one is unchanged.
 
-    NaN and infinities become null; a value that JSON does not know is written as `str(value)`.
+    NaN and infinities become null; a value of a type that JSON lacks is written as `str(value)`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was

@@ -1,4 +1,4 @@
-"""Preference pairs: leave out those that teach nothing, put their columns in batches."""
+"""Filter preference pairs that teach nothing, check the pairs' columns, and add these columns to batches."""
 
 import math
 from collections.abc import Sequence
@@ -21,9 +21,10 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
     """Return the pairs that have a prompt and two different answers, in the form that [`one_form`] gives them.
 
     Args:
-        dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless these contain it.
-        name: what error messages call the dataset.
-        drop: whether to leave out all other pairs, the unusable ones, and print how many there are.
+        dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless `chosen` and `rejected`
+            contain it.
+        name: name of the dataset for error messages.
+        drop: whether to leave out all unusable pairs, and print how many there are.
 
     Raises:
         ValueError: some pairs are unusable and `drop` is False, or all pairs are unusable.
@@ -45,7 +46,7 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
 
 
 def check_columns(dataset: Any, name: str, columns: Sequence[str]) -> None:
-    """Raise a `ValueError` if a column of pairs has an invalid number; other data than a `Dataset` is not checked."""
+    """Raise a `ValueError` if a column of pairs has an invalid number; only a `Dataset` is checked, not a stream."""
     for column in columns if isinstance(dataset, Dataset) else ():
         low, high = _LOWEST_AND_HIGHEST.get(column, (-math.inf, math.inf))
         values = np.array(dataset[column][:], float)  # None becomes NaN
@@ -60,12 +61,13 @@ def check_columns(dataset: Any, name: str, columns: Sequence[str]) -> None:
 @dataclass
 class PairCollator:
     """
-    Make a batch with `collator`, and add columns of the pairs: (B,) floats, and (B,) integers for `source`.
+    Collate pairs with TRL's `collator`, and add further columns to the batch: (B,) floats, and (B,) integers for
+    `source`.
 
     Args:
         collator: TRL's collator.
         columns: dataset columns to read.
-        sources: name of a source → its place in the list of sources; an unknown source becomes −1.
+        sources: maps the name of a source to its index in the list of sources; an unknown source becomes −1.
     """
 
     collator: Any
@@ -85,6 +87,6 @@ class PairCollator:
 
 
 def take_columns(inputs: dict[str, Any], names: Sequence[str] = PAIR_COLUMNS) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch in two: the columns called `names`, and all other columns, which TRL gets."""
+    """Split a batch into the columns `names`, and all other columns, which are passed to TRL."""
     columns = {name: inputs[name] for name in names if name in inputs}
     return columns, {name: value for name, value in inputs.items() if name not in columns}

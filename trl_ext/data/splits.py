@@ -1,4 +1,4 @@
-"""Divide rows into splits that keep groups whole and have the same mix of chosen values; balance rows by values."""
+"""Divide rows into splits that keep groups together and have the same mix of strata."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,14 +19,14 @@ def split_groups(
     """
     Divide rows into splits, and keep all rows of a group in the same split.
 
-    Groups are dealt stratum by stratum, in random order and the largest of a stratum first, each to the split that
-    lacks most of its share of the rows dealt so far. So any stretch of successive groups has about the wanted shares,
-    and rare strata are divided fairly, too.
+    Groups are assigned stratum by stratum, in random order but the largest of a stratum first. Each goes to the split
+    that lacks most of its share of the rows assigned so far. So rare strata are also divided by about the wanted
+    shares.
 
     Args:
         groups: (N,) number of each row's group, such as `Duplicates.near`; rows with the same number stay together.
-        shares: name of each split → its share of the rows, above 0; the sum is 1.
-        strata: (N,) value of each row, such as its topic; all splits should have the same mix of these. Each row of a
+        shares: maps the name of each split to its share of the rows, above 0; the shares sum to 1.
+        strata: (N,) value of each row, such as its topic; all splits should have the same mix of values. Each row of a
             group counts with the value of the group's first row.
         seed: seed of the random order.
 
@@ -49,13 +49,14 @@ def split_groups(
 
 def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Dataset, Dataset | None]:
     """
-    Hold out rows at random, so that all rows of a prompt are held out or none.
+    Hold out rows at random for evaluation; of each prompt, either all rows are held out or none.
 
-    Prompts are taken in random order while no more than `eval_size` rows are held out, but at least one is. If all
-    prompts are different, the result is that of `Dataset.train_test_split`.
+    Prompts are held out in random order, at least one, as long as they have no more than `eval_size` rows in all. If
+    all prompts are different, the result is that of `Dataset.train_test_split`.
 
     Args:
-        dataset: rows as a trainer reads them, see [`prompt_groups`]. If all have the same prompt, rows are divided.
+        dataset: rows as a trainer reads them, see [`prompt_groups`]. If all have the same prompt, it is divided by
+            rows.
         eval_size: number of rows to hold out; 0 for none.
         seed: seed of the random order.
 
@@ -85,10 +86,10 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
 
 def prompt_groups(dataset: Dataset) -> np.ndarray:
     """
-    Number the prompts of rows by first occurrence, as [`prompt_hashes`] tells them apart: (N,) integers.
+    Number the rows' prompts by first occurrence, (N,) int; prompts with equal [`prompt_hashes`] have the same number.
 
-    Pairs whose prompt is not known count as having one prompt if they share an answer, and other rows if they have the
-    same text or token ids, or else if they are equal.
+    Pairs with an unknown prompt count as having the same prompt if they share an answer. Other rows with an unknown
+    prompt do so if they have the same text or token ids, or if they are equal.
     """
     keys = np.stack([prompt_hashes(dataset)] * 2, axis=1)
     if len(unknown := np.flatnonzero(keys[:, 0] == 0)):
@@ -106,7 +107,7 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray:
-    """Return an integer for each value: 0, 1, … by first occurrence, the same for equal values; 1 and "1" differ."""
+    """Number values 0, 1, … by first occurrence; equal values have the same number, while 1 and "1" differ."""
     seen: dict[Any, int] = {}
     return np.array([seen.setdefault(_hashable(value), len(seen)) for value in values], np.int64)
 

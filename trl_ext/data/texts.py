@@ -1,4 +1,4 @@
-"""What models read, text or messages: tell them apart, and bring rows into the form that trainers take."""
+"""Distinguish text from messages, and convert rows of either to the form that trainers expect."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ _TEXTS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
 def say(sentence: str) -> None:
-    """Print a sentence, of several processes on the first alone."""
+    """Print a sentence, only on the first process."""
     if os.environ.get("RANK", "0") == "0":
         print(sentence)
 
@@ -47,12 +47,12 @@ def content_of(message: dict[str, Any]) -> str:
 
 
 def without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages without the system message that they may begin with."""
+    """Return messages without a leading system message."""
     return messages[messages[0]["role"] in ("system", "developer") :]
 
 
 def has_content(answer: Any) -> bool:
-    """Return whether the text, or one of the messages, says anything or calls a tool."""
+    """Return whether a text is not blank, or any of the messages has text or a tool call."""
     if isinstance(answer, str):
         return bool(answer.strip())
     return is_text(answer) and any(message.get("tool_calls") or content_of(message).strip() for message in answer)
@@ -62,7 +62,7 @@ def has_content(answer: Any) -> bool:
 
 
 def tool_calls(message: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the name and the arguments of each tool call of a message."""
+    """Return the name and the arguments of each tool call in a message."""
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
     return [(str(call.get("name")), call.get("arguments")) for call in calls]
 
@@ -71,7 +71,7 @@ def repeated_calls(completion: Any) -> list[bool]:
     """
     Return for each tool call of an episode whether an earlier call had the same name, arguments and answer.
 
-    A call that gets another answer than before is no repetition, and neither is a call without an answer.
+    A call that gets another answer than before is not repeated, and neither is a call without an answer.
 
     >>> move = {"role": "assistant", "tool_calls": [{"function": {"name": "move", "arguments": {"to": "left"}}}]}
     >>> wall = {"role": "tool", "name": "move", "content": "A wall."}
@@ -95,7 +95,7 @@ def repeated_calls(completion: Any) -> list[bool]:
 
 def with_text_arguments(answer: Any) -> Any:
     """
-    Return messages with the arguments of each tool call as the JSON text of an object; return a text unchanged.
+    Return messages in which the arguments of each tool call are the JSON text of an object; return a text unchanged.
 
     A policy may call a tool with any JSON value, but TRL prints only objects, and a table needs one type for each
     column. A value that is no object becomes `{"arguments": value}`.
@@ -125,7 +125,7 @@ def check_texts(dataset: "Dataset", columns: Sequence[str], name: str, may_be_em
     Args:
         dataset: rows with these columns. A column named `messages` must hold messages.
         columns: names of the columns to check.
-        name: what error messages call the dataset.
+        name: name of the dataset for error messages.
         may_be_empty: False refuses a row whose text is "".
     """
     for column in columns:
@@ -140,9 +140,9 @@ def check_texts(dataset: "Dataset", columns: Sequence[str], name: str, may_be_em
 
 def one_form(dataset: Any, name: str) -> Any:
     """
-    Return rows as [`answers_alone`] does, and refuse a mix of rows of text and rows of messages.
+    Return rows as [`answers_alone`] does, but raise a `ValueError` if some rows are text and others are messages.
 
-    TRL prepares all rows as the first one: some mixes crash it, and in others rows of text get no EOS.
+    TRL prepares all rows in the way of the first row: some mixes crash it, and in others rows of text get no EOS.
     """
     from datasets import Dataset
 
@@ -161,16 +161,16 @@ def one_form(dataset: Any, name: str) -> Any:
 
 def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) -> Any:
     """
-    Return rows without the prompt at the beginning of the answers, and say in how many rows it was there.
+    Remove the prompt from the beginning of answers that repeat it, and print in how many rows this was done.
 
-    A model would read such a prompt twice. Messages are compared by role and content, and may have a system message on
-    one side alone. A text prompt such as "Hello" may well begin an answer, so texts are changed only if most rows'
-    answers begin with their prompts. In a row with both text and messages, the text becomes a message.
+    A model would otherwise read such a prompt twice. Messages are compared by role and content, and only one side may
+    have a system message. A text prompt such as "Hello" may well begin an answer, so texts are changed only if most
+    rows' answers begin with their prompts. In a row with both text and messages, the text becomes a message.
 
     Args:
         dataset: rows, or a stream. In a stream only messages are changed. Anything else is returned unchanged.
-        name: what the sentence calls the rows.
-        columns: name of the prompts' column, then those of answers.
+        name: name of the dataset for the printed sentence.
+        columns: name of the prompts' column, then the names of the answers' columns.
     """
     from datasets import IterableDataset
 
@@ -192,7 +192,7 @@ def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) 
 
 
 def _alone(row: dict[str, Any], columns: Sequence[str], also_texts: bool = True) -> dict[str, Any]:
-    """Return those columns of a row that change."""
+    """Return the columns of a row that [`answers_alone`] changes, with their new values."""
     given = [row[column] for column in columns]
     if not all(map(is_text, given)):
         return {}

@@ -1,4 +1,4 @@
-"""Remember which pairs and prompts a model was trained on, by hashes in small files beside the model."""
+"""Record which pairs and prompts a model was trained on, as hashes in small files in the model's folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ class TrainedPairs:
     """
     Hold the pairs that a model was trained on, as hashes.
 
-    Only a hash of 64 bits is kept for each answer, 16 bytes a pair. Texts that differ only in case or white space
+    Each answer is kept as a hash of 64 bits, so a pair takes 16 bytes. Texts that differ only in case or white space
     count as the same, and so do pairs that differ only in which answer is the chosen one.
 
     Args:
         pairs: (N, 2) hashes of each pair's two answers, each hashed with the prompt. The smaller hash comes first, and
             each pair occurs once.
-        is_complete: True if these are all the pairs that the model was ever trained on, also before the last training.
+        is_complete: True if these are all pairs that the model was ever trained on, including those of earlier runs.
     """
 
     pairs: np.ndarray = field(default_factory=lambda: _NO_PAIRS)
@@ -38,11 +38,11 @@ class TrainedPairs:
 
     @classmethod
     def of(cls, *datasets: Dataset) -> "TrainedPairs":
-        """Return the pairs of these data sets, hashed by [`pair_hashes`]."""
+        """Return the pairs of these datasets, hashed by [`pair_hashes`]."""
         return cls(np.unique(np.concatenate([_NO_PAIRS, *map(pair_hashes, datasets)]), axis=0))
 
     def __or__(self, other: "TrainedPairs") -> "TrainedPairs":
-        """Return the pairs of both operands; the result is complete if both are complete."""
+        """Return the union of both sets of pairs; it is complete if both are complete."""
         pairs = np.unique(np.concatenate([self.pairs, other.pairs]), axis=0)
         return TrainedPairs(pairs, self.is_complete and other.is_complete)
 
@@ -60,9 +60,10 @@ class TrainedPairs:
 
     def save(self, folder: str | Path, is_uploaded: bool = False) -> None:
         """
-        Write the pairs to a file in a model's folder, whole or not at all.
+        Write the pairs to a file in a model's folder, atomically.
 
-        If the folder goes to the hub (`is_uploaded`), the file lies in its subfolder `_run`, which is not uploaded.
+        If the folder is uploaded to the hub (`is_uploaded`), the file is in the subfolder `_run`, which is not
+        uploaded.
         """
         path = _place(folder, TRAINED_PAIRS, is_uploaded)
         with whole_file(path) as temporary, temporary.open("wb") as file:
@@ -79,10 +80,11 @@ class TrainedPairs:
 
 def pair_hashes(dataset: Dataset) -> np.ndarray:
     """
-    Hash both answers of pairs, each with its prompt.
+    Hash both answers of each pair, together with the prompt.
 
     Args:
-        dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless these contain it.
+        dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless `chosen` and `rejected`
+            contain it.
 
     Returns:
         (N, 2) unsigned hashes of 64 bits, the smaller one of each pair first.
@@ -121,7 +123,7 @@ def answer_hash(prompt: Any, answer: Any) -> int:
 
 
 def hashes_of_answers(prompt: Any, answers: Sequence[Any]) -> np.ndarray:
-    """Hash every pair that the answers to one prompt form: (K, 2) for K pairs, the smaller hash first."""
+    """Hash all K pairs that the answers to one prompt form; return (K, 2) hashes, the smaller hash first."""
     hashes = np.array([answer_hash(prompt, answer) for answer in answers], np.uint64)
     one, other = np.triu_indices(len(hashes), 1)
     return np.sort(np.stack([hashes[one], hashes[other]], 1), axis=1)
@@ -136,7 +138,7 @@ def prompt_of(row: dict[str, Any]) -> Any:
 
 
 def first_prompts(rows: Any, count: int) -> list[Any]:
-    """Return the prompts of the first `count` rows of a list, data set or stream; leave out rows without a prompt."""
+    """Return the prompts of the first `count` rows of a list, dataset or stream; leave out rows without a prompt."""
     return [prompt for row in islice(rows or (), count) if (prompt := prompt_of(row)) is not None]
 
 
@@ -144,7 +146,7 @@ def prompt_hashes(dataset: Dataset) -> np.ndarray:
     """
     Hash the prompt of each row: (N,) unsigned hashes of 64 bits, 0 for a row whose prompt is not known.
 
-    A system message does not count, unless it is all that there is.
+    A system message is left out, unless the prompt has nothing else.
     """
     names = [name for name in ("prompt", "messages", "chosen") if name in dataset.column_names]
     if not names:
@@ -162,9 +164,9 @@ def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None
         folder: output directory of the run. The file of an earlier run there is replaced, or removed if no new one is
             written.
         rows: training rows. Nothing is written if they are a stream, or if the prompt of any row is not known.
-        start: the model that the run starts from. Hashes of the prompts that it was trained on, if they are in its
-            folder, are added.
-        is_uploaded: whether the folder goes to the hub. If it does, the file lies in its subfolder `_run`, which is
+        start: the model that the run starts from. If its folder has hashes of the prompts that it was trained on, they
+            are added.
+        is_uploaded: whether the folder is uploaded to the hub. If so, the file is in the subfolder `_run`, which is
             not uploaded.
     """
     before = load_trained_prompts(start) if start else None  # read first: it may be the file that is deleted below
@@ -174,7 +176,7 @@ def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None
 
 
 def save_prompt_hashes(folder: str | Path, hashes: np.ndarray) -> None:
-    """Write hashes of prompts to a file in a folder, whole or not at all."""
+    """Write hashes of prompts to a file in a folder, atomically."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     with whole_file(Path(folder, TRAINED_PROMPTS)) as temporary, temporary.open("wb") as file:
         np.save(file, hashes)
@@ -182,7 +184,7 @@ def save_prompt_hashes(folder: str | Path, hashes: np.ndarray) -> None:
 
 def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
     """
-    Load the hashes of the prompts that a run trained on; None if there is no file with them.
+    Load the hashes of the prompts that a run trained on; None if the run has no file of them.
 
     Args:
         folder: output directory of the run, or one of its checkpoints.
@@ -194,7 +196,7 @@ def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
 
 
 def _place(folder: str | Path, name: str, is_uploaded: bool) -> Path:
-    """Make the folder of a new file, delete an earlier run's file, and return the path of the new one."""
+    """Make the folder for a new file, delete the file of an earlier run, and return the new file's path."""
     while earlier := _found(folder, name):
         earlier.unlink()
     path = Path(folder, PRIVATE_FOLDER if is_uploaded else "", name)

@@ -1,4 +1,4 @@
-"""Configuration of [`DPOTrainer`]: TRL's `DPOConfig`, whose fields keep their meaning, and our own settings."""
+"""Configuration of [`DPOTrainer`]: TRL's `DPOConfig`, whose fields keep their meaning, and further settings."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -28,8 +28,8 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     """
     Configuration of [`DPOTrainer`].
 
-    It has every field of [`trl.DPOConfig`], with the same meaning; only `bf16`, if it is not set, is off on a CPU.
-    With the fields below at their defaults, the loss is TRL's to the last bit.
+    It has every field of [`trl.DPOConfig`], with the same meaning. One default differs: `bf16` is off on a CPU. With
+    the fields below at their defaults, the loss equals TRL's to the last bit.
 
     In the fields' descriptions, the log-ratio of an answer is its log-prob under the policy minus its log-prob under
     the reference, nats. A pair's margin Δ is the log-ratio of the chosen answer minus that of the rejected answer.
@@ -38,17 +38,17 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     # How β moves
     beta_controller: Literal["fixed", "beta_dpo", "drift"] = setting(
         "fixed",
-        "How β moves: not, with each batch's margins, or to hold a drift. `beta_dpo` (2407.08639) sets it for each "
-        "batch from the batch's margins: β = `beta`·(1 + a·(M̄ − M₀)), M₀ being their running mean. A batch is a "
-        "micro-batch of all processes, so gradient accumulation changes the result. `drift` steers `logps/drift`, the "
-        "mean of ½(|chosen log-ratio| + |rejected log-ratio|), to `drift_target`: after each optimizer step of n "
-        "pairs, β ← β·(1 + e·n/horizon) with e = clip(drift/target − 1, ±0.2).",
+        "How β changes: not at all, with each batch's margins, or so that the drift stays at a target. `beta_dpo` "
+        "(2407.08639) sets it for each batch from the batch's margins: β = `beta`·(1 + a·(M̄ − M₀)), M₀ being their "
+        "running mean. A batch is a micro-batch of all processes, so gradient accumulation changes the result. "
+        "`drift` steers `logps/drift`, the mean of ½(|chosen log-ratio| + |rejected log-ratio|), to `drift_target`: "
+        "after each optimizer step of n pairs, β ← β·(1 + e·n/horizon) with e = clip(drift/target − 1, ±0.2).",
     )
     beta_min: float = setting(1e-3, "Lower bound of the β that a controller sets.", range="> 0")
     beta_max: float | None = setting(None, "Upper bound of the β that a controller sets.", range="> 0")
     beta_dpo_alpha: float = setting(
         0.6,
-        "How strongly a batch's margins move its β: a.",
+        "a, how strongly a batch's margins change its β.",
         range=">= 0",
         only_with=("beta_controller", "beta_dpo"),
     )
@@ -60,20 +60,20 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     )
     beta_dpo_keep: float = setting(
         1.0,
-        "Share of each batch to train on; the paper's is 0.8, and 1.0 keeps all. It is sampled without replacement "
-        "with weight exp(−½((Δ − M₀)/σ)²); M̄ is over these pairs.",
+        "Share of each batch's pairs to train on; 0.8 in the paper, and 1.0 keeps all. They are sampled without "
+        "replacement with weight exp(−½((Δ − M₀)/σ)²); M̄ is over these pairs.",
         range="in (0, 1], the share of pairs to keep",
         only_with=("beta_controller", "beta_dpo"),
     )
     drift_target: float | None = setting(
         None,
-        "Target of `logps/drift`, nats per sequence. `drift` needs one.",
+        "Target of `logps/drift`, nats per sequence. `beta_controller='drift'` needs it.",
         range="> 0 nats per sequence",
         only_with=("beta_controller", "drift"),
     )
     drift_horizon: float | None = setting(
         None,
-        "Pairs over which β can change by about a fifth; those of one epoch if unset.",
+        "Number of pairs over which β can change by about a fifth; if unset, the pairs of one epoch.",
         range="> 0 pairs",
         only_with=("beta_controller", "drift"),
     )
@@ -88,7 +88,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     )
     margin_warmup_pairs: int = setting(
         64,
-        "Pairs of a source that must be seen before its factor leaves 1.",
+        "Number of a source's pairs before which its factor stays 1.",
         range=">= 2",
         only_with=("margin_normalization", "source"),
     )
@@ -100,7 +100,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
         "`margin`, or as `score_chosen` − `score_rejected`.",
     )
     margin_scale: float = setting(
-        1.0, "Factor of the margin that is read.", range="> 0", only_with=("use_margin", True)
+        1.0, "Factor that multiplies the margin that `use_margin` reads.", range="> 0", only_with=("use_margin", True)
     )
     use_confidence: bool = setting(
         False,
@@ -122,7 +122,8 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     # What is reported
     log_displacement: bool = setting(
         False,
-        "Log `logps/chosen_delta`, `logps/displacement_rate` and `logps/drift`. Any option above logs them, too.",
+        "Log `logps/chosen_delta`, `logps/displacement_rate` and `logps/drift`. Each setting above also turns this "
+        "on.",
     )
     distribution_shift_samples: int = setting(
         0,
@@ -138,8 +139,8 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
 
     resume_anyway: bool = setting(
         False,
-        "Go on from a checkpoint though the settings, the data or the weights differ from those of the run that wrote "
-        "it. Otherwise `train(resume_from_checkpoint=…)` refuses it, and says what differs.",
+        "Resume from a checkpoint though the settings, the data or the weights differ from those of the run that "
+        "wrote it. Otherwise `train(resume_from_checkpoint=…)` refuses it, and says what differs.",
     )
 
     def __post_init__(self):
@@ -177,12 +178,14 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
 
     @property
     def replaces_sigmoid(self) -> bool:
-        """Return whether our preference loss replaces TRL's sigmoid loss, which reads nothing but margins."""
+        """
+        Return whether a setting needs [`preference_loss`] in place of TRL's sigmoid loss, which uses only margins.
+        """
         informed = self.use_margin or self.use_confidence or self.use_weight or self.dpop_lambda
         return bool(informed or self.beta_dpo_keep < 1)
 
     @property
     def reads_log_probs(self) -> bool:
-        """Return whether some setting needs the log-probs that TRL computes."""
+        """Return whether any setting needs the log-probs that TRL's loss computes."""
         controls = self.beta_controller != "fixed" or self.margin_normalization != "none"
         return controls or self.replaces_sigmoid or self.log_displacement

@@ -1,4 +1,4 @@
-"""Move β in training: by the margins or the drift of all pairs, or by source."""
+"""Change β in training: by the margins or the drift of all pairs, or for each source of pairs."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _EMPTY = (0.0, 0)  # the sum of drifts and their number, when there is none yet
 
 @dataclass(frozen=True)
 class Pairs:
-    """Hold pairs' log-ratios: log-probs under the policy minus log-probs under the reference, nats."""
+    """Hold the log-ratios of pairs' answers: log-prob under the policy minus log-prob under the reference, nats."""
 
     chosen: Tensor  # (B,)
     rejected: Tensor  # (B,)
@@ -40,7 +40,7 @@ class Pairs:
         return self.chosen - self.rejected
 
     def gathered(self, accelerator: Any) -> "Pairs":
-        """Gather the (N,) pairs of all processes, in the processes' order; they are detached and on the CPU."""
+        """Gather the (N,) pairs of all processes, in order of process, detached and moved to the CPU."""
         stacked = torch.stack(
             [self.chosen.detach().float(), self.rejected.detach().float(), self.sources.float()], dim=1
         )
@@ -50,12 +50,12 @@ class Pairs:
 
 class BetaController:
     """
-    Keep β fixed, set it from each batch's margins (`beta_dpo`, 2407.08639), or steer the drift to a target (`drift`).
+    Keep β fixed, set it from each batch's margins (`beta_dpo`, 2407.08639), or hold the drift at a target (`drift`).
 
-    Every process passes in the pairs of all processes, so every process computes the same β.
+    Every process calls this with the pairs of all processes, so all processes compute the same β.
 
     Args:
-        args: the settings `beta…` and `drift…`, and the seed.
+        args: a [`DPOConfig`], of which the settings `beta…` and `drift…`, and the seed, are used.
         horizon: pairs over which the drift controller can change β by about 20 %.
     """
 
@@ -75,7 +75,7 @@ class BetaController:
 
     def observe(self, beta: float, pairs: Pairs, kept: Tensor | None = None) -> float:
         """
-        Observe a micro-batch, and return the β for its loss, which is computed next.
+        Record a micro-batch's pairs, and return the β for its loss.
 
         Args:
             beta: the present β, 1 / nats.
@@ -96,7 +96,9 @@ class BetaController:
         return beta
 
     def step(self, beta: float) -> float:
-        """End an optimizer step whose β was `beta`; return the next step's β. Only `drift` changes β here."""
+        """
+        End an optimizer step that used `beta`; return the next step's β, which only the mode `drift` changes here.
+        """
         (total, pairs), self._drift = self._drift, _EMPTY
         if self.args.beta_controller != "drift" or not pairs:
             return beta
@@ -132,7 +134,7 @@ class MarginNormalizer:
 
     Args:
         sources: names of the sources. Pairs name a source by its index in this list.
-        warmup_pairs: a source's factor is 1 until it has had this many pairs.
+        warmup_pairs: a source's factor is 1 until this many of its pairs were seen.
     """
 
     def __init__(self, sources: list[str], warmup_pairs: int):
@@ -146,7 +148,7 @@ class MarginNormalizer:
         self._pending.append(pairs)
 
     def factors_of(self, sources: Tensor) -> Tensor:
-        """Look up the factors of (B,) pairs by their sources."""
+        """Return the (B,) factors of pairs, given the index of each pair's source."""
         return self.factors.to(sources.device)[sources]
 
     def step(self) -> None:
@@ -169,7 +171,7 @@ class MarginNormalizer:
         return {"sources": self.sources, "moments": torch.stack(self._moments)}
 
     def load_state_dict(self, state: dict) -> None:
-        """Load the moments of the sources that the state knows; other sources restart."""
+        """Load the moments of the sources in the state; sources that it lacks start empty."""
         known = dict(zip(state["sources"], state["moments"].unbind(), strict=True))
         self._moments = [known.get(source, empty_moments("cpu")) for source in self.sources]
         self._pending.clear()  # a step that was interrupted restarts

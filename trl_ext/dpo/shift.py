@@ -1,4 +1,4 @@
-"""Tell whether the reference could have written the pairs' answers: compare their log-probs with its own samples'."""
+"""Measure whether pairs come from another model: compare their log-probs with those of the reference's samples."""
 
 import warnings
 from typing import Any
@@ -14,7 +14,7 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
     """
     Compare the answers of training pairs with answers that the reference samples to the same prompts.
 
-    All processes must call this. Random number generators are left as they were.
+    All processes must call this. The states of random generators do not change.
 
     Args:
         trainer: a [`DPOTrainer`] before its first step.
@@ -47,13 +47,13 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
 
 
 def warn_of_shift(shift: dict[str, float], bound: float) -> None:
-    """Warn if `chosen_below_sampled`, one of the values that [`distribution_shift`] returns, is above `bound`."""
+    """Warn if `chosen_below_sampled`, as [`distribution_shift`] returns it, is above `bound`, a share of answers."""
     if shift["chosen_below_sampled"] <= bound:
         return
     warnings.warn(
         f"{shift['chosen_below_sampled']:.0%} of the chosen answers have a lower mean log-prob per token under the "
-        f"reference than 99 % of its own answers have (bound: {bound:.0%}). Means in nats: chosen "
-        f"{shift['chosen']:.2f}, rejected {shift['rejected']:.2f}, its own {shift['sampled']:.2f}. Another model or "
+        f"reference than 99 % of the reference's own samples (bound: {bound:.0%}). Means in nats: chosen "
+        f"{shift['chosen']:.2f}, rejected {shift['rejected']:.2f}, samples {shift['sampled']:.2f}. Another model or "
         "another prompt format probably made these pairs, and DPO learns less from them. Weigh pairs by their "
         "log-probs (`use_weighting=True`, WPO), fine-tune on the chosen answers first, or collect pairs from this "
         "model (recipes/online_dpo.py).",
@@ -72,8 +72,8 @@ def _mean_logprobs(model: Any, rows: list[dict[str, Any]], ends: list[int], max_
     """
     Return (B, 3) mean log-probs per token, nats, of each row's chosen, rejected and sampled answer.
 
-    All answers are cut to the length of the longest chosen or rejected answer; or to what `max_length` leaves beside
-    the longest prompt, if that is shorter.
+    All answers are cut to the length of the longest chosen or rejected answer, or to the tokens that `max_length`
+    leaves after the longest prompt, whichever is shorter.
     """
     prompts = [row["prompt_ids"] for row in rows]
     answers = [[row[name] for row in rows] for name in ("chosen_ids", "rejected_ids")]

@@ -1,4 +1,4 @@
-"""Extend TRL's SFT and reward trainers, so that their runs can be resumed exactly, and are recorded."""
+"""Extend TRL's SFT and reward trainers so that their runs are recorded and can be resumed exactly."""
 
 import math
 import warnings
@@ -29,7 +29,8 @@ from ..upstream.names import is_conversational, temporarily
 @dataclass
 class _StageSettings(HidesCredentials, SavingSettings):
     gradient_checkpointing: bool | None = setting(
-        None, "The older name of `activation_checkpointing`: set that one. Both unset: on if there is a GPU."
+        None,
+        "Older name of `activation_checkpointing`, which should be set instead. If both are unset, on with a GPU.",
     )
 
     def __post_init__(self):
@@ -41,9 +42,9 @@ class _StageSettings(HidesCredentials, SavingSettings):
 @dataclass
 class SFTConfig(_StageSettings, AnswersSettings, trl.SFTConfig):
     """
-    Extend TRL's `SFTConfig` by settings for saving, and hide credentials from W&B, TensorBoard and the like.
+    Extend TRL's `SFTConfig` by settings for saving, and hide credentials from trackers such as W&B and TensorBoard.
 
-    If they are not set, `bf16` and `activation_checkpointing` are off on a CPU, where both cost time.
+    `bf16` and `activation_checkpointing` are off by default on a CPU, where both cost time.
     """
 
 
@@ -53,8 +54,8 @@ class RewardConfig(_StageSettings, trl.RewardConfig):
     """
     Extend TRL's `RewardConfig` by settings for saving, and for a confidence and a weight of each pair.
 
-    The class hides credentials from W&B, TensorBoard and the like. If they are not set, `bf16` and
-    `activation_checkpointing` are off on a CPU, where both cost time.
+    It hides credentials from trackers such as W&B and TensorBoard. `bf16` and `activation_checkpointing` are off by
+    default on a CPU, where both cost time.
     """
 
     use_confidence: bool = setting(
@@ -73,7 +74,7 @@ _TOKEN_IDS = ("input_ids", "chosen_ids", "rejected_ids")  # columns of TRL's pre
 
 
 def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
-    """Return rows, or a dictionary of them, in the form that TRL reads, with valid numbers in the pairs' columns."""
+    """Convert a dataset, or a dict of datasets, to TRL's form; raise for invalid numbers in the pairs' columns."""
     if isinstance(dataset, dict):
         return {key: checked(part, f"{name} {key!r}", columns) for key, part in dataset.items()}
     check_columns(dataset, name, [column for column in columns if column != "source"])
@@ -81,7 +82,7 @@ def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
 
 
 class RecordedRun(RowMeans, ResumableRun):
-    """Check the rows, load an adapter by its path, and record the run; for all trainers here."""
+    """Check the rows, load an adapter from its path, and record the run: the base of the trainers in this module."""
 
     _is_classifier = False
     _pair_columns: tuple[str, ...] = ()
@@ -103,8 +104,8 @@ class RecordedRun(RowMeans, ResumableRun):
         given, rows = kwargs["train_dataset"], self.train_dataset
         if isinstance(given, Dataset) and not getattr(self.args, "packing", False) and len(rows) < len(given):
             self.accelerator.print(
-                f"{len(given) - len(rows):,} of {len(given):,} rows are left out: "
-                f"`max_length={self.args.max_length}` leaves no token to train on in them."
+                f"{len(given) - len(rows):,} of {len(given):,} rows are left out: `max_length={self.args.max_length}` "
+                "cuts off all of their tokens to train on."
             )
         self._warn_of_long_rows()
         check_pad_token(self.model, getattr(self.processing_class, "tokenizer", self.processing_class))
@@ -174,7 +175,7 @@ class ResumableRewardTrainer(RecordedRun, RewardTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute TRL's loss, in which a pair's confidence smooths its label, and its weight multiplies its loss."""
+        """Compute TRL's reward loss; a pair's confidence smooths its label, a pair's weight multiplies its loss."""
         columns, batch = take_columns(inputs, self._pair_columns)
         loss, outputs = super().compute_loss(model, batch, True, num_items_in_batch)
         if columns:

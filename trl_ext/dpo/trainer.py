@@ -1,4 +1,4 @@
-"""Extend TRL's `DPOTrainer` by a β that adapts, and a loss that reads margins, confidences and weights of pairs."""
+"""Extend TRL's `DPOTrainer` by an adaptive β, and by a loss that uses margins, confidences and weights of pairs."""
 
 import contextlib
 import copy
@@ -42,7 +42,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
     """
     Train by Direct Preference Optimization (2305.18290) as TRL's trainer does, with more settings, see [`DPOConfig`].
 
-    These settings can adapt β, bring the margins of all sources to one scale, and make the loss read a margin, a
+    These settings can adapt β, bring the margins of all sources to one scale, and make the loss use a margin, a
     confidence and a weight of each pair.
 
     Args:
@@ -127,7 +127,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         for is_wrong, message in [
             (
                 args.beta_controller == "drift" and args.drift_horizon is None and not is_whole,
-                "`beta_controller='drift'` needs `drift_horizon` if the train dataset is a stream.",
+                "`beta_controller='drift'` needs `drift_horizon`, in pairs, if the train dataset is a stream.",
             ),
             (
                 args.distribution_shift_samples
@@ -159,11 +159,11 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """
-        Compute TRL's loss with the β of this micro-batch, and with our preference loss in place of its sigmoid term.
+        Compute TRL's loss with the β of this micro-batch, and with [`preference_loss`] in place of its sigmoid term.
 
-        TRL's `sft` is a mean over the tokens of a micro-batch, ours over those of the optimizer step.
-        TRL's loss runs the model, then reads β; in between, `_observe_pairs` sets β. If none of our settings is used,
-        the loss is TRL's.
+        The `sft` term is a mean over the tokens of the optimizer step; TRL's is a mean over those of a micro-batch.
+        TRL's loss runs the model, then reads β; in between, `_observe_pairs` sets β. If no setting of trl_ext changes
+        the loss, return TRL's loss.
         """
         if not self.args.reads_log_probs and "sft" not in self.loss_types:
             result = super()._compute_loss(model, inputs, return_outputs)
@@ -196,16 +196,16 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         self, batch: dict[str, Tensor], columns: dict[str, Tensor], weights: dict[str, float], log_probs: Tensor
     ) -> tuple[float, Tensor]:
         """
-        Compute log-ratios from log-probs, β from log-ratios, and our losses with this β; log the metrics.
+        Compute log-ratios from log-probs, β from log-ratios, and this trainer's losses with this β; log the metrics.
 
         Args:
             batch: TRL's batch, with the reference's (B,) log-probs.
-            columns: the pairs' columns that our settings read, (B,) each.
-            weights: weights of our losses.
+            columns: the pairs' columns that the settings use, (B,) each.
+            weights: weights of the losses that are computed here instead of by TRL.
             log_probs: (2B, T), nats, of the tokens under the policy, chosen answers first.
 
         Returns:
-            Two values: the β of this micro-batch, and the weighted sum of our losses, which replace TRL's.
+            Two values: the β of this micro-batch, and the weighted sum of the losses that replace TRL's.
         """
         pairs = self._log_ratios(log_probs, batch, columns)
         everyones = pairs.gathered(self.accelerator)
@@ -245,14 +245,16 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
     # ---- Its parts ----
 
     def _reference_logps(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Compute the reference's (B,) log-probs, nats, under TRL's column names; {} if the batch has them already."""
+        """Return the reference's (B,) log-probs, nats, by TRL's column names; {} if the batch has them already."""
         if self.precompute_ref_logps:
             return {}
         chosen, rejected = self.compute_ref_log_probs(self.reference, batch)
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     def _split_loss_weights(self) -> tuple[dict[str, float], list[float]]:
-        """Return the weights of our losses, and those of TRL's, 0 for a loss that ours replaces."""
+        """
+        Return the weights of the losses computed here, and the weights of TRL's losses, 0 for those replaced here.
+        """
         weights = list(zip(self.loss_types, self.loss_weights, strict=True))
         replaced = {"sft", "sigmoid"} if self.args.replaces_sigmoid else {"sft"}
         ours = {
@@ -327,17 +329,17 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
     @property
     def reference(self) -> nn.Module:
         """
-        Return `ref_model`, or without one the PEFT policy.
+        Return the model that gives the reference's log-probs: `ref_model`, or if there is none, the PEFT policy.
 
-        The PEFT policy gives the reference's log-probs only within [`reference_adapter`].
+        The PEFT policy acts as the reference only within [`reference_adapter`].
         """
         return self.model if self.ref_model is None else self.ref_model
 
     def reference_adapter(self) -> contextlib.AbstractContextManager:
         """
-        Make the policy the reference within the block, if PEFT is used without a `ref_model`.
+        Make the policy act as the reference within the `with` block, if PEFT is used without a `ref_model`.
 
-        The policy then runs with the adapter `ref`, or if there is none, with no adapter.
+        The policy then runs with the adapter `ref`, or without an adapter if there is none of this name.
         """
         if self.ref_model is not None or not is_peft_model(self.model):
             return contextlib.nullcontext()
@@ -413,12 +415,14 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     @property
     def _controllers(self) -> dict[str, Any]:
-        """Return what has a state to save, by its setting's value: β controller and margin normalizer, if in use."""
+        """
+        Return the β controller and the margin normalizer that are in use, by the setting's value, to save their state.
+        """
         named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
         return {name: c for name, c in named.items() if c is not None and name != "fixed"}
 
 
 def _completion(log_probs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return log-probs without prompt tuning's virtual tokens, and a mask of the completions' tokens among them."""
+    """Return the log-probs without prompt tuning's virtual tokens, and the mask of the completions' tokens."""
     mask = batch["completion_mask"][:, 1:]
     return log_probs[:, -mask.shape[1] :], mask

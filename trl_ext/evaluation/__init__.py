@@ -1,4 +1,6 @@
-"""Measure reward models on held-out pairs, policies against a gold score, how alike texts are, and what was paid."""
+"""
+Evaluate reward models on held-out pairs and policies by a gold score; find similar texts, and what rewards pay for.
+"""
 
 from typing import TYPE_CHECKING
 

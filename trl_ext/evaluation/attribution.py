@@ -1,4 +1,4 @@
-"""Say what a reward paid for: cheap features of completions, and the part of the score's rise that each explains."""
+"""Find what a reward paid for: cheap features of completions, and the part of the score's rise that each explains."""
 
 import re
 import string
@@ -41,9 +41,15 @@ def features_of(
     """
     Return for each completion a mapping from the features that it has to their values.
 
-    The features are those of `FIXED`; `phrase:…`, for each phrase of one to four words the root of how often the
-    completion has it, where a punctuation mark counts as a word, and ^ and $ are the begin and the end; and `call:…`,
-    how often it calls a tool. A prompt's own words are those that at most half of the rollout's other prompts have.
+    The features are:
+
+    - those of `FIXED`;
+    - `phrase:…` for each phrase of one to four words: the square root of the phrase's count in the completion. A
+      punctuation mark counts as a word; ^ and $ mark beginning and end;
+    - `call:…` for each tool: how often the completion calls it.
+
+    Among the words of a prompt, only those that at most half of the rollout's other prompts have count as the
+    prompt's.
 
     Args:
         prompts, completions: (N) texts.
@@ -90,9 +96,9 @@ class Sums:
     """
     Hold the sums over rollouts that `reward_attribution` reads, in constant memory.
 
-    A rollout's completions of one prompt make a group. Effects are measured within groups or, where these have less
-    than two completions on average, within the rollout. Errors of means are those of independent groups, since answers
-    to one prompt are alike.
+    A rollout's completions to the same prompt form a group. Effects are measured within groups or, if groups have
+    fewer than two completions on average, within the rollout. Standard errors treat groups as independent, not
+    completions, since answers to one prompt are alike.
 
     - `names`: "score" and the F − 1 features that are tracked
     - `gram`: (F, F), Σ x̃ x̃ᵀ over all completions, where x has the score and the features, and x̃ is x less its mean
@@ -103,12 +109,12 @@ class Sums:
       as much as the next; `newest`, the number of completions by these weights, and by their squares
     - `rollouts`, `count`, `groups`: numbers so far
 
-    The first rollouts are one, or up to four until they have 32 completions and 4 groups. Tracked are the phrases and
-    calls whose share has moved most since then, once 5 % of a rollout's completions have them; until then a share
-    counts as what it was at first.
+    The first rollouts are the first one to four, until they have 32 completions and 4 groups. The phrases and calls
+    that are tracked are those whose share has changed most since then, once 5 % of a rollout's completions have them;
+    before a feature is tracked, its share counts as unchanged.
 
     Args:
-        saved: what `dump` returned, to resume.
+        saved: the result of `dump`, to resume; None for new sums.
     """
 
     def __init__(self, saved: dict[str, Any] | None = None) -> None:
@@ -127,7 +133,7 @@ class Sums:
 
     @property
     def begins(self) -> bool:
-        """Return whether the first rollouts are not complete yet."""
+        """Return whether the first rollouts, the baseline, are not complete yet."""
         return self.rollouts < 4 and (self.count < 32 or self.groups < 4)
 
     def start(self, names: Sequence[str]) -> np.ndarray:
@@ -139,8 +145,8 @@ class Sums:
         Add a rollout.
 
         Args:
-            rows: (N) features, from `features_of`.
-            scores: (N) finite.
+            rows: (N) features of each completion, from `features_of`.
+            scores: (N) finite scores.
             groups: (N) the prompt of each completion.
         """
         spread = Counter(name for row in rows for name in row.keys() - FIXED.keys())
@@ -170,7 +176,7 @@ class Sums:
         self.rollouts, self.count, self.groups = self.rollouts + 1, self.count + len(x), self.groups + len(size)
 
     def _track(self, spread: Counter[str], rows: int) -> None:
-        """Track those phrases and calls whose share has moved most since the first rollouts."""
+        """Choose the phrases and calls to track: those whose share has changed most since the first rollouts."""
         frequent = {name for name, times in spread.items() if times >= max(3, rows / 20)}
         # Of phrases in the same completions the longest says most
         new = sorted(frequent - {*self.names}, key=lambda name: (-spread[name], -name.count(" "), name))
@@ -189,13 +195,13 @@ class Sums:
 @dataclass
 class Paid:
     """
-    Say what one feature has to do with the rise of the score.
+    Describe how much one feature contributes to the rise of the score.
 
     Args:
         name: the feature.
         first, now: mean of its values in the first rollouts and in the newest ones.
-        first_share, share: share of completions with a value other than 0, then and now.
-        effect: what one more of it is worth, in units of the score.
+        first_share, share: share of completions with a value other than 0, in the first and in the newest rollouts.
+        effect: change of the score when the feature rises by 1, in units of the score.
         error: standard error of `paid`.
         paid: effect × change of the mean, in units of the score.
         part: `paid` ÷ the rise of the score.
@@ -213,17 +219,17 @@ class Paid:
 
     @property
     def kind(self) -> str:
-        """Return the part of its name before a colon."""
+        """Return the kind of the feature, the part of its name before a colon."""
         return self.name.partition(":")[0]
 
     @property
     def is_share(self) -> bool:
-        """Return whether its share says more than the mean of its values."""
+        """Return whether to describe the feature by the share of completions that have it, instead of its mean."""
         return not FIXED.get(self.name, ("", ""))[1]
 
     @property
     def what(self) -> str:
-        """Return what it is, in words."""
+        """Describe the feature in words."""
         if self.name in FIXED:
             return FIXED[self.name][0]
         of = self.name.partition(":")[2]
@@ -234,12 +240,12 @@ class Paid:
 
     @property
     def has_content(self) -> bool:
-        """Return whether good answers may need it: numbers, tool calls, or the lack of what fewer answers have now."""
+        """Return whether good answers may need the feature: numbers, tool calls, or phrases that have become rarer."""
         falls = self.now < self.first
         return self.kind in ("digits", "calls", "call") or (falls and self.kind not in ("length", "character"))
 
     def in_words(self, sigma: float) -> str:
-        """Say what it is, how it moved, and its effect in σ of single scores."""
+        """Describe the feature, its change, and its effect in σ of single scores, in a sentence."""
         worth = f"worth {self.effect / (sigma or 1):+.2g} σ"
         if self.is_share:
             moved = f"{self.first_share:.0%} → {self.share:.0%} of answers, {worth}"
@@ -249,7 +255,9 @@ class Paid:
 
 
 class Attribution(NamedTuple):
-    """Hold the rise of the mean score, its standard error, σ of single scores within prompts, and what was paid."""
+    """
+    Hold the rise of the mean score, its standard error, σ of single scores within prompts, and the features paid for.
+    """
 
     rise: float
     error: float
@@ -258,8 +266,7 @@ class Attribution(NamedTuple):
 
 
 def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
-    r"""
-    Attribute the rise of the mean score since the first rollouts to the features that moved with it.
+    r"""Attribute the rise of the mean score since the first rollouts to the features that changed with it.
 
     With Δ the change of means, the effects of the features S are b = (G_SS + 0.001 diag G_SS)⁻¹ G_Sy, the regression
     of scores on features within prompts, or within rollouts. Feature j was paid b_j Δ_j. S grows greedily, as in
@@ -267,14 +274,14 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
 
         G_yy − b·G_Sy + N/4 (Δ_y − b·Δ_S)²,
 
-    which is what b does not explain within rollouts, and between the first and the newest one as if each had half of
-    all N completions. So phrases that overlap, and what only goes with a feature that pays, count once. It ends when
-    a feature explains less than 2 %, or after six. Only features join whose mean moved by more than noise, corrected
-    for their number.
+    the variation that b does not explain: within rollouts, and between the first and the newest rollouts as if each
+    had half of all N completions. So overlapping phrases, and features that only occur together with one that pays,
+    count once. Selection ends when a feature explains less than 2 %, or after six features. Only features whose mean
+    changed significantly, corrected for the number of features, are selected.
 
     Args:
         sums: the rollouts' sums.
-        expected: features that join first, by [`is_expected`].
+        expected: features that are selected first; see [`is_expected`].
     """
     start, end = sums.start(sums.names), sums.now / sums.newest[0]
     (change, _), gram = end - start, sums.gram
@@ -323,7 +330,7 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
 
 def is_expected(name: str, expected: Sequence[str]) -> bool:
     """
-    Return whether a feature is expected: by its name, by its kind (`phrase`), or as a part of an expected phrase.
+    Return whether `expected` covers a feature: by its name, by its kind (`phrase`), or by a phrase that it is part of.
 
     >>> is_expected("phrase:love you $", ["length", "phrase:i love you"])
     True

@@ -1,4 +1,4 @@
-"""Find phrases that chosen answers favour, and test whether a reward model rewards changes that better no answer."""
+"""Find phrases that chosen answers favour, and test whether a reward model rewards changes that improve no answer."""
 
 import itertools
 import math
@@ -30,16 +30,16 @@ def mine_phrases(
 ) -> list[str]:
     """Return phrases that chosen answers contain more often than rejected answers, the most one-sided first.
 
-    Each n-gram is put to the vote of the pairs in which exactly one answer has it. A pair votes s = +1 if this is the
-    chosen answer, else −1. The vote's weight w is the words of the pair's other answer ÷ the words of both, because a
-    longer answer has more n-grams anyway. If the labels were tossed coins, or followed length alone, Σ s·w would have
-    mean 0, and by Hoeffding's inequality P(Σ s·w ≥ t·√Σw²) ≤ exp(−t²/2). An n-gram passes if Σ s·w is above t·√Σw²,
-    with t = √(2 ln(m / 0.05)) for m n-grams (Bonferroni). So if the labels are tossed coins, the probability that any
-    n-gram passes is at most 5 %, however the n-grams depend on each other.
+    For each n-gram, the pairs in which exactly one answer has it vote. A pair votes s = +1 if that answer is the
+    chosen one, else −1. The vote's weight w is the number of words of the pair's other answer ÷ the words of both,
+    because a longer answer has more n-grams anyway. If the labels were coin tosses, or followed length alone, Σ s·w
+    would have mean 0, and by Hoeffding's inequality P(Σ s·w ≥ t·√Σw²) ≤ exp(−t²/2). An n-gram passes if Σ s·w is above
+    t·√Σw², with t = √(2 ln(m / 0.05)) for m n-grams (Bonferroni). So if the labels are coin tosses, the probability
+    that any n-gram passes is at most 5 %, however the n-grams depend on each other.
 
     The n-grams that pass become phrases in the order of the lower bound (Σ s·w − t·√Σw²) / Σw, the highest first. A
-    longer one that passes, and that covers a quarter of an n-gram's occurrences, is taken in its place. The phrase's
-    occurrences are then taken out of the texts: other n-grams must pass by what is left.
+    longer n-gram that passes, and that covers a quarter of a shorter one's occurrences, replaces it. The phrase's
+    occurrences are then removed from the texts: other n-grams must pass on what is left.
 
     Words are case-folded. A punctuation mark is a word, and so is a character of a script without spaces. An n-gram
     lies within one sentence and one line. If a text occurs in several pairs, as where answers are ranked, the pairs'
@@ -63,7 +63,9 @@ def mine_phrases(
     phrases: list[str] = []
 
     def left(gram: Gram) -> tuple[list[int], float]:
-        """Return the places of an n-gram that no phrase covers, and the bound by these alone."""
+        """
+        Return the places of an n-gram that no phrase covers, and the confidence bound of the votes at these places.
+        """
         places = [at for at in found[gram] if covered.isdisjoint(range(at, at + len(gram)))]
         return places, _bound(words.votes(places), t)
 
@@ -84,14 +86,14 @@ def mine_phrases(
 
 
 def _bound(votes: list[tuple[int, float]], t: float) -> float:
-    """Return the lower confidence bound of the mean vote; if it is above 0, chance does not explain the votes."""
+    """Return the lower confidence bound of the mean vote; above 0, the votes are significant."""
     weights = sum(weight for _, weight in votes)
     deviation = math.sqrt(sum(weight**2 for _, weight in votes))
     return (sum(sign * weight for sign, weight in votes) - t * deviation) / weights if weights else -1.0
 
 
 class _Words:
-    """Hold the words of all answers in one list. Texts 2i and 2i + 1 are the chosen and rejected answer of pair i."""
+    """Hold the words of all answers in one list; texts 2i and 2i + 1 are the chosen and rejected answer of pair i."""
 
     def __init__(self, texts: list[str]):
         self.texts = texts
@@ -107,13 +109,13 @@ class _Words:
         self.sizes = Counter(number for word, number in zip(self.words, self.owner, strict=True) if word)
 
     def votes(self, places: Iterable[int]) -> list[tuple[int, float]]:
-        """Return the sign and the weight of each pair in which exactly one text has one of the places."""
+        """Return sign and weight of the vote of each pair in which exactly one text has any of the places."""
         having = {self.owner[place] for place in places}
         alone = (number for number in having if number ^ 1 not in having)
         return [(1 - 2 * (i % 2), self.sizes[i ^ 1] / (self.sizes[i] + self.sizes[i ^ 1])) for i in alone]
 
     def frequent(self, longest: int, least: int) -> dict[Gram, list[int]]:
-        """Return the places of each n-gram that `least` texts or more have."""
+        """Return the places of each n-gram that occurs in at least `least` texts."""
         found: dict[Gram, list[int]] = {}
         starts: Iterable[int] = range(len(self.words))
         for n in range(1, longest + 1):
@@ -130,7 +132,7 @@ class _Words:
         return found
 
     def written(self, place: int, size: int) -> str:
-        """Return `size` words from a place on, as their text has them."""
+        """Return `size` words from a place on, spelled and spaced as in their text."""
         return self.texts[self.owner[place]][self.spans[place][0] : self.spans[place + size - 1][1]]
 
 
@@ -156,14 +158,14 @@ def probe_reward(
     seed: int = 0,
     rows: int = 256,
 ) -> list[dict[str, Any]]:
-    """Change answers in ways that make them no better, and return how each kind of change moves their scores.
+    """Change answers in ways that make them no better, and return how each kind of change affects their scores.
 
     Each kind of change is a probe: a phrase that is put in, or a change such as repeating the last sentence. Its gain
     on an answer is score(changed answer) − score(answer), in standard deviations of the unchanged answers' scores.
     Mean gains are computed over all answers that the probe changes, and over the better half: those whose score is at
-    least the median. The better half tells more about a phrase that belongs into an answer: it repairs bad answers,
-    which lack it, but good answers lack little. A phrase that raises good answers all the same raises whatever it is
-    added to.
+    least the median. The better half says more about a phrase that belongs into an answer: such a phrase improves bad
+    answers, which lack it, but hardly good ones. A phrase that raises the scores of good answers, too, raises any
+    answer that it is added to.
 
     A probe is suspicious in two cases:
 
@@ -174,10 +176,11 @@ def probe_reward(
       same places, since a model that likes length likes any phrase. By a gain of 0.25 an answer of median score
       overtakes one answer in ten (Φ(0.25) = 0.60).
 
-    A phrase is put in at the end of a sentence drawn at random, and only into answers that do not contain it.
+    A phrase is inserted at the end of a sentence that is chosen at random, and only into answers that do not contain
+    it.
 
     Args:
-        score: the reward: takes prompts and an answer to each, at most `rows` of them, and returns a score for each.
+        score: the reward, a function that takes up to `rows` prompts and an answer to each, and returns their scores.
         prompts, answers: (N,) texts. There should be good and bad answers, such as both answers of held-out pairs, or
             the policy's own. A row that occurs twice counts once.
         phrases: phrases to try one by one, such as those of [`mine_phrases`].
@@ -185,7 +188,8 @@ def probe_reward(
         rows: largest number of answers to change; if there are more, they are sampled.
 
     Returns:
-        A dictionary for each probe, the most suspicious first. What could not be measured is None. Its keys are
+        A dictionary for each probe, the most suspicious first. Values that could not be measured are None. The keys
+        are
 
         - `name`, and `phrase`: the phrase that is put in, or None for another change;
         - `expected`: "down" if the change should lower the score, "none" if it should not change it;
@@ -230,8 +234,8 @@ def _changes(
     """
     Yield four values for each probe: its name, its phrase, the changed answers, and the controls.
 
-    A changed answer is None if the probe cannot change this answer. Controls are the answers with other words in the
-    phrase's place. If a probe puts in no phrase, its phrase and its controls are None.
+    A changed answer is None if the probe cannot change this answer. Controls are the answers with other words in place
+    of the phrase. If a probe inserts no phrase, its phrase and its controls are None.
     """
     answers = [answer for _, answer in pairs]
     picker = random.Random(f"{seed} places")
@@ -275,7 +279,9 @@ def _measured(
     changed: Changed,
     control: list[str] | None,
 ) -> dict[str, Any]:
-    """Score the answers that a probe changes; return its figures, see [`probe_reward`], None for what is not known."""
+    """
+    Score the answers that a probe changes; return its results in the form of [`probe_reward`], None where unknown.
+    """
     result: dict[str, Any] = dict.fromkeys(("gain", "gain_interval", "gain_on_better", "interval_on_better"))
     result |= {"rows": 0, "rows_of_better": 0, "over_control": None, "control_interval": None, "examples": []}
     new = [(i, text) for i, text in enumerate(changed) if text is not None and text != pairs[i][1]]
@@ -298,7 +304,7 @@ def _measured(
 
 
 def _verdict(result: dict[str, Any]) -> tuple[str, str | None]:
-    """Decide from its gains whether a probe is suspicious; return the verdict and its reason."""
+    """Decide from a probe's gains whether it is suspicious; return the verdict and the reason."""
     if not result["rows"]:
         return "not judged", result["why"]
     should_lower, enough = result["expected"] == "down", result["rows_of_better"] >= _LEAST_ROWS
@@ -319,12 +325,17 @@ def _verdict(result: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _scores(score: Score, pairs: list[tuple[str, str]]) -> Tensor:
-    """Return the scores of prompts with an answer: (N,) float64. A NaN would hide a hack, so it is an error."""
+    """
+    Return the (N,) float64 scores of prompts with answers; raise if one is not finite, since NaN would hide a hack.
+    """
     given = score([prompt for prompt, _ in pairs], [answer for _, answer in pairs])
     scores = torch.as_tensor(given, dtype=torch.double)
     finite = int(scores.isfinite().sum())
     if not len(scores) == finite == len(pairs):
-        raise ValueError(f"the reward gave {finite} finite scores for {len(pairs)} answers, such as {pairs[:1]}")
+        raise ValueError(
+            f"the reward must return a finite score for each answer, but returned {finite} for {len(pairs)} answers, "
+            f"such as {pairs[:1]}"
+        )
     return scores
 
 
@@ -339,12 +350,12 @@ def _sentences(text: str) -> list[str]:
 
 
 def _glued(text: str, words: str) -> str:
-    """Return `words` as they are appended to `text`: after a space, if its script puts spaces between words."""
+    """Return `words` in the form to append to `text`: after a space, if the script has spaces between words."""
     return words if not text or not words or _GLUED.match(text[-1]) else f" {words}"
 
 
 def _with(text: str, words: str, place: int) -> str:
-    """Return a text with words put in at a place where a sentence begins or ends."""
+    """Insert words into a text at a place where a sentence begins or ends."""
     head, tail = text[:place], text[place:]
     return head + _glued(head, words) + (tail if not tail or tail[0].isspace() else _glued(words, tail))
 
@@ -364,9 +375,9 @@ def _shuffled(text: str, picker: random.Random) -> str:
 
 def _like(phrase: str, texts: list[str], picker: random.Random) -> str:
     """
-    Return words from `texts` of about the length of the phrase.
+    Return words from `texts`, as many as the phrase has, of about its length.
 
-    Of 16 runs of as many words as the phrase has, picked at random, this is the one nearest to it in characters.
+    Of 16 such runs of words, chosen at random, it is the one whose number of characters is nearest to the phrase's.
     """
     size, found = len(WORD.findall(phrase)), []
     for text in (texts[picker.randrange(len(texts))] for _ in range(16)):

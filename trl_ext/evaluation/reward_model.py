@@ -1,4 +1,4 @@
-"""Measure reward models on held-out pairs and ranked answers, ensembles, and policies against a gold score."""
+"""Evaluate reward models and ensembles on held-out pairs and ranked answers, and policies by a gold score."""
 
 import math
 from collections import defaultdict
@@ -25,9 +25,8 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Return a statistic's confidence interval: its quantiles 2.5 % and 97.5 % over resampled rows.
 
-    The bootstrap (Efron, 1979) says how a figure would vary on other samples of the same size. To compare two systems
-    on the same prompts, pass the N differences of their values: in these, what makes one prompt harder than another
-    cancels.
+    The bootstrap (Efron, 1979) estimates how a figure would vary on other samples of the same size. To compare two
+    systems on the same prompts, pass the N differences of their values, in which the prompts' difficulty cancels.
 
     Args:
         values: (N,) one finite value for each row, or (N, K) for a statistic of K columns.
@@ -74,7 +73,10 @@ def pairwise_accuracy(margins: Tensor) -> Tensor:
 
 
 def credit(margins: Tensor) -> Tensor:
-    """Return for each pair 1 if the chosen answer scores higher, one half for a tie, else 0; float64."""
+    """
+    Return each pair's contribution to the accuracy, float64: 1 if the chosen answer scores higher, ½ for a tie, else
+    0.
+    """
     return (margins > 0).double() + (margins == 0).double() / 2
 
 
@@ -82,12 +84,12 @@ def accuracy_interval(margins: Tensor, prompts: Sequence[Hashable]) -> tuple[flo
     """Return a 95 % confidence interval of the accuracy, by resampling prompts, each with all of its pairs.
 
     Pairs that share a prompt, such as those of a ranking, are not independent. So prompts are resampled, not pairs (a
-    bootstrap of clusters). With fewer than 30 prompts a bootstrap says too little, so Wilson's interval is returned,
-    for as many rows as there are prompts.
+    bootstrap of clusters). With fewer than 30 prompts a bootstrap is unreliable, so Wilson's interval is returned,
+    with the number of prompts as the number of rows.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
-        prompts: for each pair, what identifies its prompt, such as its text.
+        prompts: (N,) an identifier of each pair's prompt, such as its text.
     """
     table = sums_by_prompt(torch.stack([credit(margins), torch.ones(len(margins))], 1), prompts)
     if len(table) < 30:
@@ -136,7 +138,7 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
 def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) -> list[dict[str, Any]]:
     """Divide pairs by how much longer the chosen answer is into bins of about equal size; return each bin's accuracy.
 
-    A reward model that has learnt length is right if the chosen answer is the longer one, and wrong if it is shorter.
+    A reward model that prefers length is right where the chosen answer is longer, and wrong where it is shorter.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
@@ -157,7 +159,7 @@ def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) 
 
 
 def length_bias(margins: Tensor, length_gaps: Tensor, prompts: Sequence[Hashable]) -> dict[str, Any]:
-    """Return how much more often a reward model is right where the chosen answer is longer than where it is shorter.
+    """Return a reward model's accuracy where the chosen answer is longer, minus its accuracy where it is shorter.
 
     The bias is a − b: the model's accuracy a on pairs whose chosen answer is the longer one, minus its accuracy b on
     pairs whose chosen answer is the shorter one. If the longer answer is chosen in half of the pairs, the model
@@ -167,7 +169,7 @@ def length_bias(margins: Tensor, length_gaps: Tensor, prompts: Sequence[Hashable
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
         length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
-        prompts: for each pair, what identifies its prompt. The interval is a bootstrap over prompts.
+        prompts: (N,) an identifier of each pair's prompt. The interval is a bootstrap over prompts.
 
     Returns:
         A dictionary with the keys
@@ -208,9 +210,9 @@ def fit_temperature(margins: Tensor) -> float | None:
         margins: (N,) score of the chosen answer minus score of the rejected one.
 
     Returns:
-        The temperature; None if no T is the most likely: if the margins' mean is not above 0 (the model is no better
-        than a coin), if no margin is negative (any smaller T makes the labels more likely), or if T or 1/T would be
-        beyond 10,000 times the mean |margin|.
+        The temperature; None if the likelihood has no maximum: if the margins' mean is not above 0 (the model is no
+        better than a coin), if no margin is negative (any smaller T makes the labels more likely), or if T or 1/T
+        would be beyond 10,000 times the mean |margin|.
     """
     margins = margins.detach().double().cpu()
     unit, end = margins.abs().mean().item(), math.log(1e4)
@@ -250,12 +252,13 @@ def calibration_error_by_chance(margins: Tensor, draws: int = 200, seed: int = 0
     """Return the mean calibration error that a model with correct probabilities would show on pairs of these margins.
 
     A calibration error is a mean of absolute values, so on few pairs it is not near 0 even for a calibrated model
-    (Bröcker and Smith, 2007). Only the part of a model's calibration error above the returned one is its fault.
+    (Bröcker and Smith, 2007). Only the part of a model's calibration error above the returned error counts against the
+    model.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one; their signs are replaced by random
             ones.
-        draws: how often random signs are drawn.
+        draws: how often random signs are sampled.
         seed: seed of the signs.
     """
     margins, generator = margins.detach().double().cpu().abs(), torch.Generator().manual_seed(seed)
@@ -288,7 +291,8 @@ def reliability_bins(margins: Tensor) -> list[dict[str, Any]]:
 
 
 def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor) -> dict[str, Any]:
-    """Return a reward model's accuracy and calibration error on held-out pairs, with 95 % intervals, and more.
+    """Return a reward model's accuracy and calibration error on held-out pairs, with 95 % intervals, and further
+    figures.
 
     The report also has the margins' mean and standard deviation, the mean scores of chosen and rejected answers, and
     the accuracy by length gap, see [`accuracy_by_length_gap`].
@@ -335,7 +339,7 @@ def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
         A dictionary with the keys
 
         - `pairs`: their number;
-        - `accuracy` and `accuracy_interval`: for each way to combine the members' scores;
+        - `accuracy` and `accuracy_interval`: a dictionary of each, by the way to combine the members' scores;
         - `disagreement`: its `mean` over all answers, and over the answers of those pairs that the members' mean score
           ranks right (`where_right`) and does not (`where_wrong`); None without such pairs;
         - `margin_correlation`: the correlation of two members' margins, averaged over all pairs of members.

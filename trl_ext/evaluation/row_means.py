@@ -1,4 +1,6 @@
-"""Make each figure that a trainer logs of an evaluation set a mean over rows or tokens, whatever the batch."""
+"""
+Compute a trainer's evaluation metrics as means over rows or tokens, so that they do not depend on the batch size.
+"""
 
 import sys
 from typing import Any
@@ -19,7 +21,7 @@ class RowMeans:
     TRL averages the means of batches, so a smaller last batch counts too much. Here sums and counts are added over
     batches and processes, and divided once. The copies that fill up the last batch are left out, unless rows are
     packed or `compute_metrics` is used. The name of a metric begins with the evaluation set's prefix, so that several
-    sets do not overwrite each other.
+    sets do not overwrite each other's metrics.
     """
 
     _rows_per_example = 1  # 2 for pairs: the chosen ones, then the rejected ones
@@ -37,12 +39,15 @@ class RowMeans:
         return batches, items
 
     def _share_of_step(self, inputs: dict[str, Any]) -> float:
-        """Return the weight that makes a step's loss a mean over rows: the Trainer averages micro-batches' means."""
+        """
+        Return a micro-batch's weight that makes the loss of a step a mean over rows, not a mean of micro-batches'
+        means.
+        """
         is_step = self.model.training and self._mean_rows
         return len(inputs["input_ids"]) / self._mean_rows if is_step else 1.0
 
     def _tokens(self, inputs: dict[str, Any]) -> dict[str, int]:
-        """Return for each metric that is a mean over tokens the number of these tokens in a batch."""
+        """Return, for each metric that is a mean over tokens, the number of these tokens in a batch."""
         return {}
 
     def evaluation_loop(

@@ -1,4 +1,4 @@
-"""Find texts that are the same or nearly the same, copied runs of words, and the script that a text is written in."""
+"""Find duplicate and nearly duplicate texts, copied runs of words, and the script that a text is written in."""
 
 import unicodedata
 from collections import Counter, defaultdict
@@ -35,7 +35,7 @@ def normalised(text: str) -> str:
 
 
 def main_script(text: str) -> str:
-    """Return the script of most letters, by the first word of their names in Unicode, such as `Latin` or `Cjk`."""
+    """Return the script of most letters, as the first word of the letters' Unicode names, such as `Latin` or `Cjk`."""
     scripts: Counter[str] = Counter()
     for letter, times in Counter(filter(str.isalpha, text)).items():
         scripts[unicodedata.name(letter, "another").split()[0].capitalize()] += times
@@ -43,15 +43,15 @@ def main_script(text: str) -> str:
 
 
 def text_hash(text: str) -> int:
-    """Return 64 bits that are the same for the same text, in every process."""
+    """Return a hash of 64 bits of a text, which is the same in every process."""
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
 
 
 def ngram_hashes(text: str, n: int, unit: Unit = "words", keep_short: bool = False) -> np.ndarray:
     """
-    Hash all runs of `n` words, or characters, of a text: (R,) unsigned, 64 bits.
+    Hash all R runs of `n` successive words, or characters, of a text; return (R,) unsigned hashes of 64 bits.
 
-    With `keep_short` a text of fewer than `n` is one run; else it has none.
+    With `keep_short`, a text with fewer than `n` counts as one run; otherwise it has no run.
     """
     parts = words_of(text) if unit == "words" else list(text)
     count = len(parts) - n + 1
@@ -79,13 +79,13 @@ def copied_shares(texts: Sequence[str], corpus: np.ndarray, words: int = 13) -> 
     Return the share of each text that occurs word for word in a corpus.
 
     Args:
-        texts: (N) completions.
+        texts: (N) texts, such as completions.
         corpus: hashes from [`corpus_ngrams`] with the same `words`.
         words: how many words in a row count as a copy.
 
     Returns:
-        (N,) the text's runs of `words` words that the corpus has ÷ all its runs of `words` words; 0 for a text of
-        fewer words.
+        (N,) the text's runs of `words` words that occur in the corpus ÷ all runs of the text; 0 for a text of fewer
+        words.
     """
     shares = np.zeros(len(texts))
     for row, text in enumerate(texts):
@@ -100,9 +100,9 @@ class Duplicates:
     Say which of N texts are duplicates of each other.
 
     Args:
-        exact: (N,) a number for each text: the place of the first text that equals it but for case, white space and
-            forms of letters; -1 for an empty text. Exact duplicates thus have the same number.
-        near: (N,) a number for each text: the place of the first text of its group of near duplicates; -1 for an empty
+        exact: (N,) a number for each text: the index of the first text that is equal to it except for case, white
+            space and Unicode form; -1 for an empty text. Exact duplicates thus have the same number.
+        near: (N,) a number for each text: the index of the first text of its group of near duplicates; -1 for an empty
             text. Near duplicates thus have the same number; a text without any is a group by itself.
         similarity: (N,) Jaccard similarity of each text to the first text of its group. It is below the threshold if
             the text is a near duplicate of another text of the group, but not of the first.
@@ -120,8 +120,8 @@ def find_duplicates(
     Find texts that are equal, and texts that are nearly equal by the Jaccard similarity of their n-grams.
 
     The similarity of two texts with the n-grams A and B is |A ∩ B| ÷ |A ∪ B|. MinHash (Broder 1997) puts texts that
-    are probably similar into the same bucket; the true similarity of two texts in a bucket then decides. Near pairs
-    are joined to groups, so that two texts of one group may be less similar than `threshold`.
+    are probably similar into the same bucket; the true similarity of two texts in a bucket then decides. Similar pairs
+    are joined into groups, so two texts of one group may be less similar than `threshold`.
 
     A pair whose similarity equals the threshold is found with a probability of about 99 %, a more similar pair almost
     surely. In a bucket of many texts fewer pairs are found, since each text is compared with only 16 others.
@@ -130,7 +130,7 @@ def find_duplicates(
         texts: the texts, which are read once.
         threshold: least similarity of near duplicates, in (0, 1].
         unit: `words` or `characters`. In scripts without spaces a character is a word.
-        n: words or characters in an n-gram. A text of fewer is a single n-gram, and has no near duplicates.
+        n: words or characters in an n-gram. A text with fewer is a single n-gram, and has no near duplicates.
         seed: seed of the hashes.
     """
     factors, offsets = np.random.default_rng(seed).integers(0, 2**64, (2, _HASHES), np.uint64)

@@ -45,8 +45,8 @@ def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     """Give each completion a lambda that depends on its length: lam = 1 - 1 / (alpha n), and 0 where alpha n <= 1.
 
     n is the number of the completion's tokens. With lam above 0, the weights lam^k that GAE gives to the one-step
-    errors from a token on sum to at most 1 / (1 - lam) = alpha n. So they span the share alpha of a completion,
-    however long it is. Yue et al. 2025, arXiv:2504.05118, section 4.2.
+    errors from a token on sum to at most 1 / (1 - lam) = alpha n. So GAE looks ahead over the share alpha of a
+    completion, however long the completion is. Yue et al. 2025, arXiv:2504.05118, section 4.2.
 
     Args:
         mask: (B, T), 1 = real completion token, EOS included.
@@ -67,13 +67,13 @@ def choose_lam(
 ) -> tuple[float | Tensor, float | None]:
     """Choose two lambdas: one for the policy's advantages, one for the critic's target.
 
-    The advantages use lam, or the schedule that has a value. The target uses lam_value. If lam_value is None, the
-    target uses lam, or with a schedule 1, so that the target does not depend on the schedule.
+    The advantages use lam, or a schedule in its place if `schedules` has a value for one. The target uses lam_value.
+    If lam_value is None, the target uses lam; with a schedule it uses 1, so that it does not depend on the schedule.
 
     Args:
         mask: (B, T), 1 = real completion token, EOS included.
         lam: in [0, 1].
-        lam_value: in [0, 1], or None for the default above.
+        lam_value: in [0, 1], or None to let lam or the schedule decide, as above.
         schedules: a value for each name in `LAM_SCHEDULES`; None for a schedule that is not used.
 
     Returns:
@@ -94,7 +94,7 @@ def advantages_and_returns(
     lam_value: float | None = None,
     level: str = "token",
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages by `gae`, not whitened, and the critic's target, each with a lambda of its own.
+    """Estimate advantages A by `gae`, not whitened, and returns R, the critic's target; their lambdas may differ.
 
     A = gae(lam) and R = V + gae(lam_value). Yuan et al. 2025, arXiv:2503.01491, section 3.3.
 
@@ -132,7 +132,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     Args:
         rewards: (B, T), score units; r_t is for choosing token t.
         values: (B, T), score units; V_t is predicted before token t is seen.
-        mask: (B, T), 1 = token that the policy sampled, EOS included; holes and padding on either side are fine.
+        mask: (B, T), 1 = token that the policy sampled, EOS included. It may be 0 within a row, and at either end.
         gamma: discount per token.
         lam: a float, or (B,) with one for each row; 0 gives the one-step error, 1 the Monte Carlo return minus the
             value.

@@ -1,4 +1,4 @@
-"""Compute the baseline that is subtracted from returns: the critic's values, a mean return, or a mixture of both."""
+"""Compute the baseline that is subtracted from returns: a leave-one-out mean, or its mixture with the critic."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,15 @@ from .masking import check_shapes, masked_mean
 
 
 def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None) -> Tensor:
-    """Return for the k-th action of each answer the mean return b of the other answers, from their k-th action on.
+    """Compute the leave-one-out mean b for each answer's k-th action: the others' mean return from their k-th action.
 
     b_i,k = mean over j != i of G_j,min(k, K_j), where G_j,k is the return from the k-th action of answer j on, and K_j
-    its number of actions: an answer that has ended enters with its last return. The mean is over all other answers, or
-    with groups over the other answers to the same prompt. Where each answer has one score, that is the baseline of
-    REINFORCE (Williams 1992) and of RLOO (Ahmadian et al. 2024, arXiv:2402.14740); where scores come on the way, a
-    mean of whole returns would compare an answer's end with the beginning of others. b does not depend on the answer's
-    own actions, except where there is no other answer, so it leaves the policy's gradient unbiased.
+    its number of actions. An answer with fewer than k actions enters with the return of its last action. The mean is
+    over all other answers, or with `group_size` over the other answers to the same prompt. Where each answer has a
+    single score, b is the baseline of REINFORCE (Williams 1992) and of RLOO (Ahmadian et al. 2024, arXiv:2402.14740).
+    Where rewards also come before the end, comparing returns from the same k on keeps an answer's last actions from
+    being compared with whole answers. b does not depend on the answer's own actions (unless there is no other answer),
+    so it leaves the policy's gradient unbiased.
 
     Args:
         returns: (N, T), G, score units.
@@ -22,8 +23,9 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
         group_size: number of answers to each prompt, in consecutive rows; None to compare all N answers.
 
     Returns:
-        (N, T), score units. Each token has the b of the last action that has started; before the first action, it has
-        that of the first. Where no other answer of the group has an action, b is the mean over all actions of all N.
+        (N, T), score units. Each token has the b of the last action that has started; tokens before the first action
+            have the b of the first action. Where no other answer of the group has an action, b is the mean over all
+            actions of all N answers.
     """
     check_shapes(returns=returns, mask=mask)
     size = group_size or len(returns)
@@ -37,14 +39,16 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
 
 
 def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: int | None = None) -> Tensor:
-    """Return (sum (g - mean g)(d - mean d), sum (d - mean d)^2) over all actions; g = G - m, d = V - m.
+    """Return the two sums that `critic_weight` divides: sum (g - mean g)(d - mean d) and sum (d - mean d)^2.
 
-    m_i,k is the mean of G_j,k over the answers j of i's group that have a k-th action, **i included**. So g sums to 0
-    over these answers, and the first sum is 0 for a critic that gives them one value. The means of `mean_baselines`
-    leave i out, so G - b and V - b would share -b: for a constant V the first sum would be n times the second.
-    Including i errs towards the mean: for a critic that is right, whose values vary by v within the n answers while e
-    is left of the returns' variance, the quotient is about (n - 1) v / ((n - 1) v + e), not 1. An action that no other
-    answer has is not counted.
+    The sums are over all actions, with g = G - m and d = V - m. m_i,k is the mean of G_j,k over the answers j of i's
+    group that have a k-th action, **i included**. So g sums to 0 over these answers, and the first sum is 0 for a
+    critic that gives them all the same value. `mean_baselines` leaves i out. With its b in place of m, G - b and V - b
+    would share the term -b, and for a constant V the first sum would be n times the second.
+
+    Including i makes the critic's weight too small: let the values of an exact critic have the variance v within the n
+    answers, and the returns the variance e around these values. Then the quotient of the sums is about r / (r + e)
+    with r = (n - 1) v, instead of 1. An action that no other answer has is not counted.
 
     Args:
         returns: (N, T), Monte Carlo returns G, score units.
@@ -52,7 +56,7 @@ def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: i
         mask, group_size: as in `mean_baselines`.
 
     Returns:
-        (2,), float64 (float32 on devices without float64). The second is 0 where d varies by rounding alone.
+        (2,), float64 (float32 on devices without float64). The second sum is 0 where d varies by rounding alone.
     """
     check_shapes(returns=returns, values=values, mask=mask)
     size = group_size or len(returns)
@@ -69,7 +73,9 @@ def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: i
 
 
 def _by_number(mask: Tensor, *each: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Return the number of each token's action, (N, T) of `each` in order of these numbers, and where they are."""
+    """
+    Return each token's action number, the tensors `each` with column k = k-th action, and a mask of real columns.
+    """
     actions = mask.long()
     number = (actions.cumsum(1) - 1).clamp(min=0)
     ordered = [torch.zeros_like(x).scatter_add(1, number, torch.where(mask.bool(), x, 0.0)) for x in each]
@@ -79,16 +85,17 @@ def _by_number(mask: Tensor, *each: Tensor) -> tuple[Tensor, list[Tensor], Tenso
 def critic_weight(products: Tensor) -> float:
     """Return the critic's weight w in the baseline w V + (1 - w) m: cov(g, d) / var(d), clamped to [0, 1].
 
-    With g = G - m and d = V - m, the return minus this baseline is g - w d, whose variance is least at this w, the
-    coefficient of a control variate. w nears 1 for a critic that is right on average (the mean of g at each d is d),
-    and is 0 for a critic that gives all answers of a group one value. With one answer per prompt, w is above 1/2 where
-    the explained variance is above 0, the point at which EVPO (arXiv:2604.19485) switches from the mean to the critic.
+    G is the return, m its mean, V the critic's value, all as in `critic_products`. With g = G - m and d = V - m, the
+    return minus the baseline is g - w d. This w makes its variance least: it is the coefficient of a control variate.
+    w approaches 1 for a critic that is right on average (the mean of g at each d is d), and is 0 for a critic that
+    gives all answers of a group the same value. With one answer per prompt, w is above 1/2 where the explained
+    variance is above 0. There EVPO (arXiv:2604.19485) switches from the mean to the critic.
 
     Args:
         products: (2,), as `critic_products` returns them, or sums of them over several rollouts, decayed or not.
 
     Returns:
-        w; 0 if the critic's predictions V differ from m by a constant only.
+        w, in [0, 1]; 0 if the critic's values V differ from m by a constant only.
     """
     product, square = products.tolist()
     return min(max(product / square, 0.0), 1.0) if square > 0 else 0.0

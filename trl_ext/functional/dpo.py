@@ -120,7 +120,7 @@ def displaced(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
 
 
 def beta_dpo(beta: float, margin: float, running_mean: float, alpha: float) -> float:
-    """Compute a batch's beta from the batch's mean margin: beta (1 + alpha (M - M_0)), without bounds.
+    """Compute a batch's beta from the batch's mean margin: beta (1 + alpha (M - M_0)), which is not clamped.
 
     Wu et al. 2024, arXiv:2407.08639. M is in nats, as in the paper's code, and not multiplied by beta.
 

@@ -1,4 +1,4 @@
-"""Weight tokens that another policy has sampled, and measure how many samples unequal weights cost."""
+"""Compute importance weights for tokens that another policy sampled, and the effective sample size of weights."""
 
 import math
 from typing import Literal
@@ -28,16 +28,17 @@ def importance_weights(
     arXiv:2510.18855). The modes have the names of TRL's GRPO.
 
     Without bounds, the weights of whole completions are unbiased, and their variance grows exponentially with the
-    length; the weights of tokens are unbiased only for answers of a single token, since each ignores that mu sampled
-    the answer's other tokens, too. Bounds add bias and reduce variance. No weight makes up for tokens that mu never
-    samples.
+    length; the weights of tokens are unbiased only for answers of a single token, since each weight ignores that mu
+    sampled the answer's other tokens, too. Bounds add bias and reduce variance. No weight makes up for tokens that mu
+    never samples.
 
     Args:
         logprobs: (B, T), nats, under pi, the policy to be trained; -inf gives weight 0.
         sampler_logprobs: (B, T), nats, under mu, the distribution that was sampled from, after temperature and
             truncation.
         mask: (B, T), 1 = real token. Where the mask is 0, the log-probs may be anything.
-        mode: whether a weight is of a token or of a whole completion, and what happens to it outside the bounds.
+        mode: whether tokens or whole completions are weighted, and what happens to weights outside the bounds; see
+            above.
         clip_min: lower bound; None for no bound.
         clip_max: upper bound; None for no bound.
 
@@ -67,7 +68,7 @@ def importance_weights(
 
 
 def effective_sample_size(moments: Tensor) -> Tensor:
-    """Return how many samples with equal weights are worth as much as N samples with weights w, as a share of N.
+    """Return the effective sample size of N samples with weights w, as a share of N.
 
     The share is (sum w)^2 / (N sum w^2) = mean^2 / (mean^2 + var), with the biased variance; Kong 1992, and Owen,
     Monte Carlo theory, methods and examples, section 9.3. It is 1 if all weights are equal, and 1/N if one sample has

@@ -1,4 +1,4 @@
-"""Compute log-probs and entropies inside the memory of the logits, a language model's largest tensor."""
+"""Compute log-probs and entropies in the memory of the logits, which are a language model's largest tensor."""
 
 from typing import Any
 
@@ -31,8 +31,8 @@ def logprobs_and_entropies(
         with_entropies: whether to compute entropies.
 
     Returns:
-        The log-probs (...), nats, in the dtype of the sums; and the entropies (...), likewise, or None if
-        `with_entropies` is False.
+        The log-probs (...), nats, in the dtype of the sums; and the entropies (...), in the same unit and dtype, or
+        None if `with_entropies` is False.
     """
     if hasattr(logits.grad_fn, "_saved_result"):
         logits = logits.clone()
@@ -42,7 +42,9 @@ def logprobs_and_entropies(
 
 
 class _InPlace(torch.autograd.Function):
-    """Overwrite (N, V) logits by exp(z - max z) in the forward pass, and by their gradient in the backward pass."""
+    """
+    Overwrite (N, V) logits with exp(z - max z) in the forward pass, and with their gradient in the backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropies: bool) -> Any:
@@ -95,7 +97,7 @@ class _InPlace(torch.autograd.Function):
 
 
 def _tiles(rows: Tensor) -> Any:
-    """Divide (N, V) rows into tiles to compute one by one; yield the slice of each tile, and its rows."""
+    """Split (N, V) rows into tiles that are computed one by one; yield each tile's slice, and its rows."""
     size = max(1, _TILE.get(rows.device.type, _TILE_ELSEWHERE) // rows.size(-1))
     for start in range(0, len(rows), size):
         yield slice(start, start + size), rows[start : start + size]

@@ -22,7 +22,7 @@ def policy_loss(
     dual_clip: float | None = None,
     band: tuple[float, float] | list[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute PPO's clipped surrogate loss per token, or with a `band` a loss that leaves tokens out.
+    """Compute PPO's clipped surrogate loss per token; with a `band`, only tokens with a ratio in the band have a loss.
 
     With r = exp(min(logp - logp_old, 20)): loss = -min(r A, clip(r, 1 - low, 1 + high) A), Schulman et al. 2017,
     arXiv:1707.06347, equation 7. With a dual clip c, loss <- min(loss, -c A) where A < 0, Ye et al. 2019,

@@ -1,4 +1,4 @@
-"""Compute sums, means and indices over the real tokens, or turns, of padded rows. In masks 1 = real token, EOS too."""
+"""Compute sums, means and indices over the real tokens, or turns, of padded rows. In a mask 1 = real token or EOS."""
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def last_token_index(mask: Tensor) -> Tensor:
     """Find the last real token of each row: max{t : m_t = 1}, or -1 in an empty row.
 
     Args:
-        mask: (B, T), 1 = real token; holes and padding on either side are fine.
+        mask: (B, T), 1 = real token. It may be 0 within a row, and at either end.
 
     Returns:
         (B,) int64, positions from 0 at the start of the row.
@@ -100,7 +100,7 @@ def turn_sums(values: Tensor, mask: Tensor) -> Tensor:
     """Sum the values over each turn, and give every token its turn's sum: s_t = sum of x_u over the turn of token t.
 
     Args:
-        values: (B, T), x, any unit; log-probs add up to the log-prob of the whole turn as one action.
+        values: (B, T), x, any unit. Of log-probs, the sum is the log-prob of the whole turn as one action.
         mask: (B, T), as in `turn_numbers`.
 
     Returns:

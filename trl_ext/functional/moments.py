@@ -38,7 +38,7 @@ def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
         mask: the shape of values, 1 = real; None takes all.
 
     Returns:
-        (5,) moments, in the unit of values; M2 in its square.
+        (5,) moments: mean, minimum and maximum in the unit of values, M2 in that unit squared.
     """
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
     check_shapes(values=values, mask=mask)
@@ -105,7 +105,7 @@ def whitening_scale(moments: Tensor, eps: float = 1e-8) -> Tensor:
 
     Args:
         moments: (..., 5) moments.
-        eps: added to the variance, in its unit.
+        eps: added to the variance, in the squared unit of the values.
 
     Returns:
         (...), in the inverse unit of the values.
@@ -116,7 +116,7 @@ def whitening_scale(moments: Tensor, eps: float = 1e-8) -> Tensor:
 def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
     """Whiten the real tokens with given moments: (x - mean) / sqrt(var + eps), var unbiased; 0 under the mask.
 
-    As in TRL 1.12's `masked_whiten`, shift_mean=False adds the mean back (for rewards), True leaves it out (for
+    As in TRL 1.12's `masked_whiten`, shift_mean=False adds the mean back (for rewards), shift_mean=True does not (for
     advantages); arXiv:2403.17031. With n < 2 the spread is unknown, so x - mean is not scaled.
 
     Args:
@@ -124,7 +124,7 @@ def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = Tru
         mask: the shape of values, 1 = real token.
         moments: (5,) moments of the real tokens of all ranks.
         shift_mean: True gives mean 0, False keeps the mean.
-        eps: added to the variance, in its unit.
+        eps: added to the variance, in the squared unit of the values.
 
     Returns:
         The shape and dtype of values.

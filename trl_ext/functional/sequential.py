@@ -1,4 +1,6 @@
-"""Test at every log whether a mean exceeds a bound by more than noise, and limit how often any of the tests errs."""
+"""
+Test at every log whether a mean exceeds a bound; limit the probability that any of these tests raises a false alarm.
+"""
 
 import math
 
@@ -57,8 +59,9 @@ def scatter(squared_steps: float, count: int) -> tuple[float, float]:
 def share_error(share: float, count: float) -> float:
     """Return the standard error of a mean of n values in [0, 1]: sqrt(q (1 - q) / n), q = (n p + 2) / (n + 4).
 
-    No variable in [0, 1] with mean p has more variance than p (1 - p) (Bhatia and Davis 2000). q is p after adding two
-    values of 1 and two of 0 to the n values, so that the error is above 0 where p is 0 or 1 (Agresti and Coull 1998).
+    No variable in [0, 1] with mean p has more variance than p (1 - p) (Bhatia and Davis 2000). q is the mean after two
+    values of 1 and two of 0 are added to the n values, so that the error is above 0 even where p is 0 or 1 (Agresti
+    and Coull 1998).
 
     Args:
         share: p, the mean of the values.

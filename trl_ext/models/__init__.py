@@ -1,4 +1,4 @@
-"""Load, adapt, run and identify a run's models: policy and critic behind one forward, and adapters on one base."""
+"""Load, adapt, run and identify a run's models: policy and critic in one module, and several adapters on one base."""
 
 from typing import TYPE_CHECKING
 

@@ -22,7 +22,7 @@ from .weights import base_model_of, tokens_beyond, unpatched_copy, vocabulary_of
 
 def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
     """
-    Build a sequence classifier of one label from the backbone of `base`, which is not copied, and `head`.
+    Build a sequence classifier with one label from `base`'s backbone, which is not copied, and `head`.
 
     If `head` is None, make a head of zeros in float32: bfloat16 would round small updates away.
     """
@@ -39,7 +39,7 @@ def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
 
 
 def zero_(head: nn.Module) -> None:
-    """Set a head's weights to 0, so that V = 0 everywhere."""
+    """Set the weights of a value head to 0, so that V = 0 everywhere."""
     for parameter in head.parameters():
         with whole(parameter, modifier_rank=0):
             nn.init.zeros_(parameter)
@@ -47,7 +47,7 @@ def zero_(head: nn.Module) -> None:
 
 class AdapterClassifier(nn.Module):
     """
-    Score with an adapter and a head on the policy's base, as a sequence classifier of one label does.
+    Score rows as a sequence classifier with one label does, by an adapter and a head on the policy's base.
 
     Only the head is registered as a submodule: the base belongs to the policy.
     """
@@ -65,12 +65,12 @@ class AdapterClassifier(nn.Module):
         object.__setattr__(self, "classifier", classifier)
 
     def backbone(self, **inputs: Any) -> Any:
-        """Run the layers below the head, with this classifier's adapter active."""
+        """Run the policy's layers below the head, with this classifier's adapter active."""
         with self.adapters.use(self.name):
             return self.classifier.base_model(**inputs)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Score (B, L) right-padded rows as the sequence classifier's own forward does; return (B,)."""
+        """Score (B, L) right-padded rows as a sequence classifier's forward does; return (B,) scores."""
         with self.adapters.use(self.name):
             return self.classifier(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
 
@@ -79,7 +79,8 @@ def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None =
     """
     Build a critic on a copy of the policy's backbone with a zero value head: V = 0 everywhere at the start.
 
-    If the policy cannot be copied, `load_again` is called: it loads a sequence classifier with the policy's backbone.
+    If the policy cannot be copied (ZeRO-3), call `load_again`, which loads a sequence classifier on the policy's
+    weights.
     """
     twin = unpatched_copy(policy, "the critic", load_again)
     critic = twin if hasattr(twin, "score") else classifier_on(twin)
@@ -89,16 +90,16 @@ def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None =
 
 
 def check_one_label(model: Any, name: str) -> None:
-    """Raise a `ValueError` if a model, called `name` in the message, is not a sequence classifier with one label."""
+    """Raise a `ValueError` if a model is not a sequence classifier with one label; the message calls it `name`."""
     if not hasattr(getattr(model, "score", None), "weight") or model.config.num_labels != 1:
         raise ValueError(
-            f"{name} must be a sequence classifier with a `score` head, with one label, got {type(model).__name__}: "
+            f"{name} must be a sequence classifier with a `score` head and one label, got {type(model).__name__}: "
             "load it by `AutoModelForSequenceClassification` with `num_labels=1`."
         )
 
 
 def check_critic(critic: Any, tokenizer: Any) -> None:
-    """Raise a `ValueError` if `critic` cannot be the critic of a policy with that tokenizer."""
+    """Raise a `ValueError` if `critic` is no critic for a policy with this tokenizer."""
     check_one_label(critic, "`value_model`")
     if unknown := tokens_beyond(vocabulary_of(critic), tokenizer, pads_are_read=False):
         raise ValueError(
@@ -111,8 +112,8 @@ def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | N
     """
     Return the `position_ids` that a model's forward needs so that padding does not change a row's outputs.
 
-    These are the positions `given`; without them, positions counted from the mask. Return {} if there is no mask
-    either, or if the model's forward takes no `position_ids`.
+    Return the positions `given`, or if they are None, positions counted from the mask. Return {} if both are None, or
+    if the model's forward takes no `position_ids`.
     """
     if "position_ids" not in inspect.signature(type(base_model_of(model)).forward).parameters:
         return {}
@@ -129,7 +130,9 @@ def _values(
     places: Tensor | None,
     **positions: Tensor,
 ) -> Tensor:
-    """Return the value of the state after each token, (K, C); with `places`, indices in (K · C), only there: (N,)."""
+    """
+    Return the (K, C) value of the state after each token; with N `places`, indices in (K · C), only these (N,) values.
+    """
     hidden_states = backbone(
         input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions
     ).last_hidden_state
@@ -140,7 +143,7 @@ def _values(
 
 def add_value_forward(critic: Any) -> None:
     """
-    Let a sequence classifier with one label be called as [`ActorCritic`] is, to train it as a critic without a policy.
+    Make a sequence classifier with one label callable as [`ActorCritic`] is, to train it as a critic without a policy.
 
     `critic(input_ids, position_ids=, predicts=)` then returns `{"values": (N,)}`, in score units: the values of the
     states after N tokens, whose indices in (K · C) are `predicts`. Without `predicts`, the classifier's own forward
@@ -225,9 +228,10 @@ class ActorCritic(nn.Module):
         **kwargs,
     ) -> Any:
         """
-        Run the policy on (K, C) ids and return its output; or compute what a loss needs; or score with a reward model.
+        Run the policy on (K, C) ids; or with `predicts` compute what a loss needs; or with `reward` score rows.
 
-        With `predicts`, return a plain dict, which DDP, FSDP and autocast pass on unchanged:
+        Without `predicts` and `reward`, return the policy's output. With `predicts`, return a plain dict, which DDP,
+        FSDP and autocast pass on unchanged:
 
         - with `with_values`: the critic's (N,) `values`;
         - with `with_logprobs`: the policy's (N,) `logprobs` of the targets and (N,) `entropies`, nats, and the
@@ -241,8 +245,8 @@ class ActorCritic(nn.Module):
             targets: (N,), the token ids that are chosen.
             with_logprobs: whether to compute log-probs and entropies.
             with_values: whether to compute values.
-            touch_policy: whether to give the policy's trained weights, through the values, a gradient of 0: for
-                calls that do not run the policy.
+            touch_policy: whether to add 0 times the policy's trained weights to the values, so that these weights get
+                a gradient of 0 in calls that do not run the policy.
             reward: name of a reward model.
             kwargs: passed on to the policy, see [`add_dense_lm_head`].
         """
@@ -302,7 +306,7 @@ class ActorCritic(nn.Module):
 
     @property
     def has_own_critic(self) -> bool:
-        """Return whether there is a critic with a base of its own."""
+        """Return whether there is a critic whose base is not the policy's."""
         return self.critic is not None and not self.shares_base
 
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
@@ -319,7 +323,7 @@ class ActorCritic(nn.Module):
     # ---- Adapters ----
 
     def train_adapters(self) -> None:
-        """Activate and train the policy's adapter; train the critic's adapter, too."""
+        """Make the adapters of policy and critic trainable, and activate the policy's."""
         if self.adapters is None:
             return
         self.adapters.set(POLICY)
@@ -336,13 +340,17 @@ class ActorCritic(nn.Module):
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         wrong = [*result.unexpected_keys, *trained.intersection(result.missing_keys)]
         if strict and wrong:
-            raise RuntimeError(f"The state does not fit the models of this run. Missing or unexpected: {wrong[:5]}.")
+            raise RuntimeError(
+                f"The checkpoint's weights do not fit the models of this run. Missing or unexpected: {wrong[:5]}."
+            )
         return result
 
     # TRL's reference pass calls these three, as on a policy
     @contextmanager
     def disable_adapter(self):
-        """Switch all adapters off within the block: the policy is then the base alone, which is the reference."""
+        """
+        Switch all adapters off within the `with` block. The policy is then the base alone, which is the reference.
+        """
         with self.adapters.use():
             yield
 
@@ -352,7 +360,7 @@ class ActorCritic(nn.Module):
         return self.adapters.active
 
     def set_adapter(self, names: str | list[str]) -> None:
-        """Make the adapters `names` active, and no others."""
+        """Activate the adapters `names`, and deactivate all others."""
         self.adapters.set(*([names] if isinstance(names, str) else names))
 
     def generate(self, *args: Any, **inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Several adapters on one base: switch between them, check, add, save and load them, and know the base they fit."""
+"""Switch, check, add, save and load several adapters on one base, and record which base an adapter belongs to."""
 
 import copy
 import functools
@@ -41,11 +41,11 @@ class AdapterSwitch:
     Choose the active adapters of a PEFT model, in all of its layers.
 
     PEFT's own `set_adapter` and `disable_adapter` also freeze the adapters that they switch off. TRL switches adapters
-    off for its reference pass, so the critic would not train afterwards. This class freezes nothing.
+    off for its reference pass, after which the critic's adapter would stay frozen. This class freezes nothing.
 
-    Gradient checkpointing recomputes layers in the backward pass under the adapters that are active by then. If other
-    adapters were active in the forward, gradients are wrong, without an error. With this class, a layer is recomputed
-    under the adapters that were active in its forward.
+    Gradient checkpointing recomputes layers in the backward pass with the adapters that are active then. If other
+    adapters were active in the forward pass, gradients are wrong, without an error. With this class, a layer is
+    recomputed with the adapters that were active in its forward pass.
     """
 
     def __init__(self, model: Any):
@@ -71,13 +71,15 @@ class AdapterSwitch:
         return self.layers[0].active_adapters
 
     def set(self, *names: str) -> None:
-        """Make the adapters `names` active, and no others; without names, the base runs alone."""
+        """Activate the adapters `names`, and deactivate all others; without names, the base runs alone."""
         for layer in self.layers:
             layer._active_adapter = list(names)
 
     @contextmanager
     def use(self, *names: str):
-        """Make the adapters `names` active within the block, and no others; then restore what was active before."""
+        """
+        Activate only the adapters `names` within the `with` block, then restore the adapters that were active before.
+        """
         previous = self.active
         self.set(*names)
         try:
@@ -88,9 +90,9 @@ class AdapterSwitch:
     @contextmanager
     def inputs_as_they_are(self, kind: str):
         """
-        Within the block, if autocast is on for devices of that kind, let autocast alone cast inputs and adapters.
+        Let autocast alone cast inputs and adapters within the `with` block, if it is on for this kind of device.
 
-        Otherwise PEFT casts each layer's input to float32, as the adapters are, autocast casts it back to 16 bits, and
+        Otherwise PEFT casts each layer's input to float32, the adapters' dtype, autocast casts it back to 16 bits, and
         each layer keeps this copy of its input for the backward pass.
         """
         if not torch.is_autocast_enabled(kind):
@@ -122,8 +124,8 @@ def merge_exactly(policy: Any) -> None:
     """
     Make `policy.unmerge_adapter` restore the base's weights exactly as they were before `policy.merge_adapter`.
 
-    TRL calls the two methods around each weight sync to vLLM. PEFT's own would add the adapter's product to the base's
-    weights and subtract it again, and so move the reference by a rounding error at each sync.
+    TRL calls the two methods around each weight sync to vLLM. PEFT's methods add the adapter's product to the base's
+    weights and subtract it again, which would change the reference by a rounding error at each sync.
     """
     merge = policy.merge_adapter
     kept: list[tuple[Any, nn.Parameter, Tensor]] = []
@@ -150,18 +152,18 @@ def merge_exactly(policy: Any) -> None:
 
 def check_config(config: Any, name: str, shares_base: bool = True) -> None:
     """
-    Raise a `ValueError` for an adapter that would train wrongly: the base alone would not be the reference.
+    Raise a `ValueError` for an adapter that would train wrongly, such as one that changes the base, the reference.
 
     Args:
         config: the adapter's configuration.
-        name: what the message calls it.
-        shares_base: whether other adapters are to be on the same base.
+        name: the argument's name, for the message.
+        shares_base: whether other adapters will be on the same base.
     """
     is_lora = isinstance(config, LoraConfig)
     for is_wrong, message in [
         (
             config.is_prompt_learning or config.is_adaption_prompt,
-            "a learned prompt would shift the positions where log-probs and values are read. Use a `LoraConfig`.",
+            "a learned prompt would shift the positions of log-probs and values. Use a `LoraConfig`.",
         ),
         (
             shares_base and not is_lora,
@@ -183,13 +185,15 @@ def check_config(config: Any, name: str, shares_base: bool = True) -> None:
 
 
 def check_modules(policy: Any, name: str) -> None:
-    """Raise a `ValueError` for adapters on embeddings or LM head: log-probs are computed with the base's own."""
+    """
+    Raise a `ValueError` for adapters on embeddings or LM head, since log-probs are computed without these adapters.
+    """
     base = base_model_of(policy)
     for module in (base.get_input_embeddings(), base.get_output_embeddings()):
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             raise ValueError(
                 f"`{name}` adapts the embeddings or the LM head, but log-probs are computed with the base's. Leave "
-                "them out of target_modules, modules_to_save and trainable_token_indices, or merge that adapter "
+                "these out of target_modules, modules_to_save and trainable_token_indices, or merge that adapter "
                 "first (`trl-ext merge`) and train a new one."
             )
 
@@ -201,7 +205,9 @@ def check_head(folder: str) -> None:
 
 
 def prepare_peft_model(model: Any, shares_base: bool) -> None:
-    """Make the adapter `default` of a user's PeftModel trainable; raise a `ValueError` if we cannot train it."""
+    """
+    Make the adapter `default` of a user's PeftModel trainable; raise a `ValueError` if it cannot be trained here.
+    """
     check_config(model.peft_config[POLICY], "model.peft_config['default']", shares_base)
     is_merged = any(isinstance(layer, BaseTunerLayer) and layer.merged for layer in model.modules())
     model.peft_config[POLICY].inference_mode = False  # as PEFT sets it without `is_trainable=True`
@@ -238,7 +244,9 @@ def _name_of_base(policy: Any) -> str | None:
 
 
 def add_critic(policy: Any, config: LoraConfig | None) -> None:
-    """Add the critic's adapter to the policy's base; without `config`, one with the settings of the policy's."""
+    """
+    Add the critic's adapter to the policy's base; if `config` is None, copy the settings of the policy's adapter.
+    """
     if config is None:
         config = copy.deepcopy(policy.peft_config[POLICY])
         config.init_lora_weights = True
@@ -250,7 +258,7 @@ def add_critic(policy: Any, config: LoraConfig | None) -> None:
 
 
 def add_saved(policy: Any, name: str, folder: str) -> nn.Linear:
-    """Add the adapter of a classifier in `folder` to the policy, frozen but for the critic's; return the head."""
+    """Load a classifier's adapter from `folder` onto the policy, frozen unless it is the critic's; return its head."""
     check_head(folder)
     config = PeftConfig.from_pretrained(folder)
     check_config(config, folder)
@@ -279,7 +287,9 @@ def copy_adapter(policy: Any, source: str, target: str) -> bool:
 
 
 def weights_of(role: str, state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """Return the weights of "policy" or "critic" (`role`) in an actor-critic's state; None if `state_dict` is None."""
+    """
+    Select the weights of "policy" or "critic" (`role`) from an actor-critic's state; None if `state_dict` is None.
+    """
     if state_dict is None:
         return None
     return {k.removeprefix(f"{role}."): v for k, v in state_dict.items() if k.startswith(f"{role}.")}
@@ -287,9 +297,9 @@ def weights_of(role: str, state_dict: dict[str, Tensor] | None) -> dict[str, Ten
 
 def save_critic(actor_critic: "ActorCritic", folder: str, state_dict: dict[str, Tensor] | None = None) -> None:
     """
-    Save the critic as a sequence classifier; as PEFT saves one, if it is an adapter on the policy's base.
+    Save the critic as a sequence classifier, or in PEFT's format if it is an adapter on the policy's base.
 
-    `state_dict` holds the actor-critic's gathered weights, if they are sharded.
+    If the weights are sharded, `state_dict` holds the actor-critic's gathered weights.
     """
     weights, critic, policy = weights_of("critic", state_dict), actor_critic.critic, actor_critic.policy
     if actor_critic.has_own_critic:
@@ -319,7 +329,7 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
 
 
 def check_loaded(result: Any, name: str, path: str) -> None:
-    """Raise a `ValueError` if PEFT left weights of adapter `name` as they were, or weights of the file out."""
+    """Raise a `ValueError` if the file lacked weights of adapter `name`, or held weights that PEFT did not load."""
     missing = [key for key in result.missing_keys if name in key.split(".")]
     if missing or result.unexpected_keys:
         raise ValueError(
@@ -343,7 +353,7 @@ def load_adapters(actor_critic: "ActorCritic", folder: str) -> None:
 
 @contextmanager
 def one_adapter(policy: Any) -> Iterator[None]:
-    """Let PEFT save only the policy's adapter within the block, and no adapter of critic, reference or rewards."""
+    """Make PEFT save only the policy's adapter within the `with` block, not those of critic, reference or rewards."""
     if not hasattr(policy, "peft_config"):
         yield
         return
@@ -358,7 +368,7 @@ def without_base(is_needed: bool) -> AbstractContextManager:
     """
     Return a context in which accelerate leaves the frozen base out of an FSDP checkpoint, if `is_needed`.
 
-    Otherwise accelerate does so only for a PeftModel.
+    By itself accelerate leaves it out only for a PeftModel.
     """
     return temporarily(fsdp_utils, is_peft_model=lambda model: True) if is_needed else nullcontext()
 
@@ -367,7 +377,7 @@ def without_base(is_needed: bool) -> AbstractContextManager:
 
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
-    """Return the adapters' settings, and the reference adapter's hash, if any: a run resumes only with equal ones."""
+    """Return the adapters' settings, and the reference adapter's hash, if any. Resuming requires equal values."""
     # These settings tell where an adapter came from, or are set by PEFT while the adapter is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
     facts: dict[str, Any] = {}
@@ -390,7 +400,7 @@ def quantization_of(model: Any) -> str:
 
 
 def base_fingerprint(model: Any) -> dict[str, str]:
-    """Return what identifies a model's base: a hash of its backbone's `weights`, and its `quantization`."""
+    """Return a dict that identifies a model's base: a hash of its backbone's `weights`, and its `quantization`."""
     return {"weights": weights_hash(base_model_of(model).base_model), "quantization": quantization_of(model)}
 
 
@@ -398,15 +408,16 @@ def save_base_fingerprint(
     model: Any, output_dir: str | Path, path: str | None = None, revision: str | None = None
 ) -> None:
     """
-    Write a file beside a LoRA adapter that says which base the adapter was trained on.
+    Write a file beside a LoRA adapter that identifies the base that the adapter was trained on.
 
-    `PPOTrainer` reads the file to check that its policy has the same base (`share_reward_base`). Call this function on
-    every process.
+    `PPOTrainer` reads the file to check that its policy has the same base (`share_reward_base`). Call this on every
+    process.
 
     Args:
         model: the model with the adapter.
         output_dir: folder of the adapter.
-        path, revision: what the base was loaded from. Bases from the hub are compared by name and commit.
+        path, revision: folder or hub name, and revision, that the base was loaded from. Bases from the hub are
+            compared by name and commit.
     """
     fingerprint = {"base": hub_identity(path, revision), **base_fingerprint(model)}
     if int(os.environ.get("RANK", "0")) == 0:
@@ -414,7 +425,7 @@ def save_base_fingerprint(
 
 
 def recorded_base(folder: str) -> dict[str, str]:
-    """Read what [`save_base_fingerprint`] wrote beside an adapter; {} if it wrote nothing."""
+    """Read the file that [`save_base_fingerprint`] wrote beside an adapter; {} if there is none."""
     record = Path(folder) / FINGERPRINT
     return json.loads(record.read_text()) if record.is_file() else {}
 

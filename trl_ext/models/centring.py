@@ -11,17 +11,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -> Tensor:
-    """Return weights v of a head with mean score 1 on reference answers and the least variance over all answers.
+    """Return the head's weights v that score reference answers 1 on average, with the least variance over all answers.
 
-    To centre scores at 0, the mean score m of the reference answers could be subtracted from the head's bias; but most
-    sequence classifiers have a head w without a bias. The head w − m v scores the reference answers exactly 0 on
-    average, and of all heads that do so, it changes margins least: min vᵀCv subject to vᵀμ = 1 has the solution
-    v = C⁻¹μ / (μᵀC⁻¹μ).
+    Most sequence classifiers have a head w without a bias, so the mean score m of the reference answers cannot be
+    subtracted from a bias. The head w − m v scores the reference answers exactly 0 on average. Of all heads that do
+    so, it changes margins least: min vᵀCv subject to vᵀμ = 1 has the solution v = C⁻¹μ / (μᵀC⁻¹μ).
 
     Args:
         reference: (M, D) inputs of the head for reference answers; μ is their mean.
         everything: (N, D) inputs of the head for answers of all kinds; C is their covariance.
-        ridge: added to C's diagonal, in units of the diagonal's mean. It matters if N is not much larger than D.
+        ridge: added to C's diagonal, as a multiple of the diagonal's mean. It matters if N is not much larger than D.
 
     Returns:
         (D,), float64.
@@ -45,7 +44,9 @@ def head_of(model: nn.Module) -> nn.Linear:
 
 @torch.no_grad()
 def _features(trainer: Any, rows: list[list[int]]) -> Tensor:
-    """Return the head's (N, D) inputs for rows of token ids: a decoder's state at the last token, or a pooled one."""
+    """
+    Return the head's (N, D) inputs for N rows of token ids: a decoder's state at the last token, or a pooled state.
+    """
     model, size = trainer.accelerator.unwrap_model(trainer.model).eval(), trainer.args.per_device_eval_batch_size
     pad = trainer.processing_class.pad_token_id
     seen, result = [], []
@@ -78,11 +79,11 @@ def _subtract(parameter: Tensor, value: Tensor) -> None:
 
 def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, float], dict[str, Tensor]]:
     """
-    Shift the model's scores so that demonstrations score 0 on average; save nothing.
+    Shift the model's scores so that demonstrations score 0 on average. The model is changed in place, not saved.
 
     Returns:
-        Two values: `demonstrations_mean` after and before, with how much held-out margins changed; and the (N,) scores
-        of the held-out pairs' answers, `chosen` and `rejected`, by the shifted model.
+        Two dicts: the demonstrations' mean score after and before the shift, with the change of held-out margins; and
+        the (N,) scores that the shifted model gives to the held-out pairs' answers, `chosen` and `rejected`.
     """
     head, train, held_out = head_of(trainer.model), trainer.train_dataset[:2000], trainer.eval_dataset
     reference = _features(trainer, demonstrations["chosen_ids"])

@@ -1,4 +1,4 @@
-"""Draw tokens, note their log-probs, and generate as transformers does, but stop computing rows that have ended."""
+"""Sample tokens with their log-probs, and generate as transformers does, but without the rows that have ended."""
 
 import copy
 import inspect
@@ -56,7 +56,7 @@ _CONTINUED = {
 @dataclass(frozen=True)
 class History:
     """
-    Hold those tokens of a row that the model has read, with their keys and values.
+    Hold the tokens of a row that the model has read so far, with their keys and values.
 
     Args:
         ids: the row's first L tokens, without padding.
@@ -68,7 +68,7 @@ class History:
 
     @classmethod
     def of(cls, cache: DynamicCache, ids: Tensor, row: int, start: int, stop: int) -> "History":
-        """Copy columns `start` to `stop` of row `row`, from the (B, W) ids and from their cache."""
+        """Copy columns `start` to `stop` of row `row` from the (B, W) ids and from the cache."""
         layers = [
             (layer.keys[row, :, start:stop].clone(), layer.values[row, :, start:stop].clone())
             for layer in cache.layers
@@ -78,7 +78,7 @@ class History:
 
 class Histories:
     """
-    Keep the histories of rows, and find the one that a prompt of the next turn begins with.
+    Store the rows' histories, and find for a prompt of the next turn the history that it begins with.
 
     Args:
         limit: largest number of rows to keep. They take no more memory than the cache of a batch of `limit` rows.
@@ -90,11 +90,13 @@ class Histories:
 
     @staticmethod
     def can_keep(cache: DynamicCache) -> bool:
-        """Return whether each layer of the cache has the keys and values of all tokens, not only of a window."""
+        """
+        Return whether each layer of the cache holds the keys and values of all tokens, not only of a sliding window.
+        """
         return all(type(layer) is DynamicLayer for layer in cache.layers)
 
     def add(self, histories: dict[int, History]) -> None:
-        """Store histories in the order of their keys, the row numbers; once `limit` are stored, store no more."""
+        """Store `histories` in order of their keys, which are row numbers, until `limit` histories are stored."""
         rows = sorted(histories)[: max(0, self.limit - len(self._kept))]
         self._kept.extend(histories[row] for row in rows)
 
@@ -102,8 +104,8 @@ class Histories:
         """
         Move the stored keys and values of the prompts `input_ids` into the empty `cache`.
 
-        The model then reads equally many columns of each row, as many as the row with the most new tokens needs. So a
-        row with fewer new tokens reads some of its known tokens again.
+        The model then reads the same number of columns of each row, as many as the row with the most new tokens needs.
+        Rows with fewer new tokens read some of their stored tokens again.
 
         Args:
             input_ids, attention_mask: (B, P), left-padded.
@@ -145,10 +147,9 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
     """
     Sample one token for each row, with probability P(v) = exp(s_v) / Σ_u exp(s_u).
 
-    First a block of neighbouring token ids is drawn, then a token of this block, each by inverting a cumulative sum.
-
-    `torch.multinomial` draws a random number for each token of the vocabulary, which on a CPU takes a third of the
-    time of decoding.
+    First sample a block of neighbouring token ids, then a token of this block, each by inverting a cumulative sum.
+    `torch.multinomial` would generate a random number for each token of the vocabulary, which takes a third of the
+    time of decoding on a CPU.
 
     Args:
         scores: (B, V), -inf for tokens that cannot be sampled.
@@ -179,14 +180,14 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Choose a place in each row, with a probability proportional to its weight, by inverting the cumulative sum.
+    Sample a column in each row, with a probability proportional to its weight, by inverting the cumulative sum.
 
     Args:
         weights: (B, N), >= 0.
         uniform: (B, 1), random numbers in [0, 1).
 
     Returns:
-        (B, 1) places, none of weight 0, and (B, 1) sums of each row's weights.
+        (B, 1) column indices, none of weight 0; and the (B, 1) sums of each row's weights.
     """
     cumulative = weights.to(uniform.dtype).cumsum(-1)
     total = cumulative[:, -1:].contiguous()
@@ -199,7 +200,7 @@ def _widest_dtype(scores: Tensor) -> torch.dtype:
 
 class TokenSampler(LogitsProcessor):
     """
-    Sample the tokens in place of `generate`, as the last of its logits processors, and keep their log-probs.
+    Sample tokens in place of `generate`, as the last of its logits processors, and keep the tokens' log-probs.
 
     A token is sampled also for a row that has ended; `generate` replaces this token by a pad token.
     """
@@ -244,7 +245,7 @@ class TokenSampler(LogitsProcessor):
 
 
 class SamplerRecorder:
-    """Keep the tokens sampled in a rollout, and their log-probs when sampled, that is, after warpers such as top-k."""
+    """Keep the tokens sampled in a rollout, and their log-probs after logits warpers such as top-k."""
 
     def __init__(self) -> None:
         self._drawn: list[tuple[Tensor, Tensor]] = []  # (B, T) ids and log-probs of each batch of prompts
@@ -277,7 +278,7 @@ def decode(
     Args:
         policy: a model, plain or wrapped by PEFT.
         recorder: receives the sampled tokens, with their log-probs; None records nothing.
-        histories: keys and values of earlier turns, to begin with. Keys and values of this turn are added to them.
+        histories: keys and values of earlier turns, which are reused. Keys and values of this turn are added.
         inputs: `input_ids` (B, P), left-padded, their `attention_mask`, a `generation_config`, and any other inputs
             of the model.
 
@@ -303,7 +304,7 @@ def decode(
 
 
 def _draws_answers(base: Any, config: GenerationConfig) -> bool:
-    """Return whether `generate` would append tokens to the prompt one by one, each sampled or the most likely one."""
+    """Return whether `generate` would sample, or decode greedily, token by token (no beams, no assistant model)."""
     return (
         not base.config.is_encoder_decoder
         and config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
@@ -312,7 +313,9 @@ def _draws_answers(base: Any, config: GenerationConfig) -> bool:
 
 
 def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
-    """Return whether `generate`, called again on the cache as finished rows drop out, samples as one call would."""
+    """
+    Return whether several calls of `generate`, between which finished rows are dropped, sample as one call would.
+    """
     if inputs.keys() != {"input_ids", "attention_mask", "generation_config"}:  # images, say
         return False
     config, base = inputs["generation_config"], base_model_of(policy)
@@ -335,10 +338,9 @@ def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
 @contextmanager
 def _transposed_head(base: Any) -> Iterator[None]:
     """
-    Within the block, compute logits of up to 8 rows on a CPU as (W xᵀ)ᵀ: MKL takes about half as long as for x Wᵀ.
+    Compute logits of up to 8 rows on a CPU as (W xᵀ)ᵀ within the `with` block; MKL computes x Wᵀ half as fast.
 
-    W is the weight of the LM head, the model's largest matrix. MKL reads W for (W xᵀ)ᵀ in the order in which it lies
-    in memory.
+    W is the weight of the LM head, the model's largest matrix. For (W xᵀ)ᵀ, MKL reads W in its order in memory.
     """
     head = base.get_output_embeddings()
     is_plain = type(head) is nn.Linear and "forward" not in vars(head)  # accelerate's hooks set one
@@ -361,7 +363,7 @@ def _transposed_head(base: Any) -> Iterator[None]:
 
 
 class _HalfEnded(StoppingCriteria):
-    """End a call of `generate` when half of its rows have ended, so that the next call runs without them."""
+    """Stop a call of `generate` when half of its rows have ended, so that the next call runs without these rows."""
 
     def __init__(self, rows: int, eos: Tensor):
         self.eos = eos
@@ -437,7 +439,7 @@ def _decode_live_rows(
 @torch.no_grad()
 def _prefilled(base: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
     """
-    If a prompt occurs in several rows, compute it once; return the cache of all rows' prompts without the last token.
+    Return the cache of all rows' prompts without the last token; compute a prompt that several rows share only once.
 
     If all prompts differ, or have only one token, return an empty cache.
     """

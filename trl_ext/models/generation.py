@@ -1,4 +1,4 @@
-"""Sample from a causal language model, and compute log-probs of answers: for trainers, tools and recipes."""
+"""Sample from a causal language model, and compute log-probs of answers."""
 
 import inspect
 import warnings
@@ -22,7 +22,7 @@ _PAD = 0  # any id would do, since it is masked; a tokenizer's own pad may lie o
 @contextmanager
 def neutral_generation(model: Any) -> Iterator[None]:
     """
-    Hide the checkpoint's generation_config.json from `generate` within the block.
+    Hide the checkpoint's generation_config.json from `generate` within the `with` block.
 
     `generate` reads from this file every field that a call leaves unset, such as `min_p`, `no_repeat_ngram_size` and
     stop strings. Answers would then come from another distribution than the one whose log-probs are computed.
@@ -38,20 +38,20 @@ def neutral_generation(model: Any) -> Iterator[None]:
 
 
 def check_savable(model: Any) -> None:
-    """Let transformers check the model's generation config now: by itself it does so when the model is saved."""
+    """Check the model's generation config now, as transformers would when it saves the model."""
     if not hasattr(model, "peft_config"):  # an adapter is saved without a generation config
         model.generation_config.validate(strict=True)
 
 
 def forked_rng(device: torch.device) -> AbstractContextManager:
-    """Restore the states of torch's global random generators, of the CPU and of `device`, after the block."""
+    """Restore torch's global random states, of the CPU and of `device`, after the `with` block."""
     devices = [device] if device.type not in ("cpu", "mps") else []
     return torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda")
 
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Seed torch for the block, and restore the global random state after it; if `seed` is None, do neither."""
+    """Seed torch within the `with` block, and restore the random state after it; if `seed` is None, do nothing."""
     if seed is None:
         yield
         return
@@ -85,12 +85,12 @@ def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> li
 
 def warn_of_turn_end(tokenizer: Any, ends: Iterable[int], setting: str) -> None:
     """
-    Warn if the chat template ends an assistant's turn by a special token that is not in `ends`.
+    Warn if the chat template ends an assistant's turn with a special token that is not in `ends`.
 
     Args:
         tokenizer: the model's tokenizer, with its chat template.
         ends: ids of the tokens that end an answer.
-        setting: the setting that adds such a token, with `{token!r}` or `{id}` in it.
+        setting: text of the setting that makes a token end an answer; `{token!r}` or `{id}` in it is filled in.
     """
     said = "trl_ext"
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
@@ -103,8 +103,8 @@ def warn_of_turn_end(tokenizer: Any, ends: Iterable[int], setting: str) -> None:
         token = tokenizer.convert_ids_to_tokens(end)
         warnings.warn(
             f"The chat template ends the assistant's turn by {token!r}, but an answer ends only by "
-            f"{', '.join(map(repr, tokenizer.convert_ids_to_tokens([*ends])))}: a model that writes turns as the "
-            f"template does never ends an answer, and each is cut off. Set `{setting.format(token=token, id=end)}`.",
+            f"{', '.join(map(repr, tokenizer.convert_ids_to_tokens([*ends])))}: if the model ends turns as the "
+            f"template does, its answers run on until they are cut off. Set `{setting.format(token=token, id=end)}`.",
             UserWarning,
             stacklevel=2,
         )
@@ -155,7 +155,7 @@ def sample(
         eos_token_ids: tokens that end an answer.
         max_new_tokens: tokens after which an answer is cut off.
         temperature: divides the logits; 0 always takes the likeliest token.
-        top_p: sample only from the likeliest tokens, as few as together have this probability.
+        top_p: sample only from the smallest set of the likeliest tokens whose probabilities sum to at least this.
         batch_size: number of prompts to answer at once; None answers all at once.
         seed: seed of the samples, after which the global generators are restored; None samples from the global
             generators.

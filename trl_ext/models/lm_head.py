@@ -17,7 +17,7 @@ GIB = 2**30
 
 def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1.0) -> None:
     """
-    Let a model with TRL's fused LM head compute all logits of a log-prob pass at once, if they fit a budget.
+    Make a model with TRL's fused LM head compute all logits of a log-prob pass at once, if they fit a budget.
 
     `model(..., predicts=, targets=, fused_lm_head=True)` then runs the model's own forward, but its LM head only at N
     tokens: `predicts` are their indices in (K · C), and `targets` the ids of the tokens that are chosen after them. It
@@ -27,8 +27,8 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
     memory, but more time, since the logits are computed once more in the backward pass.
 
     With the argument `most`, the logits of `most` tokens are compared with the budget, instead of those of N tokens.
-    Pass it on sharded models, where N differs between processes: all processes must compute in the same one of the two
-    ways, since the two gather different weights.
+    Pass it on sharded models, where N differs between processes: all processes must choose the same head, since the
+    two heads gather different weights.
 
     Args:
         model: a causal language model after TRL's `add_fused_lm_head`, not its PEFT wrapper.
@@ -73,12 +73,15 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
 
 
 def _head_takes(head: nn.Module, places: Tensor) -> RemovableHandle:
-    """Within the block, let `head` read only the N states at `places` in its (K, C, H) input, as (1, N, H)."""
+    """Make `head` read only the N states at `places` of its (K, C, H) input, as (1, N, H), within the `with` block."""
     return head.register_forward_pre_hook(lambda _, inputs: (_at(inputs[0], places), *inputs[1:]))
 
 
 def _backbone_gives(backbone: nn.Module, places: Tensor) -> RemovableHandle:
-    """Within the block, let `backbone` return only the N states at `places` in its (K, C, H) output, as (1, N, H)."""
+    """
+    Make `backbone` return only the N states at `places` of its (K, C, H) output, as (1, N, H), within the `with`
+    block.
+    """
 
     def choose(module: nn.Module, inputs: Any, output: Any) -> Any:
         output.last_hidden_state = _at(output.last_hidden_state, places)
@@ -93,12 +96,12 @@ def _at(states: Tensor, places: Tensor) -> Tensor:
 
 def _unview_gradient(node: Any, steps: int = 6) -> None:
     """
-    Let autograd add to the gradient of the head's weight in place.
+    Make autograd accumulate the gradient of the head's weight in place.
 
     A linear layer returns this gradient as a view, and autograd does not add to a view in place. With tied embeddings
-    there would be three tensors of the weight's size: the embeddings' gradient, the head's, and their sum. We search
-    autograd's graph, up to `steps` nodes before the logits, for the node that makes the view: soft-capping has three
-    nodes, the head's product two.
+    there would be three tensors of the weight's size: the embeddings' gradient, the head's gradient, and their sum. To
+    find the node that makes the view, search autograd's graph up to `steps` nodes before the logits; soft-capping has
+    three nodes, the head's product two.
     """
     if node is None or not steps:
         return

@@ -1,4 +1,4 @@
-"""Load models: plain ones, saved adapters on the base that they name, and those beside the policy."""
+"""Load models: plain models, saved adapters with the base that they name, and models beside the policy."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ def is_adapter(path: Any, revision: str | None = None) -> bool:
 
 
 def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Return path and revision of the base that an adapter names; a model that is no adapter is its own base."""
+    """Return path and revision of the base that an adapter names; of a model that is no adapter, return its own."""
     if not is_adapter(path, revision):
         return path, revision
     config = PeftConfig.from_pretrained(path, revision=revision)
@@ -93,8 +93,8 @@ def load_adapted(
     Args:
         path: folder or hub name of the adapter.
         revision: revision of the adapter; the base's revision is read from the adapter's configuration.
-        is_classifier: load a sequence classifier of one label. If the adapter is a language model's, it gets a new
-            head, which must be trained and is saved with it; so `is_trainable` must be set.
+        is_classifier: load a sequence classifier with one label. An adapter of a language model gets a new head, which
+            must be trained and is saved with the adapter; so `is_trainable` must be set.
         is_trainable: whether the adapter will be trained further.
         **kwargs: passed to the base's `from_pretrained`.
 
@@ -142,7 +142,7 @@ def load_adapted(
 
 def load_merged(path: str, **kwargs: Any) -> Any:
     """
-    Load an adapter, merged into the base that it names; `kwargs` are [`load_adapted`]'s.
+    Load an adapter merged into the base that it names; `kwargs` are the arguments of [`load_adapted`].
 
     Under ZeRO-3 the adapter stays unmerged, since no process has a whole weight to merge into.
     """
@@ -151,14 +151,18 @@ def load_merged(path: str, **kwargs: Any) -> Any:
 
 
 def load_separately(path: str, **kwargs: Any) -> Any:
-    """Load a sequence classifier of one label that was saved as an adapter, merged into a base of its own."""
+    """
+    Load a sequence classifier with one label that was saved as an adapter, merged into a separate copy of its base.
+    """
     model = load_merged(path, is_classifier=True, **{"device_map": None, **kwargs})
     model.config.name_or_path = model.name_or_path = path
     return model
 
 
 def merge(model: Any) -> Any:
-    """Merge an adapter into its base, and return the base. If it changes one of two tied weights, untie them first."""
+    """
+    Merge an adapter into its base, and return the base; untie tied weights first if the adapter changes only one.
+    """
     base = base_model_of(model)
     ends = base.get_input_embeddings(), base.get_output_embeddings()
     is_adapted = any(hasattr(end, "base_layer") for end in ends)
@@ -171,14 +175,14 @@ def merge(model: Any) -> Any:
 
 
 def fit_vocabulary(model: Any, weights: dict[str, Tensor]) -> None:
-    """Resize a base's embeddings to the size of the embeddings in an adapter's `weights`, if there are any."""
+    """Resize a base's embeddings to the size of the embeddings in an adapter's `weights`, if it has any."""
     for name in _saved_embeddings(model, weights):
         if len(weights[name]) != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(weights[name]))
 
 
 def _saved_embeddings(model: Any, weights: dict[str, Tensor]) -> list[str]:
-    """Return the names under which an adapter's file has embeddings or an LM head of its own."""
+    """Return the names of the embeddings and LM heads that an adapter's file contains."""
     own = [model.get_input_embeddings(), model.get_output_embeddings()]
     names = [name for name, module in model.named_modules() if any(module is each for each in own)]
     return [key for key in weights for name in names if key == f"base_model.model.{name}.weight"]
@@ -194,7 +198,7 @@ def load_to_train(
     is_classifier: bool = False,
 ) -> tuple[Any, Any]:
     """
-    If `model` is the path of an adapter, load the adapter, to train it further, and its tokenizer.
+    Load the adapter and its tokenizer, to train it further, if `model` is the path of an adapter.
 
     The base is frozen, and quantised if `quantization_config` is given. The adapter keeps its own settings.
 
@@ -208,8 +212,8 @@ def load_to_train(
         return model, processing_class
     if peft_config is not None:
         warnings.warn(
-            f"{model} is an adapter and keeps its own rank, modules and dropout: `peft_config` is not read. For a new "
-            "adapter, merge this one first (`trl-ext merge`).",
+            f"{model} is an adapter and keeps its own rank, modules and dropout: `peft_config` is ignored. To train "
+            "a new adapter, merge this adapter first (`trl-ext merge`).",
             UserWarning,
             stacklevel=3,
         )
@@ -231,7 +235,7 @@ def load_to_train(
 
 
 class OneAdapter(nn.Module):
-    """Run one sequence classifier, an adapter with a head, on a [`SharedBase`]."""
+    """Run a sequence classifier that is an adapter with a head on a [`SharedBase`]."""
 
     def __init__(self, shared: "SharedBase", name: str):
         super().__init__()
@@ -248,7 +252,9 @@ class OneAdapter(nn.Module):
 
 
 class SharedBase:
-    """Load several sequence classifiers of one label, saved as adapters of one base, and load this base only once."""
+    """
+    Load several sequence classifiers with one label that were saved as adapters of one base; load the base only once.
+    """
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -260,13 +266,15 @@ class SharedBase:
         Load the adapter in `path`; the first call also loads its base, with `kwargs` for `from_pretrained`.
 
         Raises:
-            ValueError: the adapter has another base than the first one, or cannot share a base.
+            ValueError: the adapter has another base than the adapter added first, or cannot share a base.
         """
         base, name = base_named_by(path), POLICY
         if self.model is None:
             self.base, self.model = base, load_adapted(path, is_classifier=True, **kwargs)
         elif base is None or base != self.base:
-            raise ValueError(f"{path} is not an adapter on {self.base}, the first adapter's base: load it separately")
+            raise ValueError(
+                f"{path} is not an adapter of {self.base}, the base of the first adapter: load it separately"
+            )
         else:
             name = f"member_{len(self.model.peft_config)}"
             self.model.load_adapter(path, name)
@@ -275,7 +283,7 @@ class SharedBase:
 
 
 def base_named_by(path: str) -> tuple[Any, ...] | None:
-    """Return the name, revision and hash of an adapter's base, three values; None if the adapter cannot share it."""
+    """Return the name, revision and hash of an adapter's base; None if the adapter cannot share a base with others."""
     config = PeftConfig.from_pretrained(path)
     try:
         check_config(config, path)
@@ -294,7 +302,7 @@ class Loader:
 
     Args:
         policy: the policy, plain or with adapters.
-        path: what the policy was loaded from; None if it was passed in as an object.
+        path: path or hub name that the policy was loaded from; None if it was passed in as an object.
         init_kwargs: the keyword arguments that the policy was loaded with.
         trust_remote_code: as in transformers.
         accelerator: the trainer's accelerator.
@@ -308,7 +316,7 @@ class Loader:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Return the policy's keyword arguments of `from_pretrained`, without its revision."""
+        """Return the arguments of `from_pretrained` that the policy was loaded with, without its revision."""
         kwargs = {"dtype": self.policy.dtype, "trust_remote_code": self.trust_remote_code, **self.init_kwargs}
         kwargs.pop("revision", None)
         if self.accelerator.num_processes > 1 or self.is_deepspeed:
@@ -321,7 +329,7 @@ class Loader:
 
     def again(self, load: Callable[..., Any]) -> Callable[[], Any] | None:
         """
-        Return a function that loads the policy's weights again, by `load`; None if the policy has no path.
+        Return a function that loads the policy's weights again with `load`; None if the policy has no path.
 
         ZeRO-3 needs such a function, since a model that it has partitioned cannot be copied.
         """
@@ -341,7 +349,7 @@ class Loader:
 @contextmanager
 def whole_on_each_process() -> Iterator[None]:
     """
-    Load models in full on every process within the block.
+    Load whole models on every process within the `with` block.
 
     Otherwise FSDP would load the weights on the first process alone, and ZeRO-3 would shard them.
     """

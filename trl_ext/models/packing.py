@@ -17,11 +17,11 @@ VARLEN = "trl_ext_varlen"  # an attention implementation: SDPA, but for packed r
 @dataclass(frozen=True)
 class Packed:
     """
-    Hold B rows, each a prompt and its completion without padding, packed into K sequences of C tokens.
+    Hold B rows packed into K sequences of C tokens; a row is a prompt and its completion without padding.
 
-    A completion has at most T tokens; all completions together have N. Positions start from 0 in each row: this is how
-    transformers tells packed rows apart (`create_causal_mask`). Pads come after all rows of a sequence, so no row
-    attends to them. `mask` is only for the router loss of a mixture of experts, which counts real tokens.
+    A completion has at most T tokens; all completions together have N. Positions start from 0 in each row:
+    transformers uses this to keep packed rows apart (`create_causal_mask`). Pads come after all rows of a sequence, so
+    no row attends to them. `mask` is only for the router loss of a mixture of experts, which counts real tokens.
     """
 
     input_ids: Tensor  # (K, C)
@@ -38,14 +38,14 @@ class Packed:
         """
         Return the arguments of a model's forward.
 
-        There is no cache and, except `starts`, no mask: with either, the model would not tell rows apart by their
-        positions.
+        They include no cache, and no mask except `starts`: with either, transformers would not tell the rows apart by
+        their positions.
         """
         mask = {} if self.starts is None else {"attention_mask": self.starts}
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False, **mask}
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Put (N,) values of the completion tokens at their places in (B, T), with 0 elsewhere."""
+        """Arrange the (N,) values of the completion tokens as (B, T), with 0 on padding."""
         rows, width = self.shape
         return values.new_zeros(rows * width).index_put((self.places,), values).view(rows, width)
 
@@ -66,11 +66,12 @@ def pack(
         ids: (B, P + T), prompts padded on the left, completions on the right.
         lengths: for each row, how many real tokens its prompt (at least one) and its completion have.
         width: T, how many of the columns of `ids` are for completions.
-        hidden_size: hidden size of a model that tells packed rows apart. None, for a model that does not, gives each
-            row a sequence of its own.
+        hidden_size: hidden size of a model that keeps packed rows apart. None, for a model that does not, puts each
+            row into a separate sequence.
         multiple: C is rounded up to a multiple of this number.
         one_sequence: whether all rows must go into one sequence, as FlashAttention's kernels require.
-        with_starts: whether to say where rows begin, for [`use_varlen`]; all rows then go into one sequence, too.
+        with_starts: whether to pass the model the places where rows begin, for [`use_varlen`]; all rows then go into
+            one sequence, too.
     """
     prompts, completions = torch.tensor(lengths, dtype=torch.long).view(-1, 2).unbind(1)
     sizes = prompts + completions
@@ -114,11 +115,11 @@ def pack(
 
 def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]:
     """
-    Distribute rows over K sequences, the longest row first, and choose the K whose forward costs least.
+    Distribute rows over K sequences, the longest row first, and choose the K whose forward pass costs least.
 
     The cost of K sequences of C tokens is about proportional to K · C · (6 · hidden_size + C). For each token a layer
-    uses its weights, some 12 · hidden_size², and attention reads the keys and values of C tokens, masked or not,
-    2 · hidden_size numbers for each of them. The values of K that are tried are `most`, its half, and so on down to 1.
+    uses its weights, some 12 · hidden_size², and attention reads the keys and values of C tokens, masked or not, 2 ·
+    hidden_size numbers for each of them. Try `most`, half of it, and so on down to 1 as K.
 
     Args:
         sizes: number of tokens of each of the B rows.
@@ -126,7 +127,7 @@ def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]
         most: the largest K that is tried.
 
     Returns:
-        For each of the K sequences, the list of the numbers of its rows.
+        For each of the K sequences, the list of its rows' indices.
     """
     order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
     best, least = [], float("inf")
@@ -148,10 +149,10 @@ def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]
 @torch.no_grad()
 def keeps_rows_apart(forward: Callable[[Packed], Iterable[Tensor]], vocabulary: int, device: Any) -> bool:
     """
-    Return whether a model tells packed rows apart: whether its outputs for a row ignore the row packed before it.
+    Return whether a model keeps packed rows apart: its outputs for a row do not depend on the row packed before it.
 
-    State-space layers, linear-attention layers and some models' own code do not: they read on from one row into the
-    next.
+    State-space layers, linear-attention layers and some models' own code do not keep rows apart: they carry state from
+    one row into the next.
 
     Args:
         forward: runs the model on packed rows; returns (N,) tensors, its outputs for the N completion tokens.
@@ -171,12 +172,12 @@ def keeps_rows_apart(forward: Callable[[Packed], Iterable[Tensor]], vocabulary: 
 
 def starts_of(lengths: Tensor, columns: int, device: Any) -> Tensor:
     """
-    Return, in place of a mask, where rows of the given (B,) lengths begin, one after the other, in `columns` tokens.
+    Return the starts of rows of the given (B,) lengths, packed into `columns` tokens, in the form of a 4-D mask.
 
     Returns:
-        (1, 1, R + 1, longest) int32, each number `longest` times without memory of its own. Transformers passes a 4-D
-        mask on to the layers as it is. R is B, or B + 1 if there are pads: they are a row, too, else they would have
-        no gradient of 0.
+        (1, 1, R + 1, longest) int32: R + 1 starts, each repeated `longest` times by a stride of 0. Transformers passes
+        a 4-D mask on to the layers unchanged. R is B, or B + 1 if there are pads, which count as a row so that they
+        get a gradient of 0.
     """
     ends = lengths.cumsum(0)
     if int(ends[-1]) < columns:
@@ -190,7 +191,7 @@ def starts_of(lengths: Tensor, columns: int, device: Any) -> Tensor:
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as transformers' SDPA does, but within packed rows if `attention_mask` is what [`starts_of`] returns."""
+    """Attend as transformers' SDPA does, but only within packed rows if `attention_mask` comes from [`starts_of`]."""
     if attention_mask is None or attention_mask.dtype != torch.int32:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     starts, longest = attention_mask[0, 0, :, 0].contiguous(), attention_mask.size(-1)
@@ -207,9 +208,9 @@ def _attention(
 
 def use_varlen(model: Any, dtype: torch.dtype | None = None) -> None:
     """
-    Let the models in `model` attend by torch's kernel where rows are packed.
+    Make the models in `model` use torch's variable-length attention kernel where rows are packed.
 
-    The kernel takes 16-bit numbers on a CUDA device, and knows neither dropout nor soft-capping.
+    The kernel takes 16-bit numbers on a CUDA device, and supports neither dropout nor soft-capping.
 
     Args:
         model: a module that holds transformers' models.

@@ -1,4 +1,4 @@
-"""Find a model under its wrappers, check its vocabulary, count, gather, copy or identify its weights."""
+"""Unwrap a model, check its vocabulary, and count, gather, copy or identify its weights."""
 
 import copy
 import json
@@ -45,7 +45,8 @@ def tokens_beyond(vocabulary: int, tokenizer: Any, pads_are_read: bool = True) -
     Args:
         vocabulary: number of token ids that the model has embeddings for.
         tokenizer: the tokenizer.
-        pads_are_read: False leaves out the pad token, since masked pads never reach the model.
+        pads_are_read: whether the model reads pad tokens; False leaves the pad token out, since masked pads are never
+            read.
     """
     pad = None if pads_are_read else tokenizer.pad_token_id
     beyond = [(i, token) for token, i in tokenizer.get_vocab().items() if i >= vocabulary and i != pad]
@@ -68,7 +69,9 @@ def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> 
 
 
 def check_pad_token(model: Any, tokenizer: Any) -> None:
-    """Raise a `ValueError` if the model has no embedding for the pad token: once saved, it could not be loaded."""
+    """
+    Raise a `ValueError` if the model has no embedding for the pad token, since the saved model could not be loaded.
+    """
     if (pad := tokenizer.pad_token_id) is not None and pad >= vocabulary_of(model):
         raise ValueError(
             f"The pad token {tokenizer.pad_token!r} has the id {pad}, for which the model has no embedding. Set "
@@ -78,10 +81,10 @@ def check_pad_token(model: Any, tokenizer: Any) -> None:
 
 def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
     """
-    Raise a `ValueError` if the tokenizer that was saved with a model gives a token another id than `tokenizer` does.
+    Raise a `ValueError` if a model's saved tokenizer gives any token another id than `tokenizer` does.
 
-    The sizes of vocabularies do not tell this: Qwen2.5's models differ in size and share a tokenizer. If there is no
-    tokenizer beside the model, nothing is checked.
+    Comparing the sizes of vocabularies is not enough: those of Qwen2.5's models differ, though they share a tokenizer.
+    If no tokenizer was saved with the model, nothing is checked.
 
     Args:
         what: how the message names the model.
@@ -99,8 +102,8 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
     if moved := [(i, token) for token, i in ours if theirs.get(token, i) != i and i != tokenizer.pad_token_id]:
         i, token = min(moved)  # the same on each process, where the order may differ
         raise ValueError(
-            f"{what} reads the policy's token ids, but was saved with another tokenizer: there {token!r} has the id "
-            f"{theirs[token]}, not {i}. Give a model with the policy's tokenizer."
+            f"{what} reads the policy's token ids, but was saved with another tokenizer, in which {token!r} has the "
+            f"id {theirs[token]}, not {i}. Use a model with the policy's tokenizer."
         )
 
 
@@ -108,12 +111,15 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
 
 
 def size_of(parameters: Iterable[Tensor]) -> int:
-    """Return how many weights `parameters` have, including the parts that ZeRO-3 has put on other processes."""
+    """Count the weights in `parameters`, including the parts that ZeRO-3 has put on other processes."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch dropout off, in dropout modules and in layers that keep a rate, such as Llama's `attention_dropout`."""
+    """
+    Switch dropout off in dropout modules, and in layers that store a dropout rate, such as Llama's
+    `attention_dropout`.
+    """
     disable_dropout_in_model(model)
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -123,7 +129,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode within the block: no dropout, and no activation checkpointing."""
+    """Put the model into evaluation mode within the `with` block, without dropout and activation checkpointing."""
     was_training = model.training
     model.eval()
     try:
@@ -137,8 +143,8 @@ def keep_unpacked(model: nn.Module) -> None:
     Keep bitsandbytes from packing 4-bit weights into a layout that passes no gradient on.
 
     On a CPU with AVX512-BF16, bitsandbytes packs a layer for good at its first forward in evaluation mode. A packed
-    layer passes no gradient on, so after an evaluation nothing below it would learn. Nor can a packed layer have sizes
-    that are no multiples of 32.
+    layer passes no gradient on, so after an evaluation nothing below it would learn. A packed layer also needs sizes
+    that are multiples of 32.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -147,10 +153,10 @@ def keep_unpacked(model: nn.Module) -> None:
 
 def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | None = None) -> Any:
     """
-    Copy a model without the forward that TRL or accelerate patched onto the instance.
+    Copy a model without the `forward` that TRL or accelerate patched onto the instance.
 
-    If ZeRO-3 has partitioned the model, which then cannot be copied, `load_again` loads the same weights again;
-    without it, raise a `ValueError`, which calls the copy `what`.
+    A model that ZeRO-3 has partitioned cannot be copied. Then call `load_again`, which loads the same weights; if it
+    is None, raise a `ValueError`, which calls the copy `what`.
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         if load_again is not None:
@@ -167,9 +173,9 @@ def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | 
 
 def whole(parameter: Tensor, modifier_rank: int | None = None) -> AbstractContextManager:
     """
-    Gather a parameter for the block, if ZeRO-3 has partitioned it.
+    Gather a parameter within the `with` block, if ZeRO-3 has partitioned it.
 
-    What process `modifier_rank` changes in it is kept; with None, nothing may be changed.
+    Changes that process `modifier_rank` makes to it are kept; with None, it must not be changed.
     """
     if not hasattr(parameter, "ds_id"):
         return nullcontext()
@@ -181,9 +187,9 @@ def whole(parameter: Tensor, modifier_rank: int | None = None) -> AbstractContex
 @contextmanager
 def gathered_by_zero3(engine: nn.Module, policy: nn.Module, args: Any) -> Iterator[None]:
     """
-    Gather the policy's weights once, and keep them whole until the end of the block.
+    Gather the policy's weights once, and keep them whole until the end of the `with` block.
 
-    TRL would gather the critic's weights, too, and would gather all of them anew for each batch.
+    TRL would gather the critic's weights, too, and would gather them all again for each batch.
     """
     import deepspeed
 
@@ -199,9 +205,9 @@ def gathered_by_zero3(engine: nn.Module, policy: nn.Module, args: Any) -> Iterat
 @contextmanager
 def kept_by_fsdp2(policy: nn.Module) -> Iterator[None]:
     """
-    Keep the weights that FSDP2 gathers in the policy's first forward until the end of the block.
+    Keep the weights that FSDP2 gathers in the policy's first forward pass until the end of the `with` block.
 
-    Otherwise FSDP2 would gather each layer's weights anew for each generated token.
+    Otherwise FSDP2 would gather each layer's weights again for each generated token.
     """
     layers = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     groups = [group for layer in layers for group in layer._get_fsdp_state()._fsdp_param_groups]
@@ -283,7 +289,7 @@ def weights_hash(module: Any) -> str:
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    """Return a hash of a tokenizer, or a processor's: of its vocabulary, rules, special tokens and chat template."""
+    """Return a hash of the vocabulary, rules, special tokens and chat template of a tokenizer or processor."""
     template, tokenizer = getattr(tokenizer, "chat_template", None), getattr(tokenizer, "tokenizer", tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules: Any = [tokenizer.get_vocab()]
@@ -301,8 +307,9 @@ def hash_of(tensors: dict[str, Any]) -> str:
     """
     Return a hash of the names, shapes and values of tensors; other values in the dictionary are left out.
 
-    Floating-point values are hashed as float32, which holds half precision exactly. Of a meta tensor (FSDP may load
-    the weights on the first process only) no values are hashed. If tensors are sharded, all processes must call this.
+    Floating-point values are hashed as float32, which holds half precision exactly. For a meta tensor (FSDP may load
+    the weights on the first process only), only name and shape are hashed. If tensors are sharded, all processes must
+    call this.
     """
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(tensors.items()):

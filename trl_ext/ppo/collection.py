@@ -1,4 +1,4 @@
-"""Collect a rollout: TRL plays it and calls the rewards, and we run policy, critic and reference over the answers."""
+"""Collect a rollout: TRL generates and scores the answers; policy, critic and reference are run over them here."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ from .rollout import Rollout, lengths_of, onto_policy_tokens, padded, sequence_s
 
 @dataclass
 class Collection:
-    """Hold what a rollout has produced so far, for B answers."""
+    """Hold what has been collected of a rollout of B answers so far."""
 
     rows: list[dict[str, Any]]  # of the dataset
     given_ids: list[list[int]] | None  # the prompts' tokens, if the rows have `input_ids`
@@ -43,7 +43,9 @@ class Collection:
 
     @property
     def is_as_sampled(self) -> bool:
-        """Return whether log-probs are known of each answer's tokens, and no other code has changed the answers."""
+        """
+        Return whether every answer token has the sampler's log-prob, and first turns are still as they were sampled.
+        """
         if self.sampled_logprobs is None:
             return False
         lengths = [len(row) for row in self.sampled_logprobs]
@@ -55,11 +57,12 @@ class Collection:
 
 class RolloutTrainer(GRPOTrainer):
     """
-    Let GRPO's trainer play a rollout, and keep what PPO needs of it.
+    Generate and score a rollout with GRPO's trainer, and keep what PPO needs of it.
 
-    The methods stand in the order of a rollout. `_collect` hands the rows to TRL, which sets up the environments, then
-    calls `_generate` (in it `_generate_single_turn` for each turn, and `_tool_call_loop`), then `_calculate_rewards`.
-    What TRL computes before and after that (its own padding, GRPO's advantages) is not used.
+    The methods stand in the order in which a rollout calls them. `_collect` gives the rows to TRL, which sets up the
+    environments, then calls `_generate` (which calls `_tool_call_loop`, and `_generate_single_turn` for each turn),
+    then `_calculate_rewards`. What TRL computes before and after that (its own padding, GRPO's advantages) is not
+    used.
     """
 
     _collection: Collection  # while a rollout is collected
@@ -115,7 +118,9 @@ class RolloutTrainer(GRPOTrainer):
         return answers, logprobs
 
     def _check_room(self, prompt_ids: list[list[int]]) -> None:
-        """With environments, raise if a prompt, with what `reset` added, leaves no room in the policy's context."""
+        """
+        Raise if an environment's `reset` made a prompt so long that the policy's context has no room for an answer.
+        """
         if self.environments is None:
             return
         longest, context = max(map(len, prompt_ids)), self._context
@@ -128,7 +133,7 @@ class RolloutTrainer(GRPOTrainer):
 
     @property
     def _context(self) -> float:
-        """Return the most tokens that the policy can read."""
+        """Return the length of the policy's context in tokens."""
         return getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
     def _generate_answers(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list | None]:
@@ -158,9 +163,9 @@ class RolloutTrainer(GRPOTrainer):
 
     def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
         """
-        Return how many tokens an answer in this turn may have: no fewer than any row has room for.
+        Return the number of tokens to generate in this turn, which is what the row with the most room left may have.
 
-        TRL cuts off what exceeds the room of an answer's own row.
+        For rows with less room, TRL cuts off the rest of the answer.
         """
         collection, limit = self._collection, self.max_completion_length
         if collection.calls.turn == 0:
@@ -188,27 +193,27 @@ class RolloutTrainer(GRPOTrainer):
     @property
     def _generates_together(self) -> bool:
         """
-        Return whether all processes must generate together, since weights are sharded, or one process sends vLLM the
-        prompts of all.
+        Return whether all processes must generate at the same time: weights are sharded, or one process sends the
+        prompts of all to a vLLM server.
         """
         is_sharded = self._dist.is_zero3 or self.is_fsdp_enabled
         return self.accelerator.num_processes > 1 and (is_sharded or (self.use_vllm and self.vllm_mode == "server"))
 
     def _agree_on_rows(self, rows: int) -> int:
-        """Return and keep the most rows that any process generates for in this turn; `rows` is this process's."""
+        """Return, and keep, the largest of all processes' `rows`, the number of rows to generate for in this turn."""
         everywhere = self.accelerator.gather(torch.tensor([rows], device=self.accelerator.device))
         self._collection.most_rows = int(everywhere.max())
         return self._collection.most_rows
 
     @property
     def _keeps_logprobs(self) -> bool:
-        """Return whether to keep the sampler's log-probs, for training or only for metrics."""
+        """Return whether to keep the sampler's log-probs, which training or metrics need."""
         return self._trusts_sampler or self.args.another_samples or self.args.importance_correction != "none"
 
     @property
     def _trusts_sampler(self) -> bool:
         """
-        Return whether the sampler's log-probs can stand in for those that a forward pass of the policy would compute.
+        Return whether to use the sampler's log-probs in place of those that a forward pass of the policy computes.
         """
         args = self.args
         if args.old_logprobs != "auto":
@@ -226,7 +231,9 @@ class RolloutTrainer(GRPOTrainer):
     # ---- Passes and scores ----
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
-        """Run policy, critic and reference, then score; background reward functions run while the models do."""
+        """
+        Run policy, critic and reference, then the reward functions; those that run in the background start first.
+        """
         collection = self._collection
         own = [{"prompt_ids": p, "finished": e} for p, e in zip(collection.prompt_ids, collection.ended, strict=True)]
         if self._evaluation is not None and self._evaluation.is_greedy:
@@ -247,7 +254,7 @@ class RolloutTrainer(GRPOTrainer):
         return collection.rewards_per_func
 
     def _padded(self, collection: Collection) -> dict[str, Tensor]:
-        """Return (B, P) and (B, T) ids and masks, as TRL pads them."""
+        """Return prompts (B, P) and answers (B, T) as ids and masks, padded as TRL pads them."""
         pad, answers = self._tokenizer.pad_token_id, collection.completion_ids
         ones = [[1] * len(ids) for ids in answers]
         if self.args.mask_truncated_completions:
@@ -268,7 +275,7 @@ class RolloutTrainer(GRPOTrainer):
         """
         Return the sampler's (B, T) log-probs.
 
-        If some process does not know them for all of its tokens, return None; or raise, if training needs them.
+        If they are missing for any token on any process, raise if training needs them, else return None.
         """
         mask, logprobs = collection.tensors["completion_mask"], None
         if self._keeps_logprobs and collection.is_as_sampled:
@@ -280,7 +287,7 @@ class RolloutTrainer(GRPOTrainer):
             return logprobs
         if self.model.training and self.args.needs_sampler_logprobs:
             raise RuntimeError(
-                "The sampler's log-probs are missing, or belong to other tokens, and "
+                "The sampler's log-probs are missing, or do not belong to the answers' tokens, but "
                 f"`importance_sampling_mode={self.args.importance_sampling_mode!r}` and "
                 f"`old_logprobs={self.args.old_logprobs!r}` need them. Return the log-probs with the answers, and do "
                 "not change answers afterwards; or set `importance_sampling_mode='none'` and "
@@ -334,7 +341,7 @@ class RolloutTrainer(GRPOTrainer):
         return None, None, None  # GRPO asks for log-probs where it may need them; our passes compute them
 
     def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
-        """Call F reward functions, background functions last; return the rewards, (rows of all processes, F)."""
+        """Call the F reward functions, background functions last; return (rows of all processes, F) rewards."""
         order = background_last(self.reward_funcs)
         functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
         with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
@@ -343,12 +350,12 @@ class RolloutTrainer(GRPOTrainer):
         return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
 
     def _local(self, gathered: Tensor) -> Tensor:
-        """Return this process' rows of a tensor that holds the rows of all processes."""
+        """Select this process's rows from a tensor that holds the rows of all processes."""
         size = len(gathered) // self.accelerator.num_processes
         return gathered[self.accelerator.process_index * size :][:size]
 
     def _rollout(self) -> Rollout:
-        """Return the rollout that was collected."""
+        """Make a [`Rollout`] from what was collected."""
         collection, args = self._collection, self.args
         mask, tool_mask = collection.tensors["completion_mask"], collection.tensors.get("tool_mask")
         device, weights = mask.device, self.reward_weights
@@ -379,7 +386,7 @@ class RolloutTrainer(GRPOTrainer):
         )
 
     def _played(self, rows: list[dict[str, Any]], device: Any) -> dict[str, Tensor]:
-        """Return for each environment's name a (B,) bool, which rows were played in it; the same names everywhere."""
+        """Return a (B,) mask of the rows played in each environment, by its name; all processes get the same names."""
         if self.environments is None:
             return {}
         if None in self.environment_factories:  # TRL's name for the environment, if there is only one
@@ -391,5 +398,5 @@ class RolloutTrainer(GRPOTrainer):
 
 
 def waits_for_tools(completion: Any) -> bool:
-    """Return whether a response ends with tool calls that got no answer, since the episode was cut off there."""
+    """Return whether a response was cut off after tool calls, so that no tool has answered them."""
     return isinstance(completion, list) and bool(completion) and bool(completion[-1].get("tool_calls"))

@@ -22,7 +22,7 @@ from ..runs.settings import (
 REFUSED = {
     name: reason
     for reason, names in {
-        "it is a setting of GRPO's loss, and PPO has its own": """
+        "it is a setting of GRPO's loss, which PPO does not use": """
             delta entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target importance_sampling_level
             loss_type multi_objective_aggregation off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos
             scale_rewards top_entropy_quantile use_adaptive_entropy use_bias_correction_kl vespo_k_neg vespo_k_pos
@@ -31,13 +31,13 @@ REFUSED = {
         "PPO's names are `importance_sampling_mode`, `importance_sampling_clip_min` and `…_max`": """
             vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
             vllm_importance_sampling_correction vllm_importance_sampling_mode""",
-        "it changes the weights or the log-probs that are trained": """
+        "it would change the weights or the log-probs that PPO trains": """
             bf16_full_eval cast_lm_head_to_fp32 fp16_full_eval neftune_noise_alpha
             use_transformers_continuous_batching use_transformers_paged""",
-        "it has not been run with the actor-critic": """
+        "it has not been tested with the actor-critic": """
             log_multimodal torch_compile torch_compile_backend torch_compile_mode use_liger_kernel""",
-        "a resumed run must continue with the prompts that come next": "ignore_data_skip",
-        "PPO's reference stays where the KL is measured from": """
+        "a resumed run must continue with the prompts that it has not trained on": "ignore_data_skip",
+        "PPO measures the KL from a reference that stays fixed": """
             ref_model_mixup_alpha ref_model_sync_steps sync_ref_model""",
         "PPO has no labels, samples its prompts in a seeded order, and evaluates generated answers": """
             average_tokens_across_devices batch_eval_metrics dataloader_drop_last eval_accumulation_steps
@@ -79,8 +79,8 @@ class ReturnSettings:
     )
     missing_eos_score: float | None = setting(
         None,
-        "Score of a completion that does not end by EOS, in place of its own. It is the EOS trick of the N+ details "
-        "(2403.17031), which uses −1.",
+        "Score that replaces the rewards of a completion that does not end by EOS. It is the EOS trick of the N+ "
+        "details (2403.17031), which uses −1.",
     )
     missing_eos_penalty: float | None = setting(
         None, "Subtracted from the score of a completion that does not end by EOS.", range="> 0 (it is subtracted)"
@@ -103,11 +103,11 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     Configuration of [`PPOTrainer`].
 
     Fields that every TRL on-policy trainer shares keep `GRPOConfig`'s names and meaning (`max_completion_length`,
-    `temperature`, `num_generations`, `use_vllm`, …). Settings of GRPO's loss are refused. PPO's own settings carry
-    the names of TRL 1.12's `PPOConfig`; of their defaults `lam`, `cliprange` and `baseline` differ, and the learning
-    rate follows the KL of the updates (`step_kl_target`). One optimizer step is one minibatch of
-    `per_device_train_batch_size × gradient_accumulation_steps × processes` episodes. A rollout is `num_mini_batches`
-    minibatches, and is passed over `num_ppo_epochs` times.
+    `temperature`, `num_generations`, `use_vllm`, …). Settings of GRPO's loss are refused. PPO's own settings have the
+    names of TRL 1.12's `PPOConfig`. The defaults of `lam`, `cliprange` and `baseline` differ from TRL's, and the
+    learning rate is adapted to the KL of the updates (`step_kl_target`). One optimizer step trains on one minibatch of
+    `per_device_train_batch_size × gradient_accumulation_steps × processes` episodes. A rollout has `num_mini_batches`
+    minibatches, and is trained on in `num_ppo_epochs` passes.
 
     > [!NOTE]
     > Defaults that differ from `GRPOConfig`'s: `learning_rate` 3e-6, `adam_epsilon` 1e-5, `disable_dropout` True,
@@ -132,7 +132,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         "`num_mini_batches × gradient_accumulation_steps`.",
         range=">= 1",
     )
-    num_ppo_epochs: int = setting(4, "Passes over each rollout, reshuffled before each.", range=">= 1")
+    num_ppo_epochs: int = setting(4, "Passes over each rollout; its rows are shuffled before each pass.", range=">= 1")
     total_episodes: int | None = setting(
         None,
         "Episodes (completions) to train on, rounded up to full rollouts. Sets `max_steps`; if unset, "
@@ -141,21 +141,21 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     )
     local_rollout_forward_batch_size: int = setting(
         64,
-        "Rows per process in one forward pass without gradient: lower it if a rollout runs out of memory. It is for "
-        "generation, reward models, reference and values. Another value gives other samples, since rows are sampled "
-        "in chunks of this size; the score, log-probs and values of a given completion stay the same.",
+        "Rows per process in one forward pass without gradient: lower it if a rollout runs out of memory. It applies "
+        "to generation, reward models, reference and critic. Another value gives other samples, since completions "
+        "are generated in chunks of this size; the score, log-probs and values of a given completion stay the same.",
         range=">= 1",
     )
     logits_budget_gb: float = setting(
         1.0,
         "GiB that the logits of one log-prob pass may take: lower it to save memory, at a cost in time. The logits "
-        "are rows × completion tokens × vocabulary numbers. If they need more, and with 0 always, TRL's fused LM head "
-        "computes them tile by tile, with the same results in more time.",
+        "are rows × completion tokens × vocabulary numbers. If they need more than this, TRL's fused LM head computes "
+        "them tile by tile, with the same results in more time; with 0 it always does.",
         range=">= 0",
     )
     num_generations: int = setting(1, "Responses per prompt.", range=">= 1")
     num_completions_to_print: int | None = setting(
-        4, "Completions that `log_completions` prints at a log. `None` prints all."
+        4, "Number of completions that `log_completions` prints at each log. `None` prints all."
     )
     allow_off_policy_sampling: bool = setting(
         False,
@@ -165,36 +165,37 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     )
     old_logprobs: Literal["auto", "sampler", "recompute"] = setting(
         "auto",
-        "Source of the log-probs before the update, which the ratio and the KL use. `sampler` keeps those noted in "
-        "sampling, which saves a forward pass of the policy; `recompute` computes them with the forward pass that is "
-        "trained. In float32 both agree to 1e-5, else they differ by rounding and dropout "
-        "(`sampling/logprob_difference`). `auto` is `sampler` if all is float32 and nothing in `generation_kwargs` or "
-        "vLLM may change them. Where another policy samples, `sampler` makes PPO's ratio that of the policy to the "
-        "sampler.",
+        "Source of the log-probs before the update, which the ratio and the KL use. `sampler` takes the log-probs "
+        "that were recorded in sampling, which saves a forward pass of the policy; `recompute` computes them by the "
+        "forward pass that training uses. In float32 both agree to 1e-5; otherwise they differ by rounding and "
+        "dropout (`sampling/logprob_difference`). `auto` is `sampler` if everything is float32, dropout is off, and "
+        "neither `generation_kwargs` nor vLLM may change the log-probs; else `recompute`. Where another policy "
+        "samples, `sampler` compares the policy with that sampler in PPO's ratio.",
     )
     importance_sampling_mode: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = setting(
         "auto",
         "How the policy's loss is weighted where another policy has sampled. The weight is the policy's probability "
-        "before the update divided by the sampler's, of each token or of the whole completion (`sequence_…`). A "
-        "weight beyond a bound becomes the bound (`…_truncate`) or 0 (`…_mask`). `auto` is `token_truncate` where "
-        "another policy may sample, else `none`. Formulas, sources and costs are in docs/off_policy.md.",
+        "before the update divided by the sampler's, of each token (`token_…`) or of the whole completion "
+        "(`sequence_…`). A weight beyond a bound becomes the bound (`…_truncate`) or 0 (`…_mask`). `auto` is "
+        "`token_truncate` where another policy may sample, else `none`. Formulas, sources and costs are in "
+        "docs/off_policy.md.",
     )
     importance_sampling_clip_min: float | None = setting(
         None,
-        "Lower bound of the importance weight. At least one of the two bounds is needed.",
-        range="in [0, 1], 1 being the weight on-policy, or None",
+        "Lower bound of the importance weight. A correction needs a lower or an upper bound.",
+        range="in [0, 1] (on-policy weights are 1), or None",
     )
     importance_sampling_clip_max: float | None = setting(
-        3.0, "Upper bound of the importance weight.", range=">= 1, the weight on-policy, or None"
+        3.0, "Upper bound of the importance weight.", range=">= 1 (on-policy weights are 1), or None"
     )
     rollouts_ahead: int = setting(
         0,
         "1: a vLLM server generates the next rollout while this one is trained on; see docs/vllm.md.",
         range="in [0, 1]",
     )
-    stop_token_id: int | None = setting(None, "Further token id that ends a completion, beside EOS.")
+    stop_token_id: int | None = setting(None, "Id of another token that ends a completion, besides EOS.")
 
     # The reward
     kl_coef: float = setting(
@@ -239,7 +240,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     )
     watch: Literal["off", "warn", "stop", "raise_kl"] = setting(
         "warn",
-        "What `HackWatch` does when the reward rises as in a hack: say so once, end training with a checkpoint, or "
+        "What `HackWatch` does when the reward rises as in a hack: warn once, end training with a checkpoint, or "
         "double `kl_coef`. `off` attaches none.",
     )
     reward_normalization: Literal["none", "running", "batch", "group", "reference"] = setting(
@@ -379,7 +380,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             self.max_steps = steps
 
     def _check(self, given: tuple[int | None, int | None], steps: int) -> None:
-        """Raise a `ValueError` if settings contradict each other, so that one would silently do harm or nothing."""
+        """Raise a `ValueError` if settings contradict each other, where one would be ignored or train wrongly."""
         kwargs, changed = self.generation_kwargs or {}, self._changes_to_sampler
         refused = sorted(REFUSED_GENERATION_KWARGS & kwargs.keys())
         is_greedy = kwargs.get("do_sample", True) is False
@@ -451,14 +452,18 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     @property
     def clip_range(self) -> float:
-        """Return `cliprange`; if it is unset, 0.4 where `kl_coef` is 0 and `epsilon_high` is unset, else 0.2."""
+        """
+        Return `cliprange`. If it is unset, return 0.4 where `kl_coef` is 0 and `epsilon_high` is unset, else 0.2.
+        """
         if self.cliprange is not None:
             return self.cliprange
         return 0.4 if self.kl_coef == 0 and self.epsilon_high is None else 0.2
 
     @property
     def another_samples(self) -> bool:
-        """Return whether another distribution than the policy's, before the update, may sample the answers."""
+        """
+        Return whether answers may be sampled from another distribution than that of the policy before the update.
+        """
         is_allowed = self.use_vllm or self.allow_off_policy_sampling
         return bool(is_allowed or self._changes_to_sampler)
 
@@ -476,7 +481,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     def importance_correction(
         self,
     ) -> Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]:
-        """Return `importance_sampling_mode`, with `"auto"` replaced by the mode that it chooses."""
+        """Return `importance_sampling_mode`, with `"auto"` replaced by the mode that it stands for in this run."""
         if self.importance_sampling_mode != "auto":
             return self.importance_sampling_mode
         return "token_truncate" if self.another_samples and self.old_logprobs != "sampler" else "none"
@@ -488,7 +493,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     @property
     def steps_per_rollout(self) -> int:
-        """Return the number of optimizer steps on a rollout."""
+        """Return the number of optimizer steps on each rollout."""
         return self.num_mini_batches * self.num_ppo_epochs
 
     @property

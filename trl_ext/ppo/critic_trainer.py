@@ -1,4 +1,4 @@
-"""Train a critic on the returns of saved rollouts, before PPO begins (VC-PPO, 2503.01491)."""
+"""Train a critic on the returns of saved rollouts, before PPO starts (VC-PPO, 2503.01491)."""
 
 import math
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class CriticConfig(HidesCredentials, ReturnSettings, SavingSettings, TrainingArg
 
 def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any) -> tuple[Any, str]:
     """
-    Load the model from which the training of a critic starts.
+    Load the model that the training of a critic starts from.
 
     Args:
         path: one of the following.
@@ -93,7 +93,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
         **kwargs: arguments of `from_pretrained`.
 
     Returns:
-        The critic, and a phrase that says what it was made from.
+        The critic, and a phrase for messages that says what it was made from.
 
     Raises:
         ValueError: the model is not a sequence classifier with one label, its base is quantised, or `peft_config` is
@@ -101,7 +101,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
     """
     if is_adapter(path):
         if peft_config is not None:
-            raise ValueError(f"{path} is already an adapter, and training continues with it: leave out `use_peft`")
+            raise ValueError(f"{path} is already an adapter, which is trained further; leave out `use_peft`")
         is_new = not has_head(path, kwargs.get("revision"))
         if not is_new:
             check_head(path)
@@ -125,12 +125,12 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
 
 
 def check_standalone(critic: Any) -> None:
-    """Raise if a model is not a sequence classifier with one label, or has a quantised base and cannot be trained."""
+    """Raise if a critic cannot be trained alone: not a sequence classifier with one label, or on a quantised base."""
     model = base_model_of(critic)
     check_one_label(model, "a critic")
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(
-            "the critic's base is quantised, and such a critic cannot be trained alone: load its base unquantised"
+            "the critic's base is quantised, so the critic cannot be trained alone; load its base unquantised"
         )
 
 
@@ -142,9 +142,9 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         A dict of the batch:
 
         - `input_ids`: (B, P + T), prompt and completion.
-        - `labels`: (B, T), the completion's tokens, and -100 where there is none.
-        - `returns`: (B, T).
-        - `lengths`: the number of prompt tokens and of completion tokens of each row.
+        - `labels`: (B, T), the completion's token ids, and -100 for padding.
+        - `returns`: (B, T), score units; 0 for padding.
+        - `lengths`: for each row, its number of prompt tokens and of completion tokens.
     """
     prompts, labels = ([torch.tensor(row[name]) for row in rows] for name in ("prompt_ids", "completion_ids"))
     returns = [torch.tensor(row["returns"], dtype=torch.float32) for row in rows]
@@ -163,8 +163,9 @@ class CriticTrainer(ResumableRun, Trainer):
     """
     Train a critic on the returns of saved rollouts, by PPO's value loss without clipping.
 
-    loss = mean over all completion tokens of a step of (V(s_t) − R_t)² / 2, where s_t is the prompt with the tokens
-    before t. The mean does not depend on how a step is divided among processes and accumulated micro-batches.
+    The loss of an optimizer step is the mean of (V(s_t) − R_t)² / 2 over all of its completion tokens t, where s_t is
+    the prompt with the completion tokens before t. How the rows are divided among processes and accumulated
+    micro-batches does not change this mean.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -240,7 +241,7 @@ class CriticTrainer(ResumableRun, Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """Evaluate: compare the critic's value with the return at each held-out token, counting each token once."""
+        """Compare the critic's value with the return at each held-out token; each token counts once."""
         self._eval, self._evaluation = Accumulator(), EvaluationPass(len(dataloader.dataset))
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
@@ -256,7 +257,7 @@ class CriticTrainer(ResumableRun, Trainer):
         super().log(logs, *args, **kwargs)
 
     def _report(self, stats: Accumulator) -> dict[str, float]:
-        """Return the metrics in `stats` over all tokens and processes, and empty `stats` for the next report."""
+        """Compute the metrics in `stats` over all tokens and processes, and empty `stats` for the next report."""
         moments = stats.pop(self.accelerator)
         if not moments:  # a resumed run may log before its first step
             return {}

@@ -1,4 +1,4 @@
-"""Call the tools and environments of a rollout: limit and record the calls, reward turns, and note errors."""
+"""Call the tools and environments of a rollout: limit the calls' time, record them, reward turns, collect errors."""
 
 import asyncio
 import copy
@@ -19,7 +19,7 @@ from .rewards import Mistakes
 
 
 class TooSlow(TimeoutError):
-    """Say that a tool or an environment took longer than `tool_timeout`."""
+    """Raised when a tool or an environment took longer than `tool_timeout`."""
 
 
 @contextmanager
@@ -42,8 +42,8 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
     """
     Call a function, and raise [`TooSlow`] if it has not returned after `seconds`.
 
-    In the main thread a signal interrupts the function. In any other thread the function goes on in the background,
-    and its result is dropped. The error message calls the function `what`.
+    In the main thread a signal interrupts the function. In any other thread the function keeps running in the
+    background, and its result is ignored. `what` names the function in the error message.
     """
     if seconds is None:
         return function(*given, **arguments)
@@ -71,11 +71,11 @@ async def limited_async(coroutine: Coroutine, seconds: float | None, what: str, 
 
 class Calls:
     """
-    Limit and reward the tool calls of one rollout.
+    Limit the time of a rollout's tool calls, and ask environments to reward them.
 
     Args:
         timeout: seconds that a call may take; None for no limit.
-        mistakes: collects the errors of environments' `_step_reward`.
+        mistakes: collects the errors of environments' `_step_reward`, to be raised on all processes.
     """
 
     def __init__(self, timeout: float | None, mistakes: Mistakes):
@@ -84,7 +84,7 @@ class Calls:
         self.rewards: dict[int, list[tuple[int, float]]] = defaultdict(list)  # of each row: turn and reward
 
     def watch(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
-        """Wrap each row's tools: a call is limited in time, and rewarded by the row's environment."""
+        """Wrap each row's tools: limit the time of a call, and let the row's environment reward it."""
         return [
             {name: self._watched(row, tool, environments and environments[row]) for name, tool in of_row.items()}
             for row, of_row in enumerate(tools)
@@ -107,7 +107,7 @@ class Calls:
 
     @contextmanager
     def _rewarding(self, row: int, what: str, environment: Any) -> Iterator[None]:
-        """Ask the environment for a reward after the call, if it has `_step_reward`."""
+        """Ask the environment for a reward after the `with` block, a tool call, if it has `_step_reward`."""
         try:
             yield
         except SystemExit as error:
@@ -121,7 +121,9 @@ class Calls:
                     self.mistakes.note(f"`{type(environment).__name__}._step_reward`, row {row}", error)
 
     def token_rewards(self, row: int, tool_mask: list[int]) -> list[float]:
-        """Return a number for each token of a row: the sum of a turn's rewards at its last token, 0 elsewhere."""
+        """
+        Return the step reward of each token of a row: the sum of a turn's rewards at its last token, 0 elsewhere.
+        """
         ends = [t for t, drawn in enumerate(tool_mask) if drawn and not (tool_mask[t + 1 : t + 2] or [0])[0]]
         rewards = [0.0] * len(tool_mask)
         for turn, reward in self.rewards[row]:
@@ -133,7 +135,7 @@ Pool = dict[str | None, list[Any]]  # TRL's: the instances of each environment, 
 
 
 def states_of(pool: Pool) -> dict[str, list[Any]]:
-    """Return the states of all instances of each environment that has a `_state_dict`, by the environment's name."""
+    """Return the states of all environment instances that have a `_state_dict`, by the environment's name."""
     return {
         str(name): [each._state_dict() for each in environments]
         for name, environments in pool.items()
@@ -142,7 +144,7 @@ def states_of(pool: Pool) -> dict[str, list[Any]]:
 
 
 def load_states(pool: Pool, factories: dict[str | None, Callable], states: dict[str, list[Any]]) -> None:
-    """Load the states that `states_of` returned into a pool; if it has fewer instances than states, make more."""
+    """Load the states that `states_of` returned into a pool of instances, which grows if it has fewer than states."""
     for name, environments in pool.items():
         for place, state in enumerate(states.get(str(name), [])):
             if place == len(environments):
@@ -151,7 +153,7 @@ def load_states(pool: Pool, factories: dict[str | None, Callable], states: dict[
 
 
 class NoEnvironment:
-    """Stand in for an environment that could not be made, until the error is raised on all processes."""
+    """Take the place of an environment whose factory failed, until the error is raised on all processes."""
 
     def reset(self, **row: Any) -> None:
         return None
@@ -159,15 +161,16 @@ class NoEnvironment:
 
 def guarded(factory: Callable[[], Any], timeout: float | None, mistakes: Mistakes) -> Callable[[], Any]:
     """
-    Wrap an environment factory: note errors of the factory and of `reset`, which are raised later on all processes.
+    Wrap an environment factory: collect errors of the factory and of `reset`, to raise them later on all processes.
 
-    An error raised at once would end one process and leave the others waiting. `reset` gets a copy of the row.
-    `reset` and `get_reward` are limited in time. (An instance with `__slots__` keeps its own methods.)
+    An error raised at once would end one process and leave the others waiting. `reset` gets a copy of the row. `reset`
+    and `get_reward` are limited in time. The methods of an instance with `__slots__` cannot be wrapped, so it keeps
+    its own.
 
     Args:
         factory: a class, or a function without arguments.
         timeout: seconds that `reset` and `get_reward` may take; None for no limit.
-        mistakes: collects errors.
+        mistakes: collects the errors.
     """
 
     def make() -> Any:
@@ -203,11 +206,11 @@ def guarded(factory: Callable[[], Any], timeout: float | None, mistakes: Mistake
 
 def step_rewards(collection: Callable[[], Any], kind: type) -> Callable:
     """
-    Return a reward function that gives the rewards of `_step_reward`, each at the last token of its turn.
+    Return a reward function that reports what `_step_reward` returned, at the last token of each turn.
 
     Args:
         collection: returns the rollout that is being collected.
-        kind: a class of environments; rows played in environments of another class get None.
+        kind: a class of environment; rows played in an environment of another class get None.
     """
 
     def function(environments: list, completion_ids: list[list[int]], **_: Any) -> list[list[float] | None]:

@@ -1,4 +1,4 @@
-"""Evaluate sampled and greedy answers to prompts; the state of training stays as it is."""
+"""Evaluate sampled and greedy answers to prompts, without changing the state of training."""
 
 import copy
 import random
@@ -21,7 +21,7 @@ from ..upstream.names import temporarily
 @dataclass
 class EvaluationPass:
     """
-    Follow one pass over an evaluation set: tell its rows from the copies that fill up the last batch.
+    Count the rows of one pass over an evaluation set, to leave out the copies that pad the last batch.
 
     Args:
         total: number of rows to evaluate: the set's rows times the answers to each.
@@ -34,15 +34,15 @@ class EvaluationPass:
 
     @property
     def prefix(self) -> str:
-        """Return the prefix of this pass' metric names."""
+        """Return the prefix of this pass's metric names."""
         return "greedy/" if self.is_greedy else ""
 
     def next_rows(self, size: int, accelerator: Accelerator) -> Tensor:
         """
-        Go on to the next batch, of `size` rows on each process.
+        Advance to the next batch, of `size` rows on each process.
 
         Returns:
-            (size,) bool for this process' rows, False for the copies that fill up the last batch.
+            (size,) bool for this process's rows: False for the copies that pad the last batch.
         """
         first = self.seen + size * accelerator.process_index
         self.seen += size * accelerator.num_processes
@@ -51,7 +51,7 @@ class EvaluationPass:
 
 @contextmanager
 def greedy(trainer: Any) -> Iterator[None]:
-    """Make TRL decode greedily within the block, with one answer for each prompt."""
+    """Make TRL decode one greedy answer for each prompt within the `with` block."""
     if trainer.use_vllm:
         vllm = trainer.vllm_generation
         kwargs = {name: value for name, value in vllm.generation_kwargs.items() if name != "temperature"}
@@ -65,21 +65,21 @@ def greedy(trainer: Any) -> Iterator[None]:
 
 
 def end_progress(trainer: Any) -> None:
-    """Close the progress bar of a pass over the evaluation data; the next pass opens a bar of its own."""
+    """Close the progress bar of an evaluation pass, so that the next pass opens a new one."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ProgressCallback):
             callback.on_predict(trainer.args, trainer.state, trainer.control)
 
 
 def sampling_seed(args: Any, process: int) -> int:
-    """Return the seed that a process samples answers with; processes that share a vLLM engine get the same seed."""
+    """Return the seed for this process's sampling of answers; processes that share a vLLM engine get the same seed."""
     together = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
     return args.seed + process // together
 
 
 @contextmanager
 def untouched_rng(accelerator: Accelerator, args: Any, number: int = 0) -> Iterator[None]:
-    """Use the `number`-th fixed seed within the block, and restore the random state after it."""
+    """Seed the random state with the `number`-th fixed seed within the `with` block, and restore it afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     with forked_rng(accelerator.device):
         set_seed((sampling_seed(args, accelerator.process_index) + number * accelerator.num_processes) % 2**32)

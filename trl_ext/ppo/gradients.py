@@ -1,4 +1,4 @@
-"""Look at the gradients of a PPO step before they are clipped, and at the optimizer that policy and critic share."""
+"""Check a PPO step's gradients before they are clipped, and set up the optimizer that policy and critic share."""
 
 import os
 from typing import Any
@@ -11,13 +11,13 @@ from ..models.actor_critic import ActorCritic
 
 
 def drop(parameters: Any) -> None:
-    """Remove the parameters' gradients, so that the optimizer skips the parameters in this step."""
+    """Set the parameters' gradients to None, so that the optimizer skips the parameters in this step."""
     for parameter in parameters:
         parameter.grad = None
 
 
 def norm_of(parameters: Any, scale: float = 1.0) -> Tensor | None:
-    """Return the joint norm of the parameters' gradients, divided by the loss scale; None if none has a gradient."""
+    """Return the norm of all the parameters' gradients, divided by fp16's loss scale; None without gradients."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return None
@@ -26,19 +26,22 @@ def norm_of(parameters: Any, scale: float = 1.0) -> Tensor | None:
 
 
 def save_and_raise(trainer: Any, role: str) -> None:
-    """Save the weights from before this step, then raise an error: the gradient of `role` is not finite."""
+    """
+    Save the weights as they were before this step, then raise: the gradient of the policy or critic is not finite.
+    """
     folder = os.path.join(trainer.args.output_dir, "last-good")
     trainer.save_model(folder, _internal_call=True)
     trainer.accelerator.wait_for_everyone()  # raising on one process may end another that is still writing
     raise_not_finite(
         trainer,
         role,
-        f"The weights from before this step are in {folder}. They are finite, but earlier steps may have hurt them.",
+        f"The weights from before this step are in {folder}. They are finite, but earlier steps may have damaged "
+        "them.",
     )
 
 
 def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
-    """Raise a `FloatingPointError` on all processes; it names the metrics that are not finite on some process."""
+    """Raise a `FloatingPointError` on all processes, which names the metrics that are not finite on any process."""
     terms = sorted(set(gather_object(trainer.metrics.train.not_finite())))
     cause = (
         f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so the backward pass caused it"
@@ -58,13 +61,13 @@ def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCri
         if missing:
             raise ValueError(
                 f"{missing} trainable weights of the {role} are not in the optimizer and would never change. Add them "
-                "to the one passed in `optimizers`, or freeze them with `requires_grad_(False)`. For a critic that "
-                "the trainer builds, pass `value_model`, or `optimizer_cls_and_kwargs` instead of `optimizers`."
+                "to the optimizer passed in `optimizers`, or freeze them with `requires_grad_(False)`. For a critic "
+                "that the trainer builds, pass `value_model`, or `optimizer_cls_and_kwargs` instead of `optimizers`."
             )
 
 
 def set_critic_rate(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, rate: float) -> None:
-    """Put the critic's weights into optimizer groups of their own, with the learning rate `rate`."""
+    """Put the critic's weights into separate optimizer groups with the learning rate `rate`."""
     critic = {id(p) for p in actor_critic.parameters_of("critic")}
     for group in list(optimizer.param_groups):
         params = group["params"]

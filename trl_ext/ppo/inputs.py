@@ -1,4 +1,4 @@
-"""Check the arguments and the prompts of PPOTrainer, and read prompts that are given as tokens."""
+"""Check the arguments and the prompts of PPOTrainer, and decode prompts that are given as token ids."""
 
 import inspect
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Datasets = list[tuple[str, Dataset]]
 
 
 def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[list, list]:
-    """Return the reward functions and their tokenizers; a model built in memory reads the policy's tokens."""
+    """List the rewards and their tokenizers; a reward model without a path or hub name gets the policy's tokenizer."""
     rewards = list(reward_funcs or []) if isinstance(reward_funcs, (list, tuple, type(None))) else [reward_funcs]
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(rewards)
     for i, reward in enumerate(rewards):
@@ -33,14 +33,14 @@ def check(
     optimizer: Any,
 ) -> None:
     """
-    Raise if the trainer's arguments contradict each other, and it would train wrongly or fail late.
+    Raise if the trainer's arguments contradict each other, so that it would train wrongly or fail late.
 
     Args:
-        models: `model`, `value_model`, `ref_model` and each reward, by name.
-        datasets: the data to train and to evaluate on, by name.
-        environment_factory: as the trainer gets it.
-        agent: which of `tools`, `environment_factory` and `rollout_func` were given.
-        optimizer: the one that was passed in, if any.
+        models: the trainer's arguments `model`, `value_model`, `ref_model` and each reward, by name.
+        datasets: the datasets to train and to evaluate on, by name.
+        environment_factory: the trainer's argument of this name.
+        agent: the names among `tools`, `environment_factory` and `rollout_func` that were given to the trainer.
+        optimizer: the optimizer passed to the trainer in `optimizers`, if any.
     """
     given = [(name, model) for name, model in models.items() if isinstance(model, nn.Module)]
     same = [(a, b) for i, (a, x) in enumerate(given) for b, y in given[i + 1 :] if x is y]
@@ -66,7 +66,7 @@ def check(
         ),
         (
             isinstance(dict(datasets).get("train"), dict),
-            f"`train_dataset` has the splits {[*names.get('train', ())]}: pass one of them.",
+            f"`train_dataset` has the splits {[*names.get('train', ())]}: pass a single split.",
         ),
         (
             "train" in names and len(dict(datasets)["train"]) < needed,
@@ -92,20 +92,20 @@ def check(
         for is_wrong, message in [
             (
                 not (environment_factory or columns & {"prompt", "input_ids"}),
-                f"no column `prompt` (text or messages), and no `input_ids`; it has {sorted(columns)}. Rename the one "
-                "that holds the prompts.",
+                f"no column `prompt` (text or messages), and no `input_ids`; its columns are {sorted(columns)}. "
+                "Rename the column that holds the prompts to `prompt`.",
             ),
             (
                 bool(taken),
-                f"column {taken}: reward functions get other values by the names `prompt_ids` and `finished`, and "
+                f"the column {taken}: reward functions get other values by the names `prompt_ids` and `finished`, and "
                 "images are not supported. Rename or remove it.",
             ),
             (
                 bool(agent) and "input_ids" in columns,
-                f"`input_ids`, which the policy reads unchanged, but {agent} adds to the prompt. Give messages in "
-                "`prompt` instead.",
+                f"the column `input_ids`, which the policy reads unchanged, but {agent} would add to the prompt. Give "
+                "messages in `prompt` instead.",
             ),
-            (bool(environments), f"rows of environments that `environment_factory` lacks: {environments}."),
+            (bool(environments), f"rows for environments that `environment_factory` lacks: {environments}. Add them."),
         ]:
             if is_wrong:
                 raise ValueError(f"The {name} dataset has {message}")
@@ -117,7 +117,7 @@ _GIVEN |= {"log_extra", "log_metric", "trainer_state"}
 
 
 def check_arguments(rewards: list, datasets: Datasets) -> None:
-    """Raise if a reward function needs an argument that no column provides; it would fail in the first evaluation."""
+    """Raise if a reward function needs an argument that no dataset column provides."""
     for name, dataset in datasets:
         for reward in rewards:
             if isinstance(reward, (str, nn.Module)):
@@ -136,19 +136,19 @@ def check_arguments(rewards: list, datasets: Datasets) -> None:
 
 
 def check_evaluation_batch(args: PPOConfig) -> None:
-    """Raise if an evaluation batch, over all processes, would split the answers to one prompt."""
+    """Raise if the answers to one prompt do not fit into whole evaluation batches (over all processes)."""
     generations = args.num_generations_eval or args.num_generations
     size = args.per_device_eval_batch_size * args.world_size
     if size % generations:
         raise ValueError(
             f"An evaluation batch has {size} responses (`per_device_eval_batch_size` × processes), which is not a "
-            f"multiple of {generations} (`num_generations_eval`, or `num_generations` if unset)."
+            f"multiple of {generations} (`num_generations_eval`, or `num_generations` if unset). Change either."
         )
 
 
 def with_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[list[dict[str, Any]], list[list[int]] | None]:
     """
-    Make sure that rows have a `prompt`: if they have `input_ids` alone, decode it from these.
+    Give rows that have only `input_ids` a `prompt`, decoded from these.
 
     Returns:
         The rows; and the token ids of each row's prompt without padding, or None if the rows have no `input_ids`.

@@ -1,4 +1,4 @@
-"""Report the metrics of a PPO run. The algorithm reads none of them: without metrics the weights would be the same."""
+"""Collect and report the metrics of a PPO run. Training does not read them, so they do not affect the weights."""
 
 import time
 from collections import defaultdict
@@ -33,7 +33,7 @@ _ADDED = "rollout_metrics: "  # marks the metrics that a subclass adds, which re
 
 
 class Accumulator:
-    """Accumulate count, mean, variance, minimum and maximum of each metric's entries, from one `pop` to the next."""
+    """Accumulate count, mean, variance, minimum and maximum of each metric's entries between two calls of `pop`."""
 
     def __init__(self):
         self._moments: dict[str, Tensor] = {}
@@ -60,7 +60,7 @@ class Accumulator:
         return {name: merge_moments(parts[:, i]) for i, name in enumerate(names)}
 
     def not_finite(self) -> list[str]:
-        """Return the names of the metrics that got a NaN or an infinity on this process since the last `pop`."""
+        """Return the names of the metrics with a NaN or infinite entry on this process since the last `pop`."""
         return sorted(name for name, value in self._moments.items() if value[0] > 0 and not value[1:].isfinite().all())
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -71,7 +71,9 @@ class Accumulator:
 
 
 def global_moments(accelerator: Accelerator, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute the (5,) moments of the entries where `mask` is 1, over all processes; all get the same result."""
+    """
+    Compute the (5,) moments of the entries where `mask` is 1, over all processes; all processes get the same result.
+    """
     return merge_moments(accelerator.gather(moments(values, mask)[None]))
 
 
@@ -97,7 +99,7 @@ class PPOMetrics:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the block's seconds to `phase`, without the seconds of other phases that are timed inside the block."""
+        """Add the `with` block's seconds to `phase`, except those of other phases that are timed inside the block."""
         start, outer = time.perf_counter(), self._inner_seconds
         self._inner_seconds = 0.0
         try:
@@ -109,7 +111,7 @@ class PPOMetrics:
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Do not count the time that the `with` block takes; it is used around evaluation."""
+        """Leave the time that the `with` block takes, such as an evaluation, out of the timings."""
         seconds = dict(self._seconds)
         try:
             yield
@@ -127,15 +129,15 @@ class PPOMetrics:
         kl_coef: float,
     ) -> None:
         """
-        Observe a rollout before it is trained on.
+        Add a rollout to the metrics before it is trained on.
 
         Args:
             scores: (B,), normalised and clipped.
-            kl: (B, T), nats, as it enters the rewards.
-            rewards: (B, T), before whitening.
-            advantages: (B, T).
-            returns: (B, T).
-            kl_coef: the coefficient used in the rewards.
+            kl: (B, T), nats, the KL estimate that the rewards' penalty uses.
+            rewards: (B, T), score units, before whitening.
+            advantages: (B, T), as the policy's loss uses them.
+            returns: (B, T), score units.
+            kl_coef: the coefficient that the rewards' penalty uses, score units per nat.
         """
         self._observe(self.train, rollout, torch.ones_like(rollout.ended), "")
         self.episodes += len(scores) * self.accelerator.num_processes
@@ -155,7 +157,7 @@ class PPOMetrics:
                 self.train.add(f"_returns{name}", returns, mask)
 
     def added(self, metrics: dict[str, float]) -> None:
-        """Observe the metrics that the trainer's `rollout_metrics` returned."""
+        """Add the metrics that the trainer's `rollout_metrics` returned."""
         for name, value in metrics.items():
             self.train.add(_ADDED + name, value)
 
@@ -208,14 +210,14 @@ class PPOMetrics:
         batch: dict[str, Tensor],
     ) -> None:
         """
-        Observe a micro-batch of an update of the policy.
+        Add a micro-batch of a policy update to the metrics.
 
         Args:
             logprobs, entropies: (B, T), nats.
-            policy: (B, T) losses, and a (B, T) mask of the clipped ones.
+            policy: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
             log_ratio: (B, T), nats, the log-ratio of each token's action, which is the token or its whole turn.
             actions: (B, T), 1 = token at which an action starts. Losses and ratios count once for each action.
-            batch: the rows that were trained on.
+            batch: the micro-batch's tensors, by name.
         """
         stats, mask = self.train, batch["loss_mask"]
         stats.add("policy/approxkl_avg", approx_kl(logprobs, batch["old_logprobs"]), mask)
@@ -227,14 +229,16 @@ class PPOMetrics:
 
     @torch.no_grad()
     def critic_updated(self, value: tuple[Tensor, Tensor], mask: Tensor) -> None:
-        """Observe a micro-batch of an update of the critic: (B, T) losses, and a (B, T) mask of the clipped ones."""
+        """
+        Add a micro-batch of a critic update: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
+        """
         self.train.add("loss/value_avg", value[0], mask)
         self.train.add("loss/value_std", *_answer_means(value[0], mask))
         self.train.add("val/clipfrac_avg", value[1].float(), mask)
 
     @torch.no_grad()
     def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
-        """Observe the sampler's (B, T) log-probs, nats, and those that the training's forward pass computes."""
+        """Add the sampler's log-probs and those that training's forward pass computes; (B, T) each, nats."""
         self._sampled(self.train, sampler_logprobs, logprobs, mask)
 
     def _sampled(self, stats: Accumulator, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
@@ -243,7 +247,7 @@ class PPOMetrics:
 
     def weighted(self, rollout: Rollout, weights: Tensor, is_outside: Tensor, actions: Tensor) -> None:
         """
-        Observe a rollout's importance weights, and which weights a bound has changed (`is_outside`).
+        Add a rollout's importance weights to the metrics, and the share that a bound has changed (`is_outside`).
 
         Weights of shape (B, T) count at the tokens where an action starts; weights of shape (B, 1), of whole
         responses, count for the rows that have a score.
@@ -259,9 +263,9 @@ class PPOMetrics:
 
     def report(self, start_time: float | None = None) -> dict[str, float]:
         """
-        Return the metrics of training since the last report, and begin to count anew.
+        Return the training metrics since the last report, and restart their counts.
 
-        With `start_time`, when `train` began, the episodes per second since then (`eps`) are among them.
+        With `start_time`, the time at which `train` began, they include the episodes per second since then (`eps`).
         """
         report = self.means("train") | {"episode": self.episodes}
         seconds, self._seconds = self._seconds, defaultdict(float)
@@ -274,7 +278,7 @@ class PPOMetrics:
         return report
 
     def means(self, mode: str) -> dict[str, float]:
-        """Return the metrics of `"train"` or `"eval"` since the last call, by name, and delete their entries."""
+        """Return the mean metrics of `"train"` or `"eval"` since the last call, by name, and delete their entries."""
         moments = (self.train if mode == "train" else self.eval).pop(self.accelerator)
         report: dict[str, float] = {}
         added = {name.removeprefix(_ADDED): moments.pop(name) for name in [*moments] if name.startswith(_ADDED)}

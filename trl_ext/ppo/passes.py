@@ -17,11 +17,12 @@ class Passes:
     """
     Run a model on (B, P + T) rows without their padding, and return its outputs for the response tokens as (B, T).
 
-    Every call makes the same number of forwards on every process, as sharded models need.
+    In every call all processes make the same number of forward passes, as sharded models need.
 
     Args:
         accelerator: the trainer's accelerator.
-        args: the trainer's configuration; `padding_free`, `pad_to_multiple_of` and `max_completion_length` are read.
+        args: the trainer's configuration, of which `padding_free`, `pad_to_multiple_of` and `max_completion_length`
+            are used.
     """
 
     def __init__(self, accelerator: Any, args: Any):
@@ -46,11 +47,12 @@ class Passes:
                 wrapped it.
             ids, lengths, width: see [`pack`].
             size: number of rows in one forward pass, which takes rows of similar length; None runs all rows at once.
-            asked: further arguments of [`ActorCritic.forward`]; the reference computes log-probs, whatever is asked.
+            asked: further arguments of [`ActorCritic.forward`], such as which outputs to compute. The reference
+                ignores them and computes log-probs.
 
         Returns:
-            The model's outputs by name: (B, T) for each output of the tokens, 0 where there is no response token; and
-            the scalar `aux_loss` as it is.
+            The model's outputs by name: (B, T) for each output per token, 0 where there is no response token; and the
+            scalar `aux_loss` unchanged.
         """
         hidden_size = None if "output_router_logits" in asked else self._packs(model)
         config = unwrapped(model).config.get_text_config()
@@ -102,7 +104,9 @@ class Passes:
                 use_varlen(module, _HALF.get(self.accelerator.mixed_precision))
             if not self._keeps_apart[id(module)]:
                 name = type(base_model_of(module)).__name__
-                self.accelerator.print(f"{name} mixes rows that are packed together, so its rows are padded instead.")
+                self.accelerator.print(
+                    f"{name} lets packed rows attend to each other, so its rows are padded instead."
+                )
         return config.hidden_size if self._keeps_apart[id(module)] else None
 
     @torch.no_grad()

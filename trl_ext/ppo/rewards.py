@@ -24,15 +24,15 @@ class Mistakes:
         self.notes: list[tuple[str, Exception]] = []
 
     def note(self, what: str, error: Exception) -> None:
-        """Keep an error, with a phrase that says where it was raised."""
+        """Record an error until `raise_everywhere`; the phrase `what` says where it was raised."""
         text = str(error) if isinstance(error, RewardFailed) else f"{type(error).__name__}: {error}"
         self.notes.append((f"process {PartialState().process_index}: {what}: {text}", error))
 
     def raise_everywhere(self, step: int) -> None:
         """
-        Raise a `RuntimeError` on every process if any process has noted an error.
+        Raise a `RuntimeError` on every process if any process has recorded an error.
 
-        If all noted errors are a `RewardFailed`, which needs no traceback, raise that type instead.
+        If all recorded errors are a `RewardFailed`, which needs no traceback, raise a `RewardFailed` instead.
         """
         mine = [(message, isinstance(error, RewardFailed)) for message, error in self.notes]
         everyones = gather_object(mine) if PartialState().num_processes > 1 else mine
@@ -48,13 +48,13 @@ class Mistakes:
 
 class CheckedReward:
     """
-    Wrap a reward function for TRL: await it if it is async, and note its errors instead of raising them.
+    Wrap a reward function for TRL: await it if it is async, and record its errors to raise them on all processes.
 
     If a function scores single tokens, TRL gets the sum of a row's scores. After each call, `token_scores` holds the
     scores of the tokens of each row, or None for a row that was scored as a whole.
 
     A function that runs in the background can be started early with [`CheckedReward.start`]. TRL's call then waits for
-    the result. With a context `around` no function starts early: TRL's call runs it within that context.
+    the result. If a context `around` is given, the function is not started early: TRL's call runs it in that context.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class CheckedReward:
             self._started, self._waiting = Started(self.function, **kwargs), waiting
 
     def forget(self) -> None:
-        """Forget the call that `start` began, so that nothing waits for its result any more."""
+        """Drop the call that `start` began, so that its result is not waited for."""
         self._started = None
 
     def __call__(self, prompts: list, completion_ids: list, **kwargs: Any) -> list[float | None]:
@@ -117,12 +117,14 @@ class CheckedReward:
 
 
 def background_last(functions: list[CheckedReward]) -> list[int]:
-    """Return the indices of functions in calling order: background functions last, so that they have more time."""
+    """Return the order in which to call the functions, as indices: background functions last, as they need time."""
     return sorted(range(len(functions)), key=lambda place: functions[place].in_background)
 
 
 class AdapterReward:
-    """Hold the path of a reward model saved as an adapter, until the policy whose base it may share is loaded."""
+    """
+    Hold the path of a reward model that was saved as an adapter, until the policy is loaded, whose base it may share.
+    """
 
     def __init__(self, path: str):
         self.path = path

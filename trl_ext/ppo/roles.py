@@ -1,4 +1,4 @@
-"""Make the reference, critic and reward models: each is its own model or an adapter on the policy's base."""
+"""Make the reference, critic and reward models: each is a separate model or an adapter on the policy's base."""
 
 import copy
 from collections.abc import Callable
@@ -51,8 +51,8 @@ def check_roles(
     Raise if the adapters and settings cannot work together.
 
     Returns:
-        The reward functions. The path of a saved adapter is replaced by an [`AdapterReward`], since GRPO would load a
-        base model for each adapter.
+        The reward functions, with an [`AdapterReward`] in place of the path of a saved adapter, since GRPO would load
+        a base model for each adapter.
     """
     is_peft = peft_config is not None or isinstance(model, PeftModel)
     shares_base = value_model is None or is_adapter(value_model)
@@ -70,9 +70,9 @@ def check_roles(
 
 def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
     """
-    Replace, in place, each path in `reward_funcs` by the reward model there; raise if the model has no head.
+    Replace, in place, each path in `reward_funcs` by the reward model loaded from it; raise if it has no head.
 
-    If the model has no tokenizer in `tokenizers` yet, its own is loaded and put there.
+    Where `tokenizers` has None for such a model, load the model's tokenizer into `tokenizers`.
     """
     kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if args.world_size > 1 or args.deepspeed_plugin is not None:
@@ -86,7 +86,7 @@ def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
 
 
 def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
-    """Raise if a policy with adapters would silently train with wrong gradients or samples."""
+    """Raise if a policy with adapters would train with wrong gradients or samples without an error."""
     check_modules(policy, "peft_config")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     for is_wrong, message in [
@@ -107,7 +107,7 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
 
 
 def prepare_base(policy: Any, use_vllm: bool) -> None:
-    """Copy the policy's adapter into the reference's; if `use_vllm`, make TRL's merging of adapters exact."""
+    """Copy the policy's adapter weights into the reference's adapter; with `use_vllm`, make TRL's merging exact."""
     if use_vllm:
         merge_exactly(policy)
     for name, parameter in policy.named_parameters():
@@ -118,9 +118,9 @@ def prepare_base(policy: Any, use_vllm: bool) -> None:
 
 def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: Any) -> Any:
     """
-    Return the frozen reference model, not yet on its device.
+    Return the frozen reference model, before it is moved to its device.
 
-    `ref_model` is a path or an object; None makes a copy of the policy as it is now. `tokenizer` is the policy's.
+    `ref_model` is a path or an object; None copies the policy with its present weights. `tokenizer` is the policy's.
     """
     if isinstance(ref_model, str):
         load = load_merged if is_adapter(ref_model) else create_model_from_path
@@ -153,11 +153,11 @@ class Rewards:
     Hold a trainer's reward functions, in their order, and the tokenizers of those that are models.
 
     Args:
-        functions: functions and models, as GRPO has them, and [`AdapterReward`] for adapters.
+        functions: the reward functions and models that GRPO has loaded, and an [`AdapterReward`] for each adapter.
         tokenizers: one for each reward, None for functions.
         names: a name for each reward.
         policy_tokenizer: the policy's tokenizer.
-        weights: one for each reward, 1 by default. A reward with weight 0 only measures: it does not affect training.
+        weights: one for each reward, 1 by default. A reward with weight 0 is only logged: it does not affect training.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Rewards:
 
     def load_adapters(self, loader: Loader, share: bool) -> dict[int, nn.Linear]:
         """
-        Load the reward models that were saved as adapters: on the policy's base if it is frozen and `share` is True.
+        Load the reward models that were saved as adapters, onto the policy's base if it is frozen and `share` is True.
 
         Returns:
             The heads of the models that share the base, by the index of the reward.
@@ -204,7 +204,9 @@ class Rewards:
         return heads
 
     def critics(self) -> list[int]:
-        """Return the indices of models that a critic may start as: with the policy's tokenizer, and not weighed 0."""
+        """
+        Return the indices of reward models that a critic may copy: with the policy's tokenizer and a nonzero weight.
+        """
         return [
             i
             for i, reward in enumerate(self.functions)
@@ -231,14 +233,15 @@ class Rewards:
         Wrap each reward, models included, in a [`CheckedReward`].
 
         Args:
-            actor_critic: has the reward models that share the policy's base.
+            actor_critic: holds the reward models that share the policy's base.
             args: the trainer's configuration.
             eos_token_ids: the tokens that end a response.
             mistakes: collects the errors of reward functions.
             forward: `forward(name, …)` scores rows with the reward model `name`, which shares the policy's base. It
                 runs the actor-critic inside its FSDP or DeepSpeed wrapper.
-            own_draws: makes a context with a random state of its own. Functions of weight 0 run in this context, and
-                none of them in the background: a thread would draw from the generator that training draws from.
+            own_draws: makes a context with a separate random state. Functions of weight 0 run in this context, so that
+                training samples as it would without them. They do not run in the background: a thread would use the
+                generator that training uses.
         """
         result: list[Callable] = []
         for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
@@ -267,7 +270,7 @@ class Rewards:
 
 
 def _on_base(loader: Loader, name: str, path: str) -> nn.Linear:
-    """Add the saved adapter of a classifier to the policy, if they have the same base; return its head."""
+    """Add the saved adapter of a classifier to the policy; return its head. Raise if their bases differ."""
     check_same_base(loader.policy, path, hub_identity(loader.path, loader.init_kwargs.get("revision")))
     return add_saved(loader.policy, name, path)
 
@@ -291,10 +294,10 @@ def make_actor_critic(
         rewards, heads: all rewards, and the heads of the models that share the base, as `load_adapters` returns them.
         value_model: a path or an object; None makes the critic from a reward model or the policy.
         critic_config: configuration of the critic's adapter.
-        has_critic: whether there is a critic at all.
+        has_critic: whether training uses a critic.
 
     Returns:
-        The module, and a phrase that says what its critic was made from.
+        The module, and a phrase for messages that says what its critic was made from.
     """
     policy, critic, head, origin = loader.policy, None, None, "none"
     is_adapted = isinstance(policy, PeftModel)
@@ -342,7 +345,7 @@ def add_critic_adapter(
 
 
 def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any, str]:
-    """Make a critic with a base of its own; return the critic, and a phrase that says what it was made from."""
+    """Make a critic with a separate base; return it, and a phrase that says what it was made from."""
     critic: Any
     if isinstance(value_model, str):
         critic = (load_separately if is_adapter(value_model) else load_classifier)(value_model, **loader.kwargs)
@@ -365,7 +368,7 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
 
 
 def named(model: Any) -> str | None:
-    """Return the folder or hub name of a model, given as a path or an object; None if the model has neither."""
+    """Return the folder or hub name of a model that is given as a path or an object; None if it has neither."""
     return model if isinstance(model, str) else get_config_model_id(unwrapped(model).config) or None
 
 

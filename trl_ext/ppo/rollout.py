@@ -1,4 +1,4 @@
-"""Hold one rollout: the answers, their log-probs, values and scores, and the micro-batches made from it."""
+"""Hold one rollout (answers, log-probs, values, scores), and cut it into micro-batches."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,25 +16,25 @@ class Rollout:
     """
     Hold this process's rows of a rollout, in the order of generation.
 
-    There are B rows: responses padded to T tokens, to prompts padded to P tokens, scored by F reward functions.
-    Log-probs are in nats.
+    There are B rows. Each is a prompt, padded to P tokens, with a response, padded to T tokens, that F reward
+    functions scored. Log-probs are in nats; values and scores are in score units.
 
     Args:
         prompt_ids, prompt_mask: (B, P), left-padded.
         completion_ids, completion_mask: (B, T), right-padded; 1 = real token, EOS and what tools wrote included.
-        logprobs: (B, T), of the policy before the update. They are the sampler's where these can stand in for a
-            forward pass of the policy.
+        logprobs: (B, T), of the policy before the update. They are the sampler's log-probs if `old_logprobs` lets
+            these replace a forward pass of the policy.
         ref_logprobs: (B, T), of the reference; None without a reference.
         values: (B, T), of the critic; None in evaluation, and with `baseline="mean"`.
         sampler_logprobs: (B, T), of the distribution that was sampled from; None if they are not known, or are in
             `logprobs` already.
         rewards_per_func: (B, F), NaN where a function returned None.
-        scores: (B,), the weighted rewards after the rule for a missing EOS, not normalised; NaN for rows that take no
-            part in training.
+        scores: (B,), the weighted rewards after the rule for a missing EOS, not normalised; NaN for rows that are not
+            trained on.
         ended: (B,), whether the response is complete: it ends by EOS, and no tool call waits for an answer.
         lengths: (B,), number of tokens that the policy sampled, EOS included.
         token_scores: (B, T), the part of the scores that belongs to single tokens; None if no token was scored. The
-            hooks of [`PPOTrainer`] get token scores that are normalised as the scores are.
+            methods of [`PPOTrainer`] that subclasses override get normalised token scores.
         tool_mask: (B, T), TRL's name: 1 = sampled by the policy, 0 = what a tool or an environment said, and padding.
             None if the policy sampled all tokens.
         end_values: (B,), the critic's value after the response's last token, or before that token where the response
@@ -71,7 +71,7 @@ class Rollout:
 
     @property
     def valid(self) -> Tensor:
-        """Return for each of the B rows whether it has a score, and so is trained on."""
+        """Return a (B,) mask of the rows that have a score; only these are trained on."""
         return ~self.scores.isnan()
 
     @property
@@ -112,7 +112,7 @@ class Rollout:
         return importance_weights(ours, drawn, self.drawn, mode, *bounds)
 
     def bootstrapped(self, rewards: Tensor, gamma: float) -> Tensor:
-        """Add γ · `end_values` to the (B, T) rewards, at the last token of each row that was cut off before EOS."""
+        """Add γ · `end_values` to the (B, T) rewards at the last token of each row that was cut off before EOS."""
         if self.end_values is None:
             return rewards
         is_last = torch.arange(rewards.size(1), device=rewards.device) == last_token_index(self.mask)[:, None]
@@ -121,7 +121,7 @@ class Rollout:
     def rows_for_training(
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the tensors that an update needs, by name, with a row for each response."""
+        """Return the tensors that an update needs, by name; each has one row per response."""
         return {
             **({} if weights is None else {"importance_weights": weights}),
             "row": torch.arange(len(self.scores), device=self.scores.device),
@@ -144,14 +144,14 @@ def sequence_scores(
     missing_eos_penalty: float | None = None,
 ) -> Tensor:
     """
-    Weigh each response's rewards, and apply the rule for responses that do not end by EOS (N+ details, 2403.17031).
+    Add up each response's weighted rewards; replace or lower the score where EOS is missing (N+ details, 2403.17031).
 
     score = Σ_f weight_f · reward_f over the functions that apply to the response. Without EOS the score is replaced by
-    `missing_eos_score`, or lowered by `missing_eos_penalty`. A function of weight 0 only measures: the scores are the
+    `missing_eos_score`, or lowered by `missing_eos_penalty`. A function of weight 0 is only logged: the scores are the
     same with and without it, bit for bit.
 
     Args:
-        rewards: (B, F), NaN where a function does not apply.
+        rewards: (B, F), NaN where a function does not apply to the response (it returned None).
         weights: (F,).
         ended: (B,), whether the response ends by EOS.
         missing_eos_score, missing_eos_penalty: score units; None for no replacement, or no penalty.
@@ -177,7 +177,7 @@ def summed_token_scores(
     missing_eos_score: float | None = None,
 ) -> Tensor | None:
     """
-    Add up the weighted scores that reward functions gave to single tokens, at each token.
+    Add up, for each token, the weighted scores that reward functions gave to that token.
 
     Args:
         given: for each of F functions a list of B entries: one float per token of the response, or None if the
@@ -205,7 +205,7 @@ def summed_token_scores(
 
 def onto_policy_tokens(values: Tensor, tool_mask: Tensor) -> Tensor:
     """
-    Move the values at tool tokens onto the policy's last token before them. Each row keeps its sum.
+    Move values at tools' tokens onto the last token before them that the policy sampled. Each row keeps its sum.
 
     Args:
         values: (B, T), any unit.
@@ -228,7 +228,7 @@ def padded(
     dtype: torch.dtype = torch.long,
 ) -> Tensor:
     """
-    Pad rows of numbers with `value` into a (B, L) tensor.
+    Pad B rows of numbers with `value` into a (B, L) tensor.
 
     L is the length of the longest row, at least `width`, rounded up to a multiple of `multiple`.
     """
@@ -245,7 +245,7 @@ def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, 
 
 
 def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Join a rollout's micro-batches into one batch, with the rows in the order of generation."""
+    """Join a rollout's micro-batches into one batch; its rows have the order in which they were generated."""
     columns = [name for name in micro_batches[0] if name not in ("step_tokens", "step_turns", "lengths")]
     rollout = {name: torch.cat([batch[name] for batch in micro_batches]) for name in columns}
     order = rollout["row"].argsort()
@@ -254,7 +254,7 @@ def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 def permuted(lengths: list[int], mini_batches: int, seed: int) -> list[int]:
     """
-    Return the order of rows for a pass over a rollout: which minibatch a row is in depends on the seed alone.
+    Shuffle a rollout's row indices for one pass. The seed alone decides which minibatch a row is in.
 
     Within a minibatch the shorter rows come first, so a micro-batch has rows of similar length. The order within a
     minibatch does not change the minibatch's gradient.

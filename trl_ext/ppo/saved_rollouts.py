@@ -1,4 +1,4 @@
-"""Score answers that are given, saved rollouts and demonstrations, and compute the returns that PPO would compute."""
+"""Score saved rollouts and demonstrations, and compute the returns that PPO would compute for them."""
 
 import math
 from collections.abc import Callable
@@ -35,8 +35,8 @@ def with_finished(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) ->
         eos_token_ids: the policy's tokens that end a completion.
 
     Raises:
-        ValueError: the ids do not decode to the text of `completion` (of the first rows), or a `finished` that the
-            rows have says otherwise: the tokenizer is another than the policy's.
+        ValueError: in the first rows, the ids do not decode to the text of `completion`, or contradict a column
+            `finished` that the dataset already has. Then `tokenizer` is not the policy's.
     """
     completions = dataset["completion_ids"][:]
     finished = [ids[-1] in eos_token_ids for ids in completions]
@@ -48,8 +48,8 @@ def with_finished(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) ->
     wrong += [row for row, (a, b) in enumerate(zip(texts, said, strict=True)) if a != b]
     if wrong:
         raise ValueError(
-            f"rollout {wrong[0]} has ids that do not decode to its text, or do not end as its `finished` says: pass "
-            "the tokenizer of the policy that sampled them"
+            f"rollout {wrong[0]} has token ids that do not decode to its text, or that end otherwise than its "
+            "`finished` says: pass the tokenizer of the policy that sampled the rollouts"
         )
     others = dataset.remove_columns([name for name in ("finished",) if name in dataset.column_names])
     return others.add_column("finished", finished)
@@ -59,10 +59,11 @@ def score_rollouts(
     dataset: Dataset, functions: list[Callable], names: list[str], batch_size: int
 ) -> tuple[Tensor, list[list[list[float] | None]]]:
     """
-    Score saved rollouts by reward functions, called as PPO calls them; each process scores its share of the rows.
+    Score saved rollouts by reward functions, which are called as PPO calls them. Each process scores a part of the
+    rows.
 
     Args:
-        dataset: B rows of [`with_finished`]; their other columns are given to the functions, too.
+        dataset: B rows, as [`with_finished`] returns them; the functions get their other columns, too.
         functions, names: F reward functions with TRL's signature, and their names.
         batch_size: number of rows in one call of a function.
 
@@ -96,7 +97,7 @@ def score_rollouts(
 
 
 def mean_demonstration_score(trainer: Any) -> float:
-    """Score each demonstration in the training set, with an EOS at its end; return the mean (`reference`)."""
+    """Return the mean score of the training set's demonstrations, each ended by EOS, for `reward_normalization`."""
     tokenizer = trainer._tokenizer
     rows, token_ids = with_prompts(list(trainer.train_dataset), tokenizer)
     prompt_ids = token_ids or trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
@@ -138,12 +139,12 @@ def with_returns(
 
     R_t = Σ_{k ≥ t} γ^(k − t) r_k: the Monte Carlo return, λ = 1 (VC-PPO, 2503.01491). The token rewards r are PPO's,
     without the KL term: the policy that sampled the rollouts is the reference, so the log-probs are equal. A
-    response's score is weighted, changed by the rule for a missing EOS, standardised and clipped. The parts that a
+    response's score is weighted, changed by the rule for a missing EOS, standardised and clipped. Scores that a
     function gave to single tokens are at these tokens, and the rest of the score is at the last token. r_k = 0
     elsewhere.
 
     Args:
-        dataset: B rows of [`with_finished`].
+        dataset: B rows, as [`with_finished`] returns them.
         rewards: (B, F), NaN where a function gives no score.
         args: the settings that decide the scale of the returns.
         token_scores: each function's scores of single tokens, as [`score_rollouts`] returns them.
@@ -198,6 +199,6 @@ def check_apart(train: Dataset, held_out: Dataset) -> None:
     trained = set(map(tuple, train["prompt_ids"]))
     if both := sum(tuple(ids) in trained for ids in held_out["prompt_ids"]):
         raise ValueError(
-            f"{both} of {len(held_out)} held-out rollouts answer prompts that are trained on: leave them out, or use "
-            "`eval_size`, which keeps prompts apart"
+            f"{both} of {len(held_out)} held-out rollouts answer prompts of the training set: remove them, or use "
+            "`eval_size`, which splits by prompt"
         )

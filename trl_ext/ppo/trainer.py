@@ -141,12 +141,13 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         processing_class, reward_processing_classes:
             Tokenizers of the policy and of each reward model.
         value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Critic: a sequence classifier with one label and the policy's tokenizer. It may be of another size than the
-            policy. Its embedding needs a row for each of the tokenizer's tokens, but not as many rows as the policy's.
-            (Ids beyond its rows belong to no token; the critic reads them as its last row.) The folder of a critic
-            that was saved as an adapter becomes an adapter again. If not given, the critic is a copy of the first
-            reward model with a weight other than 0, the policy's tokenizer and as many rows as the policy; if there is
-            none, it is the policy's backbone with a head of zeros. For a policy with an adapter, see `peft_config`.
+            Critic: a sequence classifier with one label and the policy's tokenizer. Its size may differ from the
+            policy's. Its embedding needs a row for each of the tokenizer's tokens, but not as many rows as the
+            policy's. (Ids beyond its rows belong to no token; the critic reads them as its last row.) The folder of a
+            critic that was saved as an adapter becomes an adapter again. If not given, the critic is a copy of the
+            first reward model that has a weight other than 0, the policy's tokenizer and an embedding with as many
+            rows as the policy's; if there is none, it is the policy's backbone with a head of zeros. For a policy with
+            an adapter, see `peft_config`.
         ref_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Reference, whose embedding needs at least as many rows as the policy's. If not given, a frozen copy of the
             weights passed in as `model`.
@@ -337,7 +338,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         check_monitors(self)
 
     def _guarded(self, environment_factory: Any, timeout: float | None) -> Any:
-        """Wrap an environment factory, or each factory in a dict: all processes raise an environment's error."""
+        """
+        Wrap an environment factory, or each factory in a dict, so that all processes raise an environment's error.
+        """
 
         def guard(factory: Any) -> Any:
             make = guarded(factory, timeout, self._mistakes)
@@ -357,7 +360,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return environment_factory and guard(environment_factory)
 
     def _reward_steps(self, kinds: set[type]) -> None:
-        """Add a reward function for each class in `kinds` that has `_step_reward`, unless it was added before."""
+        """
+        Add a reward function for each environment class in `kinds` that has `_step_reward`, unless it has one already.
+        """
         for kind in sorted(kinds, key=lambda kind: kind.__name__):
             function = step_rewards(lambda: self._collection, kind)
             if hasattr(kind, "_step_reward") and function.__name__ not in self.reward_func_names:
@@ -367,7 +372,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     def _adapt_grpo(self, policy: Any) -> None:
-        """Change what GRPO's constructor has set in another way than PPO needs."""
+        """Change the attributes that GRPO's constructor sets to values that PPO cannot use."""
         args = self.args
         self.num_iterations = args.num_ppo_epochs
         self.vllm_importance_sampling_correction = False  # ours is `importance_sampling_mode`
@@ -403,8 +408,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             self.accelerator.ddp_handler.find_unused_parameters = False
         if self.is_deepspeed_enabled and args.critic_warmup_rollouts:
             raise ValueError(
-                "`critic_warmup_rollouts` leaves out updates of the policy, but DeepSpeed updates the weights inside "
-                "`backward`. Use DDP or FSDP, or leave it out."
+                "`critic_warmup_rollouts` skips updates of the policy, but DeepSpeed updates all weights inside "
+                "`backward`. Use DDP or FSDP, or leave `critic_warmup_rollouts` out."
             )
 
     def _set_reference(self, ref_model: str | PreTrainedModel | None) -> None:
@@ -415,12 +420,12 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self.ref_model = self._loader.placed(reference)
 
     def _score_on_base(self, name: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Score right-padded (B, L) rows with a reward model on the policy's base: (B,)."""
+        """Score right-padded (B, L) rows with a reward model on the policy's base; return (B,) scores."""
         with evaluating(self.model):
             return self.model(input_ids, attention_mask, reward=name)
 
     def _own_draws(self) -> AbstractContextManager:
-        """Return a context that draws from a separate random state, made from the seed and the step."""
+        """Return a context with a separate random state, seeded by the run's seed and the step."""
         batch = self._evaluation.seen if self._evaluation is not None else 0
         return untouched_rng(self.accelerator, self.args, self.state.global_step + batch)
 
@@ -432,7 +437,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
         """
-        Go from prompts to advantages: one rollout of this process, B responses of up to T tokens.
+        Generate one rollout of this process, B responses of up to T tokens, and compute its advantages.
 
         prompts → answers, log-probs, values, scores → token rewards → advantages and returns → rows to train on.
         """
@@ -472,7 +477,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         `self.kl_controller.kl_coef`.
 
         Args:
-            rollout: what was generated and scored.
+            rollout: the answers and what models and reward functions computed for them.
             scores: (B,), normalised and clipped; NaN for rows that are masked out.
             kl: (B, T), nats, by `kl_estimator`; 0 without a reference.
 
@@ -486,12 +491,13 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         Return the advantages that weigh the policy's loss, and the returns, the critic's target. Override this for
         another estimator.
 
-        By default GAE over the `baseline`, with `whiten_rewards` before it and `normalize_advantages` after it.
+        By default compute GAE over the `baseline`; `whiten_rewards` applies before it, `normalize_advantages` after
+        it.
 
         Args:
-            rollout: what was generated and scored.
-            rewards: (B, T), of `token_rewards`.
-            values: (B, T), of the critic, as in `rollout.values`; 0 without a critic.
+            rollout: the answers and what models and reward functions computed for them.
+            rewards: (B, T), score units, as `token_rewards` returned them.
+            values: (B, T), score units, the critic's `rollout.values`; 0 without a critic.
 
         Returns:
             Advantages and returns, (B, T) each. Where `rollout.mask` is 0, they are not read.
@@ -521,7 +527,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return 0.95 if self.accelerator.gather(is_by_token).any() else 1.0
 
     def _mean_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, float]:
-        """Return the (B, T) means of `mean_baselines`, and the critic's weight: 0 with `baseline: mean`."""
+        """Return the (B, T) leave-one-out means, and the critic's weight in the baseline: 0 with `baseline: mean`."""
         args, actions = self.args, self._actions(mask)
         zeros = torch.zeros_like(values)
         returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)
@@ -540,15 +546,15 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self, rollout: Rollout, rewards: Tensor, advantages: Tensor, returns: Tensor
     ) -> dict[str, float]:
         """
-        Return metrics of a rollout to log besides PPO's own; by default none. Override this to log yours.
+        Return further metrics of a rollout to log, by default none. Override this to log yours.
 
         Each metric is logged as its mean over the processes and over the rollouts since the last log. Every process
         must return the same names.
 
         Args:
-            rollout: what was generated and scored.
-            rewards: (B, T), of `token_rewards`.
-            advantages, returns: (B, T), of `advantages`.
+            rollout: the answers and what models and reward functions computed for them.
+            rewards: (B, T), score units, as `token_rewards` returned them.
+            advantages, returns: (B, T), as `advantages` returned them.
 
         Returns:
             A number for each metric's name.
@@ -562,7 +568,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return mask if self.args.gae_level == "token" else turn_starts(mask)
 
     def _by_action(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Return the (B, T) values of tokens, or with `gae_level: turn` their sums over each turn."""
+        """Return (B, T) values per token unchanged, or with `gae_level: turn` their sums over each turn."""
         return values if self.args.gae_level == "token" else turn_sums(values, mask)
 
     def _normalize(self, rollout: Rollout, inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor | None]:
@@ -634,8 +640,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     @torch.no_grad()
     def _follow_step_kl(self, new: Tensor, old: Tensor, entropies: Tensor, inputs: Any, step: int, taken: int) -> None:
         """
-        Note a micro-batch's (B, T) log-probs; after the last one of a minibatch, choose the rate of the next step.
-        `taken` steps have been taken on the rollout.
+        Record a micro-batch's (B, T) log-probs; after a minibatch's last micro-batch, choose the next step's learning
+        rate. `taken` is the number of steps taken on the rollout so far.
         """
         mask, accumulates = inputs["loss_mask"], self.args.gradient_accumulation_steps
         if step % accumulates == 0:
@@ -653,7 +659,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     @torch.no_grad()
     def _look_back(self) -> None:
-        """Where a rollout has one step, measure what it has done by a further pass."""
+        """Measure by a further forward pass how far the step moved the policy, where a rollout has only one step."""
         for step, inputs in enumerate(self._buffered_inputs):
             found, mask = self._run_models(self.model_wrapped, inputs, with_entropies=True), inputs["loss_mask"]
             new, old = (self._by_action(each, mask) for each in (found["logprobs"], inputs["old_logprobs"]))
@@ -662,8 +668,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     @property
     def _trains_apart(self) -> bool:
         """
-        Return whether policy and critic have a backward pass each, which takes less memory. DDP, FSDP and DeepSpeed
-        expect a single one of all weights.
+        Return whether policy and critic have separate backward passes, which takes less memory. DDP, FSDP and
+        DeepSpeed expect a single backward pass through all weights.
         """
         return self.args.baseline != "mean" and self.accelerator.distributed_type == DistributedType.NO
 
@@ -679,8 +685,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """
-        Return four values of a micro-batch: log-probs, entropies and values, (B, T) each, and the experts' auxiliary
-        loss. The values are None if the critic is not run here, the loss is None without experts.
+        Return a micro-batch's log-probs, entropies and values, (B, T) each, and the auxiliary loss of a mixture of
+        experts. The values are None if the critic is not run here; the loss is None for other models.
         """
         routers = {"output_router_logits": True} if self.aux_loss_enabled else {}
         with_values = self.args.baseline != "mean" and not self._trains_apart
@@ -698,7 +704,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return self._passes(model, ids, inputs["lengths"], width, **asked)
 
     def _warms_up(self, step: int) -> bool:
-        """Return whether micro-batch `step` belongs to one of the first rollouts, which train the critic alone."""
+        """
+        Return whether micro-batch `step` belongs to the first `critic_warmup_rollouts`, which train only the critic.
+        """
         return step // self._steps_per_rollout < self.args.critic_warmup_rollouts
 
     def _global_mean(self, values: Tensor, mask: Tensor) -> tuple[float, int]:
@@ -719,7 +727,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return _EpochSeeded(super()._get_train_sampler(dataset), seed, lambda: int(self.state.epoch or 0))
 
     def _measure_prompts(self, rows: list[dict[str, Any]]) -> list[int]:
-        """Return the number of tokens in each prompt, as the policy reads it."""
+        """Return the number of tokens in each prompt after the policy's chat template and tokenizer."""
         rows, token_ids = with_prompts(rows, self._tokenizer)
         return [len(ids) for ids in token_ids or self._tokenize_prompts([row["prompt"] for row in rows])[0]]
 
@@ -736,11 +744,11 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     @property
     def _steps_per_rollout(self) -> int:
-        """Return the number of micro-batches that each process trains on for a rollout, in all passes over it."""
+        """Return the number of micro-batches that a process trains on per rollout, summed over the passes."""
         return self.args.steps_per_generation * self.num_iterations
 
     def _micro_batches(self, rollout: dict[str, Tensor], epoch: int) -> list[dict[str, Any]]:
-        """Cut a rollout into micro-batches for PPO epoch `epoch`, each with the token count of its optimizer step."""
+        """Cut a rollout into micro-batches for PPO epoch `epoch`; each holds the token count of its optimizer step."""
         args, number = self.args, self._step // self._steps_per_rollout
         lengths = lengths_of(rollout["prompt_mask"], rollout["completion_mask"])
         seed = (args.seed * 1_000_003 + number) * 1_009 + epoch
@@ -795,10 +803,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _finish_gradients(self) -> None:
         """
-        Look at the gradients before the optimizer step.
+        Check the gradients before the optimizer step.
 
-        If the step trains the critic alone, drop the policy's gradients. Observe the norms. If a norm is not finite,
-        and no fp16 loss scaler will skip the step, save the weights and raise. With DeepSpeed, do nothing.
+        If the step trains the critic alone, drop the policy's gradients. Log the gradients' norms. If a norm is not
+        finite, and no fp16 loss scaler will skip the step, save the weights and raise. With DeepSpeed, do nothing.
         """
         if self.is_deepspeed_enabled:
             return  # the engine owns the gradients
@@ -829,7 +837,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return None, None, None
 
     def _observe_evaluation(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Add an evaluation batch to the metrics; return the tensors that TRL expects of a rollout."""
+        """Add an evaluation batch to the metrics; return the tensors that TRL expects from its rollout method."""
         passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
         rows = passing.next_rows(len(rollout.scores), self.accelerator)
         self.metrics.evaluated(rollout, rows, passing.prefix)
@@ -839,9 +847,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         """
-        Evaluate `num_generations_eval` sampled answers to each prompt and, with `eval_greedy`, a greedy one.
+        Evaluate `num_generations_eval` sampled answers to each prompt and, with `eval_greedy`, a greedy answer.
 
-        The state of training stays as it is.
+        This does not change the state of training.
         """
         check_evaluation_batch(self.args)
         dataset, evaluate = dataloader.dataset, super().evaluation_loop
@@ -882,7 +890,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     # ---- Environments ----
 
     def _own_environments(self) -> AbstractContextManager:
-        """Return a context that plays in separate environments, so that evaluation leaves the training's unchanged."""
+        """Return a context that uses separate environments, so that evaluation does not change those of training."""
         if self.environment_factories is None:
             return nullcontext()
         if self._eval_pool is None:
@@ -935,7 +943,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             self.add_callback(ScoreFallCallback())
         if self.args.save_strategy == "steps" and self.args.save_steps % self.args.steps_per_rollout:
             self.accelerator.print(
-                f"`save_steps` {self.args.save_steps:g}: a checkpoint is written at the end of the rollout, which has "
+                f"`save_steps` {self.args.save_steps:g}: checkpoints are written only at the end of a rollout, every "
                 f"{self.args.steps_per_rollout} optimizer steps."
             )
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
@@ -1018,7 +1026,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._defer(stops)  # of callbacks that were called in between
 
     def _defer(self, names: list[str]) -> None:
-        """Put off requests while a rollout is half trained; at its end, make those that were put off."""
+        """Put off requests to save, evaluate or stop while a rollout is half trained; grant them at its end."""
         for name in names:
             is_asked = getattr(self.control, name) or name in self._waiting
             if is_asked and self._must_wait:
@@ -1040,7 +1048,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Write the policy as a model of its own, and the critic beside it under `critic/`."""
+        """Save the policy as a model that loads by itself, and the critic in its subfolder `critic/`."""
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         actor_critic = self._actor_critic
         given = temporarily(self, processing_class=self._given_tokenizer)
@@ -1080,7 +1088,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             super()._load_from_checkpoint(os.path.join(checkpoint, "critic"), self._actor_critic.critic)
 
     def _as_policy(self) -> AbstractContextManager:
-        """Return a context in which the Trainer sees the policy alone as its model."""
+        """Return a context in which the Trainer's model is the policy only."""
         return temporarily(self, model=self._actor_critic.policy)
 
     def _without_base(self) -> AbstractContextManager:
@@ -1122,9 +1130,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
 class _EpochSeeded(Sampler):
     """
-    Seed TRL's RepeatSampler anew for each epoch.
+    Reseed TRL's RepeatSampler before each epoch.
 
-    By itself that sampler draws all epochs from one generator, so a resumed run would replay epoch 0.
+    Without this, the sampler shuffles all epochs with one generator, so a resumed run would replay epoch 0.
     """
 
     def __init__(self, sampler: RepeatSampler, seed: int, epoch: Callable[[], int]):
@@ -1137,7 +1145,7 @@ class _EpochSeeded(Sampler):
         return self._rows_of(self.epoch())
 
     def rollouts_of(self, epoch: int) -> list[int]:
-        """Return the dataset indices of an epoch's rollouts, over all processes, each rollout once."""
+        """Return the dataset indices of each rollout in an epoch, over all processes."""
         with temporarily(self.sampler, repeat_count=1):
             return list(self._rows_of(epoch))
 

@@ -1,4 +1,4 @@
-"""Sample with vLLM: check its log-probs, generate a rollout ahead, and end a run when its server goes away."""
+"""Sample with vLLM: check its log-probs, generate a rollout ahead, and end the run when the server fails."""
 
 import math
 import os
@@ -26,11 +26,11 @@ _PATIENCE = 60.0  # seconds to wait for a server's configuration, which takes lo
 
 
 class ServerLost(ConnectionError):
-    """Raised on all processes when the vLLM server fails, is gone, or was restarted."""
+    """Raised on all processes when the vLLM server failed, cannot be reached, or was restarted."""
 
 
 def check_logprobs(engine: Any) -> None:
-    """Wrap `engine.generate`: each call raises unless vLLM returned the log-prob of each sampled token."""
+    """Wrap `engine.generate` so that it raises unless vLLM returned the log-prob of each sampled token."""
     generate = engine.generate
 
     @wraps(generate)
@@ -54,11 +54,11 @@ def sampled_logprobs(
         ids: the tokens of each answer.
         logprobs: for each token of each answer a list that begins with the token's log-prob, nats; TRL returns None
             for NaN.
-        of_tokens: likewise, the token that each log-prob belongs to; None if vLLM does not return these tokens.
+        of_tokens: the token ids that these log-probs belong to, in the same lists; None if vLLM does not return them.
 
     Returns:
-        One number for each token, nats, of the sampled distribution, after temperature and truncation; in greedy
-        decoding, of the distribution at temperature 1.
+        One log-prob for each token, nats, under the distribution that was sampled from, after temperature and
+        truncation; in greedy decoding, under the distribution at temperature 1.
 
     Raises:
         RuntimeError: a log-prob is missing, not a finite number, or belongs to another token.
@@ -66,7 +66,9 @@ def sampled_logprobs(
     sampled = [[each[0] for each in row] for row in logprobs or []]
     returned = ids if of_tokens is None else [[each[0] for each in row] for row in of_tokens]
     if returned != ids or [len(row) for row in sampled] != [len(row) for row in ids]:
-        raise RuntimeError("vLLM returned log-probs of other tokens than it sampled: install a supported version.")
+        raise RuntimeError(
+            "vLLM returned log-probs of other tokens than it sampled: install a vLLM version that TRL supports."
+        )
     for row, numbers in enumerate(sampled):
         if not all(number is not None and math.isfinite(number) for number in numbers):
             raise RuntimeError(
@@ -78,9 +80,9 @@ def sampled_logprobs(
 
 def check_loadable(engine: Any) -> None:
     """
-    Raise a `ValueError` if vLLM in this process has packed its weights for CPU kernels, and cannot load new ones.
+    Raise a `ValueError` if vLLM in this process has packed its weights for CPU kernels, so that it cannot update them.
 
-    vLLM's parameters are empty in that case.
+    Its parameters are empty in that case.
     """
     if (llm := getattr(engine, "llm", None)) is None or engine.accelerator.device.type != "cpu":
         return
@@ -93,7 +95,7 @@ def check_loadable(engine: Any) -> None:
 
 
 def _instance_of(url: str) -> str | None:
-    """Return what identifies a running vLLM server; raise if it was started without a flag that PPO needs."""
+    """Return an id of the running vLLM server, to detect a restart; raise if it lacks a flag that PPO needs."""
     answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
     config = answer.raise_for_status().json()["vllm_config"]
     for is_missing, flag in [
@@ -108,10 +110,10 @@ def _instance_of(url: str) -> str | None:
 
 class ServerGuard:
     """
-    End the run on all processes when a vLLM server fails, or was restarted and has its first weights again.
+    End the run on all processes when a vLLM server fails, or was restarted and so has its initial weights again.
 
-    TRL's calls to its client go through this class. If the server fails, the call returns no answers instead of
-    raising, so that all processes reach `answered`, which raises on all of them.
+    It stands between TRL and TRL's vLLM client. If the server fails, a call returns no answers instead of raising, so
+    that all processes reach `answered`, which raises on all of them.
     """
 
     def __init__(self, trainer: Any):
@@ -129,7 +131,7 @@ class ServerGuard:
         client.reset_prefix_cache = partial(self._ask, client.reset_prefix_cache)
 
     def answered(self, answers: tuple) -> tuple:
-        """Return the answers; if there are none, raise [`ServerLost`] on all processes."""
+        """Return vLLM's answers unchanged; if a call to the server failed, raise [`ServerLost`] on all processes."""
         if answers[0]:
             return answers
         raise ServerLost(on_first(lambda: f"The vLLM server at {self._client.base_url} failed: {self._failure!r}."))
@@ -144,7 +146,7 @@ class ServerGuard:
             pass
 
     def _ask(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Ask the server by `ask`; return None if the server fails, or has failed before."""
+        """Return what `ask` gets from the server; None if the server fails, or has failed before."""
         if self._failure is None:
             try:
                 self._check_instance()  # NCCL would wait for ever for a server that has gone
@@ -161,7 +163,7 @@ class ServerGuard:
 
 
 def save_last_step(trainer: Any) -> str:
-    """Save a checkpoint of the last finished step, unless it exists; return a sentence that says where it is."""
+    """Save a checkpoint of the last finished step, unless there is one; return a sentence for the error message."""
     step = trainer.state.global_step
     if not step:
         return "No step was finished."
@@ -192,9 +194,9 @@ class RolloutsAhead:
     The prompts of a rollout depend only on the seed and the rollout's number, so they are known before the Trainer
     delivers them. `take` checks that the Trainer delivers the same prompts. See docs/vllm.md.
 
-    TRL's `generate` has collectives, so all processes must call it at the same time. We call it twice. The first call
-    starts a thread that sends the request, and returns empty answers. The second call, once the answers have arrived,
-    returns them.
+    TRL's `generate` has collectives, so all processes must call it at the same time. So it is called twice. The first
+    call starts a thread that sends the request, and returns empty answers. The second call, once the answers have
+    arrived, returns these.
 
     Args:
         trainer: the trainer that trains on the rollouts.
@@ -206,7 +208,7 @@ class RolloutsAhead:
 
     def take(self, prompt_ids: list[list[int]]) -> Answers:
         """
-        Start the rollouts that the current weights have to generate, then wait for the current rollout and return it.
+        Request the rollouts that the current weights must generate, then wait for the current rollout and return it.
 
         Args:
             prompt_ids: the prompts that the Trainer delivers. If the rollout was generated for other prompts, all
@@ -229,9 +231,11 @@ class RolloutsAhead:
         flight = self.pending.pop(number)
         if flight.prompts != prompt_ids:
             error = RuntimeError(
-                "keep PPOTrainer's own sampler, and a dataset that returns the same row each time it is read"
+                "do not replace PPOTrainer's sampler, and use a dataset that returns the same row each time it is read"
             )
-            trainer._mistakes.note(f"rollout {number} was generated for other prompts than the dataloader's", error)
+            trainer._mistakes.note(
+                f"rollout {number} was generated ahead for other prompts than the dataloader now returns", error
+            )
         trainer._mistakes.raise_everywhere(trainer.state.global_step)
         assert flight.answers is not None
         lag = (number - flight.version) * trainer.args.steps_per_rollout
@@ -239,7 +243,7 @@ class RolloutsAhead:
         return flight.answers
 
     def settle(self) -> None:
-        """Wait until all answers that are being generated have arrived."""
+        """Wait for the answers of all requests that are still running."""
         self._wait_for(list(self.pending.values()))
 
     def _wait_for(self, flights: list[Flight]) -> None:
@@ -255,7 +259,7 @@ class RolloutsAhead:
                 flight.answers = ids, sampled_logprobs(ids, *sampled)
 
     def _generate(self, flight: Flight, answer: Callable[..., dict[str, Any]]) -> tuple:
-        """Let TRL generate, with `answer` in place of its client's `generate`, which `answer` gets first."""
+        """Call TRL's `generate`, with its client's `generate` replaced by `answer`, which gets the original first."""
         vllm = self.trainer.vllm_generation
         client: Any = nullcontext()
         if self.trainer.accelerator.is_main_process:
@@ -267,7 +271,7 @@ class RolloutsAhead:
             )
 
     def _prompts(self, number: int) -> list[list[int]]:
-        """Return the prompts' token ids of the rows of rollout `number` that belong to this process."""
+        """Return the prompt token ids of this process's rows of rollout `number`."""
         trainer, args = self.trainer, self.trainer.args
         size, local = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
         epoch, place = divmod(number, len(trainer.train_dataset) // (size // trainer.num_generations))

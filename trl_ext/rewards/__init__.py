@@ -1,4 +1,6 @@
-"""Reward functions with TRL's signature. Those in `watches` have weight 0: they only measure completions."""
+"""
+Reward functions with TRL's signature. Those in `watches` get weight 0: they measure completions, but do not train.
+"""
 
 from typing import TYPE_CHECKING
 

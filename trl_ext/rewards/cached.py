@@ -1,4 +1,4 @@
-"""Cache the scores of a reward function: in this process' memory, and in a Redis server that processes can share."""
+"""Cache the scores of a reward function, in this process's memory and in a Redis server that processes can share."""
 
 import functools
 import hashlib
@@ -31,17 +31,17 @@ class CachedReward(TellsFailures, HoldsRewards):
     """
     Score each answer once, and return the stored score when the same answer comes again.
 
-    The key of a score is a hash of all that the score depends on: prompt, completion and the values of `columns`; in
-    Redis also the reward, see [`reward_identity`]. The reward sees no column that is not in the key, and neither
-    `trainer_state` nor `log_extra`. None is not stored as a score, nor is the score of a row on which the reward
-    failed. Do not cache a function whose score of one answer depends on the other answers of the batch.
+    The key of a score is a hash of everything that the score depends on: prompt, completion and the values of
+    `columns`; in Redis also the reward, see [`reward_identity`]. The reward gets no column that is not in the key, and
+    neither `trainer_state` nor `log_extra`. None is not stored, nor is the score of a row on which the reward failed.
+    Do not cache a function whose score of one answer depends on the other answers of the batch.
 
     Logs:
 
     - `rewards/<name>/cache_hits`: share of answers that needed no scoring, because their score was stored or because
-      the same answer stands earlier in the call
-    - `rewards/<name>/redis_hits`: with `redis_url`, share of answers whose score came from Redis; of equal answers in
-      one call only one counts
+      the same answer occurs earlier in the call
+    - `rewards/<name>/redis_hits`: with `redis_url`, share of answers whose score came from Redis; equal answers in one
+      call count once
 
     Args:
         reward: a reward function that scores each answer by itself. Neither it nor a reward in it may have a number as
@@ -52,16 +52,16 @@ class CachedReward(TellsFailures, HoldsRewards):
             share one score, however they were tokenised; with `["finished"]`, a cut-off answer and a finished one do
             not share a score even if their texts are equal.
         redis_url: `redis://[user@]host:port/db`, `rediss://…` with TLS, or `unix://…`, without a password. Options of
-            redis-py's client go into its query: `?ssl_ca_certs=ca.pem`. None: scores are stored in memory alone.
+            redis-py's client go into the URL's query: `?ssl_ca_certs=ca.pem`. None: scores are stored in memory alone.
         redis_password_env: environment variable that holds Redis' password.
         ttl: seconds that Redis keeps a score.
         timeout: most seconds to wait for a connection to Redis, and for each of its answers. A Redis that does not
-            answer is asked again after ten seconds; meanwhile the reward scores what is not in memory.
+            answer is asked again after ten seconds; until then, the reward scores the answers that are not in memory.
         name: key in the logs; by default `cached_<name of the reward>`.
 
     Raises:
-        ValueError: the cache would store the number `on_error`, `redis_url` has a password, or nothing tells the
-            reward from another one in Redis.
+        ValueError: the cache would store the number `on_error`, `redis_url` has a password, or the reward has no
+            identity that distinguishes it from other rewards in Redis.
 
     Examples:
         >>> from trl_ext.rewards import CachedReward
@@ -98,10 +98,14 @@ class CachedReward(TellsFailures, HoldsRewards):
         policies = [getattr(each, "on_error", "raise") for each in (reward, *rewards_within(reward))]
         if any(isinstance(policy, (int, float)) for policy in policies):
             raise ValueError(
-                f"{self.__name__} would store a number `on_error` as a score: use 'raise' or 'skip' in it"
+                f"{self.__name__} would store a number `on_error` as a score: set the cached reward's `on_error` to "
+                "'raise' or 'skip'"
             )
         if redis_url and (urlsplit(redis_url).password or "password=" in redis_url):
-            raise ValueError("`redis_url` must not contain a password: name its variable in `redis_password_env`")
+            raise ValueError(
+                "`redis_url` must not contain a password: name the environment variable that holds it in "
+                "`redis_password_env`"
+            )
         self._memory: cachetools.LRUCache = cachetools.LRUCache(capacity)
         self._lock = threading.Lock()
         self._redis: Any = None
@@ -113,21 +117,24 @@ class CachedReward(TellsFailures, HoldsRewards):
 
     @functools.cached_property
     def identity(self) -> str | None:
-        """Return the identity of the cached reward, with `columns`, but not where scores are stored."""
+        """Return the identity of the cached reward with `columns`; where scores are stored does not affect it."""
         identity = reward_identity(self.reward)
         return identity and f"cached {identity} {self.columns}"
 
     def scores_or_nan(
         self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return each completion's score, stored or new; NaN if the reward failed on the row or withheld its score."""
+        """
+        Return each completion's score, stored or new; NaN if the reward failed on the completion or withheld its
+        score.
+        """
         names = self.columns if self.columns is not None else sorted(kwargs.keys() - {*_UNCOUNTED})
         columns = {name: kwargs[name] for name in names}
         identity, count = self.identity if self.redis_url else None, len(completions)
         if self.redis_url and identity is None:
             raise ValueError(
-                f"{self.__name__}: Redis could not tell this reward from others: give it an attribute "
-                "`identity`, a text that changes with what it scores"
+                f"{self.__name__}: nothing identifies this reward among others in Redis: give the reward an attribute "
+                "`identity`, a text that changes whenever its scores change"
             )
         given = {"prompts": prompts, "completions": completions, **columns}
         keys = [_key(identity, of_rows(given, [row], count)) for row in range(count)]
@@ -156,7 +163,9 @@ class CachedReward(TellsFailures, HoldsRewards):
         return [scores[key] for key in keys]
 
     def _ask_redis(self, ask: Callable[[Any], Any]) -> list[Any]:
-        """Return the answers to what `ask` puts into a pipeline; [] without Redis, or if it does not answer."""
+        """
+        Return Redis's answers to the requests that `ask` puts into a pipeline; [] if there is no Redis or no answer.
+        """
         if self.redis_url is None or time.monotonic() < self._rests_until:
             return []
         import redis
@@ -190,7 +199,7 @@ def _key(identity: str | None, row: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Return a value from Redis as a finite number; None if it is missing or no such number."""
+    """Return a value from Redis as a float; None if it is missing or not a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -200,15 +209,15 @@ def _number(value: Any) -> float | None:
 
 def reward_identity(reward: Any) -> str | None:
     """
-    Return a text that tells a reward function from others, and from itself with other settings.
+    Return a text that identifies a reward function with its settings.
 
-    It is the attribute `identity`, if that is a text. Else it is the name and a hash of the source, as
-    `inspect.getsource` finds it, and of the values that a function closes over, or of an object's public attributes.
-    Values are plain ones and further reward functions. Code that the function calls does not count.
+    This is the attribute `identity`, if that is a text. Otherwise it is the name with a hash. The hash covers the
+    source, as `inspect.getsource` finds it, and the values that a function closes over, or an object's public
+    attributes. These values must be plain values or reward functions. Code that the function calls is not covered.
 
     Returns:
-        The identity; None if there is no source, or a value is neither plain nor a reward function: a model that a
-        reward holds does not tell which one it is.
+        The identity; None if there is no source, or if a value is neither plain nor a reward function, such as a
+        model.
     """
     if isinstance(identity := getattr(reward, "identity", None), str):
         return identity
@@ -220,7 +229,9 @@ def reward_identity(reward: Any) -> str | None:
 
 
 def _described(value: Any) -> Any:
-    """Return plain values that describe a reward, or one of its settings; what is not plain, `json` refuses later."""
+    """
+    Describe a reward, or one of its settings, by plain values; other values are returned, and `json` refuses them.
+    """
     if isinstance(value, (list, tuple)):
         return [_described(each) for each in value]
     if isinstance(value, dict):

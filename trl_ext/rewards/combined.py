@@ -1,4 +1,6 @@
-"""Combine reward functions: add them up, let several measure the same, or cap one where an answer breaks a rule."""
+"""
+Combine reward functions: add them up, combine an ensemble's scores, or cap the score of answers that break a rule.
+"""
 
 import json
 import math
@@ -21,8 +23,8 @@ class SumReward(HoldsRewards):
     Add up the standardised scores of several reward functions: Σ_k weight_k · (score_k − mean_k) / std_k.
 
     A member that returns None for a row does not apply to the row, and is left out of its sum. A row scores None if no
-    member whose weight is not 0 applies to it, or if such a member fails and is skipped: otherwise the sum might lack
-    a penalty. Members that wait for a server or other processes run at the same time, in threads.
+    member with a weight other than 0 applies to it, or if such a member fails and is skipped: otherwise the sum might
+    lack a penalty. Members that wait for a server or other processes run at the same time, in threads.
 
     Logs `rewards/<name>/<member>/mean` and `rewards/<name>/<member>/std` of each member's own scores, before they are
     standardised. `means` and `stds` can be set to these numbers.
@@ -66,7 +68,9 @@ class SumReward(HoldsRewards):
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, log_extra: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return each completion's weighted sum; None if no weighted member gives a score, or one fails."""
+        """
+        Return each completion's weighted sum; None if no member with a weight gives a score, or if one of them fails.
+        """
         kwargs = {"prompts": prompts, "completions": completions, **kwargs}
         scores = scores_of_all(self.members, log_metric, log_extra, **kwargs)
         for name, given in zip(self.names, map(without_failures, scores), strict=True):
@@ -88,7 +92,7 @@ class EnsembleReward(HoldsRewards):
     answers. [`~trl_ext.callbacks.RewardDisagreementCallback`] alerts when it grows.
 
     If any member scores a row None, the row's score is None, whatever `combine` is. Otherwise an answer could gain by
-    a failure: without the lowest member's score, the others' mean or minimum is higher. For members that judge
+    a failure: without the lowest score, the mean or minimum of the other scores is higher. For members that judge
     different things use [`SumReward`]. Members that wait for a server or other processes run at the same time, in
     threads.
 
@@ -109,7 +113,7 @@ class EnsembleReward(HoldsRewards):
         name: key in the logs; if None, `combine` and the members' names, such as `min_of_a_b`.
 
     Raises:
-        ValueError: `normalize` has no scales: `members` is not the folder of an ensemble.
+        ValueError: `normalize` is set, but `members` is not the folder of an ensemble, which has the scales.
 
     Examples:
         >>> from trl_ext.rewards import EnsembleReward
@@ -133,7 +137,10 @@ class EnsembleReward(HoldsRewards):
         name: str | None = None,
     ):
         if normalize and not isinstance(members, str):
-            raise ValueError("`normalize` needs the folder of an ensemble as `members`: it has the members' scales")
+            raise ValueError(
+                "`normalize` needs the members' scales: as `members`, pass the folder that `recipes/reward.py "
+                "--ensemble` wrote"
+            )
         facts: list[dict[str, Any]] = []
         called = ""
         if isinstance(members, str):
@@ -153,7 +160,9 @@ class EnsembleReward(HoldsRewards):
     def __call__(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return each completion's combined score; None if a member has none, or they disagree too much."""
+        """
+        Return each completion's combined score; None if a member gives no score, or the members disagree too much.
+        """
         if not prompts:
             return []
         kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
@@ -175,7 +184,7 @@ class EnsembleReward(HoldsRewards):
 
 
 def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> list[Callable]:
-    """Load the members that are folders or hub names; return all members. Adapters of one base share a copy of it."""
+    """Load the members given as folders or hub names; return all members. Adapters of one base share it."""
     from ..models.loading import SharedBase, base_named_by, is_adapter
     from .model import ModelReward
 
@@ -196,8 +205,9 @@ class ConstitutionReward(HoldsRewards):
     `cap`, and is `cap` if `reward` does not apply. The `judge`, one more principle, is asked only about answers that
     break none of `members`, which should be cheap rules.
 
-    If a principle gives an answer no score, and the answer breaks no other principle, it scores None, so that it is
-    not rewarded. It also scores None if `reward` fails on it and is skipped: the missing score might be below `cap`.
+    If a principle gives an answer no score, and the answer breaks no other principle, the answer scores None, so that
+    it is not rewarded. An answer also scores None if `reward` fails on it and is skipped: the missing score might be
+    below `cap`.
 
     Logs:
 
@@ -249,7 +259,7 @@ class ConstitutionReward(HoldsRewards):
     def __call__(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return each completion's score, capped if the completion breaks a principle; None if it has no score."""
+        """Return each completion's score, capped if the completion breaks a principle; None if there is no score."""
         if not completions:
             return []
         count = len(completions)

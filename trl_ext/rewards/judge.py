@@ -1,4 +1,4 @@
-"""Ask a language model to judge answers."""
+"""Have a language model behind an API judge answers."""
 
 import hashlib
 import json
@@ -35,14 +35,14 @@ class JudgeReward(ServedReward):
     """
     Have a language model behind an OpenAI-compatible API (`POST …/chat/completions`) score answers by a rubric.
 
-    Each answer is escaped and put between tags that contain a random number, drawn anew for each request. No text in
+    Each answer is escaped and put between tags that contain a random number, a new one for each request. No text in
     the answer can therefore close the tags or look like a chat template's token. The score is taken only from the
     judge's message: the whole message, or its last line, must be `{"score": NUMBER}` or `Score: NUMBER`, within
-    `scale`. None of this notices an answer that talks the judge into a high score, see docs/security.md.
+    `scale`. This does not stop an answer that persuades the judge to give a high score, see docs/security.md.
 
     A row fails if the judge's message was cut off at `max_tokens`. A row scores None, whatever `on_error` says, if the
-    server stopped or withheld the message, as with `finish_reason: content_filter`: no answer can end a run by
-    provoking that. In both cases the judge is first asked again, up to `parse_retries` times.
+    server stopped or withheld the message, as with `finish_reason: content_filter`; so no answer can end a run by
+    provoking the filter. In both cases the judge is first asked again, up to `parse_retries` times.
 
     With `compare` the judge compares each answer with the text in that column twice, once in each order, and the score
     is the mean of the two verdicts. A judge that always prefers the first answer thus gives the middle of the scale.
@@ -109,10 +109,9 @@ class JudgeReward(ServedReward):
     @property
     def identity(self) -> str:
         """
-        Return a hash of all that the scores depend on, the text that surrounds rubric and answer included.
+        Return a hash of everything that the scores depend on, including the prompt text around rubric and answer.
 
-        The server is known by its URL and `model` alone: nobody notices if it gets other weights under the same model
-        name.
+        Only its URL and `model` identify the server: new weights under the same model name are not noticed.
         """
         said = [self.url, self.model, self.rubric, self.scale, self.compare, self.settings, INSTRUCTIONS, SINGLE, PAIR]
         return f"JudgeReward:{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}"
@@ -120,7 +119,9 @@ class JudgeReward(ServedReward):
     def scores_or_nan(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **columns: Any
     ) -> list[float | None]:
-        """Return each completion's score: NaN if it failed or was withheld, None if `compare` has no text for it."""
+        """
+        Return each completion's score: NaN if its row failed or was withheld, None if `compare` has no text for it.
+        """
         call, (low, high) = Call(time.monotonic() + self.deadline), self.scale
         others = [None] * len(prompts) if self.compare is None else columns[self.compare]
         biases: list[float] = []  # of each comparison, how far the first answer's verdict is above the middle
@@ -143,7 +144,7 @@ class JudgeReward(ServedReward):
         return self.settle(outcomes, log_metric, {**call.metrics, "position_bias": bias})
 
     def messages(self, prompt: str, answers: list[str]) -> list[dict[str, str]]:
-        """Return the messages to send: the judge's rules, and the escaped texts between tags with a random number."""
+        """Return the messages for the judge: its rules, and the escaped texts between tags with a random number."""
         nonce = secrets.token_hex(8)
         low, high = self.scale
         task = (PAIR if self.compare else SINGLE).format(low=low, high=high, middle=(low + high) / 2)
@@ -153,7 +154,7 @@ class JudgeReward(ServedReward):
         return [{"role": "system", "content": rules}, {"role": "user", "content": material}]
 
     def completion(self, messages: list[dict[str, str]], call: Call) -> Any:
-        """Send messages; return the server's answer, which has a [`choice_in`] it, or raise a `ServiceError`."""
+        """Send messages; return the chat completion that the server answers, or raise a `ServiceError`."""
         return self.request(call, {"model": self.model, "messages": messages, **self.settings}, check=choice_in)
 
     def _verdict(self, prompt: str, answers: list[str], call: Call) -> float:
@@ -168,7 +169,7 @@ class JudgeReward(ServedReward):
 
 def score_in(answer: Any, scale: tuple[float, float]) -> float:
     """
-    Return the score in a chat completion, read from the judge's whole message, or else from its last line.
+    Return the score in a chat completion, read from the judge's whole message, or if that is none, from its last line.
 
     Raises:
         WithheldError: the server stopped or withheld the message.
@@ -196,16 +197,17 @@ def choice_in(answer: Any) -> tuple[Any, Any]:
     Return the content and the `finish_reason` of the message in a chat completion.
 
     Raises:
-        UnavailableError: there is no message, or the server failed while it wrote it: another try may succeed.
-        ServiceError: the choice has an error of another kind, see [`failure_of`].
+        UnavailableError: there is no message, or the server failed while it wrote the message; another try may
+            succeed.
+        ServiceError: the choice reports another error, see [`failure_of`].
     """
     try:
         choice = answer["choices"][0]
         if error := choice.get("error"):
-            raise failure_of(error, f"an error instead of a message: {repr(error)[:120]}")
+            raise failure_of(error, f"the server returned an error instead of a message: {repr(error)[:120]}")
         message, ended = choice["message"].get("content"), choice.get("finish_reason")
     except (LookupError, TypeError, AttributeError) as error:
-        raise UnavailableError(f"the answer is not a chat completion: {repr(answer)[:120]}") from error
+        raise UnavailableError(f"the server's answer is not a chat completion: {repr(answer)[:120]}") from error
     if ended == "error":
         raise UnavailableError(f"the server failed while it wrote the message: {repr(answer)[:120]}")
     return message, ended
@@ -222,7 +224,7 @@ def message_of(answer: Any) -> str:
     message, ended = choice_in(answer)
     text = message.strip() if isinstance(message, str) else ""
     if ended == "length":  # "Score: 1" may be the beginning of 10
-        raise ServiceError(f"the judge's message was cut off, it ends in {_end(text)}: raise `max_tokens`")
+        raise ServiceError(f"the judge's message was cut off and ends in {_end(text)}: raise `max_tokens`")
     if ended not in _WHOLE:
         raise WithheldError(f"the judge's message is not complete (finish_reason {repr(ended)[:40]}): {_end(text)}")
     return text
@@ -240,14 +242,14 @@ def verdicts_in(text: str) -> tuple[str, str]:
 
 
 def conversation(prompt: Any) -> str:
-    """Return a prompt as one text; each message, if it has any, begins with its role."""
+    """Return a prompt as one text; if it is a list of messages, each begins with its role."""
     if isinstance(prompt, str):
         return well_formed(prompt)
     return well_formed("\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt))
 
 
 def tagged(parts: Mapping[str, str], nonce: str) -> str:
-    """Escape each text, put it between tags of its name and `nonce`, which no text can guess, and join the texts."""
+    """Escape each text, put it between tags of its name and the random number `nonce`, and join the texts."""
     return "\n\n".join(f"<{name}-{nonce}>\n{escaped(text)}\n</{name}-{nonce}>" for name, text in parts.items())
 
 

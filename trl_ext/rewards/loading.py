@@ -22,8 +22,8 @@ def load_reward(path: str) -> Callable:
     """
     Import a reward function from `path/to/file.py:function` or `package.module.function`.
 
-    A path is looked for in the working directory, then among the files that ship with the package, such as
-    `recipes/demo/world.py`. If `package.module` is not installed, the file `package/module.py` is looked for.
+    A path is searched in the working directory, then among the files that ship with the package, such as
+    `recipes/demo/world.py`. If `package.module` is not installed, the file `package/module.py` is searched.
 
     Raises:
         ImportError: there is no such file, module or function.
@@ -42,7 +42,7 @@ def load_object(path: str, what: str) -> Any:
 
     Args:
         path: the file or module, and the object's name in it.
-        what: what the error message calls the object, such as `"reward function"`.
+        what: name of the kind of object for the error message, such as `"reward function"`.
 
     Raises:
         ImportError: there is no such file, module or name.
@@ -81,7 +81,7 @@ def load_rewards(
 
     Raises:
         ImportError: there is no such file, module or function.
-        ValueError: a name or argument is unknown; nothing has been built. Or a value is refused.
+        ValueError: a name or argument is unknown, in which case no reward has been built; or a reward refuses a value.
 
     Examples:
         >>> from trl_ext.rewards import load_rewards
@@ -121,7 +121,8 @@ def check_rewards(entries: Sequence[str | dict[str, Any]] | None, import_functio
 
 def joined_weights(reward_weights: list[float] | None, weights: Sequence[float | None]) -> list[float] | None:
     """
-    Return one weight for each reward: the entries' `weights`, with 1 for None; or `reward_weights` if all are None.
+    Return one weight for each reward: the entries' `weights`, with 1 for None; or `reward_weights` if all `weights`
+    are None.
 
     Raises:
         ValueError: `reward_weights` and a weight in an entry are both given.
@@ -130,13 +131,15 @@ def joined_weights(reward_weights: list[float] | None, weights: Sequence[float |
         return reward_weights
     if reward_weights is not None:
         raise ValueError(
-            f"`reward_weights` {reward_weights} and `weight` in an entry of `rewards` are both given: drop one"
+            f"`reward_weights` {reward_weights} and `weight` in an entry of `rewards` are both given: remove one"
         )
     return [1.0 if weight is None else float(weight) for weight in weights]
 
 
 def _known() -> dict[str, Callable]:
-    """Map each name that an entry may have to our reward class, or to TRL's function that makes a reward function."""
+    """
+    Map each name that an entry may have to a class of `trl_ext.rewards`, or to TRL's function that makes a reward.
+    """
     import trl.rewards
 
     import trl_ext.rewards as package
@@ -146,7 +149,7 @@ def _known() -> dict[str, Callable]:
 
 
 def _parts(entry: Any) -> tuple[Any, float | None]:
-    """Return an entry without its weight, and the weight."""
+    """Return an entry of the configuration without its weight, and the weight."""
     if not isinstance(entry, dict):
         return entry, None
     weight = entry.get("weight")
@@ -162,7 +165,7 @@ def _is_entry(argument: Any, value: Any) -> bool:
 
 
 def _mapped(argument: Any, value: Any, build: Callable[[Any], Any]) -> Any:
-    """Return the value of an argument with `build(entry)` in place of each entry that it holds."""
+    """Return an argument's value with `build(entry)` in place of each reward entry within it."""
     if _is_entry(argument, value):
         return build(value)
     if isinstance(value, dict):  # a key within, such as `judge`, is not an argument of the class
@@ -171,7 +174,7 @@ def _mapped(argument: Any, value: Any, build: Callable[[Any], Any]) -> Any:
 
 
 def _check(entry: Any, import_functions: bool) -> None:
-    """Raise an error for a mistake in an entry, or in an entry within it."""
+    """Raise an error for a mistake in a reward's entry, or in an entry within it."""
     if isinstance(entry, str):
         if import_functions:
             load_reward(entry)
@@ -187,7 +190,7 @@ def _check(entry: Any, import_functions: bool) -> None:
 
 def _named(entry: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(entry, dict) or len(entry) != 1:
-        raise ValueError(f"write a path to a function, or one `Name: {{argument: value}}`, got {entry!r}")
+        raise ValueError(f"a reward must be a path to a function, or one `Name: {{argument: value}}`, got {entry!r}")
     ((name, arguments),) = entry.items()
     if name not in _known():
         nearest = did_you_mean(str(name), _known()) or f"; there are {', '.join(sorted(_known()))}"

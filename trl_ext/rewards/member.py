@@ -1,4 +1,4 @@
-"""Call a reward function from within another reward, also in the background, and give it the texts that it reads."""
+"""Call reward functions from within another reward, handle their failures, and run them in the background."""
 
 import asyncio
 import inspect
@@ -29,11 +29,13 @@ _warned: set[tuple[str, bool]] = set()  # a reward's name, and whether it failed
 
 
 class RewardFailed(RuntimeError):
-    """Raised when a reward function failed; the message says which and why, so no traceback is needed."""
+    """Raised when a reward function failed; the message says which function and why, so no traceback is needed."""
 
 
 class TellsFailures:
-    """Tell rows that a reward failed on (NaN) from rows that it does not apply to (None): a base class of rewards."""
+    """
+    Base class of rewards that distinguish rows on which they failed (NaN) from rows that they do not apply to (None).
+    """
 
     scores_or_nan: Callable[..., list[float | None]]  # as `__call__`, but NaN, not None, for a row that failed
 
@@ -43,11 +45,13 @@ class TellsFailures:
 
 
 class HoldsRewards:
-    """Hold other rewards in the attributes `reward`, `members`, `judge` or `function`: a base class of rewards."""
+    """Base class of rewards that hold other rewards in the attributes `reward`, `members`, `judge` or `function`."""
 
     @property
     def in_background(self) -> bool:
-        """Return whether a reward that this one holds runs in the background, see [`runs_in_background`]."""
+        """
+        Return whether any of the rewards that this reward holds runs in the background, see [`runs_in_background`].
+        """
         return any(map(runs_in_background, rewards_within(self)))
 
 
@@ -72,9 +76,9 @@ class Member(TellsFailures, HoldsRewards):
     Args:
         function: the reward function.
         on_error: `"raise"` raises a `RuntimeError` that names the function, and the completion if one score is wrong.
-            `"skip"` scores a failed row None; the reward that holds the function then gives the row no higher score
-            than it would have had without the failure. A number is the score of a failed row. With `"skip"` or a
-            number, the share of failed rows is logged as `rewards/<name>/failed`.
+            `"skip"` scores a failed row None; the combining reward then gives the row no higher score than it would
+            have had without the failure. A number is the score of a failed row. With `"skip"` or a number, the share
+            of failed rows is logged as `rewards/<name>/failed`.
 
     Examples:
         >>> from trl_ext.rewards import Member
@@ -96,7 +100,7 @@ class Member(TellsFailures, HoldsRewards):
     def scores_or_nan(
         self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return the scores as `__call__` does, but with NaN where the function failed and was skipped."""
+        """Return the scores as `__call__` does, but NaN instead of None where the function failed and was skipped."""
         kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
         try:
             outcomes = _answers(self.function, len(completions), kwargs)
@@ -110,8 +114,8 @@ def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any
     Call a reward function; return for each completion its score, an error, or [`FAILED`].
 
     A [`TellsFailures`] marks failed rows by NaN. Any other function gives a failed row None if it, or a reward that it
-    holds, has `on_error="skip"`. We cannot tell this None from "does not apply", so each None that such a function
-    returns counts as a failure.
+    holds, has `on_error="skip"`. This None looks like "does not apply", so every None that such a function returns
+    counts as a failure.
     """
     tells = function if isinstance(function, TellsFailures) else None
     returned = tells.scores_or_nan(**kwargs) if tells else awaited(function(**kwargs))
@@ -131,17 +135,17 @@ def settled(
     name: str, outcomes: Sequence[Any], on_error: OnError, log_metric: Any, excused: Any = ()
 ) -> list[float | None]:
     """
-    Return a call's outcomes, each error replaced by NaN if `on_error` is `"skip"`, or by the number `on_error`.
+    Replace each error in a call's outcomes by NaN if `on_error` is `"skip"`, or by the number `on_error`.
 
-    Log the share of errors, and warn when a reward first fails, and when it first fails on all completions of a call:
-    the run may then train on nothing.
+    Log the share of errors. Warn when a reward first fails, and when it first fails on all completions of a call,
+    since the run may then train on nothing.
 
     Args:
         name: name of the reward.
         outcomes: for each completion its score, or an exception.
         on_error: see [`Member`]. With `"raise"` the first error is raised.
         log_metric: TRL's function that logs a metric.
-        excused: classes of exceptions that are replaced by NaN, whatever `on_error` is.
+        excused: exception classes that are always replaced by NaN, whatever `on_error` is.
     """
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if on_error == "raise" and (mistakes := [error for error in errors if not isinstance(error, excused)]):
@@ -174,7 +178,7 @@ def scores_of_all(
 
 
 def failure(name: str, error: Exception) -> RuntimeError:
-    """Return an error with the name of the reward function and the message of `error`."""
+    """Return a [`RewardFailed`] with the name of the reward function and the message of `error`."""
     kind = RewardFailed if isinstance(error, RewardFailed) else RuntimeError
     return kind(f"reward '{name}': {message_of(name, error)}")
 
@@ -193,7 +197,7 @@ def message_of(name: str, error: Exception) -> str:
 
 def distinct(names: Sequence[str]) -> list[str]:
     """
-    Make names different, since metrics are kept by name: a name that occurs more than once gets its place in the list.
+    Make names distinct, since metrics are kept by name: append its list index to each name that occurs more than once.
 
     >>> distinct(["length", "tone", "length"])
     ['length_0', 'tone', 'length_2']
@@ -203,12 +207,14 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def checked_name(name: str | None, default: str) -> str:
-    """Return a reward's key in the logs: `name`, or `default` with `_` in place of what no metric's name has."""
+    """
+    Return a reward's key in the logs: `name`, or `default` with `_` for characters that metric names cannot have.
+    """
     return name or re.sub(r"_?[^\w.-]+_?", "_", default, flags=re.ASCII).strip("_") or "reward"
 
 
 def checked_on_error(on_error: Any) -> OnError:
-    """Return `on_error`, a number as a float; a mistyped word is an error now, and not at the first failure."""
+    """Return `on_error`, numbers as floats; raise now for an invalid word, rather than at the first failure."""
     return on_error if on_error in ("raise", "skip") else float(on_error)
 
 
@@ -219,18 +225,18 @@ def runs_in_background(function: Any) -> bool:
     """
     Return whether a reward function spends its time waiting, as for a server or for other processes.
 
-    Async functions count as waiting, and functions with a true attribute `in_background`. [`~trl_ext.PPOTrainer`]
-    starts these functions in a thread when generation ends, and asks for their scores after its own forward passes.
+    These are async functions, and functions with a true attribute `in_background`. [`~trl_ext.PPOTrainer`] starts
+    these functions in a thread when generation ends, and asks for their scores after its own forward passes.
     """
     return is_async_callable(function) or bool(getattr(function, "in_background", False))
 
 
 class Started:
     """
-    Start a reward function in a thread of its own, and hold its scores until they are asked for.
+    Run a reward function in a new thread, and hold its scores until [`Started.result`] is called.
 
-    What the function logs is kept until [`Started.result`] is called, and logged then, in the caller's thread. The
-    function's thread is daemonic: it does not keep the program from ending.
+    Metrics that the function logs are kept until then, and logged in the caller's thread. The function's thread is
+    daemonic: it does not keep the program from ending.
 
     Args:
         function: a reward function, async or not.
@@ -253,11 +259,11 @@ class Started:
             self._scores.set_exception(error)
 
     def wait(self) -> None:
-        """Wait until the function has returned, or failed."""
+        """Wait until the function has returned or raised an error."""
         self._scores.exception()
 
     def result(self, log_metric: Callable | None = None, log_extra: Callable | None = None) -> Any:
-        """Wait for the function to end, and pass its logs on. Return its result, or raise its error."""
+        """Wait for the function to end, and log its metrics. Return its result, or raise its error."""
         try:
             return self._scores.result()
         finally:
@@ -271,8 +277,8 @@ def awaited(scores: Any) -> Any:
     """
     Return what a reward function returned; if the function is async, first await it, even within a running event loop.
 
-    All coroutines of a process run in one event loop, in a thread of its own. A client (such as an HTTP session) that
-    an async function keeps from call to call therefore stays usable.
+    All coroutines of a process run in one event loop, in a separate thread. A client (such as an HTTP session) that an
+    async function keeps from call to call therefore stays usable.
     """
     if not inspect.isawaitable(scores):
         return scores
@@ -301,11 +307,11 @@ def in_threads(
     function: Callable, jobs: Sequence, threads: int, until: float, is_last: Callable[[Exception], bool]
 ) -> list[Any]:
     """
-    Run `function(job)` for each job, in several threads; return in order what each returned, or the error it raised.
+    Run `function(job)` for each job in several threads; return in order each job's result, or the error it raised.
 
-    A job that has not ended at `until` (of `time.monotonic`) gets a `TimeoutError`, and so does one that has not begun
-    when `is_last` is true of an error. Unlike an executor's, these threads are daemonic: neither Ctrl-C nor the end of
-    Python waits for an answer.
+    A job that has not ended at `until`, in seconds of `time.monotonic`, gets a `TimeoutError`. Once `is_last` returns
+    True for a job's error, jobs that have not begun also get a `TimeoutError`. Unlike an executor's threads, these are
+    daemonic: neither Ctrl-C nor the end of Python waits for them.
     """
     outcomes: list[Any] = [TimeoutError("no answer before the deadline")] * len(jobs)
     todo = deque(enumerate(jobs))
@@ -350,14 +356,18 @@ def text_of(completion: Any) -> str:
 
 
 def recorded(completion: Any) -> Any:
-    """Return a completion as files record it: its messages if there are several or a tool call, else its text."""
+    """
+    Return a completion in the form that files store: its messages if it has several or a tool call, else its text.
+    """
     if isinstance(completion, str) or (len(completion) == 1 and not completion[0].get("tool_calls")):
         return text_of(completion)
     return completion
 
 
 def well_formed(value: Any) -> Any:
-    """Replace lone surrogates, which UTF-8 cannot write, by U+FFFD in a text, or in a list's or mapping's texts."""
+    """
+    Replace lone surrogates, which UTF-8 cannot encode, by U+FFFD in a text, or in all texts of a list or mapping.
+    """
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
@@ -369,8 +379,8 @@ class PatternReward:
     r"""
     Score 1.0 for an answer that has every required pattern and no forbidden one, else 0.0.
 
-    Patterns are those of the package `regex`, and are searched for anywhere in the answer's text. To demand a format,
-    write one required pattern for the whole answer: `(?s)\A<think>.+?</think>\s*<answer>.+?</answer>\s*\Z`
+    Patterns have the syntax of the package `regex`, and are searched for anywhere in the answer's text. To demand a
+    format, write one required pattern for the whole answer: `(?s)\A<think>.+?</think>\s*<answer>.+?</answer>\s*\Z`
 
     Args:
         required: regular expressions that must each be found.
@@ -411,7 +421,7 @@ class PatternReward:
     def __call__(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return 1.0 or 0.0 for each completion; if a search takes too long, do what `on_error` says."""
+        """Return 1.0 or 0.0 for each completion; `on_error` decides what happens if a search takes too long."""
         outcomes = [self._score(row, text_of(completion)) for row, completion in enumerate(completions)]
         return without_failures(settled(self.__name__, outcomes, self.on_error, log_metric))
 

@@ -31,7 +31,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the (B,) scores of a sequence classifier of one label."""
+    """Return the (B,) scores of a sequence classifier with one label."""
     return model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
 
 
@@ -41,7 +41,7 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bo
 
 
 def load_classifier(path: str, **kwargs: Any) -> Any:
-    """Load a sequence classifier of one label; raise a `ValueError` if the saved weights have more labels."""
+    """Load a sequence classifier with one label; raise a `ValueError` if the saved weights have more labels."""
     try:
         return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
     except RuntimeError as error:
@@ -50,12 +50,12 @@ def load_classifier(path: str, **kwargs: Any) -> Any:
         given = {name: kwargs[name] for name in {"revision", "trust_remote_code"} & kwargs.keys()}
         labels = AutoConfig.from_pretrained(path, **given).num_labels
         raise ValueError(
-            f"{path} has num_labels={labels} in its configuration, but a reward model or critic has one label"
+            f"{path} has num_labels={labels} in its configuration, but a reward model or critic must have one label"
         ) from error
 
 
 def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
-    """Load a sequence classifier of one label; raise a `ValueError` if no head was saved: a new one is random."""
+    """Load a sequence classifier with one label; raise a `ValueError` if it was saved without a head."""
     model, found = load_classifier(path, output_loading_info=True, **kwargs)
     new = sorted(key for key in found["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
     if new:
@@ -73,11 +73,11 @@ def _loaded_tokenizer(tokenizer: Any, revision: str | None = None) -> Any:
 
 def batches(lengths: Sequence[int], max_tokens: int | None = None, max_rows: int | None = None) -> list[list[int]]:
     """
-    Put rows of similar length into batches, the longest first; return for each batch the numbers of its rows.
+    Put rows of similar length into batches, the longest first; return for each batch the indices of its rows.
 
     Args:
         lengths: number of tokens of each row.
-        max_tokens: most tokens of a batch, padding included; a longer row is a batch by itself. None: no limit.
+        max_tokens: most tokens in a batch, padding included; a longer row is a batch by itself. None: no limit.
         max_rows: most rows of a batch; None: no limit. If weights are sharded over processes, set only this limit,
             since all processes must have the same number of batches.
     """
@@ -100,8 +100,8 @@ class ModelReward:
     and the call gives `prompt_ids` and `completion_ids`, the model reads these tokens instead; in messages, a finished
     answer is then followed by the tokens that the chat template puts after EOS.
 
-    The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether an answer is finished. Without the column
-    an answer is finished if its last token is one of `eos_token_ids`, so a trainer that does not pass the column needs
+    The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether an answer is finished. Without this
+    column, an answer is finished if its last token is one of `eos_token_ids`. So with other trainers, set
     `eos_token_ids` or `policy_tokenizer`.
 
     Args:
@@ -113,7 +113,7 @@ class ModelReward:
         revision: revision of a model on the hub.
         dtype: dtype of the weights, such as `"bfloat16"`; None keeps the saved one.
         load_in_8bit: quantise the weights as they are loaded (bitsandbytes).
-        device: device of the model. None: the process' own device, but a model object stays on its device.
+        device: device of the model. None: the device of this process, but a model object stays on its device.
         max_batch_tokens: most tokens in one forward pass, padding included; None: no limit. Rows of similar length
             are batched together.
         batch_size: most rows in one forward pass; None: no limit. If weights are sharded over processes, set this
@@ -213,7 +213,7 @@ class ModelReward:
 
     @cached_property
     def identity(self) -> str:
-        """Return the identity of model and tokenizer, and the settings that the scores depend on."""
+        """Return the identities of model and tokenizer, with the settings that the scores depend on."""
         from peft import PeftConfig
 
         from ..models.loading import is_adapter
@@ -246,12 +246,12 @@ class ModelReward:
         Args:
             prompts, completions: texts or messages.
             completion_ids: the policy's tokens of each completion, EOS included.
-            prompt_ids: the policy's tokens of each prompt, if they are known.
-            finished: whether each answer was finished, if that is known.
+            prompt_ids: the policy's tokens of each prompt; None if they are not known.
+            finished: whether each answer was finished; None if that is not known.
             log_metric: TRL's function that logs a metric.
 
         Raises:
-            ValueError: nothing says which answers were finished, or `truncation` is `"refuse"` and a row is longer
+            ValueError: it is not known which answers were finished, or `truncation` is `"refuse"` and a row is longer
                 than `max_length`.
         """
         if finished is None:
@@ -275,7 +275,7 @@ class ModelReward:
         return scores
 
     def _rows(self, prompts, completions, completion_ids, prompt_ids, ended) -> list[list[int]]:
-        """Return for each row the tokens of prompt and completion that the model reads."""
+        """Return the token ids that the model reads for each row, prompt and completion."""
         has_ids = prompt_ids is not None and completion_ids is not None and self.policy_tokenizer is not None
         if has_ids and self.shares_tokenizer:
             rows = [[*prompt, *answer] for prompt, answer in zip(prompt_ids, completion_ids, strict=True)]
@@ -326,7 +326,7 @@ class ModelReward:
 
     def _continuation(self, completion: Any, prompt_ids: list[int], completion_ids: list[int]) -> Any:
         """
-        Return a completion's text, decoded behind its prompt, since SentencePiece drops the first space of a text.
+        Return a completion's text, decoded together with its prompt, since SentencePiece drops a text's first space.
 
         Return the completion unchanged if it is messages, or if the decoded text does not begin with the prompt.
         """

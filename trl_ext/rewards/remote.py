@@ -1,4 +1,4 @@
-"""Ask a server for scores: ours (`trl-ext serve-reward`), or vLLM's."""
+"""Ask a server for scores: `trl-ext serve-reward`, or vLLM."""
 
 import json
 import time
@@ -16,7 +16,7 @@ PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/scor
 
 
 class Row(NamedTuple):
-    """Hold a prompt and its answer, and the `text` that a classifier reads for both."""
+    """Hold a prompt, its answer, and the `text` in which a classifier reads both."""
 
     prompt: Any
     completion: Any
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 class ChangedError(RewardFailed):
-    """Say that a server has other weights than when it was first asked."""
+    """Raised when a server has other weights than at the first request."""
 
 
 class RemoteReward(ServedReward):
@@ -43,16 +43,16 @@ class RemoteReward(ServedReward):
     - `retries`: how many requests of this call were sent again
 
     The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether an answer is finished. Without the column
-    an answer is finished if its last token is one of `eos_token_ids`. One of the two is needed with `tokenizer`, and
-    if `trl-ext serve-reward` serves a reward model.
+    an answer is finished if its last token is one of `eos_token_ids`. The column or `eos_token_ids` is needed with
+    `tokenizer`, and if `trl-ext serve-reward` serves a reward model.
 
     A score is the model's logit, or with `logits=False` its sigmoid or softmax. `trl-ext serve-reward` returns what
     its reward function returns.
 
     `trl-ext serve-reward` reports which weights it serves. They are part of this reward's identity, which resumed runs
-    and caches compare. If the weights change, the call raises an error, whatever `on_error` says: otherwise the run
-    would mix scores by old and new weights. Other servers report no weights, so URL and `model` take their place in
-    the identity.
+    and caches compare. If the weights change, the call raises an error, whatever `on_error` is: otherwise the run
+    would mix scores of old and new weights. Other servers do not report their weights, so URL and `model` are the
+    identity instead.
 
     Args:
         url: address of the server, such as `http://127.0.0.1:8000`.
@@ -108,7 +108,7 @@ class RemoteReward(ServedReward):
     @property
     def identity(self) -> str:
         """
-        Return the settings that the scores depend on, and the server's weights, or its URL and `model` instead.
+        Return the settings that the scores depend on, with the server's weights, or else its URL and `model`.
 
         Raises:
             RewardFailed: `trl-ext serve-reward` does not answer.
@@ -130,12 +130,14 @@ class RemoteReward(ServedReward):
         return f"RemoteReward:{json.dumps(settings, sort_keys=True)}"
 
     def _check_weights(self, answer: Any) -> None:
-        """Remember the first weights that the server names; raise a [`ChangedError`] if it names others now."""
+        """
+        Store the identity of the server's weights at the first call; raise a [`ChangedError`] if it differs later.
+        """
         now = answer.get("identity") if isinstance(answer, dict) else None
         if (first := self._weights.setdefault("first", now)) != now:
             raise ChangedError(
                 f"the server had the weights {first or '(not named)'} and now has {str(now or '(not named)')[:100]}, "
-                "so the run would mix scores of both: serve the first ones again, or begin a new run"
+                "so the run would mix scores of both: serve the first weights again, or start a new run"
             )
 
     def scores_or_nan(
@@ -156,7 +158,7 @@ class RemoteReward(ServedReward):
             ended = [len(row) > 0 and row[-1] in self.eos_token_ids for row in completion_ids]
         elif self.tokenizer is not None:
             raise ValueError(
-                f"reward '{self.__name__}' cannot tell which completions are finished: give the policy's "
+                f"reward '{self.__name__}' does not know which completions are finished: give the policy's "
                 "`eos_token_ids`, or pass the column `finished`"
             )
         outcomes: list[Any] = [self._row(*row) for row in zip(prompts, completions, ended, strict=True)]
@@ -194,7 +196,7 @@ class RemoteReward(ServedReward):
         return AutoTokenizer.from_pretrained(self.tokenizer)
 
     def _body(self, rows: list[Row]) -> dict[str, Any]:
-        """Return the body of a request that scores these rows."""
+        """Return the body of a request for the scores of these rows."""
         named: dict[str, Any] = {"model": self.model} if self.model else {}
         prompts, completions, finished, texts, are_templated = map(list, zip(*rows, strict=True))
         if self.api == "trl-ext":
@@ -208,7 +210,7 @@ class RemoteReward(ServedReward):
 
     def _scores(self, rows: list[Row], call: Call) -> list[Any]:
         """
-        Return for each row of a batch its score, or the error that took its place.
+        Return for each row of a batch its score, or the error if it has none.
 
         If the server refuses the batch, ask for each half by itself, and so on until the refused row is alone.
         """
@@ -228,8 +230,8 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | None) -> li
     Return the score of each row from a server's answer, in order, without checking that it is a number.
 
     Raises:
-        ServiceError: the answer does not have the form of `api`, or does not have `count` scores; or the model has no
-            label `label`, or several labels and `label` is None.
+        ServiceError: the answer does not have the format of `api`, or does not have `count` scores; or the model has
+            no label `label`; or it has several labels, but `label` is None.
     """
     try:
         if api == "trl-ext":
@@ -239,7 +241,9 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | None) -> li
             items = [by_place[place] for place in range(len(answer["data"]))]
             scores = [item["score"] if api == "vllm-score" else _of_label(item["probs"], label) for item in items]
     except (LookupError, TypeError, AttributeError) as error:
-        raise ServiceError(f"the answer does not have the format of api={api!r}: {repr(answer)[:120]}") from error
+        raise ServiceError(
+            f"the server's answer does not have the format of api={api!r}: {repr(answer)[:120]}"
+        ) from error
     if not isinstance(scores, list) or len(scores) != count:
         raise ServiceError(f"the server did not return {count} scores for {count} completions: {repr(answer)[:120]}")
     return scores

@@ -1,4 +1,4 @@
-"""What reward functions return: a number for each completion, or a score for each of its tokens or segments."""
+"""Read what reward functions return: a number for each completion, or a score for each of its tokens or segments."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +13,11 @@ class SegmentScores:
     """
     Score the segments of a completion, such as sentences or steps, each at the token that ends it.
 
-    A reward function of [`~trl_ext.PPOTrainer`] may return this for a row in place of one float. It stands for a list
-    with one float per token: a segment's score at the segment's last token, 0 at all other tokens.
+    A reward function of [`~trl_ext.PPOTrainer`] may return this for a row in place of one float. It means a list with
+    one float per token: a segment's score at the segment's last token, 0 at all other tokens.
 
     Args:
-        ends: position of each segment's last token in the row's `completion_ids`, from 0 on, rising.
+        ends: position of each segment's last token in the row's `completion_ids`, counted from 0, in rising order.
         values: score of each segment.
 
     Examples:
@@ -93,7 +93,7 @@ def finite_number(reward: Any, row: int | str) -> float:
 
 
 def number_or_error(reward: Any, row: int) -> float | Exception | None:
-    """Return a reward as a finite float, None unchanged, and for any other reward the error that says what it is."""
+    """Return a reward as a finite float, or None if it is None; for any other reward, return the error."""
     try:
         return None if reward is None else finite_number(reward, row)
     except (TypeError, ValueError) as error:
@@ -106,7 +106,7 @@ def without_failures(scores: Sequence[float | None]) -> list[float | None]:
 
 
 def of_rows(columns: Mapping[str, Any], rows: list[int], count: int) -> dict[str, Any]:
-    """Return a reward function's arguments for `rows` alone, taken from its arguments for all `count` rows."""
+    """Return a reward function's arguments for `rows` only, selected from its arguments for all `count` rows."""
     return {
         name: [values[row] for row in rows] if isinstance(values, (list, tuple)) and len(values) == count else values
         for name, values in columns.items()

@@ -1,4 +1,4 @@
-"""Ask a server over HTTP for scores: with a token, retries, a deadline, and failures by row."""
+"""Ask a server over HTTP for scores, with a bearer token, retries, a deadline, and failures by row."""
 
 import json
 import os
@@ -23,15 +23,15 @@ _LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
 class ServiceError(RewardFailed):
-    """Raised when a service gave no usable answer."""
+    """Raised when a service returned no usable answer."""
 
 
 class RefusedError(ServiceError):
-    """Raised when a service refuses a request, but might accept one with other rows."""
+    """Raised when a service refuses a request, but might accept a request with other rows."""
 
 
 class UnavailableError(ServiceError):
-    """Raised when a service cannot be reached, is too busy or breaks off: the same request may succeed later."""
+    """Raised when a service cannot be reached, is too busy or breaks the connection: the request may succeed later."""
 
     def __init__(self, message: str, retry_after: float | None = None):
         super().__init__(message)
@@ -50,7 +50,7 @@ class Call:
     Args:
         until: when to give up, in seconds of `time.monotonic`.
         seconds: the duration of each answered request.
-        retried: the wait before each retry.
+        retried: the wait before each retry, in seconds.
 
     Examples:
         >>> call = Call(until=time.monotonic() + 60, seconds=[0.5, 1.5])
@@ -64,7 +64,9 @@ class Call:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Return `latency`, an answered request's mean seconds (None if there is none), and the count `retries`."""
+        """
+        turn `latency`, the mean seconds of answered requests (None without any), and `retries`, the number of retrie
+        """
         return {"latency": fmean(self.seconds) if self.seconds else None, "retries": float(len(self.retried))}
 
 
@@ -73,9 +75,9 @@ class ServedReward(TellsFailures):
     Ask a service for scores: the base class of [`RemoteReward`] and [`JudgeReward`].
 
     A request is sent again after a connection error, a timeout, the status 408, 429 or 5xx (but not 501), an answer
-    that is not JSON, or an `error` object with status 200, whose `code` counts as the status: so say gateways that the
-    server behind them failed. If five requests in a row failed, each with all its retries, further ones fail without
-    being sent for 30 seconds.
+    that is not JSON, or an `error` object with status 200, whose `code` counts as the status: gateways report in this
+    way that the server behind them failed. If five requests in a row failed, each with all its retries, requests of
+    the next 30 seconds fail without being sent.
 
     Args:
         url: address of the service, without user, password and query.
@@ -86,9 +88,9 @@ class ServedReward(TellsFailures):
         retries: how often a failed request is sent again, after the wait that the server asks for, or after random
             waits of up to 1, 2, 4 … 30 seconds.
         max_concurrency: most requests at once.
-        max_characters: most characters of a prompt or completion. A row with a longer text is not sent: it has failed.
-        api_key_env: environment variable with a bearer token, such as `"OPENAI_API_KEY"`. The token is written
-            nowhere.
+        max_characters: most characters of a prompt or completion. A row with a longer text is not sent, and fails.
+        api_key_env: environment variable with a bearer token, such as `"OPENAI_API_KEY"`. The token is never written
+            to a file or log.
         on_error: what happens if a row fails. `"raise"` raises an error, `"skip"` scores the row None, a number is the
             row's score.
     """
@@ -112,8 +114,8 @@ class ServedReward(TellsFailures):
     ):
         if "@" in urlsplit(url).netloc or "?" in url:
             raise ValueError(
-                "`url` must not contain credentials or a query (`user:…@`, `?…`): export a token, and name its "
-                "variable in `api_key_env`"
+                "`url` must not contain credentials or a query (`user:…@`, `?…`): export a token as an environment "
+                "variable, and name the variable in `api_key_env`"
             )
         self.url = url.rstrip("/").removesuffix(path)
         self.path = path
@@ -161,11 +163,13 @@ class ServedReward(TellsFailures):
         The request is sent again if `check(answer)` raises an [`UnavailableError`].
 
         Raises:
-            UnavailableError: the service did not answer, or was not asked, since too many requests before failed.
-            ServiceError: the answer is of no use, or the call's deadline has passed.
+            UnavailableError: the service did not answer, or was not asked, since too many earlier requests failed.
+            ServiceError: the answer cannot be used, or the call's deadline has passed.
         """
         if (pause := self._paused_until - time.monotonic()) > 0:
-            raise UnavailableError(f"not asked: the last requests failed; the next one is sent in {pause:.1f} s")
+            raise UnavailableError(
+                f"the request was not sent, since the last requests failed; requests are sent again in {pause:.1f} s"
+            )
         attempts = Retrying(
             retry=retry_if_exception_type(UnavailableError),
             stop=stop_any(
@@ -192,7 +196,7 @@ class ServedReward(TellsFailures):
             return text.replace(key, HIDDEN) if key else text
 
         if (left := call.until - start) <= 0:
-            raise ServiceError("not asked: the deadline is over")
+            raise ServiceError("the request was not sent: the call's `deadline` has passed")
         headers = {"accept": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         try:
             response = _client(os.getpid()).request(
@@ -208,7 +212,7 @@ class ServedReward(TellsFailures):
         try:
             answer = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UnavailableError(f"the answer is not JSON: {said}") from error
+            raise UnavailableError(f"the server's answer is not JSON: {said}") from error
         if isinstance(answer, dict) and answer.get("error"):
             raise failure_of(answer["error"], f"status 200, but the body is an error: {said}")
         check(answer)
@@ -217,7 +221,9 @@ class ServedReward(TellsFailures):
 
     def _key(self) -> str:
         if self.api_key_env and not os.environ.get(self.api_key_env, "").strip():
-            raise ValueError(f"`api_key_env`: the environment variable {self.api_key_env} is empty: export a token")
+            raise ValueError(
+                f"`api_key_env`: the environment variable {self.api_key_env} is not set or empty: export a token in it"
+            )
         return os.environ[self.api_key_env].strip() if self.api_key_env else ""
 
     def too_long(self, *texts: str) -> ServiceError | None:
@@ -229,7 +235,7 @@ class ServedReward(TellsFailures):
 
     def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
         """
-        Return the scores of a call's rows, and log `metrics`; raise a `RewardFailed` if `on_error` is `"raise"`.
+        Return the scores of a call's rows, and log `metrics`; if a row failed and `on_error` is `"raise"`, raise.
 
         Each error is replaced by the number `on_error`, or else by NaN; a [`WithheldError`] is always replaced by NaN.
         """
@@ -245,13 +251,15 @@ class ServedReward(TellsFailures):
 
 @cache
 def _client(process: int) -> httpx2.Client:
-    """Return the HTTP client of a process; connections do not survive a fork."""
+    """Return this process's HTTP client; a forked process gets a new one, since connections do not survive a fork."""
     # A server of this machine is asked without a proxy, whatever the environment says
     return httpx2.Client(limits=httpx2.Limits(max_connections=None), mounts=dict.fromkeys(_LOOPBACK))
 
 
 def failure_of(error: Any, message: str) -> ServiceError:
-    """Return the exception for an `error` in an answer with status 200; its `code`, if it has one, is the status."""
+    """
+    Return the exception for an `error` object in an answer with status 200; its `code`, if any, counts as the status.
+    """
     code = str(error.get("code")) if isinstance(error, dict) else ""
     return _failure(int(code) if code.isdecimal() and int(code) >= 400 else 503, message)
 

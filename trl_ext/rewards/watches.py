@@ -1,4 +1,4 @@
-"""Measure completions by reward functions of weight 0, since callbacks do not see completions."""
+"""Measure completions by reward functions with weight 0, since callbacks do not get completions."""
 
 import json
 import os
@@ -24,15 +24,15 @@ from .scores import log_to, of_rows, scores_in, total_of, without_failures
 
 class Watch:
     """
-    Measure completions without rewarding them: the base class of reward functions of weight 0.
+    Measure completions without rewarding them: the base class of reward functions with weight 0.
 
     Args:
         folder: folder of the file `completions.rank{r}.jsonl`. Each completion is appended to the file as one line,
             which has the scores of all watches: timestamp, step, rank, prompt, completion, scores. A completion with
             tool calls or several messages is written as messages, any other one as text. None: the folder of
             [`~trl_ext.callbacks.JSONLCallback`]; without that callback nothing is written.
-        score: score that each completion gets. None: this function is left out of the reward. Give 0.0 if no other
-            function gives a score, since TRL needs one.
+        score: score that each completion gets. None: the watch does not count in the reward. Give 0.0 if no other
+            reward function gives a score, since TRL needs one.
     """
 
     __name__ = "watch"
@@ -56,7 +56,7 @@ class Watch:
         return None if folder is None else Path(folder) / f"{file}.rank{PartialState().process_index}.jsonl"
 
     def write_completions(self, prompts: list, completions: list, scores: list[Any], trainer_state: Any) -> None:
-        """Append completions to `completions.rank{r}.jsonl`, each with its score under this watch's name."""
+        """Append completions to `completions.rank{r}.jsonl`, each with the score that this watch gives it."""
         step = getattr(trainer_state, "global_step", None)
         self.write_rows(prompts, completions, [{self.__name__: score} for score in scores], step)
 
@@ -64,7 +64,7 @@ class Watch:
         """
         Append completions to `completions.rank{r}.jsonl`, each with a mapping from names to scores.
 
-        If another watch has just written some of the same completions, its lines get these scores, too.
+        If another watch has just written some of the same completions, add the scores to the lines that it wrote.
         """
         if (path := self._path("completions")) is None:
             return
@@ -106,7 +106,7 @@ def numbers_of(scores: Any) -> list[float | None]:
 
 class GoldJudgeReward(HoldsRewards, Watch):
     """
-    Score evaluation rows, and no others, by a judge that training must not see.
+    Score evaluation rows, and no others, by a judge that training must not use (the gold judge).
 
     TRL generates the answers, and the trainer logs:
 
@@ -145,12 +145,13 @@ class GoldJudgeReward(HoldsRewards, Watch):
         self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's answers
 
     def lacks(self, trainer: Any) -> Iterator[str]:
-        """Yield a warning if no data set of the trainer has the column that marks the rows to score."""
+        """Yield a warning if no dataset of the trainer has the column that marks the rows to score."""
         found = [columns_of(getattr(trainer, name, None)) for name in ("eval_dataset", "train_dataset")]
         if None not in found and not any(self.column in columns for columns in found if columns):
             yield (
-                f"GoldJudgeReward scores no row: the evaluation set has no column `{self.column}`. Add it, true in "
-                f"the rows to score: `eval_dataset.add_column({self.column!r}, [True] * len(eval_dataset))`."
+                f"GoldJudgeReward scores no row: the evaluation set has no column `{self.column}`. Add this column, "
+                f"with True in the rows to score: `eval_dataset.add_column({self.column!r}, [True] * "
+                "len(eval_dataset))`."
             )
 
     def __call__(
@@ -187,7 +188,9 @@ class GoldJudgeReward(HoldsRewards, Watch):
         return scores
 
     def _read_start(self, step: int) -> int:
-        """Read the start policy's scores that an interrupted run wrote; return the step of its first evaluation."""
+        """
+        Read the start policy's scores that an interrupted run wrote; return the step of that run's first evaluation.
+        """
         folder = self.folder if self.folder is not None else Watch.default_folder
         for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) if folder is not None else ():
             rows = list(read_jsonl(path))
@@ -200,15 +203,15 @@ class GoldJudgeReward(HoldsRewards, Watch):
 
 class ScoreWatch(HoldsRewards, Watch):
     """
-    Log the quantiles of a reward's single scores as `score_watch/<name>/q05` and so on.
+    Log quantiles of a reward function's scores of single completions, as `score_watch/<name>/q05` and so on.
 
     With `bound`, the share of scores above it is also logged, as `score_watch/<name>/share_above`. Each process
     computes the quantiles of each batch, and their means are logged.
 
     Args:
-        reward: a reward function, async or not. In `reward_funcs`, put the watch in the place of the function, with
-            the function's weight; the watch returns the function's scores.
-        bound: scores above this number are counted; 0.8 suits scores from 0 to 1. None: none are counted.
+        reward: a reward function, async or not. In `reward_funcs`, replace the function by the watch, with the
+            function's weight; the watch returns the function's scores.
+        bound: log the share of scores above this number; 0.8 suits scores from 0 to 1. None: no such share is logged.
         quantiles: which quantiles to log, each in [0, 1].
         name: name in the metrics. The default is the reward's own name.
         folder, score: see [`Watch`].
@@ -256,7 +259,7 @@ class ScoreWatch(HoldsRewards, Watch):
 
 
 def score_watch(reward: Any, **kwargs: Any) -> ScoreWatch:
-    """Make a [`ScoreWatch`] of a reward function."""
+    """Wrap a reward function in a [`ScoreWatch`]."""
     return ScoreWatch(reward, **kwargs)
 
 
@@ -265,7 +268,7 @@ def score_watch(reward: Any, **kwargs: Any) -> ScoreWatch:
 
 class RepetitionWatch(Watch):
     """
-    Log how much completions repeat themselves, each other and a corpus, by n-grams of words.
+    Log how much completions repeat themselves, each other or a corpus, measured by n-grams of words.
 
     In scripts without spaces, such as Chinese, Japanese and Thai, each character counts as a word.
 
@@ -356,8 +359,8 @@ class PhraseReviewReward(Watch):
     Args:
         phrases: phrases to find as whole words, in any case, with any space between words; invisible characters are
             ignored. In scripts without spaces, such as Chinese, Japanese and Thai, they are found within words, too.
-        veto: score of a completion with one of the phrases; all others score 0.0. It has an effect only if the
-            function also gets a weight other than 0. None: all completions get `score`.
+        veto: score of a completion with one of the phrases; all other completions score 0.0. It affects training only
+            if the function gets a weight other than 0. None: all completions get `score`.
         folder, score: see [`Watch`].
 
     Examples:
@@ -395,12 +398,12 @@ class PhraseReviewReward(Watch):
 
 
 def _composed(text: str) -> str:
-    """Return a text in which each character, such as a letter with an accent, is written in one way only (NFKC)."""
+    """Normalise a text so that each character, such as a letter with an accent, has only one encoding (NFKC)."""
     return unicodedata.normalize("NFKC", _MARKS.sub(r"\1", text))
 
 
 def _pattern(phrase: str) -> str:
-    """Return a regular expression for a phrase; where the script has spaces, it finds only whole words."""
+    """Return a regular expression for a phrase, which finds only whole words in scripts that have spaces."""
     words = regex.sub(_HIDDEN, "", _composed(phrase)).split()
     within = [f"{_HIDDEN}*".join(map(regex.escape, word)) for word in words]
     begins, ends = (regex.match(_WORD, end, regex.VERSION1) for end in (words[0][0], words[-1][-1]))

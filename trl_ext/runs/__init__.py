@@ -1,4 +1,4 @@
-"""Make runs trustworthy: write checkpoints, lock folders, keep stopped runs stopped, identify runs, record them."""
+"""Manage runs: write and resume checkpoints, lock output folders, keep stopped runs stopped, and check settings."""
 
 from typing import TYPE_CHECKING
 

@@ -40,20 +40,21 @@ _MUST_BE_SAME = ("model: ", "reference", "rows per step: ", "steps per rollout: 
 
 
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
-    """Return, as JSON, what should be the same for a run to resume exactly: fields of `args`, and all `facts`."""
+    """Return, as JSON, the values that must not change for an exact resume: fields of `args`, and all `facts`."""
     told = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
     return json.loads(json.dumps(without_credentials({**told, **facts}), default=str))
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return a text like `seed: 1 → 2` for each setting, given as JSON by name, that differs between two runs."""
+    """Return a text such as `seed: 1 → 2` for each setting that differs between two runs."""
     different = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     return [f"{name}: {before.get(name)!r} → {now.get(name)!r}" for name in different]
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     """
-    Return what a recipe passes to `train` as `resume_from_checkpoint`, so that the same command run again resumes.
+    Return the argument `resume_from_checkpoint` of `train` for a recipe, so that repeating its command resumes the
+    run.
 
     The result depends on the setting `resume_from_checkpoint`:
 
@@ -71,16 +72,16 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
 
 class ResumableRun(AgreedControl, BackgroundSaving):
     """
-    Extend a trainer: `train` resumes from checkpoints that are complete, and says what has changed since.
+    Extend a trainer: `train` resumes only from complete checkpoints, and reports what has changed since.
 
     `train()` restarts, as in every `Trainer`. `train(resume_from_checkpoint=True)` resumes from the newest complete
     checkpoint in `output_dir`; with a path in place of True, from the checkpoint at that path.
 
-    - What differs from the run that wrote the checkpoint is printed. Another base or reference is refused, and so is
-      another number of processes where each has saved a part.
+    - Settings that differ from the run that wrote the checkpoint are printed. Another base or reference raises an
+      error, and so does another number of processes if each has saved a part.
     - If the run is complete, the checkpoint is loaded, and nothing is trained.
-    - If a monitor ended the run, it is refused, unless `resume_anyway` is set, or `resume_from_checkpoint=False` says
-      to restart.
+    - If a monitor ended the run, resuming raises an error, unless `resume_anyway` is set, or
+      `resume_from_checkpoint=False` restarts the run.
 
     While this run trains, no other process may run in `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].
 
@@ -113,11 +114,11 @@ class ResumableRun(AgreedControl, BackgroundSaving):
 
     @property
     def _given_model(self) -> Any:
-        """Return the model that was passed to the trainer, with its adapters."""
+        """Return the model that was passed to the trainer, including its adapters."""
         return self.accelerator.unwrap_model(self.model)
 
     def _run_facts(self) -> dict[str, Any]:
-        """Return, as JSON, what is compared on resuming besides the training arguments; all processes call this."""
+        """Return, as JSON, what resuming compares besides the training arguments; all processes must call this."""
         model, rows, args = self._given_model, self.given_rows, self.args
         revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
         return {
@@ -137,7 +138,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         return schedule(self)
 
     def _steps(self) -> int | None:
-        """Return the optimizer steps of the whole run; None if a stream has no end."""
+        """Return the number of optimizer steps of the whole run; None for a stream without end."""
         return steps_of(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -169,7 +170,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             return output
 
     def _prepare_folder(self, resume: str | bool | None) -> None:
-        """Remove what a killed run has left; raise [`Stopped`] if a monitor ended the run, unless it restarts."""
+        """Remove a killed run's leftovers; raise [`Stopped`] if a monitor ended the run, unless it is restarted."""
         folder = self.args.output_dir
         remove_links(Path(folder))
         stopped = stop_of(folder, "repeat the command with `--resume_anyway true` (`resume_anyway=True`)")
@@ -179,8 +180,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
 
     def _find_checkpoint(self, resume: str | bool | None) -> tuple[str | None, bool, int | None]:
         """
-        Return the checkpoint to resume from, whether this run's settings differ from those it was written with, and
-        its size in bytes; (None, False, None) to restart.
+        Return the checkpoint to resume from, whether this run's settings differ from the checkpoint's, and the
+        checkpoint's size in bytes; (None, False, None) to restart.
         """
         if resume is None or resume is False:
             return None, False, None
@@ -194,19 +195,20 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             needs_same += ("processes: ",)
         if refused := [text for text in different if text.startswith(needs_same)]:
             raise CannotResume(
-                f"{checkpoint} cannot be resumed with {'; '.join(refused)}. Use what it was written with, or begin a "
-                "new run in another `output_dir`."
+                f"{checkpoint} cannot be resumed with changed {'; '.join(refused)}. Restore the old values, or start "
+                "a new run in another `output_dir`."
             )
         if different:
             print(f"Warning: {checkpoint} was written with other settings: {'; '.join(different)}.")
         return checkpoint, bool(different), sum(marker["files"].values())
 
     def _load_complete(self, checkpoint: str, state: TrainerState) -> TrainOutput:
-        """Load a complete run's last checkpoint or, if the run ends with its best weights, the best one."""
+        """Load a complete run's last checkpoint, or its best checkpoint with `load_best_model_at_end`."""
         end = f"Training is complete, at step {state.global_step}"
         if is_deepspeed_zero3_enabled():
             raise CannotResume(
-                f"{end}, and ZeRO-3 can load weights only into a run that continues. Take them from {checkpoint}."
+                f"{end}, and ZeRO-3 can load weights only into a run that continues. Take the weights from "
+                f"{checkpoint}."
             )
         self.accelerator.print(f"{end}: loading {checkpoint}.")
         self._load_from_checkpoint(checkpoint)
@@ -216,7 +218,9 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             # Beside the last one, since the output directory may have been moved
             state.best_model_checkpoint = str(Path(checkpoint).with_name(Path(state.best_model_checkpoint).name))
             if read_marker(state.best_model_checkpoint) is None:
-                raise CannotResume(f"{state.best_model_checkpoint}, the best checkpoint, is not complete.")
+                raise CannotResume(
+                    f"{state.best_model_checkpoint}, the best checkpoint, is incomplete and cannot be loaded."
+                )
             self._load_best_model()
         return TrainOutput(state.global_step, float("nan"), {})
 
@@ -258,7 +262,7 @@ _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": F
 
 
 def block(title: str, lines: dict[str, str]) -> str:
-    """Return a title with named lines below it, wrapped and aligned; lines without a text are left out."""
+    """Format a title with named lines below it, wrapped and aligned; lines without a text are left out."""
     room, width = max(map(len, lines)) + 4, min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
     shown = [
         textwrap.fill(f"  {name:{room - 2}}{text}", width, subsequent_indent=" " * room, **_WHOLE_WORDS)
@@ -272,7 +276,7 @@ def schedule(trainer: Any, **own: str) -> str:
     """
     Return a summary of a run of SFT, reward modelling or DPO: its model, data, steps and checkpoints.
 
-    `own` adds lines, a text by the name of the line.
+    `own` adds lines; it maps a line's name to its text.
     """
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -296,9 +300,9 @@ def count(number: int, noun: str) -> str:
 
 def sizes(named: Any, model: Any) -> str:
     """
-    Return a text with two numbers of weights: of all, and of those that are trained.
+    Return a text with the number of all weights, and of the trained weights.
 
-    The weights of other adapters than the policy's and the critic's, such as the reference's, do not count.
+    Adapters other than the policy's and the critic's, such as the reference's, are not counted.
     """
     others = {*getattr(model, "peft_config", ())} - {POLICY, CRITIC}
     parameters = [parameter for name, parameter in named if others.isdisjoint(name.split("."))]
@@ -307,7 +311,7 @@ def sizes(named: Any, model: Any) -> str:
 
 
 def reference_of(trainer: Any, model: Any) -> str:
-    """Return a text that says what the reference model of a run is."""
+    """Describe the reference model of a run, such as "frozen copy of the adapter"."""
     if trainer.ref_model is not None:
         return "frozen copy"
     return "frozen copy of the adapter" if REFERENCE in getattr(model, "peft_config", ()) else "the base, adapters off"
@@ -337,7 +341,7 @@ def steps_of(trainer: Any) -> int | None:
 
 
 def saves(args: Any) -> str:
-    """Return a text on checkpoints: when they are written, where, and how many are kept."""
+    """Describe the checkpoints of a run: when they are written, where, and how many are kept."""
     if args.save_strategy == "no":
         return f"no checkpoints, only the final model, in {args.output_dir}"
     when = {

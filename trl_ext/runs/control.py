@@ -1,4 +1,6 @@
-"""Let callbacks steer a run: what they ask of the trainer, a stop that holds, and what they lack."""
+"""
+Let callbacks control a run: share their requests, keep a run that a monitor stopped from resuming, and check them.
+"""
 
 import json
 from pathlib import Path
@@ -15,13 +17,13 @@ _KL_SCALE, _RATE_SCALE = "trl_ext_kl_scale", "trl_ext_rate_scale"  # pending req
 
 class AgreedControl:
     """
-    Extend a trainer: if a callback on one process requests something, all processes do it at the same step.
+    Extend a trainer: if a callback on one process makes a request, all processes carry it out at the same step.
 
     All requests in [`~transformers.TrainerControl`] that are made at the end of a step or an epoch are shared. Of
     requests that are made while the trainer logs, evaluates or saves, only requests to stop are shared.
 
-    Without this class, a time limit that runs out on one process first would leave the other processes waiting in the
-    next collective for ever.
+    Without this class, a time limit that is reached on one process first would leave the other processes waiting in
+    the next collective forever.
     """
 
     accelerator: Any
@@ -34,7 +36,7 @@ class AgreedControl:
             self._agree()
 
     def _agree(self) -> bool:
-        """Make a request of any process a request on all processes; return whether there is any request."""
+        """Share requests: what any process requests, all processes request; return whether there is any request."""
         asked = [getattr(self.control, name) for name in _REQUESTS]
         if self.accelerator.num_processes > 1:
             everyones = torch.tensor(asked, dtype=torch.int32, device=self.accelerator.device)
@@ -46,9 +48,10 @@ class AgreedControl:
 
 def request_kl_scale(state: Any, factor: float) -> None:
     """
-    Ask the trainer to multiply its KL coefficient by `factor` once, at its next rollout. Only PPOTrainer does so.
+    Request that the trainer multiply its KL coefficient by `factor` once, at its next rollout. Only PPOTrainer does
+    so.
 
-    The request is kept in `state`, so that a resumed run answers it, too. If several requests are made before a
+    The request is kept in `state`, so that a resumed run carries it out, too. If several requests are made before a
     rollout, only the largest factor is used. Call this on all processes.
 
     Args:
@@ -60,18 +63,20 @@ def request_kl_scale(state: Any, factor: float) -> None:
 
 
 def take_kl_scale(state: Any) -> float:
-    """Return the factor that callbacks requested for the KL coefficient, and forget it; 1.0 without a request."""
+    """Return the factor that callbacks requested for the KL coefficient (1.0 if none), and clear the request."""
     return state.stateful_callbacks.pop(_KL_SCALE, {"factor": 1.0})["factor"]
 
 
 def request_rate_scale(state: Any, factor: float) -> None:
-    """Ask the trainer to multiply its learning rates by `factor` from its next rollout on, as `request_kl_scale`."""
+    """
+    Request that the trainer multiply its learning rates by `factor` from its next rollout on; see `request_kl_scale`.
+    """
     asked = state.stateful_callbacks.setdefault(_RATE_SCALE, {"factor": factor})
     asked["factor"] = min(asked["factor"], factor)
 
 
 def take_rate_scale(state: Any) -> float:
-    """Return the factor that callbacks requested for the learning rates, and forget it; 1.0 without a request."""
+    """Return the factor that callbacks requested for the learning rates (1.0 if none), and clear the request."""
     return state.stateful_callbacks.pop(_RATE_SCALE, {"factor": 1.0})["factor"]
 
 
@@ -80,11 +85,11 @@ _SPOILT = "trl_ext_spoilt"  # in `TrainerState.stateful_callbacks`: the weights 
 
 
 class CannotResume(ValueError):
-    """Refuse to resume: the checkpoint is missing, incomplete or from other settings, or a monitor ended the run."""
+    """Raised when a checkpoint is missing, incomplete or from other settings, or when a monitor ended its run."""
 
 
 class Stopped(CannotResume):
-    """Refuse to train: a monitor ended this run, and nobody has said that it is to continue."""
+    """Raised when a monitor ended this run, and neither `resume_anyway` nor a restart was requested."""
 
 
 def write_stop(output_dir: str, monitor: str, step: int, what: str) -> None:
@@ -99,7 +104,7 @@ def forget_stop(output_dir: str) -> None:
 
 
 def stop_of(output_dir: str, how: str) -> str | None:
-    """Return a sentence on who ended the run and on how to continue; None if no monitor did."""
+    """Return a sentence on which monitor ended the run and how to continue; None if no monitor ended it."""
     record = Path(output_dir, STOPPED)
     if not record.is_file():
         return None
@@ -112,12 +117,12 @@ def stop_of(output_dir: str, how: str) -> str | None:
 
 
 def spoil(state: Any, sentence: str) -> None:
-    """Store in `state` that the weights are not to be saved, and why."""
+    """Mark in `state` that the weights must not be saved, with the reason."""
     state.stateful_callbacks[_SPOILT] = {"sentence": sentence}
 
 
 def spoilt(state: Any) -> str | None:
-    """Return the sentence that [`spoil`] stored; None if the weights may be saved."""
+    """Return the reason that [`spoil`] stored; None if the weights may be saved."""
     found = state.stateful_callbacks.get(_SPOILT)
     return found and found["sentence"]
 
@@ -127,13 +132,13 @@ logger = logging.get_logger(__name__)
 
 def check_monitors(trainer: Any) -> list[str]:
     """
-    Warn of monitors and watches that will have nothing to look at, and return the warnings as sentences.
+    Warn of monitors and watches that will have no data, and return the warnings as sentences.
 
-    Each callback and reward function that has a method `lacks(trainer)` is asked; the method yields sentences. Each
-    sentence is logged only once for a trainer.
+    Each callback and reward function may have a method `lacks(trainer)`, which yields such sentences. Each sentence is
+    logged only once for a trainer.
 
-    Our trainers call this when they are built and when they begin to train; recipes call it when they attach monitors.
-    In a script with a stock trainer, call it before `train()`.
+    trl_ext's trainers call this when they are built and when they begin to train; recipes call it when they attach
+    monitors. In a script with another trainer, call it before `train()`.
     """
     parts = [*trainer.callback_handler.callbacks, *rewards_of(trainer)]
     said = [sentence for part in parts if hasattr(part, "lacks") for sentence in part.lacks(trainer)]
@@ -152,9 +157,9 @@ def rewards_of(trainer: Any) -> list[Any]:
 
 def columns_of(dataset: Any) -> set[str] | None:
     """
-    Return the names of a data set's columns or, for a dict of data sets, the names of all their columns.
+    Return the names of a dataset's columns or, for a dict of datasets, the names of all their columns.
 
-    Return None if a data set is a stream that does not know its columns.
+    Return None if a dataset is a stream with unknown columns.
     """
     parts = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
     names: list[Any] = [getattr(part, "column_names", None) for part in parts if part is not None]

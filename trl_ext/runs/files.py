@@ -1,4 +1,4 @@
-"""Write the files of a run whole, or line by line, on one process for all; torch and transformers are not imported."""
+"""Write the files of a run atomically or line by line, without importing torch and transformers."""
 
 import json
 import math
@@ -19,10 +19,10 @@ RUNBOOK = "docs/runbook.md"
 @contextmanager
 def whole_file(path: str | os.PathLike[str], durably: bool = False) -> Iterator[Path]:
     """
-    Write a file whole or not at all.
+    Write a file atomically: it is complete, or the old file is unchanged.
 
-    The block writes a temporary file beside `path`, at the yielded path. At the end of the block this file is renamed
-    to `path`; after an error it is removed.
+    The `with` block writes a temporary file beside `path`, at the yielded path. At the end of the block this file is
+    renamed to `path`; after an error it is removed.
 
     Args:
         path: the file's path; its folder exists.
@@ -44,7 +44,7 @@ def whole_file(path: str | os.PathLike[str], durably: bool = False) -> Iterator[
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all, and make its folder."""
+    """Write a text file atomically, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temporary:
         # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was
@@ -61,12 +61,12 @@ def flush(path: Path) -> None:
 
 
 def is_notice(alert: dict[str, Any]) -> bool:
-    """Return whether an alert is a notice: about a problem of the monitor itself, not of the run."""
+    """Return whether an alert is a notice, which is about a problem of the monitor and not of the run."""
     return alert.get("level") == "notice"
 
 
 def finite(value: Any) -> Any:
-    """Convert a value to JSON's types: arrays and tensors to lists of numbers, NaN and other objects to text."""
+    """Convert a value to JSON types: arrays and tensors become lists of numbers, NaN and other objects become text."""
     if isinstance(value, dict):
         return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -79,7 +79,7 @@ def finite(value: Any) -> Any:
 
 
 def without_nan(value: Any) -> Any:
-    """Replace NaN and infinities within the value by None: JSON has no such numbers."""
+    """Replace NaN and infinities within a value by None, since JSON has no such numbers."""
     if isinstance(value, dict):
         return {key: without_nan(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -94,10 +94,10 @@ def is_finite_number(value: Any) -> TypeGuard[float]:
 
 class JSONLWriter:
     """
-    Append JSON objects to a file, each on a line of its own.
+    Append JSON objects to a file, one per line.
 
-    Each line goes to the operating system at once, so `kill -9` loses at most the line being written. If the file
-    cannot be written, one warning says so, and the lines are lost.
+    Each line is passed to the operating system at once, so `kill -9` loses at most the line being written. If the file
+    cannot be written, one warning is logged, and the lines are lost.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -123,7 +123,7 @@ class JSONLWriter:
             from transformers.utils import logging  # here: who only reads files needs no transformers
 
             logging.get_logger(__name__).warning(
-                f"{self.path} cannot be written ({error.strerror}): nothing more is written to it."
+                f"{self.path} cannot be written ({error.strerror}): the run continues without writing to this file."
             )
 
 
@@ -139,7 +139,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """
     Yield the objects of a file of JSON lines.
 
-    Incomplete lines are skipped: a run leaves one if it is killed, or is still writing.
+    Incomplete lines are skipped. A run leaves such a line if it is killed, or while it is writing.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -162,7 +162,7 @@ def from_first(value: T) -> T:
 
 
 def on_first(function: Callable[..., T], *args: object) -> T:
-    """Call a function on the first process alone; return its result, or raise its error, on every process."""
+    """Call a function on the first process only; return its result, or raise its error, on every process."""
     from accelerate import PartialState
 
     found: tuple[T | None, Exception | None] = None, None

@@ -1,4 +1,4 @@
-"""Mark a checkpoint as complete, find complete ones, and delete old ones: a marker is a file that is written last."""
+"""Mark checkpoints as complete by a file that is written last (the marker); find complete ones, delete old ones."""
 
 import json
 import os
@@ -20,14 +20,14 @@ _NO_STATE = {
 
 def write_marker(checkpoint: str | os.PathLike[str], settings: dict[str, Any]) -> int:
     """
-    Write the marker of a checkpoint, and return the size of its files in bytes.
+    Write the marker of a checkpoint, and return the size of the checkpoint's files in bytes.
 
-    Call this on one process, when all have written their files. All of them are on the disk before the marker is, so a
-    checkpoint with a marker has survived a loss of power.
+    Call this on one process, after all processes have written their files. The files are flushed to the disk before
+    the marker, so a checkpoint with a marker is complete even after a loss of power.
 
     Args:
         checkpoint: the checkpoint's folder.
-        settings: settings of the run, which a resumed run is compared with.
+        settings: the run's settings, with which a resumed run compares its own.
     """
     folder = Path(checkpoint)
     paths = [path for path in sorted(folder.rglob("*")) if path.name not in _NO_STATE]
@@ -59,7 +59,7 @@ def checkpoints_of(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def newest_complete(output_dir: str | os.PathLike[str]) -> str | None:
-    """Return the complete checkpoint that was written last, or None; print which others are skipped."""
+    """Return the complete checkpoint that was written last, or None; print which incomplete ones are skipped."""
     markers = {path: read_marker(path) for path in checkpoints_of(output_dir)}
     for path in [path for path, marker in markers.items() if marker is None]:
         print(f"Skipping {path}: it is not complete.")
@@ -68,7 +68,7 @@ def newest_complete(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def delete_old(newest: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beside `newest`, first those without a marker; `newest` and `best` are kept."""
+    """Delete the oldest checkpoints, those without a marker first; keep `newest` and `best`."""
     paths = checkpoints_of(newest.parent)
     ages = {path: ((path / MARKER).is_file(), path.stat().st_mtime_ns) for path in paths if path.is_dir()}
     spare = [path for path in sorted(ages, key=lambda path: ages[path]) if path.name not in (newest.name, best)]

@@ -21,7 +21,7 @@ _PATIENCE = 2.0  # seconds to wait for a killed process to end
 
 def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = None) -> None:
     """
-    Check that the folder can be written, and holds no finished run that this run would overwrite.
+    Check that the output folder can be written, and holds no finished run that this run would overwrite.
 
     Args:
         output_dir: the folder, which need not exist yet.
@@ -37,30 +37,32 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise OSError(f"`output_dir` {output_dir} cannot be written ({error.strerror}): choose another") from error
+        raise OSError(
+            f"`output_dir` {output_dir} cannot be written ({error.strerror}): choose another folder"
+        ) from error
     has_model = (path / "train_results.json").is_file() or any(path.glob("*.safetensors"))
     if has_model and not any(path.glob("checkpoint-*")) and str(resume).lower() != "false":
         raise FileExistsError(
-            f"`output_dir` {output_dir} holds a model, and no checkpoint to resume from: choose another, or overwrite "
-            "it with `resume_from_checkpoint: false`"
+            f"`output_dir` {output_dir} holds a model, but no checkpoint to resume from: choose another folder, or "
+            "overwrite the model with `resume_from_checkpoint: false`"
         )
 
 
 class FolderInUse(OSError):
-    """Refuse a folder that another process holds; the message says which process, on which host, and since when."""
+    """Raised when another process holds the folder; the message says which process, on which host, and since when."""
 
 
 class Hold:
     """
-    Keep the runs of other processes out of a folder, until `release` or the end of a `with` block.
+    Lock a folder against the runs of other processes, until `release` or the end of a `with` block.
 
-    The folder is locked by a file. The kernel drops the lock when this process ends, in whatever way, and no child
+    The lock is a file in the folder. The kernel drops the lock when this process ends, in whatever way, and no child
     process inherits it. This process may make several holds of a folder; the folder is free again when all of them are
-    released or deleted. If the folder cannot be locked, for example on a file system without locks, a printed line
-    says so, and nothing is kept out.
+    released or deleted. If the folder cannot be locked, for example on a file system without locks, a line is printed,
+    and other runs are not kept out.
 
-    In a launch of several processes all must make a hold. The first process locks the folder; if another run holds
-    it, all processes raise the error.
+    In a launch of several processes, all of them must make a hold. The first process locks the folder; if another run
+    holds it, all processes raise the error.
 
     Args:
         folder: the folder, which need not exist yet.
@@ -97,7 +99,7 @@ def _locked(folder: Path) -> Any:
     """
     Lock a folder and return the lock; raise [`FolderInUse`] if another process holds it.
 
-    If the folder cannot be locked, for example on a file system without locks, print that and return None.
+    If the folder cannot be locked, for example on a file system without locks, print a line and return None.
     """
     # One object for each file, so that this process can lock it again
     lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False, on_acquired=_write_holder)
@@ -109,13 +111,15 @@ def _locked(folder: Path) -> Any:
             "another `output_dir`"
         ) from None
     except OSError as error:  # a file system without locks, or a folder that nothing can be written to
-        print(f"{folder} cannot be locked ({error.strerror or error}), so nothing keeps a second run out of it.")
+        print(
+            f"{folder} cannot be locked ({error.strerror or error}), so nothing stops a second run from writing to it."
+        )
         return None
     return lock
 
 
 def _write_holder(descriptor: int) -> None:
-    """Write this process' pid and host into the lock file."""
+    """Write this process's pid and host into the lock file."""
     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
     with suppress(OSError):  # a full disk: it is locked all the same
         os.ftruncate(descriptor, 0)
@@ -132,9 +136,9 @@ def _holder(lock: Path) -> str:
 
 def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -> bool:
     """
-    Return whether a run had been trained and evaluated before this command; if so, print that nothing is done.
+    Return whether the run was trained and evaluated before this command; if so, print that it is not evaluated again.
 
-    A file that is older than the run's newest checkpoint does not count: it belongs to an earlier run.
+    Evaluation files that are older than the run's newest checkpoint do not count, since they belong to an earlier run.
 
     Args:
         output_dir: the run's folder.
@@ -150,13 +154,15 @@ def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -
     )
     found = from_first(found)  # another machine may not see the folder
     if found:
-        PartialState().print(f"{folder / files[0]} is left as it is; to evaluate again, delete it.")
+        PartialState().print(
+            f"{folder / files[0]} exists, so the model is not evaluated again; to evaluate it, delete that file."
+        )
     return found
 
 
 def last_evaluation(trainer: Any, result: Any) -> dict[str, float]:
     """
-    Return the metrics of the trained model on the evaluation set; evaluate, unless training just did at its last step.
+    Return the trained model's metrics on the evaluation set; evaluate only if training did not do so at its last step.
 
     Args:
         trainer: any Trainer, after training.
@@ -171,9 +177,9 @@ def last_evaluation(trainer: Any, result: Any) -> dict[str, float]:
 
 def overlap(folder: Path, given: Path) -> str:
     """
-    Return how `folder`, which is written to, overlaps with `given`, which is read.
+    Describe how the output folder `folder` overlaps with the input path `given`.
 
-    The result is a verb, "holds" or "lies in the folder of"; "" if they do not overlap.
+    Return a verb for a sentence, "holds" or "lies in the folder of"; "" if they do not overlap.
     """
     mine, theirs = folder.resolve(), given.resolve()
     if mine == theirs or mine in theirs.parents:

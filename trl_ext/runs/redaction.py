@@ -1,4 +1,4 @@
-"""Remove credentials from what a run writes; they are found by a setting's name or by the form of a text."""
+"""Remove credentials from a run's files and logs; they are found by the name of a setting or the form of a text."""
 
 import re
 from typing import Any
@@ -42,11 +42,11 @@ def redacted(value: Any, name: str = "") -> Any:
 
     These are replaced:
 
-    - the values of names such as `token`, `password` or `api_key`, in mappings and in texts like `token=...`
+    - the values of keys such as `token`, `password` or `api_key`, in mappings and in texts like `token=...`
     - in a URL, the user and the password, and credentials in the query; in a webhook's URL also the path
     - text that looks like a token, such as `hf_...` or `sk-...`
 
-    The values of `eos_token` and similar names, which are parts of a text, are kept.
+    The values of `eos_token` and similar names are kept, since they are no credentials.
 
     Args:
         value: text, or a list, tuple or mapping of values. Other objects are returned as they are.
@@ -68,9 +68,9 @@ def redacted(value: Any, name: str = "") -> Any:
 
 def without_credentials(value: Any) -> Any:
     """
-    Return `value` without credentials, to compare runs: two runs that differ in credentials alone count as the same.
+    Return `value` without credentials, so that two runs that differ only in credentials compare as equal.
 
-    A mapping that held only credentials becomes None, as if it had not been given.
+    A mapping that held only credentials becomes None, as if it had not been set.
     """
     if not isinstance(value, dict):
         return redacted(value)
@@ -79,7 +79,9 @@ def without_credentials(value: Any) -> Any:
 
 
 class HidesCredentials:
-    """Extend `TrainingArguments`: remove credentials from `to_dict`, which W&B, TensorBoard and the like get."""
+    """
+    Extend `TrainingArguments`: remove credentials from `to_dict`, which trackers such as W&B and TensorBoard get.
+    """
 
     def to_dict(self) -> dict[str, Any]:
         settings = super().to_dict()  # type: ignore[misc]
@@ -88,7 +90,7 @@ class HidesCredentials:
 
 
 class _PickledAs(str):
-    """Hold a string with a credential: unchanged in memory, but pickled as `shown`, which lacks the credential."""
+    """Hold a string with a credential, which is pickled as `shown`, a text without the credential."""
 
     shown: str
 
@@ -98,7 +100,7 @@ class _PickledAs(str):
 
 def pickled_without_credentials(args: Any) -> dict[str, Any]:
     """
-    Return new values for those attributes of `args` that hold credentials.
+    Return new values for the attributes of `args` that hold credentials.
 
     In memory the credentials that are strings, such as the hub's token, still work; in a pickle they are redacted.
     """

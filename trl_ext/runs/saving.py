@@ -1,4 +1,4 @@
-"""Write checkpoints, in the background if asked; if one cannot be written, end the run or continue without it."""
+"""Write checkpoints, optionally in the background; if one cannot be written, end the run or continue without it."""
 
 import os
 import shutil
@@ -33,11 +33,13 @@ _MEMORY, _STAGED = "/dev/shm", "trl_ext_checkpoint_"
 
 
 class NotSaved(RuntimeError):
-    """Raised when something could not be written; the message is one sentence, with the cause and the folder."""
+    """Raised when a file could not be written; the message is one sentence, with the cause and the folder."""
 
 
 def is_of_writing(error: BaseException) -> bool:
-    """Return whether an error means that a file could not be written; not one of the hub, which has no `errno`."""
+    """
+    Return whether an error means that a file could not be written; errors of the hub do not, and have no `errno`.
+    """
     if isinstance(error, OSError):
         return error.errno is not None
     of_torch_save = ("inline_container.cc", "iostream error")
@@ -45,7 +47,7 @@ def is_of_writing(error: BaseException) -> bool:
 
 
 def not_saved(path: str | os.PathLike[str], error: BaseException) -> str:
-    """Return half a sentence: what could not be written, where, why, and how much disk space is free."""
+    """Return a clause that says what could not be written, where, why, and how much disk space is free."""
     folder, cause = Path(path).parent, str(getattr(error, "strerror", None) or error).strip().splitlines()[0]
     free = shutil.disk_usage(folder).free / 2**30
     return f"{Path(path).name} could not be written to {folder} ({cause}; {free:.1f} GiB are free there)"
@@ -54,16 +56,16 @@ def not_saved(path: str | os.PathLike[str], error: BaseException) -> str:
 @contextmanager
 def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None = None) -> Iterator[None]:
     """
-    Run a block that writes a part of a run's result; if it cannot be written, raise [`NotSaved`] on all processes.
+    Raise [`NotSaved`] on all processes if the `with` block, which writes a part of a run's result, cannot write it.
 
     Every process must enter and leave the block, and no collective may follow a write in it. Weights that were written
-    only in part are removed: beside files of an earlier run they would look whole.
+    only in part are removed: beside files of an earlier run they would look complete.
 
     Args:
         output_dir: the run's folder.
-        what: name of the part, as the beginning of a sentence: "The model".
-        goes_on: words for the error on what running the same command again will do. The default says that it resumes
-            or, without a checkpoint, restarts.
+        what: name of the part, as the beginning of the message: "The model".
+        goes_on: end of the message, which says what running the same command again will do. The default says that it
+            resumes or, without a checkpoint, restarts.
     """
     before, failure = _weights_in(output_dir), None
     try:
@@ -88,19 +90,18 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
 
 
 def _weights_in(folder: str | os.PathLike[str]) -> dict[Path, int]:
-    """Return a mapping from each file of weights in a folder, but not in its checkpoints, to its time of writing."""
+    """Map each file of weights in a folder, except in its checkpoints, to the time when it was last written."""
     paths = [path for pattern in _WEIGHTS for at in ("", "critic/") for path in Path(folder).glob(f"{at}{pattern}")]
     return {path: path.stat().st_mtime_ns for path in paths}
 
 
 def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
     """
-    Save a model, then its metrics: if the disk becomes full, the model matters more.
+    Save a model, then its metrics, in this order because the model matters more if the disk becomes full.
 
     Args:
         trainer: a Trainer that has trained.
-        metrics: metrics that `train` returned. If they are empty, since the run was complete already, they are not
-            saved.
+        metrics: metrics that `train` returned. They are empty, and not saved, if the run was complete before.
     """
     with result_of(trainer.args.output_dir, MODEL):
         trainer.save_model()
@@ -111,11 +112,11 @@ def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
 
 class BackgroundSaving(_Trainer):
     """
-    Extend a trainer: write checkpoints as [`~trl_ext.runs.settings.SavingSettings`] say, in the background if asked.
+    Extend a trainer: write checkpoints according to [`~trl_ext.runs.settings.SavingSettings`], also in the background.
 
-    A checkpoint in the background is written into memory first: `checkpoint-N` is a link to there, and all that saves
-    needs to know nothing of it. A thread of the first process then copies the folder to the disk in the link's place,
-    and marks it as complete. The thread takes part in no collective.
+    A checkpoint in the background is first written into memory: `checkpoint-N` is a link to a folder there, so the
+    code that saves need not change. A thread of the first process then copies the folder to the disk, in place of the
+    link, and marks it as complete. The thread takes part in no collective.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -168,10 +169,14 @@ class BackgroundSaving(_Trainer):
             self._check_saving(wait=True, causes=causes)
 
     def _save_own_state(self, checkpoint: str) -> None:
-        """Override this to save what transformers does not: it is called on all processes, before the marker."""
+        """
+        Save state that transformers does not save. Override this; it is called on all processes, before the marker.
+        """
 
     def _begin(self, checkpoint: Path) -> Path | None:
-        """Make room for a checkpoint; return the folder in memory that it links to, None if it is written at once."""
+        """
+        Prepare to write a checkpoint; return its folder in memory, or None if it is written to the disk directly.
+        """
         Path(checkpoint, MARKER).unlink(missing_ok=True)
         remove_links(checkpoint.parent)
         if not getattr(self.args, "save_in_background", False) or self._size is None:
@@ -198,7 +203,7 @@ class BackgroundSaving(_Trainer):
         return in_memory
 
     def _finish(self, checkpoint: Path, in_memory: Path | None, best: str) -> None:
-        """Move a checkpoint to the disk, mark it as complete, and delete the oldest ones."""
+        """Move a checkpoint from memory to the disk, mark it as complete, and delete the oldest checkpoints."""
         try:
             if in_memory is not None:
                 part = checkpoint.with_name(f"_{checkpoint.name}")  # a Trainer uploads no such name
@@ -216,7 +221,7 @@ class BackgroundSaving(_Trainer):
                 shutil.rmtree(in_memory, ignore_errors=True)
 
     def _abandon_saving(self) -> None:
-        """After an error in training, wait until what is in memory is written. This uses no collective."""
+        """Wait, after an error in training, until a checkpoint in memory is written. This uses no collective."""
         if self._thread is not None:
             self._thread.join()
         if self._being_saved and self._error is not None:
@@ -227,14 +232,14 @@ class BackgroundSaving(_Trainer):
 
     def _check_saving(self, wait: bool = False, causes: list[str | None] | None = None) -> None:
         """
-        Check whether the checkpoint in the background is written; with `wait`, wait until it is.
+        Check whether the checkpoint that is being written in the background is complete; with `wait`, wait for it.
 
         If it could not be written, remove it and raise [`NotSaved`]; if the run continues, print the reason.
         Call this on all processes.
 
         Args:
             wait: whether to wait.
-            causes: half a sentence for each process that could not write its part.
+            causes: a clause for each process that could not write its part, as `not_saved` returns it.
         """
         if self._being_saved is None:
             return
@@ -271,7 +276,7 @@ class BackgroundSaving(_Trainer):
 
 
 def remove_links(output_dir: Path) -> None:
-    """Remove checkpoints that a killed run has left in memory, and the links to them."""
+    """Remove checkpoints that a killed run has left in memory, and the links to them in its folder."""
     for link in filter(Path.is_symlink, checkpoints_of(output_dir)):
         if link.resolve().name.startswith(_STAGED):  # others are a user's own
             shutil.rmtree(link.resolve(), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Declare settings with their meaning and range in one place, which checks, `--help` and the docs read."""
+"""Declare settings with their meaning and range in one place, for checks, `--help` and the docs."""
 
 import math
 import operator
@@ -30,15 +30,16 @@ class _Help(str):
 
 def setting(default: Any, help: str, range: Range | None = None, only_with: OnlyWith | None = None) -> Any:
     """
-    Declare a field of a configuration: the one place where a setting is described.
+    Declare a field of a configuration, with its default, description and rules.
 
     Args:
         default: default value.
         help: meaning and unit. `--help` shows the first sentence; `--help WORD` and the docs show all. No percent
             signs: argparse takes them for formats.
-        range: allowed values: a rule that [`meets`] understands, or a rule in words with a function that tests it.
-        only_with: name and value of another setting. If the other setting has a different value, this one has no
-            effect, and is refused unless it is at its default.
+        range: allowed values: a rule that [`meets`] understands, or a tuple of a rule in words and a function that
+            tests it.
+        only_with: name and value of another setting that this setting needs. If the other setting has a different
+            value, this setting must keep its default.
     """
     text = _Help(help)
     text.range, text.only_with = range, only_with
@@ -59,13 +60,13 @@ def meets(value: Any, rule: str) -> bool:
 
 
 def rules_of(each: Field) -> tuple[Range | None, OnlyWith | None]:
-    """Return the `range` and the `only_with` of a field, as [`setting`] takes them; None for one that it lacks."""
+    """Return the `range` and the `only_with` of a field, as [`setting`] takes them; None for a missing rule."""
     text = each.metadata.get("help", "")
     return (text.range, text.only_with) if isinstance(text, _Help) else (None, None)
 
 
 def conditions(each: Field) -> str:
-    """Return sentences on a field's allowed values and on the other setting that it needs; "" if it has no rules."""
+    """Describe in sentences a field's allowed values and the other setting that it needs; "" if it has no rules."""
     rule, only_with = rules_of(each)
     sentences = []
     if rule:
@@ -76,7 +77,7 @@ def conditions(each: Field) -> str:
 
 
 def documented(cls: _Class) -> _Class:
-    """Append to a dataclass's docstring the settings that the class itself and mixins of trl_ext declare."""
+    """Append to a dataclass's docstring the settings that the class, or a mixin of trl_ext, declares."""
     known, lines = {each.name: each for each in fields(cls)}, []
     for kind in cls.__mro__:
         names = kind.__annotations__ if kind is cls or kind.__module__.startswith("trl_ext.") else ()
@@ -95,8 +96,8 @@ class SavingSettings:
     save_in_background: bool = setting(
         False,
         "Write checkpoints while training continues: into memory first, from where a thread moves them to "
-        "`output_dir`. At most one is being written, and `train` returns when the last one is complete. The first one "
-        "of a run is waited for, since it says how much memory one takes.",
+        "`output_dir`. At most one checkpoint is written at a time, and `train` returns when the last one is "
+        "complete. Training waits for the first one, to measure how much memory a checkpoint takes.",
     )
     staging_dir: str | None = setting(
         None,
@@ -106,14 +107,15 @@ class SavingSettings:
     )
     on_save_failure: Literal["stop", "continue"] = setting(
         "stop",
-        "What follows if a checkpoint could not be written. If the disk is full, say, `stop` ends the run with one "
-        "sentence; `continue` prints it and trains on. What was written of the checkpoint is removed.",
+        "What happens if a checkpoint cannot be written, for example because the disk is full. `stop` ends the run "
+        "with a one-sentence message; `continue` prints the message and continues training. The incomplete "
+        "checkpoint is removed.",
     )
     record_run: bool = setting(
         True,
-        "Write what the run logs, and a page of it, into `output_dir`. They are `metrics.rank0.jsonl`, with PPO some "
-        "completions of each rollout, and `report.html` when training ends. The main process alone writes; what "
-        "cannot be written is a warning.",
+        "Write the run's logs, and a page that shows them, into `output_dir`. The files are `metrics.rank0.jsonl`, "
+        "with PPO some completions of each rollout, and `report.html` when training ends. Only the main process "
+        "writes; a file that cannot be written leads to a warning.",
     )
 
     def __post_init__(self):
@@ -123,12 +125,13 @@ class SavingSettings:
 
 @dataclass
 class AnswersSettings:
-    """Add a setting to configurations of trainers that generate no answers by themselves."""
+    """Add `record_answers` to configurations of trainers that generate no answers by themselves."""
 
     record_answers: int = setting(
         0,
-        "Prompts to answer before training, at each evaluation and at the end, for the page: the first of the "
-        "evaluation rows, or without these of the training rows. Answers are greedy and have at most 128 tokens.",
+        "Number of prompts to answer before training, at each evaluation and at the end, for the run's page. They "
+        "are the first prompts of the evaluation rows, or of the training rows if there are none. Answers are greedy "
+        "and have at most 128 tokens.",
         range=">= 0 prompts",
         only_with=("record_run", True),
     )
@@ -146,9 +149,9 @@ def resolve_bf16(config: Any) -> None:
 
 def resolve_for_cpu(config: Any) -> None:
     """
-    Set `bf16` and gradient checkpointing where they are unset: off on a CPU, where both cost time, else as TRL does.
+    Set `bf16` and activation checkpointing if they are unset: off on a CPU, where both cost time, else as TRL does.
 
-    A setting that is set is kept: `bf16=True` on a CPU trains in bfloat16.
+    Values that are set are kept: `bf16=True` on a CPU trains in bfloat16.
     """
     import torch  # takes seconds: a mistyped setting is refused before
 
@@ -161,7 +164,9 @@ def resolve_for_cpu(config: Any) -> None:
 
 
 def resolve_checkpointing(config: Any) -> None:
-    """Copy the settings of the deprecated name `gradient_checkpointing` to `activation_checkpointing`, if unset."""
+    """
+    Copy `gradient_checkpointing…`, the deprecated names, to the settings `activation_checkpointing…` that are unset.
+    """
     for end in ("checkpointing", "checkpointing_kwargs"):
         if getattr(config, f"activation_{end}") is None:
             setattr(config, f"activation_{end}", getattr(config, f"gradient_{end}"))
@@ -171,7 +176,7 @@ def check_settings(
     config: Any, ranges: Mapping[str, Range] | None = None, only_with: Mapping[str, OnlyWith] | None = None
 ) -> None:
     """
-    Raise an error for the first field whose value breaks a rule of its [`setting`].
+    Raise a `ValueError` for the first field whose value breaks a rule of its [`setting`].
 
     Args:
         config: a dataclass instance. Whole numbers, `Literal` choices, ranges and `only_with` are checked; `None`
@@ -214,7 +219,7 @@ def _wrong(config: Any, ranges: Mapping[str, Range], only_with: Mapping[str, Onl
 
 
 def check_score_settings(config: Any) -> None:
-    """Raise a ValueError if the settings of scores, or of answers without EOS, contradict each other."""
+    """Raise a `ValueError` if the settings of scores, or those of answers without EOS, contradict each other."""
     score, penalty, bounds = config.missing_eos_score, config.missing_eos_penalty, config.reward_clip_range
     for is_wrong, message in [
         (

@@ -1,7 +1,7 @@
-"""Find the files that ship with the package, recipes, accelerate's configurations and the runbook, and correct names.
+"""Find the files that ship with the package: recipes, accelerate's configurations and the runbook.
 
-They lie in the package if it was installed from a wheel, and beside the package in a clone. A name is looked for in
-the working directory first, and then among these files, so a recipe runs from anywhere.
+They are in the package if it was installed from a wheel, and beside the package in a clone. A name is searched first
+in the working directory, then among these files, so a recipe runs from any folder.
 """
 
 import difflib
@@ -25,7 +25,7 @@ def root() -> Path:
 
 def find(name: str | os.PathLike[str]) -> Path:
     """
-    Return the path of a file or folder in the working directory, or else of the shipped file or folder of this name.
+    Return the path of a file or folder in the working directory, or else of the shipped file with this name.
 
     A name such as `recipes/demo/world.py` is returned unchanged if neither exists.
     """
@@ -36,7 +36,7 @@ def find(name: str | os.PathLike[str]) -> Path:
 
 
 def names(folder: str) -> list[str]:
-    """Return the names of the YAML files that ship in `recipes` or `accelerate_configs`, such as `tinystories/ppo`."""
+    """List the names of the YAML files that ship in `recipes` or `accelerate_configs`, such as `tinystories/ppo`."""
     place = root() / folder
     return sorted(path.relative_to(place).with_suffix("").as_posix() for path in place.rglob("*.yaml"))
 
@@ -64,7 +64,7 @@ def config_file(flag: str, name: str, folder: str = "recipes") -> Path:
 
 def accelerate_file(flag: str, name: str) -> Path:
     """
-    Return accelerate's configuration file that a flag names: by a path, or by the name of a file of ours or TRL's.
+    Return accelerate's configuration file that a flag names: a path, or the name of a file in trl_ext or TRL.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -1,4 +1,4 @@
-"""Deal with other packages: private names that we use, optional packages, and warnings to hide from users."""
+"""Handle other packages: private names that trl_ext uses, optional packages, and warnings to hide from users."""
 
 from typing import TYPE_CHECKING
 

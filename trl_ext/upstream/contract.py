@@ -1,4 +1,4 @@
-"""Check that a library still has the functions, methods and attributes that we rely on."""
+"""Check that a library still has the functions, methods and attributes that trl_ext relies on."""
 
 import dis
 import inspect
@@ -21,12 +21,12 @@ def find(path: str) -> Any:
 
 def function_change(path: str, passed: str | None) -> str:
     """
-    Return what changed in a function or class so that our call of it would fail; "" if the call still works.
+    Return a sentence on the change in a function or class that would make trl_ext's call fail; "" if there is none.
 
     Args:
         path: dotted name of the function or class.
-        passed: the parameters that we pass. "model, seed=" stands for `model` by position and `seed` by name. Further
-            parameters with a default are no change. None if we do not call the function.
+        passed: the parameters that trl_ext passes. "model, seed=" stands for `model` by position and `seed` by name.
+            Further parameters with a default are no change. None if trl_ext does not call the function.
     """
     try:
         function = find(path)
@@ -43,8 +43,8 @@ def method_change(cls: type, name: str, passed: str) -> str:
     """
     Return how a method of `cls` differs from the method that trl_ext was written for; "" if it does not differ.
 
-    `passed` lists the parameters that we pass, as in `function_change`. A further parameter counts as a difference,
-    unless `passed` ends in `...`.
+    `passed` lists the parameters that trl_ext passes, as in `function_change`. A further parameter counts as a
+    difference, unless `passed` ends in `...`.
     """
     if not callable(method := getattr(cls, name, None)):
         return f"`{cls.__name__}` has no method `{name}`"
@@ -54,7 +54,7 @@ def method_change(cls: type, name: str, passed: str) -> str:
 
 def attribute_changes(cls: type, names: list[str]) -> dict[str, str]:
     """
-    Return a mapping from each name to a sentence if `cls` no longer has that attribute, and to "" if it has.
+    Map each name to "" if `cls` still has the attribute of this name, else to a sentence that says it is gone.
 
     A class has an attribute if the class defines it, or if one of the class's methods sets it.
     """
@@ -63,7 +63,9 @@ def attribute_changes(cls: type, names: list[str]) -> dict[str, str]:
 
 
 def names_of_both(ours: Iterable[type], theirs: Iterable[type]) -> set[str]:
-    """Return the attributes that classes in both lists define, or that their methods set, except `__names__`."""
+    """
+    Return the attributes (except `__names__`) that classes of both lists define, or that methods of both lists set.
+    """
     ours_and_theirs = [
         {name for cls in classes for name in vars(cls) if not name.startswith("__")} | assigned(classes)
         for classes in (ours, theirs)
@@ -87,10 +89,10 @@ def assigned(classes: Iterable[type]) -> set[str]:
 
 def _difference(label: str, parameters: Iterable[str], required: list[str], passed: str) -> str:
     """
-    Return a sentence if a function's parameters do not fit the arguments that we pass; "" if they do.
+    Return a sentence if a function's parameters do not fit the arguments that trl_ext passes; "" if they do.
 
-    They do not fit if we leave out a required parameter, pass an unknown one, or pass one at another position. The
-    sentence calls the function `label`.
+    They do not fit if a required parameter is not passed, or if a passed parameter is unknown or has another position.
+    The sentence calls the function `label`.
     """
     given = [name for name in passed.split(", ") if name not in ("", "...")]
     by_place = [name for name in given if not name.endswith("=")]

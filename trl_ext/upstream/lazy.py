@@ -10,10 +10,9 @@ from typing import Any
 
 def lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """
-    Return three values for a package, `__getattr__`, `__dir__` and `__all__`, made from its imports of names.
+    Return `__getattr__`, `__dir__` and `__all__` of a package, so that its public names are imported on first use.
 
-    These imports stand under `if TYPE_CHECKING:` in the package's file, where only type checkers and readers see them.
-    At run time a name is imported when it is first used.
+    The names are read from the imports under `if TYPE_CHECKING:` in the package's file, which do not run.
 
     Args:
         package: the package's `__name__`.

@@ -1,10 +1,10 @@
 """
-List every private name of other libraries that we use: where it is, and what we pass to it.
+List every private name of other libraries that trl_ext uses: where it is, and which arguments are passed to it.
 
-Import such a name from this module. If a new version of a library has changed it, one sentence says what changed: for
-a function when it is imported from here, for the classes that our trainers inherit from when a trainer is built, by
-[`check_contract`]. `python -m trl_ext.cli.contract` shows every name; `pytest -m "" tests/contract` tests what the
-names do.
+Import such a name from this module. If a new version of a library has changed it, an error says in one sentence what
+changed. Functions are checked when they are imported from here; the classes that trl_ext's trainers inherit from are
+checked when a trainer is built, by [`check_contract`]. `python -m trl_ext.cli.contract` shows every name; `pytest -m
+"" tests/contract` tests what the names do.
 """
 
 import functools
@@ -188,7 +188,7 @@ def __getattr__(name: str) -> Any:
 @functools.cache
 def check_contract(trainer: type) -> None:
     """
-    Raise an `ImportError` of one sentence if the class of TRL that `trainer` inherits from has changed.
+    Raise an `ImportError` if the TRL class that `trainer` inherits from has changed; its message is one sentence.
 
     Call this first in the trainer's constructor, before anything is loaded.
     """
@@ -199,9 +199,9 @@ def check_contract(trainer: type) -> None:
 
 def changes_of_class(path: str) -> dict[str, str]:
     """
-    Return a mapping from each method and attribute of a class that we use to what changed; "" if nothing did.
+    Map each method and attribute of a class that trl_ext uses to a sentence on what changed, "" if nothing did.
 
-    `METHODS` and `ATTRIBUTES` list what we use. If the class itself is gone, the only key is `path`.
+    `METHODS` and `ATTRIBUTES` list them. If the class itself is gone, the only key is `path`.
     """
     try:
         cls = find(path)
@@ -214,9 +214,9 @@ def changes_of_class(path: str) -> dict[str, str]:
 
 def names_taken(trainer: type) -> str:
     """
-    Return a sentence with the names that our trainer and TRL's both define, so that one would override the other.
+    Return a sentence with the names that trl_ext's trainer and TRL's both define, so that one overrides the other.
 
-    Return "" if there are none. Names that we override on purpose, and have listed, do not count.
+    Return "" if there are none. Names that are overridden on purpose, and are listed, do not count.
     """
     base = _base(trainer)
     before, theirs = trainer.__mro__[: trainer.__mro__.index(base)], base.__mro__[:-1]  # all but `object`
@@ -244,7 +244,7 @@ def sentence(changes: list[str]) -> str:
 @contextmanager
 def temporarily(target: Any, **values: Any) -> Iterator[None]:
     """
-    Set attributes of `target` within the block, and restore their old values after it, even after an error.
+    Set attributes of `target` within the `with` block, and restore their old values after it, even after an error.
 
     An attribute that `target` did not have before is deleted.
     """

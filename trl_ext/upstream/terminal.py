@@ -1,10 +1,10 @@
 """
-Hide certain warnings of libraries from the terminal: those that tell a user nothing about the run.
+Hide certain warnings of libraries from the terminal: those that do not concern the user's run.
 
 Recipes and commands call `quiet` first; `trl_ext.ppo` and `trl_ext.dpo` call it when they are imported. Their trainers
-call `late_bars` when they are made. `import trl_ext`, callbacks and rewards hide nothing, so a script without our
-trainers prints the same as without trl_ext. There is one exception: watches give no scores, so TRL logs None as their
-mean, and they hide transformers' remark that TensorBoard cannot log None.
+call `late_bars` when they are made. `import trl_ext`, callbacks and rewards hide nothing, so a script without these
+trainers prints the same as without trl_ext. There is one exception: watches return no scores, so TRL logs None as
+their mean, and the watches hide transformers' remark that TensorBoard cannot log None.
 """
 
 import functools
@@ -46,10 +46,10 @@ def _is_verbose() -> bool:
 @functools.cache  # once is enough
 def quiet() -> None:
     """
-    Hide the warnings of libraries that tell nothing about the run: those in `REMARKS` and `WARNINGS`.
+    Hide the warnings of libraries that do not concern the run: those in `REMARKS` and `WARNINGS`.
 
-    Call this first in a script, before libraries are imported. Other warnings, such as TRL's and ours, are still
-    shown. With the environment variable `TRL_EXT_VERBOSE=1` nothing is hidden.
+    Call this first in a script, before libraries are imported. Other warnings, such as those of TRL and trl_ext, are
+    still shown. With the environment variable `TRL_EXT_VERBOSE=1` nothing is hidden.
     """
     if _is_verbose():
         return
@@ -61,7 +61,7 @@ def quiet() -> None:
 
 
 def is_quiet() -> bool:
-    """Return whether this process has called [`quiet`]: then the processes that it starts should call `quiet`, too."""
+    """Return whether this process has called [`quiet`]; if so, the processes that it starts should call it, too."""
     return quiet.cache_info().currsize > 0
 
 

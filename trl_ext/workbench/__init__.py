@@ -1,4 +1,4 @@
-"""Provide tools around training (labels, prompts, reward reports, plans, pages), and the functions scripts call."""
+"""Provide tools around training: labels, prompt sets, reward reports, evaluation, plans, and pages on runs."""
 
 from typing import TYPE_CHECKING
 

@@ -35,7 +35,7 @@ ZERO3 = {"stage": 3, "stage3_max_live_parameters": 7, "offload_optimizer": {"dev
             {"distributed_type": "DEEPSPEED", "deepspeed_config": IN_FILE},
             Layout("zero3", 8, offloads_optimizer=True, live_parameters=7),
         ),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, "of FSDP1 PEFT saves no adapters"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, "under FSDP1, PEFT saves no adapters"),
         ({"distributed_type": "MULTI_GPU", "num_proceses": 8}, "num_proceses"),  # accelerate's own words
     ],
 )

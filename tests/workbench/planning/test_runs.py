@@ -140,7 +140,7 @@ def test_fsdp2_gathers_the_root_and_two_layers_or_a_reference():
         (Job("sft", sft(), CONFIG, Layout("zero2", 2, accumulation=4)), "sets gradient_accumulation_steps to 4"),
         (
             Job("ppo", ppo(critic_warmup_rollouts=1), CONFIG, Layout("zero2", 2)),
-            "leaves out updates of the policy, but DeepSpeed",
+            "skips updates of the policy, but DeepSpeed",
         ),
     ],
 )

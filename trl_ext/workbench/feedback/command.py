@@ -5,9 +5,10 @@
 
 PAIRS has `prompt`, `response_a`, `response_b`; with --prompts and --policies answers are sampled and paired. The judge
 is a server with OpenAI's API, such as vLLM (--judge_url), or a local model (--judge_model_name_or_path). The first
-call writes rows for people to label, and asks nothing. With their labels the judge is asked about these rows. If
-it agrees with people (Cohen's kappa of `min_agreement` or more), it labels the rest, and pairs/train.jsonl is written.
-Else no pair is written, and the exit status is 1. The same command resumes where it was interrupted.
+call writes rows for people to label, and does not ask the judge. The call with people's labels asks the judge about
+these rows. If the judge agrees with people (Cohen's kappa of `min_agreement` or more), it labels the other pairs, and
+pairs/train.jsonl is written. Otherwise no pair is written, and the exit status is 1. The same command resumes where it
+was interrupted.
 """
 
 import sys
@@ -27,19 +28,19 @@ OWN = {
 
 @dataclass(kw_only=True)
 class AskingArguments:
-    """Declare the arguments that `trl-ext label` and `trl-ext constitution` share: how a model is asked."""
+    """Declare the arguments that `trl-ext label` and `trl-ext constitution` share, such as how to ask a model."""
 
-    output_dir: str = field(metadata={"help": "Where all answers, the page and the rows go."})
+    output_dir: str = field(metadata={"help": "Folder for all answers, the page and the rows."})
     dataset_split: str = setting("train", "Split of the data, or a part of one as `train[:100]`.")
     api_key_env: str | None = setting(None, "Environment variable that holds the server's key.")
     timeout: float = setting(120.0, "Seconds for one request.", range="> 0 and finite")
-    retries: int = setting(8, "Further tries of a request that failed or came too fast.", range=">= 0")
+    retries: int = setting(8, "How often to retry a request that failed or was rate-limited.", range=">= 0")
     max_concurrency: int = setting(8, "Requests at once.", range=">= 1")
-    batch_size: int = setting(16, "Sequences at once, of a local model.", range=">= 1")
+    batch_size: int = setting(16, "Number of sequences in a batch of a local model.", range=">= 1")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "dtype of local weights; `auto` is as saved."
+        "auto", "dtype of a local model's weights; `auto` keeps the saved one."
     )
-    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
+    use_cpu: bool = setting(False, "Do not use a GPU, even if there is one.")
     seed: int = setting(0, "Seed of all that is sampled.")
 
     def served(self, url: str, model: str | None, extra: str | None) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class AskingArguments:
 
     @property
     def local(self) -> dict[str, Any]:
-        """Return the arguments of a local model."""
+        """Return the arguments of [`LocalModel`]."""
         return {name: getattr(self, name) for name in ("batch_size", "dtype", "use_cpu")}
 
 
@@ -62,22 +63,25 @@ class LabelArguments(AskingArguments):
         metadata={"help": "YAML file with `version` and `rubric`, which says what makes an answer good."}
     )
     pairs: str | None = setting(None, "Pairs: `prompt`, `response_a`, `response_b`, maybe `item`. File or hub name.")
-    prompts: str | None = setting(None, "Instead of pairs, prompts that `policies` answer. File or hub name.")
+    prompts: str | None = setting(None, "Prompts for `policies` to answer, in place of `pairs`. File or hub name.")
     keep_columns: list[str] | None = setting(None, "Further columns to keep in the training pairs.")
     policies: list[str] | None = setting(None, "Models that answer the prompts: folders or hub names.")
     temperature: float = setting(1.0, "Temperature at which policies answer.", range=">= 0")
     num_samples: int = setting(2, "Answers of each policy to a prompt.", range=">= 1")
     max_completion_length: int = setting(256, "Tokens after which an answer is cut off.", range=">= 1")
     judge_url: str | None = setting(None, "Judge behind OpenAI's API: its address, as http://127.0.0.1:8000/v1.")
-    judge_model: str | None = setting(None, "Name of the model there.")
+    judge_model: str | None = setting(None, "Name of the judge in that API.")
     judge_temperature: float = setting(0.0, "Temperature of the judge.", range=">= 0")
-    judge_max_tokens: int = setting(256, "Longest message of the judge, its reasoning included.", range=">= 1")
+    judge_max_tokens: int = setting(
+        256, "Longest message of the judge in tokens, its reasoning included.", range=">= 1"
+    )
     judge_extra: str | None = setting(
         None, "More keys of the request, in YAML; null removes one: '{max_tokens: null, max_completion_tokens: 256}'."
     )
     votes: int = setting(1, "How often each question is asked in each order of the answers.", range=">= 1")
     judge_model_name_or_path: str | None = setting(
-        None, "Instead of a server a local model, folder or hub name, whose log-probs of A and B are the verdict."
+        None,
+        "Local model as judge, in place of a server: a folder or hub name. Its log-probs of A and B give the verdict.",
     )
     labels: list[str] | None = setting(
         None, "What people chose: Label Studio's or Argilla's export, or a file with `item`, `choice`, `annotator`."
@@ -102,10 +106,10 @@ class LabelArguments(AskingArguments):
             ),
             (
                 self.votes > 1 and self.judge_temperature == 0,
-                f"`votes` {self.votes} are all the same at `judge_temperature` 0: raise `judge_temperature`, or set "
-                "`votes` to 1",
+                f"with `judge_temperature` 0, all `votes` ({self.votes}) are the same: raise `judge_temperature`, or "
+                "set `votes` to 1",
             ),
-            (own, f"`keep_columns` names {min(own, default='')!r}, which pairs have already: rename yours"),
+            (own, f"`keep_columns` names {min(own, default='')!r}, which pairs already have: rename that column"),
         ):
             if is_wrong:
                 raise ValueError(message)
@@ -113,10 +117,10 @@ class LabelArguments(AskingArguments):
 
 def run(args: LabelArguments) -> dict[str, Any]:
     """
-    Have the judge label the pairs that people labelled and, if it agrees with people, all others.
+    Have the judge label the pairs that people labelled and, if it agrees with people, all other pairs.
 
     Returns:
-        The report, which is written, too.
+        The report, which is also written to the output folder.
     """
     import numpy as np
 
@@ -137,7 +141,7 @@ def run(args: LabelArguments) -> dict[str, Any]:
     journal = Journal(folder / "verdicts.jsonl", judge.identity, ("key", "first", "vote"))
 
     def questions(rows: list[dict[str, Any]]) -> list[Question]:
-        """Return all questions about these pairs: each in both orders of its answers, `votes` times in each."""
+        """Return all questions about these pairs: for each pair, both orders of its answers, `votes` times each."""
         return [
             Question(row["key"], row["prompt"], (row["response_a"], row["response_b"]), first, vote)
             for row in rows
@@ -179,9 +183,9 @@ def run(args: LabelArguments) -> dict[str, Any]:
     gate = report["gate"]
     if len(known) < args.min_known:
         gate["reasons"].append(
-            f"{len(known)} pairs have a label by people, and `min_known` is {args.min_known}: with fewer, kappa is "
-            f"too uncertain (around 0.6 it is known to ±0.22 from 50 pairs, ±0.35 from 20). Have people label "
-            f"{folder / 'people.jsonl'} (or label_studio.json, argilla.jsonl), and give their file as --labels"
+            f"{len(known)} pairs have a label by people, fewer than `min_known` ({args.min_known}), so kappa is too "
+            "uncertain (around 0.6 it is known to ±0.22 from 50 pairs, ±0.35 from 20). Have people label "
+            f"{folder / 'people.jsonl'} (or label_studio.json, argilla.jsonl), and pass their file as --labels"
         )
     else:
         journal.ask(judge, questions(known), "Known pairs")
@@ -191,19 +195,22 @@ def run(args: LabelArguments) -> dict[str, Any]:
             journal.ask(judge, questions(kept), "Pairs")
             report["pairs"] = training_pairs(known, kept, people, votes_of, report, args)
             if not report["pairs"]["train"]:
-                gate |= {"passed": False, "reasons": [f"no pair is left to train on, of {len(kept)}: give more pairs"]}
+                gate |= {
+                    "passed": False,
+                    "reasons": [f"none of {len(kept)} pairs is left to train on: give more pairs"],
+                }
         judged = [votes for votes in map(votes_of, rows) if len(votes) == 2 * args.votes]
         report["judged"] = of_all(judged)
     if not gate["passed"]:  # what an earlier run wrote must not be trained on
         for file in (folder / "pairs").glob("*.jsonl"):
             file.unlink()
-            gate["reasons"].append(f"{file} was removed: an earlier run wrote it when the gate passed")
+            gate["reasons"].append(f"{file} was removed: an earlier run wrote it, when the judge agreed with people")
     write_report(folder, report)
     return report
 
 
 def _rows(args: LabelArguments, folder: Path, left_out: Counter[str]) -> list[dict[str, Any]]:
-    """Return the pairs to judge, given or sampled, and write them as `queue.jsonl`."""
+    """Load the pairs to judge, or sample them from policies; write them as `queue.jsonl`, and return them."""
     from ...data import load_dataset_split, write_rows
     from .data import load_pairs, sample_pairs
 

@@ -31,15 +31,15 @@ class ConstitutionArguments(AskingArguments):
     prompts: str = field(metadata={"help": "Prompts: a file, a folder or a hub name with the column `prompt`."})
     constitution: str = field(metadata={"help": "YAML file with `version` and `principles`: name and text of each."})
     rounds: int = setting(1, "How often an answer is criticised and revised.", range=">= 1")
-    model_url: str | None = setting(None, "Model behind OpenAI's API: its address, as http://127.0.0.1:8000/v1.")
-    model: str | None = setting(None, "Name of the model there.")
+    model_url: str | None = setting(None, "Address of a model behind OpenAI's API, such as http://127.0.0.1:8000/v1.")
+    model: str | None = setting(None, "Name of the model in that API.")
     model_extra: str | None = setting(
         None, "More keys of the request, in YAML; null removes one: '{max_tokens: null}'."
     )
-    model_name_or_path: str | None = setting(None, "Instead of a server a local model, folder or hub name.")
+    model_name_or_path: str | None = setting(None, "Local model in place of a server: a folder or hub name.")
     temperature: float = setting(1.0, "Temperature of the model.", range=">= 0")
     max_tokens: int = setting(512, "Longest text of the model, in tokens. Longer texts are left out.", range=">= 1")
-    only_cost: bool = setting(False, "Say how many calls it takes at most, and ask nothing.")
+    only_cost: bool = setting(False, "Print the largest number of calls that the run takes, and ask nothing.")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -52,7 +52,7 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
     Have the model answer, criticise and revise, and write the rows and the page.
 
     Returns:
-        The content of `constitution.json`; empty if only the cost was asked for.
+        The content of `constitution.json`; empty if only the cost was to be printed.
     """
     from ...data import check_texts, load_dataset_split, write_rows
     from ..labels.labelling import answer_key
@@ -116,12 +116,12 @@ def _rows(
     prompts: dict[str, Any], journal: dict[tuple, Any], texts: dict[str, dict[int, str | None]], args: Any, by: str
 ) -> tuple[dict[str, list[dict[str, Any]]], Counter[str]]:
     """
-    Make rows of the texts.
+    Make the rows of the output files from the texts that the model wrote.
 
     Returns:
-        - name of a file → its rows: `sft/train` has each prompt with its last revision, `pairs/train` each revision as
-          chosen and the first answer as rejected, `to_judge` the same pairs, their answers in random order.
-        - reason → how often it left something out.
+        - a dict of each file's rows: `sft/train` has each prompt with its last revision, `pairs/train` each revision
+          as chosen and the first answer as rejected, `to_judge` the same pairs, with their answers in random order;
+        - a dict of how often each reason left something out.
     """
     import numpy as np
 
@@ -169,7 +169,7 @@ def page(found: dict[str, Any], pairs: list[dict[str, Any]], principles: dict[st
     Args:
         found: content of `constitution.json`.
         pairs: rows with a revision as `chosen` and the first answer as `rejected`.
-        principles: name → text of the principle.
+        principles: maps the name of each principle to its text.
     """
     from ..pages.markup import render
 
@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
     left = ", ".join(f"{count} {why}" for why, count in found["left_out"].items()) or "none"
     print(f"SFT: {folder / 'sft/train.jsonl'}, {found['sft']:,} revisions of {found['prompts']:,} prompts")
     print(f"Pairs: {folder / 'pairs/train.jsonl'}, {found['pairs']:,} revisions over first answers; left out: {left}")
-    print(f"Asked: {found['calls']:,} calls, {found['tokens_in']:,} tokens in, {found['tokens_out']:,} out")
+    print(f"Requests: {found['calls']:,} calls, {found['tokens_in']:,} tokens in, {found['tokens_out']:,} out")
     words = ["--pairs", folder / "to_judge.jsonl", "--keep_columns", "principle", "critique", "round", "revised"]
     judge = shlex.join(["trl-ext", "label", *map(str, words), "--rubric", "rubric.yaml"])
     print(f"Page: {folder / 'constitution.html'}; to have the pairs judged: {judge} …")

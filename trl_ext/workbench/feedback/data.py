@@ -1,4 +1,4 @@
-"""Load pairs of answers or sample them, choose rows for people, and read what people chose."""
+"""Load or sample pairs of answers, choose the pairs that people label, and read people's choices."""
 
 import json
 from collections import Counter
@@ -23,11 +23,11 @@ def load_pairs(name: str, split: str, keep: Sequence[str], left_out: Counter[str
     Return the distinct pairs of a table, each with an `item` and with a `key` that is a hash of its texts.
 
     Args:
-        name: a file, a folder or a hub name, with `prompt`, `response_a`, `response_b`, and maybe `item`. Without
-            `item` the key is taken.
+        name: a file, a folder or a hub name, with the columns `prompt`, `response_a`, `response_b` and, if wanted,
+            `item`. Without `item` the key is used.
         split: split to load.
         keep: further columns to keep.
-        left_out: counter to fill: reason → number of rows that are left out.
+        left_out: counter to which the number of rows that are left out is added, by reason.
 
     Raises:
         ValueError: a column or a text is missing, or two pairs have the same `item`.
@@ -37,12 +37,12 @@ def load_pairs(name: str, split: str, keep: Sequence[str], left_out: Counter[str
     names = [*TEXTS, *keep, *{"item"}.intersection(table.column_names)]
     rows = _different(({column: row[column] for column in names} for row in table), left_out)
     if len({row["item"] for row in rows}) < len(rows):
-        raise ValueError(f"`pairs` {name}: two different pairs have the same `item`: give each its own name")
+        raise ValueError(f"`pairs` {name}: two different pairs have the same `item`: give each pair a unique `item`")
     return rows
 
 
 def _different(rows: Any, left_out: Counter[str]) -> list[dict[str, Any]]:
-    """Return distinct pairs with `item` and `key`; count empty, equal and repeated ones in `left_out`."""
+    """Return distinct pairs with `item` and `key`; count those with empty, equal or repeated texts in `left_out`."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         prompt, *answers = (row[name] for name in TEXTS)
@@ -65,10 +65,10 @@ def sample_pairs(prompts: Dataset, args: Any, folder: Path, left_out: Counter[st
     If the folder has answers of the same policy to the same prompts with the same sampling, these are used.
 
     Args:
-        prompts: data set with the column `prompt`.
+        prompts: dataset with the column `prompt`.
         args: arguments of `trl-ext label`.
         folder: where answers are written.
-        left_out: counter to fill: reason → number of pairs that are left out.
+        left_out: counter to which the number of pairs that are left out is added, by reason.
 
     Returns:
         Rows as [`load_pairs`] returns them, with `policy_a` and `policy_b`.
@@ -99,9 +99,9 @@ def sample_pairs(prompts: Dataset, args: Any, folder: Path, left_out: Counter[st
 
 def write_for_people(folder: Path, rows: Sequence[dict[str, Any]], size: int, seed: int) -> None:
     """
-    Write rows for people to label: for Label Studio, for Argilla and as JSON lines, with nothing from a judge.
+    Write rows for people to label, for Label Studio, for Argilla and as JSON lines, without the judge's verdicts.
 
-    They are drawn by the hashes of their keys, so the rows' order does not matter.
+    The rows are chosen by the hashes of their keys, so their order does not matter.
     """
     drawn = sorted(rows, key=lambda row: answer_key(row["key"], None, seed))[:size]
     shown = [{name: row[name] for name in ("item", *TEXTS)} for row in drawn]
@@ -113,7 +113,7 @@ def write_for_people(folder: Path, rows: Sequence[dict[str, Any]], size: int, se
 
 def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Counter[str]]:
     """
-    Return key of a pair → how many people chose "a", "b" and "tie". Of a person's labels of a pair the last counts.
+    Map each pair's key to how many people chose "a", "b" and "tie"; a person's last label of a pair counts.
 
     Args:
         files: files that [`read_choices`] reads.
@@ -139,6 +139,6 @@ def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict
 
 
 def most(votes: Counter[str]) -> str:
-    """Return the choice of most people; "tie" if two choices have equally many votes."""
+    """Return the choice with the most votes; "tie" if two choices have equally many."""
     (first, count), *others = votes.most_common()
     return "tie" if others and others[0][1] == count else first

@@ -1,4 +1,6 @@
-"""Ask a model, served or local, whatever the journal has no answer to; a judge, which of two answers is better."""
+"""
+Ask a served or local model the questions that its journal has no answer to, such as which of two answers is better.
+"""
 
 import hashlib
 import json
@@ -55,7 +57,7 @@ _MESSAGE = 500  # most characters of a judge's message that are kept
 
 def read_criteria(path: str, key: str) -> tuple[Any, str]:
     """
-    Return the value of `key` in a YAML file that has this key and `version`; and `VERSION@HASH` of the file.
+    Return the value of `key` in a YAML file that also has `version`, and the file's `VERSION@HASH`.
 
     Raises:
         ValueError: the file has no such key, or no version.
@@ -68,18 +70,19 @@ def read_criteria(path: str, key: str) -> tuple[Any, str]:
 
 
 def identity_of(*said: Any) -> str:
-    """Hash all that a model's answers depend on."""
+    """Hash everything that a model's answers depend on."""
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 class Journal:
     """
-    Append answers to a file of JSON lines as soon as they are known: nothing is asked twice, not even after `kill -9`.
+    Append answers to a file of JSON lines as soon as they arrive, so that nothing is asked twice, even after `kill
+    -9`.
 
     Args:
         path: the file.
-        by: identity of the model, and of all else that its answers depend on.
-        names: keys of a row whose values together name the question.
+        by: identity of the model, and of everything else that its answers depend on.
+        names: keys of a row whose values together identify the question.
 
     Raises:
         ValueError: the file has answers by another model, rubric, constitution or setting.
@@ -95,12 +98,12 @@ class Journal:
         if others := sum(row.get("by") != by for row in found):
             raise ValueError(
                 f"{path} has {others} answers that were made with another model, rubric, constitution or model "
-                "setting: choose another `output_dir`, or go back to the earlier model and settings"
+                "setting: choose another `output_dir`, or use the earlier model and settings"
             )
         self.rows: dict[tuple, dict[str, Any]] = {tuple(row[name] for name in names): row for row in found}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Write a row, from any thread; the operating system has it when this returns."""
+        """Write a row, from any thread, and pass it to the operating system before returning."""
         with self._lock:
             self._file.write(json.dumps({**row, "by": self.by}, ensure_ascii=False) + "\n")
             self._file.flush()
@@ -113,7 +116,7 @@ class Journal:
         Args:
             model: a `Served` or a `LocalModel`.
             questions: all questions, each with a `name`.
-            what: what the progress bar calls the questions.
+            what: name of the questions on the progress bar.
 
         Raises:
             RuntimeError: the model cannot be reached, or refuses to answer. The answers so far are kept.
@@ -137,7 +140,7 @@ class Served(JudgeReward):
     """
     Ask a language model behind an OpenAI-compatible API, several requests at once; stop if the model changes.
 
-    A subclass has `answer`, which asks a question and returns the journal's row.
+    A subclass defines `answer`, which asks a question and returns the row for the journal.
 
     Args:
         **settings: arguments of [`~trl_ext.rewards.JudgeReward`].
@@ -151,14 +154,15 @@ class Served(JudgeReward):
         Ask the questions, and call `done` with each row for the journal as soon as it is known.
 
         Raises:
-            RewardFailed: a question failed, for the cause that it has; no further question is asked.
+            RewardFailed: a question failed; the error's cause says why. No further question is asked.
         """
         until = time.monotonic() + _FOREVER
         self.check(self.ask(lambda question: done(self.answer(question)), questions, until))
 
     def say(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         """
-        Ask for one message; return its `text`, or None and `why` there is none, with `message`, `tokens` and `model`.
+        Ask for one message; return a dict with its `text` (or None and the reason `why`), `message`, `tokens` and
+        `model`.
 
         Raises:
             ServiceError: the server cannot be reached, has refused all requests, or names another model than before.
@@ -174,7 +178,7 @@ class Served(JudgeReward):
         if now != self.served:
             raise ServiceError(
                 f"the server answered as the model {self.served} and now answers as {now}, so answers of both would "
-                "be mixed: serve the first one again, or choose another `output_dir`"
+                "be mixed: serve the first model again, or choose another `output_dir`"
             )
         usage = answer.get("usage") or {}
         kept = {"tokens": [usage.get(f"{part}_tokens", 0) for part in ("prompt", "completion")], "model": now}
@@ -191,14 +195,15 @@ class LocalModel:
     """
     Ask a causal language model with a chat template on this machine, in batches. Its weights are loaded when needed.
 
-    A subclass has `asked`, the messages of a question, and `answers`, the rows for the journal of a batch.
+    A subclass defines `asked`, which returns the messages of a question, and `answers`, which returns a batch's rows
+    for the journal.
 
     Args:
         path: folder or hub name of the model.
-        room: tokens of an answer; with a longer prompt than leaves this room, a question is not asked.
+        room: most tokens of an answer. A question is not asked if its prompt leaves fewer in the model's context.
         batch_size: questions in one batch.
-        dtype: dtype of the weights; `auto` is what they were saved in.
-        use_cpu: use no GPU, even where there is one.
+        dtype: dtype of the weights; `auto` keeps the saved one.
+        use_cpu: do not use a GPU, even if there is one.
     """
 
     url = "this machine"
@@ -234,7 +239,7 @@ class Question(NamedTuple):
     Ask for one verdict on a pair of answers.
 
     Args:
-        key: name of the pair.
+        key: the pair's key, a hash of its texts.
         prompt: the prompt, text or messages.
         pair: answers a and b.
         first: "a" or "b", the answer that is shown first.
@@ -253,18 +258,18 @@ class Question(NamedTuple):
 
     @property
     def parts(self) -> dict[str, str]:
-        """Return tag → text for the texts that a judge reads: the prompt, the first and the second answer."""
+        """Return the texts that a judge reads (prompt, first and second answer), by their tags."""
         a, b = (well_formed(text_of(answer)) for answer in self.pair)
         first, second = (a, b) if self.first == "a" else (b, a)
         return {"prompt": conversation(self.prompt), "first-answer": first, "second-answer": second}
 
     def row(self, verdict: float | None, why: str = "read", message: str = "", **more: Any) -> dict[str, Any]:
         """
-        Return the journal's row.
+        Return the row for the journal.
 
         Args:
             verdict: how sure the judge is that the answer shown first is better, 0 to 1; None without a verdict. The
-                row has as `a_is_better` how sure the judge is that answer a is better.
+                row's `a_is_better` is how sure the judge is that answer a is better.
             why: "read", or why there is no verdict.
             message: the judge's message.
             **more: further entries of the row.
@@ -279,7 +284,7 @@ class ServedJudge(Served):
     Ask a served model for verdicts.
 
     Args:
-        rubric: what to judge by.
+        rubric: text of the rubric.
         rubric_id: version and hash of the rubric.
         **settings: arguments of [`~trl_ext.rewards.JudgeReward`].
     """
@@ -293,7 +298,7 @@ class ServedJudge(Served):
         return identity_of(self.url, self.model, self.rubric_id, self.settings, TASK)
 
     def asked(self, question: Question) -> list[dict[str, str]]:
-        """Return the messages that ask a question; its texts stand between tags that have a random number."""
+        """Return the messages that ask a question; its texts are between tags that contain a random number."""
         nonce = secrets.token_hex(8)
         rules = TASK.format(rubric=self.rubric.strip(), nonce=nonce)
         return [{"role": "system", "content": rules}, {"role": "user", "content": tagged(question.parts, nonce)}]
@@ -341,16 +346,18 @@ class LocalJudge(LocalModel):
         self.rubric, self.identity = rubric, identity_of(self.weights, rubric_id, self.dtype, LOCAL)
         self.letters = [self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in "AB"]
         if self.letters[0] == self.letters[1]:
-            raise ValueError(f"{path}: its tokenizer gives A and B the same tokens: take another model")
+            raise ValueError(f"{path}: its tokenizer gives A and B the same tokens: use another model")
 
     def asked(self, question: Question) -> list[dict[str, str]]:
-        """Return the messages that ask a question; the nonce in the tags is a hash, so each run sends the same."""
+        """
+        Return the messages that ask a question; the tags contain a hash, so that every run sends the same messages.
+        """
         nonce = identity_of(question.parts, self.identity)[:16]
         text = LOCAL.format(rubric=self.rubric.strip(), nonce=nonce, material=tagged(question.parts, nonce))
         return [{"role": "user", "content": text}]
 
     def answers(self, batch: list[tuple[Question, list[int]]]) -> Iterable[dict[str, Any]]:
-        """Return the rows for the journal of a batch: P(A) of A and B."""
+        """Return a batch's rows for the journal; a verdict is P(A) / (P(A) + P(B))."""
         prompts = [ids for _, ids in batch for _ in self.letters]
         logprobs = completion_logprobs(self.model, prompts, self.letters * len(batch))[0].sum(1)
         first = logprobs.double().view(-1, 2).softmax(-1)[:, 0].tolist()

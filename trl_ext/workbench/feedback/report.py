@@ -1,4 +1,4 @@
-"""Compare a judge with people, make training pairs of its verdicts, and write the report and its page."""
+"""Compare a judge with people, make training pairs from its verdicts, and write the report and its page."""
 
 import json
 from collections import Counter
@@ -24,10 +24,10 @@ _SIDES = {"a": ("response_a", "response_b"), "b": ("response_b", "response_a")}
 
 def choice_of(votes: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
     """
-    Return a pair's winner, and the share of the verdicts that are for the winner.
+    Return a pair's winner, and the share of the judge's verdicts that are for the winner.
 
-    An answer is the winner if the mean verdict is for it in both orders, shown first and shown second. Else the pair
-    is a tie. A question without a verdict counts as a verdict of 0.5.
+    An answer wins if the mean verdict is for it in both orders, where it is shown first and where it is shown second.
+    Otherwise the pair is a tie. A question without a verdict counts as a verdict of 0.5.
 
     Args:
         votes: the verdicts on a pair, each with `first`, the answer that was shown first, and `a_is_better`: how sure
@@ -47,7 +47,7 @@ def choice_of(votes: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
 
 
 def prompt_groups(rows: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Return the group of each row, one for each prompt: a bootstrap resamples whole groups."""
+    """Return each row's group number, the same for rows with the same prompt; a bootstrap resamples whole groups."""
     return pd.factorize(np.array([json.dumps(row["prompt"], sort_keys=True) for row in rows], object))[0]
 
 
@@ -61,8 +61,8 @@ def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -
     """
     Measure how often people chose a judge's winners, and how far to shrink its shares of verdicts towards one half.
 
-    Pairs that the judge calls a tie do not count. Of the other n let k be those whose winner people chose, too, where
-    a pair that people call a tie counts ½. Then accuracy = (k + ½)/(n + 1).
+    Pairs that the judge calls a tie do not count. Of the other n pairs, let k be the number whose winner people chose,
+    too; a pair that people call a tie counts ½. Then accuracy = (k + ½)/(n + 1).
 
     If a share p of the verdicts is for the winner, the confidence in the winner is ½ + (p − ½)·shrink. With
     shrink = (2·accuracy − 1)/(2·mean p − 1), 0 if this is negative, the mean confidence in these n is the accuracy.
@@ -73,7 +73,7 @@ def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -
         theirs: (N,) people's choices.
 
     Returns:
-        `winners`, which is n; `accuracy` and `shrink`, None if n is 0.
+        A dict with `winners`, which is n, `accuracy` and `shrink`; the last two are None if n is 0.
     """
     rows = [row for row in zip(ours, shares, theirs, strict=True) if row[0] != "tie"]
     if not rows:
@@ -101,18 +101,18 @@ def of_known(
     args: Any,
 ) -> dict[str, Any]:
     """
-    Compare the judge with people, and decide whether the judge may label.
+    Compare the judge with people, and decide whether the judge may label the other pairs.
 
     Args:
         known: the pairs that people labelled.
-        people: key of a pair → people's choice.
+        people: maps a pair's key to people's choice.
         votes_of: function from a pair to the judge's verdicts.
         args: arguments of `trl-ext label`.
 
     Returns:
         - `known`: number of `rows`, share of equal choices (`agreement`), Cohen's `kappa` and its `kappa_interval`,
           what [`noise`] returns, and how often the `longer` answer won by the `judge` and by `people`.
-        - `to_read`: the pairs that judge and people label differently, the judge's surest first.
+        - `to_read`: the pairs that judge and people label differently, those with the surest verdicts first.
         - `gate`: whether the judge has `passed`, so that it may label, and `reasons` if not.
     """
     theirs, votes = [people[row["key"]] for row in known], [votes_of(row) for row in known]
@@ -141,7 +141,7 @@ def of_known(
             f"{args.min_agreement:g}: no pair was written"
         )
     elif not measured["shrink"]:
-        reasons.append("people chose the judge's winners no more often than a coin would: no pair was written")
+        reasons.append("people chose the judge's winners no more often than by chance: no pair was written")
     if reasons:
         reasons.append(
             f"read the {len(to_read)} pairs that judge and people label differently, in "
@@ -167,9 +167,9 @@ def of_all(votes: list[list[dict[str, Any]]]) -> dict[str, Any]:
     Describe the verdicts on the pairs that were judged.
 
     Returns:
-        - `pairs`: how many these pairs are.
+        - `pairs`: number of these pairs.
         - `calls`, `tokens_in`, `tokens_out`: requests that were sent, and tokens as the server counted them.
-        - `outcomes`: "read", or why there is no verdict → how many questions ended so.
+        - `outcomes`: the number of questions by outcome: "read", or the reason why there is no verdict.
         - `ties`: share of the pairs without a winner.
         - `shown_first`: how often the answer shown first was preferred; ties do not count. As both orders of each pair
           are asked, it is one half for a judge that ignores the order.
@@ -187,7 +187,7 @@ def of_all(votes: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def tokens_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return `tokens_in` and `tokens_out`: what the answers in a journal's rows took in total."""
+    """Return the total `tokens_in` and `tokens_out` of the answers in a journal's rows."""
     return {
         f"tokens_{name}": sum(row.get("tokens", (0, 0))[at] for row in rows) for at, name in enumerate(("in", "out"))
     }
@@ -207,7 +207,7 @@ def training_pairs(
     Args:
         known: the pairs that people labelled.
         others: the pairs whose prompts people did not label.
-        people: key of a pair → people's choice.
+        people: maps a pair's key to people's choice.
         votes_of: function from a pair to the judge's verdicts.
         report: the report so far, with `known`, `judge` and `rubric`.
         args: arguments of `trl-ext label`.
@@ -217,7 +217,7 @@ def training_pairs(
         - `train`, `test`: number of pairs in each file; if `train` is 0, no file is written.
         - `confidence`: mean confidence in the labels of the pairs to train on.
         - `label_smoothing`: 1 − `confidence`.
-        - `left_out`: reason → number of pairs.
+        - `left_out`: number of pairs that are left out, by reason.
     """
 
     def of(row: dict[str, Any], choice: str) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
         bad = ", ".join(f"{count} {why}" for why, count in judged["outcomes"].items() if why != "read") or "none"
         said += [
             f"The judge chose the answer shown first in {percent(judged['shown_first'])}; without a bias it is 50 %",
-            f"Asked: {judged['calls']:,} calls, {judged['tokens_in']:,} tokens in, {judged['tokens_out']:,} out",
+            f"Requests: {judged['calls']:,} calls, {judged['tokens_in']:,} tokens in, {judged['tokens_out']:,} out",
             f"Without a verdict, counted as ties: {bad}",
         ]
     if pairs := report["pairs"]:

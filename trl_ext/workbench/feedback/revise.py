@@ -18,18 +18,18 @@ STEPS = ("answer", "critique", "revision")  # the answer is step 0, critiques ar
 
 
 def kind_of(step: int) -> str:
-    """Return what is written in a step: "answer" in 0, "critique" in 1, 3, 5 …, "revision" in 2, 4, 6 …"""
+    """Return the kind of text in a step: "answer" in 0, "critique" in 1, 3, 5 …, "revision" in 2, 4, 6 …"""
     return STEPS[0] if step == 0 else STEPS[2 - step % 2]
 
 
 class Turn(NamedTuple):
     """
-    Ask for one text.
+    Ask the model for one text: an answer, a critique or a revision.
 
     Args:
         key: name of the prompt.
-        step: step in which the text is written; key and step together name the text in the journal.
-        messages: what the model is given.
+        step: number of the text among those on this prompt; key and step together identify the text in the journal.
+        messages: the messages that the model is given.
         principle: name of the principle to criticise or revise by; None for the answer.
     """
 
@@ -43,13 +43,13 @@ class Turn(NamedTuple):
         return self.key, self.step
 
     def row(self, text: str | None, why: str = "read", message: str = "", **more: Any) -> dict[str, Any]:
-        """Return the journal's row. If no text was written, `text` is None and `why` is the reason."""
+        """Return the row for the journal. If no text was written, `text` is None and `why` is the reason."""
         named = {"key": self.key, "step": self.step, "kind": kind_of(self.step), "principle": self.principle}
         return {**named, "text": text, "why": why, "message": "" if text else message[:200], **more}
 
 
 def principle_of(key: str, round_: int, names: Sequence[str], seed: int) -> str:
-    """Return the name of the principle for a prompt's round (1, 2, …), sampled; all come once before one repeats."""
+    """Sample the principle for a prompt's round (1, 2, …), by name; each occurs once before any repeats."""
     generator = np.random.default_rng([seed, int(hashlib.sha256(key.encode()).hexdigest()[:15], 16)])
     return names[generator.permutation(len(names))[(round_ - 1) % len(names)]]
 
@@ -65,9 +65,9 @@ def turn_of(
     Args:
         key, prompt: name and text or messages of the prompt.
         step: 0 for the answer, then a critique and a revision for each round.
-        texts: earlier step → its text, None if there is none.
-        principles: name → text of the principle.
-        seed: seed for drawing principles.
+        texts: maps each earlier step to its text, None if there is none.
+        principles: maps the name of each principle to its text.
+        seed: seed for sampling principles.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if step == 0:

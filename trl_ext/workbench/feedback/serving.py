@@ -1,10 +1,10 @@
-"""Serve a reward model, or a reward function, over HTTP, to RemoteReward of any number of trainings.
+"""Serve a reward model, or a reward function, over HTTP, to the `RemoteReward` of any number of training runs.
 
     trl-ext serve-reward outputs/reward
     trl-ext serve-reward path/to/file.py:function --port 8001
 
 POST /score takes {"prompts": [...], "completions": [...], "finished": [...]} and returns {"scores": [...]}.
-Completions of all clients are scored together. GET /health says whether the server runs, GET /metrics has its figures
+Completions of all clients are scored together. GET /health says whether the server runs, GET /metrics returns metrics
 for Prometheus.
 """
 
@@ -53,11 +53,11 @@ class Limits:
     Set the limits of a server. A row is a prompt with its completion.
 
     Args:
-        max_batch_size: rows at which a batch is scored without waiting for more requests.
-        max_wait: seconds that a batch waits for more rows after its first request has come.
-        max_queue_rows: most rows that wait or are being scored; a request that would exceed it is answered 503, and
-            one that has more by itself 413.
-        max_body_bytes: most bytes of a request; a longer one is answered 413.
+        max_batch_size: number of rows at which a batch is scored without waiting for more requests.
+        max_wait: seconds that a batch waits for more rows after its first request.
+        max_queue_rows: most rows that wait or are being scored. A request that would exceed this gets status 503, and
+            a request that has more rows by itself gets 413.
+        max_body_bytes: most bytes of a request; a longer request gets status 413.
     """
 
     max_batch_size: int = 64
@@ -67,7 +67,7 @@ class Limits:
 
 
 class Refusal(Exception):
-    """Raised to refuse a request; the answer has this HTTP status and a sentence that says why."""
+    """Raised to refuse a request, with the HTTP status of the answer and a sentence that says why."""
 
     def __init__(self, status: int, why: str):
         super().__init__(why)
@@ -75,7 +75,7 @@ class Refusal(Exception):
 
 
 def check(*rules: tuple[object, int, str]) -> None:
-    """Raise a [`Refusal`] for the first broken rule; a rule is (is it broken, HTTP status, sentence)."""
+    """Raise a [`Refusal`] for the first broken rule; a rule is a tuple (is it broken, HTTP status, sentence)."""
     for is_broken, status, why in rules:
         if is_broken:
             raise Refusal(status, why)
@@ -94,10 +94,10 @@ class Job:
 
 class Batcher:
     """
-    Score the requests of all clients in one thread, those that come at about the same time in one call.
+    Score the requests of all clients in one thread; requests that come at about the same time are scored in one call.
 
-    If a call fails, each of its requests is scored again in a call of its own, so that a bad row of one client does
-    not fail the requests of others.
+    If a call fails, each of its requests is scored again in a separate call, so that a bad row of one client does not
+    make the requests of others fail.
 
     Args:
         function: reward function with TRL's signature.
@@ -170,15 +170,15 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
     Make the application: POST /score, GET /health, GET /metrics.
 
     Args:
-        batcher: scores the requests.
-        name: name of the model; a request that names another one is refused.
+        batcher: the [`Batcher`] that scores the requests.
+        name: name of the model; a request that names another model is refused.
         key: bearer token that clients must send, except to `/health`; None demands no token.
-        identity: hash of the weights that are served; each answer has it, so that a client notices other weights.
+        identity: hash of the served weights, which each answer contains so that clients notice a change.
     """
     who = {"model": name, **({} if identity is None else {"identity": identity})}
 
     def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Let clients in by the token, count their requests, and turn exceptions into answers."""
+        """Check the client's token, count the request, and turn exceptions into answers."""
 
         async def call(request: Request) -> Response:
             given = request.headers.get("authorization", "").encode()
@@ -237,7 +237,7 @@ async def _until_gone(request: Request) -> None:
 
 
 async def read_body(request: Request, limits: Limits) -> Any:
-    """Return the JSON in a request's body, None if it is not JSON; raise a [`Refusal`] if the body is too long."""
+    """Parse a request's body as JSON, None if it is not JSON; raise a [`Refusal`] if the body is too long."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -250,7 +250,9 @@ async def read_body(request: Request, limits: Limits) -> Any:
 
 
 def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool] | None]:
-    """Return the `prompts`, `completions` and `finished` of a request; raise a [`Refusal`] if one of them is wrong."""
+    """
+    Return the `prompts`, `completions` and `finished` of a request; raise a [`Refusal`] if any of them is invalid.
+    """
     body = body if isinstance(body, dict) else {}
     prompts, completions, finished = (body.get(each) for each in ("prompts", "completions", "finished"))
     rows = prompts + completions if isinstance(prompts, list) and isinstance(completions, list) else []
@@ -292,17 +294,22 @@ def main(arguments: list[str] | None = None) -> None:
         "trl-ext serve-reward", description=description, epilog=more, formatter_class=form
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="folder or hub name of a reward model, or file.py:function")
-    add("--host", default="127.0.0.1", help="where to listen; this machine alone by default")
-    add("--port", type=int, default=8000, help="0 takes a free one, which is printed")
-    add("--name", help="name of the model, which clients may ask for; by default its folder's")
-    add("--max_batch_size", type=int, default=64, help="completions at which a batch is full")
+    add("model", metavar="MODEL", help="folder or hub name of a reward model, or path/to/file.py:function")
+    add("--host", default="127.0.0.1", help="address to listen on; by default only this machine can connect")
+    add("--port", type=int, default=8000, help="port to listen on; 0 takes a free port, which is printed")
+    add("--name", help="name of the model, which clients may ask for; by default the name of its folder")
+    add("--max_batch_size", type=int, default=64, help="number of completions at which a batch is full")
     add("--max_wait_ms", type=float, default=10.0, help="milliseconds that a batch waits for more rows")
     add("--max_batch_tokens", type=int, help="tokens in one forward pass, padding included")
-    add("--max_queue_rows", type=int, default=4096, help="completions that may wait; more are answered 503")
-    add("--max_body_bytes", type=int, default=32 * 2**20, help="bytes of one request")
+    add(
+        "--max_queue_rows",
+        type=int,
+        default=4096,
+        help="number of completions that may wait; further requests get status 503",
+    )
+    add("--max_body_bytes", type=int, default=32 * 2**20, help="most bytes of one request")
     add("--api_key_env", help="environment variable with the token that clients must send")
-    add("--without_key", action="store_true", help="let others than this machine in without a token")
+    add("--without_key", action="store_true", help="let other machines connect without a token")
     add("--dtype", help="dtype of the model's weights, such as bfloat16; by default as saved")
     add("--device", help="device of the model, such as cuda:1")
     args = parser.parse_args(arguments)
@@ -313,8 +320,8 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"--api_key_env: the variable {args.api_key_env} is empty or not set: export a token")
         if not (is_local or key or args.without_key):
             raise ValueError(
-                f"--host {args.host} lets other machines in: name a token's variable by --api_key_env, or give "
-                "--without_key if your network keeps others out"
+                f"--host {args.host} lets other machines connect: name an environment variable with a token by "
+                "--api_key_env, or give --without_key if your network is closed"
             )
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listening = socket.create_server((args.host, args.port), family=family)
@@ -344,6 +351,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def identity_of(function: Callable) -> str:
-    """Return a short hash that tells the served weights or function from others, and reveals nothing else of them."""
+    """Return a short hash that identifies the served weights or function, and reveals nothing else of them."""
     said = reward_identity(function) or uuid.uuid4().hex  # what has no identity is another at each start
     return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""Measure how far people who labelled preference pairs agree, and make training pairs from their labels."""
+"""Measure how far the annotators of preference pairs agree, and make training pairs from their labels."""
 
 from .agreement import agreement_report, krippendorff_alpha, zscores
 from .tables import (

@@ -17,7 +17,7 @@ _NO_MEASURE, _ROUNDS = -2, 10  # z-score below which an annotator is no measure 
 
 def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
     """
-    Return how far annotators agree, as a dictionary that JSON can hold.
+    Return measures of how far annotators agree, as a dictionary for JSON.
 
     Args:
         labels: the labels of all annotators.
@@ -35,7 +35,7 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
         - `missing`, `repeats`, `contradictions`: see [`Labels`].
         - `annotators`: a dictionary for each annotator, see [`per_annotator`].
         - `kappas`: Cohen's κ of each two who share an item, among the 20 annotators with the most labels.
-        - `unknown`: sentences on what these labels cannot tell.
+        - `unknown`: sentences on questions that these labels cannot answer.
     """
     counts = labels.counts()
     alpha, interval = krippendorff_alpha(counts, labels.prompt, seed=seed)
@@ -64,15 +64,15 @@ def krippendorff_alpha(
     """
     Compute Krippendorff's α of nominal labels, and its 95 % percentile interval by a bootstrap over groups of items.
 
-    α = 1 − observed/expected disagreement. Of n labels, n_k of kind k, the expected one is (n² − Σ n_k²)/(n − 1), and
-    the observed one is the same of each item's labels, summed over items.
+    α = 1 − observed/expected disagreement. For n labels, n_k of kind k, the expected disagreement is (n² − Σ n_k²)/(n
+    − 1). The observed disagreement is the same formula for each item's labels, summed over items.
 
     Args:
         counts: (I, K), how often each item was given each label.
-        groups: (I,) int, a number for each item; the bootstrap draws items with the same number together. Pairs of one
-            prompt should be drawn together, since they share answers and so errors. By default each item is drawn
-            alone.
-        resamples: number of draws of the bootstrap.
+        groups: (I,) int, a number for each item; the bootstrap resamples items with the same number together. Pairs of
+            one prompt should have the same number, since they share answers and so errors. By default each item is
+            resampled alone.
+        resamples: number of bootstrap samples.
         seed: seed of the bootstrap.
 
     Returns:
@@ -97,7 +97,7 @@ def cohen_kappa(counts: np.ndarray) -> np.ndarray:
     """
     Return Cohen's κ of (…, K, K) tables; NaN where κ is not defined.
 
-    A table counts items: row by the label that one rater gave, column by the label that the other gave.
+    A table counts items, by the label that one rater gave (row) and the label that the other gave (column).
     """
     size = counts.sum((-1, -2))
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -107,7 +107,9 @@ def cohen_kappa(counts: np.ndarray) -> np.ndarray:
 
 
 def resampled(values: np.ndarray, groups: np.ndarray, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
-    """Sum (N, K) values over all N, and over each bootstrap sample of groups of them; return (1 + resamples, K)."""
+    """
+    Sum (N, K) values over all N rows, and over each bootstrap sample of groups of rows; return (1 + resamples, K).
+    """
     sums = pd.DataFrame(values).groupby(groups).sum().to_numpy()
     kinds, times = np.unique(sums.round(9), axis=0, return_counts=True)  # of equal groups only the number is drawn
     drawn = np.random.default_rng(seed).multinomial(len(sums), times / len(sums), size=resamples)
@@ -167,10 +169,10 @@ def zscores(labels: Labels) -> np.ndarray:
 
     z = (x − median) / √(σ²/n + τ²), where
 
-    - x is the annotator's mean agreement with others' labels of the same items, as the mean over n prompts, since
-      labels of several pairs of one prompt may agree or differ together; the median is that of the others' x;
+    - x is the annotator's mean agreement with others' labels of the same items, averaged over n prompts, since labels
+      of several pairs of one prompt may agree or differ together; the median is taken over the other annotators' x;
     - σ²/n is the noise of n prompts, σ² being the variance over all prompts and annotators;
-    - τ² is how far the others differ beyond their own noise: (1.4826·MAD)² − median(σ²/n), at least 0.
+    - τ² is the variance of the other annotators' x beyond their noise: (1.4826·MAD)² − median(σ²/n), at least 0.
 
     So neither few labels nor the usual differences count against an annotator. Nobody is compared with annotators
     whose z is below −2: z is computed again without them, until nothing changes or until fewer than three annotators,
@@ -194,7 +196,7 @@ def zscores(labels: Labels) -> np.ndarray:
 
 
 def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
-    """Return all annotators' z-scores, measured against those for whom `is_measure`, (A,) bool, is True."""
+    """Return all annotators' z-scores, compared with the annotators for whom `is_measure`, (A,) bool, is True."""
     own = is_measure[labels.annotator]
     agrees = pd.Series(_others_share(labels, labels.where(own).counts(), labels.choice, own))
     agrees = agrees.groupby([labels.annotator, labels.prompt[labels.item]]).mean().dropna()
@@ -212,9 +214,9 @@ def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
 
 def _others_share(labels: Labels, counts: np.ndarray, choice: np.ndarray, own: Any = True) -> np.ndarray:
     """
-    Return for each label which share of the labels that others gave its item equals `choice`, (L,); NaN without any.
+    Return for each label the share of others' labels of the same item that equal `choice`, (L,); NaN without others.
 
-    `counts`, (I, 3), are the labels to compare with, and `own` says of which labels they contain the label itself.
+    `counts`, (I, 3), are the labels to compare with; `own` marks the labels that are themselves among them.
     """
     others = counts.sum(1)[labels.item] - own
     same = counts[labels.item, choice] - own * (labels.choice == choice)
@@ -227,7 +229,7 @@ def _shown_first(labels: Labels) -> np.ndarray:
 
 
 def _kappas(labels: Labels) -> list[dict[str, Any]]:
-    """Return Cohen's κ of each two annotators who share an item, among those with the most labels."""
+    """Return Cohen's κ of each two annotators who labelled a common item, among those with the most labels."""
     most = pd.Series(labels.annotator).value_counts().index[:_KAPPAS]
     kept = labels.where(np.isin(labels.annotator, most))
     table = pd.Series(kept.choice, [kept.item, kept.annotator]).unstack()  # (items, annotators)

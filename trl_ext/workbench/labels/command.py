@@ -1,11 +1,11 @@
-"""Report how far annotators agree and who stands apart, then make preference pairs from their labels.
+"""Report how far annotators agree and who differs from the others, then make preference pairs from their labels.
 
     trl-ext annotators --dataset_name labels.jsonl --output_dir outputs/labels
 
-The table is long, a row a label, or wide, a row a pair with a column for each annotator (--annotator_columns), or it
-ranks answers, several in a row or one in each (--score_columns). The report is `annotators.html` and
-`annotators.json`. Then pairs for `trl-ext reward` and `trl-ext dpo` are written: `pairs/train.jsonl`, and
-`pairs/test.jsonl` by other annotators. The table is not changed.
+The table is long (one row for each label), or wide (one row for each pair, with a column for each annotator,
+--annotator_columns), or it ranks answers, several in a row or one in each row (--score_columns). The report is
+`annotators.html` and `annotators.json`. Then pairs for `trl-ext reward` and `trl-ext dpo` are written:
+`pairs/train.jsonl`, and `pairs/test.jsonl`, whose labels are by other annotators. The table is not changed.
 """
 
 import json
@@ -29,15 +29,18 @@ _LEAN = (0.05, 4)  # share and z-score beyond which a lean is named
 
 @dataclass
 class AnnotatorsArguments:
-    """Declare the arguments of `trl-ext annotators`: the table's columns, and which labels count and how."""
+    """
+    Declare the arguments of `trl-ext annotators`: the table's columns, which labels count, and how they are
+    aggregated.
+    """
 
     dataset_name: str = field(metadata={"help": "The table: a .jsonl, .csv or .parquet file, a folder, a hub name."})
-    output_dir: str = field(metadata={"help": "Where the report and the pairs go."})
+    output_dir: str = field(metadata={"help": "Folder for the report and the pairs."})
     dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
     dataset_split: str = setting("train", "Split, or a part of one as `train[:50%]`.")
     prompt_columns: list[str] = field(
         default_factory=lambda: ["prompt"],
-        metadata={"help": "Column of the prompt; of several, texts are joined by an empty line."},
+        metadata={"help": "Column of the prompt, or several columns, whose texts are joined by an empty line."},
     )
     response_columns: list[str] = field(
         default_factory=lambda: ["response_a", "response_b"],
@@ -46,16 +49,16 @@ class AnnotatorsArguments:
             "row has one answer."
         },
     )
-    annotator_column: str = setting("annotator", "Who chose, in a long table.")
-    choice_column: str = setting("choice", "What was chosen, in a long table.")
-    score_columns: list[str] | None = setting(
-        None, "Instead of choices, a column with a score for each of the answers."
-    )
+    annotator_column: str = setting("annotator", "Column that names the annotator, in a long table.")
+    choice_column: str = setting("choice", "Column of the choice, in a long table.")
+    score_columns: list[str] | None = setting(None, "Columns of scores, one for each answer, in place of choices.")
     lowest_wins: bool = setting(False, "Scores are ranks: 1 is the best.")
-    annotator_columns: list[str] | None = setting(None, "In a wide table, a column for each annotator, with choices.")
+    annotator_columns: list[str] | None = setting(None, "Columns of choices, one for each annotator, in a wide table.")
     choice_values: list[str] = field(
         default_factory=lambda: ["a", "b", "tie"],
-        metadata={"help": "Values for the first answer, for the second, and, all others, for a tie."},
+        metadata={
+            "help": "Values of a choice that mean the first answer, the second answer, and (all further values) a tie."
+        },
     )
     keep_columns: list[str] | None = setting(None, "Further columns to keep in the pairs, such as a topic.")
     method: Literal["majority", "noisy_bt"] = setting(
@@ -74,7 +77,7 @@ class AnnotatorsArguments:
     )
     held_out_annotators: float = setting(
         0.2,
-        "Share of annotators whose pairs are for the test alone; 0 for no test.",
+        "Share of annotators whose pairs are only for testing; 0 for no test.",
         range="in [0, 1), a share of annotators",
     )
     seed: int = setting(0, "Seed of the bootstrap and of the held-out annotators.")
@@ -90,7 +93,7 @@ class AnnotatorsArguments:
 
 def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     """
-    Write the report and the pairs, and return what `annotators.json` holds.
+    Write the report and the pairs, and return the content of `annotators.json`.
 
     Raises:
         ValueError: the table cannot be read; or no pair is left to train on, which the report, already written,
@@ -145,7 +148,7 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
 def _write_pairs(
     path: Path, dataset: Any, labels: Any, columns: Any, args: AnnotatorsArguments, method: Any
 ) -> dict[str, Any]:
-    """Write the pairs of one split; return the report's part on them: how many, by whom, and what was left out."""
+    """Write the pairs of one split; return their entry in the report: how many, by whom, and what was left out."""
     from . import majority_pairs, shares_of_labels
 
     left_out: dict[str, int] = {}
@@ -212,7 +215,7 @@ def page(report: dict[str, Any]) -> str:
 
 
 def kappa_matrix(kappas: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return annotator → other annotator → their entry in `kappas`, both ways round, the highest mean κ first."""
+    """Map each annotator to a dict of the entries in `kappas` with each other annotator, the highest mean κ first."""
     matrix: dict[str, dict[str, dict[str, Any]]] = {}
     for row in kappas:
         a, b = row["annotators"]

@@ -44,12 +44,11 @@ def answers_to_label(
     seed: int = 0,
 ) -> dict[int, str]:
     """
-    Choose answers to label: those with the highest scores, then those with the highest disagreement, then some at
-    random.
+    Choose answers to label: those with the highest scores, those with the highest disagreement, and some at random.
 
     Of each prompt at most one answer is chosen: the one with the highest score, or disagreement, or random number. The
-    order of the rows does not matter: numbers drawn with `seed` decide between equally high answers, and choose the
-    random ones.
+    order of the rows does not matter: random numbers made with `seed` decide between equally high answers, and choose
+    the random answers.
 
     Args:
         prompts, answers: (N,) texts or messages.
@@ -57,12 +56,12 @@ def answers_to_label(
         disagreement: (N,) standard deviation of the scores of an ensemble's members. None without an ensemble: then
             the share of `disagreement` goes to the other two reasons.
         size: how many answers to choose. Fewer are returned if there are too few prompts or scores.
-        shares: the reasons `score`, `disagreement`, `random` → each one's share of `size`. The numbers of answers for
-            the first two are rounded; `random` gets the rest.
+        shares: the share of `size` for each of the reasons `score`, `disagreement` and `random`. The numbers of
+            answers for the first two are rounded; `random` gets the rest.
         seed: seed of all random choices.
 
     Returns:
-        Row → why its answer was chosen. The rows are in random order.
+        A dict from the row's index to the reason why its answer was chosen, in random order.
     """
     score, differs, rest = (shares.get(why, 0.0) for why in ("score", "disagreement", "random"))
     differs *= disagreement is not None
@@ -99,9 +98,9 @@ def as_text(value: Any) -> str:
 
 def label_studio_tasks(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
-    Return tasks as Label Studio imports them, for `LABEL_STUDIO_CONFIG`.
+    Return tasks in Label Studio's import format, for the interface `LABEL_STUDIO_CONFIG`.
 
-    The tasks do not say which of their two answers was chosen for the queue, or why.
+    The tasks do not reveal which of their two answers was chosen for the queue, or why.
 
     Args:
         rows: dictionaries with `item`, `prompt`, `response_a` and `response_b`.
@@ -129,7 +128,7 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
     """
     Read who chose which answer, from a file that annotators wrote, or from an export of Label Studio or Argilla.
 
-    - A file of one's own is JSON lines, a JSON list or CSV, with the columns `item`, `choice` and, if wanted,
+    - A file that annotators wrote is JSON lines, a JSON list or CSV, with the columns `item`, `choice` and, if wanted,
       `annotator`. Label Studio's `JSON-MIN` has this form.
     - Label Studio exports `JSON`.
     - Argilla exports what `records.to_list(flatten=True)` gives, as a JSON list or as JSON lines.

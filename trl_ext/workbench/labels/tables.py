@@ -1,4 +1,4 @@
-"""Read tables of labels, long, wide or of rankings, and make pairs to train and to test on."""
+"""Read tables of labels (long, wide or rankings), and make pairs to train and to test on."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -25,12 +25,12 @@ class Columns:
         responses: the columns of the answers, in the order in which they were shown: two, or more if `scores` rank
             them. Give one column if each row has one answer and its score: then the answers that one annotator scored
             for a prompt are compared with each other, in the order of their rows.
-        annotator: in a long table (a row for each label) the column of who chose.
-        choice: in a long table the column of what was chosen.
-        annotators: in a wide table (a row for each pair) one column for each annotator, which has the annotator's name
-            and holds the choices. They take the place of `annotator` and `choice`.
-        scores: one column of scores for each of `responses`, in the same order. They take the place of `choice`. The
-            answer with the higher score wins, equal scores are a tie, and an answer without a score is not compared.
+        annotator: in a long table (a row for each label), the column of the annotator's name.
+        choice: in a long table, the column of the choice.
+        annotators: in a wide table (a row for each pair), one column for each annotator, which has the annotator's
+            name and holds the choices. These columns replace `annotator` and `choice`.
+        scores: one column of scores for each of `responses`, in the same order. They replace `choice`. The answer with
+            the higher score wins, equal scores are a tie, and an answer without a score is not compared.
         lowest_wins: whether scores are ranks: 1 is the best.
         values: the values of a choice. The first one means the first answer, the second one the second answer, and all
             further ones a tie.
@@ -62,14 +62,14 @@ class Labels:
 
     Args:
         item: (L,) int, the labelled item.
-        annotator: (L,) int, who gave the label, as a place in `annotators`.
+        annotator: (L,) int, who gave the label, as an index into `annotators`.
         choice: (L,) int, `FIRST`, `SECOND` or `TIE`, in the order of the answers in the item's first row.
         swapped: (L,) bool, whether the annotator was shown the answers in the reverse order of the item's first row.
         annotators: (A,) names.
         prompt: (I,) int, a number for the prompt; the same prompt has the same number.
         answers: (I, 2) int, a number for each answer; the same answer to the same prompt has the same number.
-        cells: (I, 2) int, where the two answers are in the table: row · number of response columns + column.
-        missing: how many rows have no label, or no annotator; a wide table's cells count as rows.
+        cells: (I, 2) int, the position of the two answers in the table: row · number of response columns + column.
+        missing: how many rows have no label, or no annotator; in a wide table, cells count as rows.
         repeats: how often an annotator labelled an item again. Equal labels count once.
         contradictions: how often an annotator's labels of one item differ. All of these are left out.
     """
@@ -90,7 +90,7 @@ class Labels:
         return len(self.item)
 
     def where(self, kept: np.ndarray) -> "Labels":
-        """Return the labels for which `kept`, (L,) bool, is True; items and annotators keep their places."""
+        """Return the labels for which `kept`, (L,) bool, is True; items and annotators keep their numbers."""
         return replace(
             self, **{name: getattr(self, name)[kept] for name in ("item", "annotator", "choice", "swapped")}
         )
@@ -102,7 +102,7 @@ class Labels:
 
 def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
     """
-    Read a table of labels part by part; of the texts only hashes are kept.
+    Read a table of labels part by part, and keep only hashes of the texts.
 
     Args:
         dataset: the table.
@@ -135,7 +135,9 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
     pairs = pairs[(pairs["cell"] < pairs["cell_b"]) & (pairs["answer"] != pairs["answer_b"])]
     pairs = pairs.sort_values(["cell", "cell_b"], kind="stable")
     if not len(pairs):
-        raise ValueError(f"the table has {len(dataset)} rows, but no label of two different answers")
+        raise ValueError(
+            f"the table has {len(dataset)} rows, but no label of two different answers: check the columns' names"
+        )
     both = pairs["answer"], pairs["answer_b"]
     pairs["item"] = pairs.groupby(["prompt", np.minimum(*both), np.maximum(*both)], sort=False).ngroup()
     pairs["swapped"] = pairs["answer"] != pairs.groupby("item")["answer"].transform("first")
@@ -161,7 +163,7 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
 
 
 def _hashed(dataset: Dataset, columns: Columns) -> pd.DataFrame:
-    """Return the table with the number of each `row`, and hashes for texts; a wide table becomes a long one."""
+    """Return the table in long form, with a column `row` of row numbers, and with hashes in place of texts."""
     texts, parts = [columns.prompt, *columns.responses], []
 
     def text_of(value: Any) -> str:
@@ -179,12 +181,14 @@ def _hashed(dataset: Dataset, columns: Columns) -> pd.DataFrame:
 
 
 def _said(column: pd.Series) -> pd.Series:
-    """Return names or choices as text, without the spaces around them; a 1 that gaps in a CSV file made 1.0 is "1"."""
+    """
+    Return names or choices as stripped text; a 1 that was read as 1.0, because the CSV column has gaps, becomes "1".
+    """
     return column.convert_dtypes().astype("string").str.strip().replace("", pd.NA)
 
 
 def _scores(table: pd.DataFrame, columns: Columns) -> pd.DataFrame:
-    """Return a score for each answer; a choice gives its answer 1 and the other one 0, a tie ½ to both."""
+    """Return a score for each answer; a choice gives the chosen answer 1 and the other 0, a tie gives both ½."""
     if columns.scores:
         scores = table[[*columns.scores]].apply(pd.to_numeric) * (-1 if columns.lowest_wins else 1)
         return scores.set_axis(range(len(columns.responses)), axis=1)
@@ -203,7 +207,7 @@ def _scores(table: pd.DataFrame, columns: Columns) -> pd.DataFrame:
 
 def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
     """
-    Return for each item how likely each of the three labels is the right one.
+    Return the probability that each of the three labels is the right one, for each item.
 
     - `"majority"` counts votes.
     - `"noisy_bt"` scores each answer from all its pairs, and returns σ of the difference of an item's two scores; ties
@@ -233,9 +237,9 @@ def noisy_bradley_terry(
 
     P(annotator k prefers i to j) = η_k σ(s_i − s_j) + (1 − η_k) σ(s_j − s_i) (Crowd-BT, Chen et al. 2013, "Pairwise
     ranking aggregation in a crowdsourced setting"). With η_k = 1 this is Bradley and Terry's model; an annotator with
-    η_k = ½ tosses a coin, and one with η_k = 0 always says the opposite. The priors are s ~ N(0, 1) and
-    η ~ Beta(8, 2), with mean 0.8: most annotators beat a coin, which also fixes the scores' sign. L-BFGS, started at
-    s = 0, finds the mode of the posterior.
+    η_k = ½ chooses at random, and one with η_k = 0 always chooses the opposite. The priors are s ~ N(0, 1) and η ~
+    Beta(8, 2), with mean 0.8: most annotators are better than chance, which also fixes the scores' sign. L-BFGS,
+    started at s = 0, finds the mode of the posterior.
 
     Args:
         answers: (L, 2) int, the two answers of each label.
@@ -255,7 +259,7 @@ def noisy_bradley_terry(
     one, other, who, wins = map(torch.tensor, (*answers.T.copy(), annotator, first_wins))
 
     def loss(parameters: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return −log p(labels, s, η) up to a constant, and its gradient by s and the logits of η."""
+        """Return −log p(labels, s, η) up to a constant, and its gradient with respect to s and the logits of η."""
         x = torch.tensor(parameters, requires_grad=True)
         scores, logits = x[:size], x[size:]
         p, trust = torch.sigmoid(scores[one] - scores[other]), torch.sigmoid(logits)[who]
@@ -282,7 +286,7 @@ def hold_out_annotators(labels: Labels, share: float = 0.2, seed: int = 0) -> tu
     Args:
         labels: labels of the annotators who count.
         share: share of annotators to hold out, rounded to one annotator at least; 0 holds out nobody.
-        seed: seed of the draw.
+        seed: seed of the random choice of annotators and prompts.
 
     Returns:
         The labels to train on, and the labels to test on. The latter are None if nobody is held out: `share` is 0, or
@@ -313,7 +317,7 @@ def majority_pairs(
     left_out: dict[str, int] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Yield a preference pair for each item whose winner is sure enough, in the order of the table.
+    Yield a preference pair for each item whose winner has at least `confidence_bound`, in the order of the table.
 
     A pair is a dictionary with
 
@@ -332,7 +336,7 @@ def majority_pairs(
             labels for the other answer, is left out.
         min_labels: least number of labels; an item with fewer is left out.
         keep_columns: further columns of the table to keep in the pair, with the values in the item's first row.
-        left_out: a dictionary to fill: why items are left out → how many.
+        left_out: a dictionary to which the number of items that are left out is added, by reason.
     """
     columns = columns or Columns()
     shares = shares_of_labels(labels) if shares is None else shares

@@ -1,4 +1,4 @@
-"""Draw curves as SVG, in the colours of the page around them."""
+"""Draw curves as SVG, in the colours of the page that contains them."""
 
 import hashlib
 import io
@@ -56,7 +56,7 @@ FIRST = ("loss", "pair accuracy", "margin", "token accuracy")
 
 
 def line_style(place: int) -> dict[str, Any]:
-    """Return matplotlib's arguments for the colour and line of run number `place` in a comparison."""
+    """Return matplotlib's arguments for the colour and line style of run number `place` in a comparison."""
     return {
         "color": COLOURS[place % len(COLOURS)],
         "linestyle": LINES[(place + place // len(COLOURS)) % len(LINES)],
@@ -64,7 +64,7 @@ def line_style(place: int) -> dict[str, Any]:
 
 
 def curves(run: Run) -> list[str]:
-    """Draw the charts of one run: the panels that monitors watch, groups of keys, and the user's own metrics."""
+    """Draw the charts of one run: the monitors' quantities, groups of keys, and the user's own metrics."""
     given = {"history": run.history, "metrics": run.metrics, "registry": run.registry}
     draw: dict[str, Callable] = {title: partial(panel, **given) for title, panel in PANELS.items()}
     logged = sorted(run.keys)
@@ -82,7 +82,7 @@ def curves(run: Run) -> list[str]:
 
 
 def paid_curves(run: Run) -> list[str]:
-    """Draw how the features that the reward paid for most spread: shares of answers, or means ÷ the highest."""
+    """Draw curves of the features that the reward paid for most: shares of answers, or means ÷ the highest mean."""
 
     def draw(axes: Any) -> None:
         for each in run.paid:
@@ -95,7 +95,9 @@ def paid_curves(run: Run) -> list[str]:
 
 
 def _lines(axes: Any, history: list[dict[str, Any]], keys: list[str]) -> None:
-    """Draw the values under each key, those of training first, and solid; evaluations may lie on top of each other."""
+    """
+    Draw the values under each key, with those of training first and as solid lines, so that evaluations lie on top.
+    """
     for place, key in enumerate(sorted(keys, key=lambda key: key.startswith("eval_"))):
         line = LINES[place % len(LINES)] if key.startswith("eval_") else "-"
         draw_line(axes, history, key, key, linestyle=line)

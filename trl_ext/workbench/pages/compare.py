@@ -18,7 +18,7 @@ FOLDERS = {"output_dir", "logging_dir"}  # they differ in any two runs
 
 
 def named(folders: list[Path]) -> dict[str, Path]:
-    """Return name → folder. A name is the folder's path below the innermost folder that holds all of them."""
+    """Map names to folders. A name is the folder's path below the innermost folder that contains all of them."""
     paths = [folder.resolve() for folder in folders]
     above = os.path.commonpath([path.parent for path in paths])
     return {path.relative_to(above).as_posix(): folder for path, folder in zip(paths, folders, strict=True)}
@@ -55,13 +55,13 @@ def comparison(runs: dict[str, Run], title: str, evaluation: dict[str, Any] | No
 
 
 def side_by_side(cells: list[dict[str, str]]) -> list[list[str]]:
-    """Return table rows: a label, then a cell from each of the mappings label → cell, or a dash."""
+    """Return table rows: a label, then its cell in each of the mappings from labels to cells, or a dash."""
     labels = dict.fromkeys(label for of in sorted(cells, key=len, reverse=True) for label in of)
     return [[label, *(of.get(label, "–") for of in cells)] for label in labels]
 
 
 def _curves(runs: dict[str, Run]) -> list[str]:
-    """Draw the main quantities, and other keys that two or more runs logged, over each other."""
+    """Draw all runs in common charts: the main quantities, and other keys that two or more runs logged."""
     shown: dict[str, dict[str, str]] = defaultdict(dict)  # title → run → key
     for name, run in runs.items():
         for label, key in headline(run).items():
@@ -127,7 +127,7 @@ def evaluation_rows(policies: list[dict[str, Any] | None]) -> list[list[str]]:
     Return the figures of an evaluation as rows of a table: a label, then a cell for each policy.
 
     Args:
-        policies: each policy's entry in an `evaluation.json`; None makes a column of dashes.
+        policies: each policy's entry in an `evaluation.json`; for None, the column has dashes.
     """
     return side_by_side([_cells(policy) if policy else {} for policy in policies])
 
@@ -150,7 +150,7 @@ def _mean(of: dict[str, Any] | None) -> str:
 
 
 def _of_runs(evaluation: dict[str, Any], runs: dict[str, Run]) -> dict[str, Any]:
-    """Return name → each run's entry in an evaluation; a checkpoint's entry counts as its run's."""
+    """Return each run's entry in an evaluation, by name; the entry of a checkpoint counts as its run's entry."""
     found: dict[Path, Any] = {}
     for policy in evaluation["policies"].values():
         folder = Path(policy["policy"])

@@ -1,4 +1,4 @@
-"""Make HTML from Jinja2 templates, which escape every value, and show numbers and answers on it."""
+"""Render HTML from Jinja2 templates, which escape every value, and format numbers and answers for it."""
 
 import json
 import math
@@ -21,8 +21,8 @@ def render(template: str | Path, **shown: Any) -> str:
 
     Args:
         template: file that extends `frame.html.j2` and may import `parts.html.j2`, both in the folder `templates`; or
-            the name of one there.
-        shown: values for the template. Strings are escaped; only `Markup` is taken as HTML.
+            the name of a file in that folder.
+        shown: values for the template. Strings are escaped, unless they are `Markup`.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, so that only writing a page imports it
 
@@ -41,17 +41,17 @@ def render(template: str | Path, **shown: Any) -> str:
 
 
 def code(value: Any) -> Markup:
-    """Return text as HTML, with names in backticks set as code."""
+    """Return text as HTML, with names in backticks as `<code>`."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(value))))
 
 
 def prose(markdown: str) -> Markup:
-    """Return a line of Markdown as HTML; of a link only its text is kept."""
+    """Return a line of Markdown as HTML; links are replaced by their texts."""
     return Markup(re.sub(r"\*([^*]+)\*", r"<em>\1</em>", str(code(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", markdown)))))
 
 
 def columns(names: Iterable[str], style: str = "") -> list[tuple[str, str]]:
-    """Return (name, CSS class) for each column, as the templates' `table` takes columns; all have the same class."""
+    """Pair each column's name with the same CSS class, as the templates' macro `table` expects its columns."""
     return [(name, style) for name in names]
 
 
@@ -59,7 +59,7 @@ def number(value: Any, digits: int = 4) -> str:
     """
     Return a number as text with `digits` significant digits, and a dash for None.
 
-    A number that has more digits before the point keeps all of them below a billion; above, it gets an exponent.
+    A number below a billion keeps all digits before the point; a larger number gets an exponent.
     """
     if not isinstance(value, (int, float)):
         return "–" if value is None else str(value)
@@ -87,9 +87,9 @@ def with_interval(value: float | None, ends: Sequence[float] | None, form: str =
 
     Args:
         value: the value; if it is None, `unknown` is returned.
-        ends: the lower and the upper end of the interval; if they are None, the value is returned without them.
+        ends: lower and upper end of the interval; if None, only the value is returned.
         form: format of each number.
-        unknown: what is returned for a value of None.
+        unknown: the text for a value of None.
     """
     if value is None:
         return unknown
@@ -117,7 +117,7 @@ def shown_answer(completion: Any, said: str = "") -> dict[str, Any]:
     Return an answer as a cell for the templates' tables.
 
     Args:
-        completion: the answer as a file has it: a text, or messages, which are shown turn by turn.
+        completion: the answer: a text, or messages, which are shown turn by turn.
         said: a line to show below the answer, such as its scores.
     """
     if not isinstance(completion, list):
@@ -126,7 +126,7 @@ def shown_answer(completion: Any, said: str = "") -> dict[str, Any]:
 
 
 def _parts(message: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (CSS class, who, text) of each part of a message: a thought, a text, calls of tools, or their answer."""
+    """Return (CSS class, who, text) of each part of a message: a thought, a text, tool calls, or a tool's answer."""
     role, content = message["role"], message.get("content") or ""
     text = (content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))[:PART]
     if role == "tool":  # TRL tells the policy of a failed call in this form

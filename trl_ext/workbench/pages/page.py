@@ -59,7 +59,7 @@ def _heading(run: Run) -> str:
 
 
 def results(run: Run) -> dict[str, str]:
-    """Return label → text of what came of a run: its main quantities, first → last, steps and alerts."""
+    """Return a run's results as texts by label: its main quantities (first → last value), steps and alerts."""
     values = {label: ends(run, key) for label, key in headline(run).items()} | run.outcome
     shown = {label: " → ".join(number(value, 3) for value in of) for label, of in values.items()}
     steps = f"{run.last_step}{'' if run.has_ended else ', not ended'}"
@@ -89,7 +89,7 @@ def _samples(run: Run) -> list[dict[str, Any]]:
 
 
 def next_step(run: Run) -> str:
-    """Return what to do after this run, by its end, its alerts and what it trained."""
+    """Return advice on what to do after a run, which depends on how it ended, its alerts and what it trained."""
     folder = shlex.quote(str(run.folder))
     if not run.has_ended:
         return "the same command resumes the run."
@@ -119,7 +119,7 @@ def verdict(run: Run) -> str:
 
 
 def wanted(run: Run) -> dict[str, str]:
-    """Return the quantities that the verdict names: score, gold and KL, or else the first one and the loss."""
+    """Return the quantities that the verdict names: score, gold and KL, or else the first quantity and the loss."""
     shown = headline(run)
     if "reward" in run.metrics:
         return {
@@ -160,7 +160,7 @@ def alarms(run: Run) -> list[dict[str, Any]]:
 
 
 def by_monitors(run: Run) -> str:
-    """Return in words each monitor's most serious action and the step when it first took it; "" if none acted."""
+    """Describe each monitor's most serious action and the step when it first took this action; "" if none acted."""
     said: dict[str, str] = {}
     actions = [*DONE]
     for alert in sorted(alarms(run), key=lambda alert: actions.index(alert["action"])):
@@ -169,7 +169,7 @@ def by_monitors(run: Run) -> str:
 
 
 def watched(run: Run) -> str:
-    """Return what the monitors found, or else who watched; "" if a run's monitors are not recorded."""
+    """Describe what the monitors found, or which monitors found nothing; "" if the run's monitors are not recorded."""
     if run.monitors and not alarms(run):
         return f"{listed(sorted(run.monitors))} watched and found nothing"
     return by_monitors(run) or ("no monitors were set" if run.monitors == {} else "")
@@ -185,9 +185,9 @@ def sentence(said: str) -> str:
 
 def runbook(alerts: Iterable[dict[str, Any]]) -> dict[str, list[list[str]]]:
     """
-    Return section → table for the runbook's sections that these alerts link to; a table is rows of cells in Markdown.
+    Map each section of the runbook that these alerts link to to its table, which is rows of cells in Markdown.
 
-    With them in the page, an alert's link works wherever the page is copied.
+    The page contains these sections, so an alert's link works wherever the page is copied.
     """
     wanted, tables = {alert["runbook"].partition("#")[2] for alert in alerts}, {}
     for part in (root() / RUNBOOK).read_text(encoding="utf-8").split("\n## ")[1:]:

@@ -1,4 +1,4 @@
-"""Read the files that the last run in a folder wrote, and say which of its numbers come first."""
+"""Read the files that the last run in a folder wrote, and choose the main quantities among its metrics."""
 
 import json
 import math
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the run ended, by its records, after it began or was resumed."""
+        """Return whether the run's records say that it ended after it last began or was resumed."""
         kinds = [event["type"] for event in self.events if event["type"] in ("begin", "end")]
         return kinds[-1:] != ["begin"]
 
@@ -93,7 +93,7 @@ class Run:
 
 
 def main_keys(trainer: str) -> dict[str, str]:
-    """Return name and unit → key of a trainer's main quantities."""
+    """Return the keys of a trainer's main quantities, by name and unit."""
     metrics = METRICS[trainer]
     sampled = {
         label.format(unit=metrics[name].unit): metrics[name].key for name, label in SAMPLED.items() if name in metrics
@@ -102,7 +102,7 @@ def main_keys(trainer: str) -> dict[str, str]:
 
 
 def headline(run: Run) -> dict[str, str]:
-    """Return name and unit → key of the main quantities that a run has logged, on held-out data, too."""
+    """Return the keys of the main quantities that a run has logged (also on held-out data), by name and unit."""
     keys = sorted(run.keys)
     found: dict[str, str] = {}
     for label, key in main_keys(run.trainer).items():
@@ -121,7 +121,7 @@ def ends(run: Run, key: str) -> list[Any]:
 
 def read_run(folder: Path) -> Run:
     """
-    Return what the last run in an output directory recorded.
+    Read the records of the last run in an output directory.
 
     Raises:
         ValueError: the directory holds no run that has logged anything.
@@ -162,7 +162,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_results(run: Run, since: float) -> None:
-    """Read what was measured after training: a round of online DPO, and the report on a saved reward model."""
+    """Read results from after training: those of a round of online DPO, and the report on a saved reward model."""
     measured = read_object(run.folder / "round.json")  # {} for a round that is not complete
     before = read_object(run.folder / f"../round-{measured.get('round', 0) - 1}/round.json")
     for each in (before, measured):
@@ -186,7 +186,7 @@ def _read_results(run: Run, since: float) -> None:
 
 
 def rounds_of(folder: Path) -> list[Path]:
-    """Return the folders of an online DPO run's rounds, in order: each is a run. For another run return its folder."""
+    """Return the folders of an online DPO run's rounds, in order; for any other run, return its own folder."""
     rounds = [path.parent for path in folder.glob("round-*/metrics.rank0.jsonl")]
     return sorted(rounds, key=lambda path: (len(path.name), path.name)) or [folder]
 

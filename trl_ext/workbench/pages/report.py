@@ -88,7 +88,7 @@ def report_of(folder: str | Path, was_trained: bool = True, is_recorded: bool = 
 
     Args:
         folder: output directory of the run.
-        was_trained: False if the run was complete before the script started. Its page then stays as it is.
+        was_trained: False if the run was complete before the script started. Its page is then not written again.
         is_recorded: the setting `record_run`. If it is False, no page is written.
     """
     from accelerate import PartialState  # here: it imports torch, which a page does not need
@@ -113,7 +113,7 @@ def next_line(command: str) -> str:
 
 @contextmanager
 def without_next() -> Iterator[None]:
-    """Make [`next_line`] return "" within this context: for a script that runs other scripts."""
+    """Make [`next_line`] return "" within the `with` block, for a script that runs other scripts."""
     before = _says_next.set(False)
     try:
         yield
@@ -123,7 +123,7 @@ def without_next() -> Iterator[None]:
 
 def next_answer(args: Any, rows: "Dataset", folder: str | Path = "", max_new_tokens: int | None = None) -> str:
     """
-    Return the `trl-ext generate` command that has a run's model answer the first short prompt of its training rows.
+    Return a `trl-ext generate` command in which a run's model answers the first short prompt of its training rows.
 
     Args:
         args: training arguments of the run.

@@ -1,4 +1,4 @@
-"""Say what to train next: the rows of docs/advise.md's table that hold for the numbers given. The first one decides.
+"""Advise what to train next: print the rows of docs/advise.md's table that apply. The first one decides.
 
 trl-ext advise --pairs 12000 --accuracy 0.66 --accuracy_low 0.62 --passed true --prompts 20000
 """
@@ -12,7 +12,7 @@ from ...upstream import quiet
 
 @dataclass
 class AdviseArguments:
-    """Declare what may be known; all of it is optional."""
+    """Declare the arguments of `trl-ext advise`: facts about data and models, all of them optional."""
 
     verifiable: bool | None = setting(None, "Whether a rule or a unit test can score an answer.")
     agreement: float | None = setting(None, "Share of pairs that two people label alike.", range="in [0, 1]")
@@ -22,16 +22,18 @@ class AdviseArguments:
     accuracy: float | None = setting(
         None, "Share of held-out pairs in which the reward model is right.", range="in [0, 1]"
     )
-    accuracy_low: float | None = setting(None, "Lower end of its interval.", range="in [0, 1]")
-    passed: bool | None = setting(None, "Whether `trl-ext reward-report` says yes.")
-    fits: bool | None = setting(None, "Whether PPO fits the GPUs and the hours, by `trl-ext plan`.")
+    accuracy_low: float | None = setting(None, "Lower end of the interval of `accuracy`.", range="in [0, 1]")
+    passed: bool | None = setting(None, "Whether the reward model passes `trl-ext reward-report`.")
+    fits: bool | None = setting(
+        None, "Whether PPO fits into the GPUs and the hours that you have, according to `trl-ext plan`."
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
 
 
 def rows(a: AdviseArguments) -> list[tuple[bool, str, str]]:
-    """Return the page's table: whether the row holds, the condition and what to do then."""
+    """Return the rows of the table: whether the condition holds, the condition, and what to do then."""
     few_pairs = (a.pairs or 0) < 2000
     return [
         (

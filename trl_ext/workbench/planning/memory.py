@@ -1,5 +1,5 @@
 """
-Count bytes: of tensors in closed form, and of forward and backward passes by running them without data.
+Count bytes: of tensors by formulas, and of forward and backward passes by running them without data.
 
 `FakeTensorMode` runs a model's own code, autocast and checkpointing on tensors that have shapes but no memory. A model
 of 8 billion parameters is measured in seconds on a laptop.
@@ -22,7 +22,7 @@ GIB = 2**30
 
 def quantized_bytes(weights: int, bits: int, nested: bool = False) -> int:
     """
-    Return the bytes of weights that bitsandbytes keeps in 4 or 8 bits.
+    Return the bytes of weights that bitsandbytes stores in 4 or 8 bits.
 
     In 4 bits, each block of 64 weights has a float32 scale. With `nested` quantisation (arXiv:2305.14314) each block
     has an 8-bit scale instead, and 256 of these scales share one in float32. In 8 bits each row has a float32 scale,
@@ -36,7 +36,7 @@ def quantized_bytes(weights: int, bits: int, nested: bool = False) -> int:
 
 def optimizer_bytes(weights: int, weight_bytes: int, optim: str) -> int:
     """
-    Return the bytes of an optimizer's state for `weights` trained numbers of `weight_bytes` each.
+    Return the bytes of an optimizer's state for `weights` trained weights of `weight_bytes` each.
 
     Adam and its kin keep two moments in the weights' dtype, or in 8 bits with a float32 scale per 256 numbers. Lion
     and RMSprop keep one moment, AdEMAMix keeps three, and SGD keeps none. Adafactor keeps a row and a column for each
@@ -55,13 +55,13 @@ def kv_cache_bytes(config: Any, rows: int, tokens: int, number_bytes: int) -> in
 
 
 def share(size: int, processes: int) -> int:
-    """Return how much of a tensor of `size` each process keeps if it is sharded over `processes`, rounded up."""
+    """Return the part of a tensor of `size` that each process keeps if it is sharded over `processes`, rounded up."""
     return math.ceil(size / processes)
 
 
 class LiveBytes(TorchDispatchMode):
     """
-    Count the bytes of all storages that operations make in this context.
+    Count the bytes of all storages that operations make within the `with` block.
 
     `live` is the number of bytes now, and `peak` the highest number so far. The weights of `modules` do not count.
     """
@@ -89,7 +89,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def fake(build: Callable[[], Any]) -> tuple[Any, FakeTensorMode]:
-    """Return what `build` makes, a module or several, as fake tensors without memory; and the mode to run them in."""
+    """
+    Return the modules that `build` makes, on fake tensors without memory, and the `FakeTensorMode` to run them in.
+    """
     with torch.device("meta"):  # PEFT cannot add an adapter within the mode
         made = build()
     mode, twins = FakeTensorMode(allow_non_fake_inputs=True), {}
@@ -124,12 +126,12 @@ def training_peak(
     others: tuple[nn.Module, ...] = (),
 ) -> int:
     """
-    Return the peak bytes of one forward and backward pass, beside weights and optimizer state.
+    Return the peak bytes of one forward and backward pass, without weights and optimizer state.
 
     Args:
         mode, model: the mode and the model that [`fake`] returned.
         loss: a function that computes the loss of `model`.
-        autocast: dtype of mixed precision; None runs without it.
+        autocast: dtype of mixed precision; None for no mixed precision.
         gradients: `"fresh"` counts the gradients that this pass makes. `"kept"` counts the gradients of an earlier
             micro-batch, which exist from the start. `"sharded"` drops each gradient once it is complete; the caller
             counts the shards.
@@ -157,7 +159,7 @@ def training_peak(
 def forward_peak(
     mode: FakeTensorMode, model: nn.Module, forward: Callable[[], Any], autocast: torch.dtype | None = None
 ) -> int:
-    """Return the peak bytes, beside the weights, of a forward pass that no backward pass follows."""
+    """Return the peak bytes, without the weights, of a forward pass that no backward pass follows."""
     with mode, LiveBytes(model) as counted, _autocast(autocast):
         forward()
     return counted.peak

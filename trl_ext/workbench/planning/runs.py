@@ -1,4 +1,4 @@
-"""Describe a run and its plan; say what is known to go wrong with it, and estimate how long it takes."""
+"""Describe a run and its plan, list what is known to go wrong with it, and estimate how long it takes."""
 
 import json
 from dataclasses import dataclass, field
@@ -20,13 +20,14 @@ class Layout:
     Describe which part of a model each process keeps.
 
     Args:
-        mode: what spreads the run: `"single"` (nothing), `"ddp"`, `"fsdp2"`, `"zero1"`, `"zero2"` or `"zero3"`.
+        mode: how the run is distributed: `"single"` (not at all), `"ddp"`, `"fsdp2"`, `"zero1"`, `"zero2"` or
+            `"zero3"`.
         processes, machines: number of processes on all machines together, and number of machines.
         offloads_weights, offloads_optimizer: whether the weights, and whether the optimizer's state, are in the
             machine's memory instead of the GPU's.
         live_parameters: ZeRO-3's `stage3_max_live_parameters`, the most weights that a GPU gathers at once.
         checkpoints_activations: whether FSDP's own activation checkpointing is on.
-        accumulation: number of gradient accumulation steps that the file sets; None if it sets none.
+        accumulation: number of gradient accumulation steps that accelerate's file sets; None if it sets none.
     """
 
     mode: str = "single"
@@ -59,7 +60,7 @@ class Layout:
         Read the layout from an accelerate YAML.
 
         Raises:
-            ValueError: accelerate does not know a key, or runs do not work in the file's mode.
+            ValueError: accelerate does not know a key, or trl_ext does not support the file's mode.
         """
         config = load_config_from_file(str(path))
         kind = str(getattr(config.distributed_type, "value", config.distributed_type))
@@ -76,8 +77,8 @@ class Layout:
         if kind == "DEEPSPEED":
             return cls._read_deepspeed(config.deepspeed_config, Path(path), count)
         raise ValueError(
-            f"{path} has distributed_type {kind}: use NO, MULTI_GPU, DEEPSPEED, or FSDP with fsdp_version 2 (of FSDP1 "
-            "PEFT saves no adapters)"
+            f"{path} has distributed_type {kind}: use NO, MULTI_GPU, DEEPSPEED, or FSDP with fsdp_version 2 (under "
+            "FSDP1, PEFT saves no adapters)"
         )
 
     @classmethod
@@ -114,7 +115,7 @@ class LoadedReward:
         dtype: dtype of its weights.
         bits: 8 if its weights are quantised to 8 bits, else None.
         max_batch_tokens, batch_size: largest number of tokens, and of rows, in one forward pass; None sets no limit.
-        members: number of adapters on this base, if it is an ensemble's. The adapters' bytes are not counted, since
+        members: number of adapters on this base, if an ensemble shares it. The adapters' bytes are not counted, since
             their rank is not known.
     """
 
@@ -126,7 +127,7 @@ class LoadedReward:
     members: int = 1
 
     def rows(self, most: int, length: int) -> int:
-        """Return how many of `most` rows of `length` tokens one forward pass reads."""
+        """Return the number of rows, out of `most` rows of `length` tokens, that one forward pass reads."""
         return max(1, min(most, self.batch_size or most, (self.max_batch_tokens or most * length) // length))
 
 
@@ -140,7 +141,7 @@ class Job:
         args: its training arguments.
         layout: how the run is spread over processes.
         policy: configuration of the trained model, which is a classifier in the stages `reward` and `pretrain_critic`.
-        rewards: configurations of PPO's reward models that have a base of their own.
+        rewards: configurations of PPO's reward models that have a separate base.
         dtype: dtype of the weights as loaded.
         peft_config: configuration of the adapter, if there is one.
         bits, nested: bits of a quantised base, and whether its scales are quantised, too.
@@ -151,7 +152,7 @@ class Job:
         shared_rewards: number of reward models that are adapters on the policy's base.
         loaded_rewards: the models that reward functions load, see [`LoadedReward`].
         turns: largest number of turns of an episode of PPO; above 1 with tools.
-        ref_adapter: whether training continues an adapter that is given. The reference is then a copy of this adapter.
+        ref_adapter: whether training continues an existing adapter. The reference is then a copy of this adapter.
         only_environment: whether an environment gives all rewards, so that no reward model can be fooled.
     """
 
@@ -180,25 +181,25 @@ class Job:
 
     @property
     def length(self) -> int:
-        """Return how many tokens a text may have at most, in a stage without rollouts."""
+        """Return the maximum number of tokens of a text, in a stage without rollouts."""
         if self.stage == "pretrain_critic":  # nothing is truncated
             return self.prompt_length
         return self.args.max_length or getattr(self.policy.get_text_config(), "max_position_embeddings", 1024)
 
     @property
     def longest_history(self) -> int:
-        """Return how many tokens may precede a turn of PPO's policy, at most."""
+        """Return the maximum number of tokens before a turn of PPO's policy."""
         return self.prompt_length + (self.args.max_completion_length if self.turns > 1 else 0)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Return the weights' dtype in a pass: DeepSpeed and FSDP2 cast them to `mixed`, autocast leaves them."""
+        """Return the weights' dtype in a pass: DeepSpeed and FSDP2 cast them to `mixed`, autocast does not."""
         casts = self.layout.is_deepspeed or self.layout.mode == "fsdp2"
         return self.mixed if casts and self.mixed is not None else self.dtype
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Return the dtype of autocast; None without mixed precision, or if a spread run's weights have it already."""
+        """Return the dtype of autocast; None without mixed precision, or if DeepSpeed or FSDP2 casts the weights."""
         return None if self.compute_dtype == self.mixed and self.layout.mode != "single" else self.mixed
 
 
@@ -212,7 +213,7 @@ class Role:
         parameters, trained: number of all weights, and of the trained ones.
         weights, gradients, optimizer: bytes of the weights, of the gradients and of the optimizer's state.
         note: text to show beside the role.
-        config: the model's configuration, if that is neither the policy's nor one of `Job.rewards`.
+        config: the model's configuration, unless it is the policy's or one of those in `Job.rewards`.
     """
 
     name: str
@@ -228,15 +229,15 @@ class Role:
 @dataclass
 class Plan:
     """
-    Hold what a run takes on each GPU.
+    Hold the memory that a run needs on each GPU, and its schedule.
 
     Args:
         roles: the models of the run.
-        phases: phase → purpose → bytes that it takes beside weights and optimizer state.
-        schedule: name → batch size or number of steps.
+        phases: for each phase, the bytes that it needs besides weights and optimizer state, by purpose.
+        schedule: batch sizes and numbers of steps, by name.
         checkpoint: bytes on disk of one checkpoint.
         host: bytes that each process keeps in the machine's memory instead of the GPU's.
-        beside: purpose → bytes of vLLM, which generates beside the run; empty if the run generates itself.
+        beside: bytes of vLLM, a separate process that generates, by purpose; empty if the run generates itself.
     """
 
     roles: list[Role]
@@ -248,17 +249,17 @@ class Plan:
 
     @property
     def resident(self) -> int:
-        """Return the bytes that are held in all phases."""
+        """Return the bytes that are in use in all phases."""
         return sum(role.weights + role.optimizer for role in self.roles)
 
     @property
     def peak(self) -> int:
-        """Return the bytes that are held in the phase that takes most."""
+        """Return the bytes that are in use in the phase that needs most."""
         return self.resident + sum(self.phases[self.peak_phase].values())
 
     @property
     def peak_phase(self) -> str:
-        """Return the name of the phase that takes most."""
+        """Return the name of the phase that needs most memory."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
 
@@ -266,7 +267,7 @@ def known_not_to_work(job: Job) -> list[str]:
     """
     Return a sentence for each reason why a run cannot work.
 
-    Settings that the run's configuration class refuses itself are not checked here.
+    Settings for which the run's configuration class raises an error are not checked here.
     """
     args, layout, peft = job.args, job.layout, job.peft_config is not None
     accumulated = args.gradient_accumulation_steps
@@ -291,14 +292,14 @@ def known_not_to_work(job: Job) -> list[str]:
     reasons += [
         (
             peft and layout.checkpoints_activations,
-            "FSDP's own activation checkpointing replays layers with the adapter that is active by then, which gives "
+            "FSDP's own activation checkpointing recomputes layers with the adapter that is active then, which gives "
             "wrong gradients: set `fsdp_activation_checkpointing: false` in accelerate's file, and "
             "`activation_checkpointing: true` in the recipe",
         ),
         (
             layout.is_deepspeed and args.critic_warmup_rollouts > 0,
-            "`critic_warmup_rollouts` leaves out updates of the policy, but DeepSpeed's engine steps inside "
-            "`backward`: use DDP or FSDP2, or leave it out",
+            "`critic_warmup_rollouts` skips updates of the policy, but DeepSpeed's engine steps inside `backward`: "
+            "use DDP or FSDP2, or leave `critic_warmup_rollouts` out",
         ),
     ]
     found = [message for holds, message in reasons if holds]
@@ -333,12 +334,13 @@ def known_to_go_wrong(
     warnings = [
         (
             args.kl_coef == 0 and not job.only_environment,
-            "`kl_coef: 0`: without a KL penalty the policy ends up saying what the reward model likes by mistake",
+            "`kl_coef: 0`: without a KL penalty the policy learns to exploit the reward model's mistakes",
         ),
         (
             low >= 0 and high <= 1 and is_raw and 0 < args.kl_coef < 0.1,
-            f"scores in [{low:g}, {high:g}] with `kl_coef: {args.kl_coef:g}`: with so small a KL penalty the policy "
-            "drifts without a gain; raise `kl_coef` to 0.1 or more, or normalise the scores",
+            f"scores in [{low:g}, {high:g}] with `kl_coef: {args.kl_coef:g}`: with such a small KL penalty the "
+            "policy drifts away from the reference without a gain; raise `kl_coef` to 0.1 or more, or normalise the "
+            "scores",
         ),
         (
             shared_prompts,
@@ -357,7 +359,7 @@ class GPU(NamedTuple):
 
     Args:
         name: name of a common GPU of that size.
-        memory: GB, as it is sold.
+        memory: nominal memory in GB.
         tflops: 10¹² operations a second in bfloat16, without sparsity.
         bandwidth: 10¹² bytes a second.
     """
@@ -383,7 +385,7 @@ GPUS = (
 @dataclass(frozen=True)
 class Efficiency:
     """
-    Hold assumptions on how much of a GPU's nominal speed a run reaches.
+    Hold assumptions on the share of a GPU's nominal speed that a run reaches.
 
     Args:
         mfu: share of the GPU's operations a second that forward and backward passes reach.
@@ -403,7 +405,7 @@ def seconds_per_example(
     job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, tokens: float | None = None
 ) -> dict[str, float]:
     """
-    Return phase → seconds that one GPU spends on an example, which is a row, a pair, or an episode of PPO.
+    Return the seconds that one GPU spends on an example (a row, a pair, or an episode of PPO), by phase.
 
     A forward pass takes 2 operations for each weight and token, and for attention 2 · layers · width · length more for
     each token. A backward pass takes twice as many operations as a forward pass, or equally many if most weights are

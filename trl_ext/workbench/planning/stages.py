@@ -203,7 +203,7 @@ def causal_lm(job: Job, config: Any, outputs: tuple[str, ...] = ("log_probs",)) 
 
 
 def classifier(job: Job, config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Build a sequence classifier that gives one score; without a `dtype`, it has the dtype of the run's passes."""
+    """Build a sequence classifier with one label; without a `dtype`, it has the dtype of the run's passes."""
     given = {name: value for name, value in config.to_dict().items() if name not in ("id2label", "label2id")}
     config = type(config)(**{**given, "num_labels": 1, "pad_token_id": config.pad_token_id or 0})
     return AutoModelForSequenceClassification.from_config(config, dtype=dtype or job.compute_dtype)
@@ -214,7 +214,7 @@ def frozen(model: nn.Module) -> nn.Module:
 
 
 def adapted(job: Job, model: Any) -> Any:
-    """Add the run's adapter to a model, in TRL's dtype for adapters; return the model as it is if there is none."""
+    """Add the run's adapter to a model, in TRL's dtype for adapters; return the model unchanged if there is none."""
     if job.peft_config is None:
         return model
     model = get_peft_model(
@@ -265,8 +265,8 @@ def role_of(
     Args:
         job: the run.
         name: name of the role.
-        parameters: parameters of the model; tied ones count once.
-        quantized: ids of the weights that a quantised base keeps in `job.bits` bits.
+        parameters: parameters of the model; tied weights count once.
+        quantized: ids of the weights that a quantised base stores in `job.bits` bits.
         note: text to show beside the role.
         is_sharded: whether the model's weights are sharded where the run's layout is ZeRO-3 or FSDP2.
     """
@@ -298,7 +298,7 @@ def role_of(
 
 
 def _copied_adapter(job: Job, policy: Role) -> Role:
-    """Return the reference's role if training continues an adapter: a copy of that adapter, on the policy's base."""
+    """Return the role of a reference that is a copy of the policy's adapter, where training continues an adapter."""
     weights = share(policy.trained * job.dtype.itemsize, job.layout.processes if job.layout.shards_weights else 1)
     return Role("reference", policy.trained, weights=weights, note="a copy of the policy's adapter")
 
@@ -308,12 +308,12 @@ def _copied_adapter(job: Job, policy: Role) -> Role:
 
 def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) -> tuple[dict[str, int], dict[str, int]]:
     """
-    Return two dictionaries, purpose → bytes of generation: in the run itself, and in a process beside it.
+    Return the bytes of generation by purpose, in two dictionaries: for the run itself, and for a separate process.
 
-    vLLM generates beside the run. It is counted with weights and KV cache in 16 bits, and with a
-    cache for all `local` answers of a rollout at once, though it works with less. TRL lets vLLM draw
-    `max_completion_length` tokens after the history in each turn, and cuts what is too long afterwards. Without vLLM,
-    `rows` answers are generated at once; with several turns, a second KV cache of the same size is counted.
+    The separate process is vLLM. It is counted with weights and KV cache in 16 bits, and with a cache for all `local`
+    answers of a rollout at once, though it works with less. TRL lets vLLM generate `max_completion_length` tokens
+    after the history in each turn, and cuts answers that are too long afterwards. Without vLLM, `rows` answers are
+    generated at once; with several turns, a second KV cache of the same size is counted.
     """
     config = base_model_of(policy).config.get_text_config()
     width = job.compute_dtype.itemsize
@@ -346,7 +346,7 @@ def scoring_phase(
     job: Job, mode: Any, model: Any, reference: Any, rewards: list[tuple[Any, int]], rows: int, length: int
 ) -> dict[str, int]:
     """
-    Return purpose → bytes that a rollout's log-probs, values and rewards take to compute.
+    Return the bytes that it takes to compute a rollout's log-probs, values and rewards, by purpose.
 
     The reference's activations are not counted: they are fewer than the policy's and the critic's. `rewards` lists
     reward models, each with the number of rows that it reads at once, cut to its maximum length.
@@ -374,7 +374,9 @@ def scored(batch: dict[str, Tensor], width: int) -> dict[str, Any]:
 def update_phases(
     job: Job, mode: Any, model: Any, loss: Callable[[], Tensor], roles: list[Role], *others: Any
 ) -> dict[str, dict[str, int]]:
-    """Return the bytes of `update`, forward and backward pass of one micro-batch, and of the optimizer's `step`."""
+    """
+    Return the bytes of two phases: `update`, a micro-batch's forward and backward pass, and the optimizer's `step`.
+    """
     gradients = sum(role.gradients for role in roles)
     accumulates = job.args.gradient_accumulation_steps > 1
     kind = "sharded" if job.layout.shards_gradients else "kept" if accumulates else "fresh"
@@ -393,7 +395,7 @@ def update_phases(
 
 
 def _gathered(job: Job, model: nn.Module, *frozen: nn.Module | None) -> int:
-    """Return the bytes of weights that each GPU gathers to compute with, if they are sharded; 0 if they are not."""
+    """Return the bytes of sharded weights that each GPU gathers for its computations; 0 if weights are not sharded."""
     if job.layout.mode == "zero3":
         count = min(job.layout.live_parameters, numel(model, *frozen))
     elif job.layout.mode == "fsdp2":
@@ -407,6 +409,6 @@ def _gathered(job: Job, model: nn.Module, *frozen: nn.Module | None) -> int:
 
 
 def sharded_layers(model: Any) -> list[nn.Module]:
-    """Return the layers of policy and critic that FSDP2 shards one by one; the root holds all other weights."""
+    """Return the layers of policy and critic that FSDP2 shards one by one; its root module holds all other weights."""
     kinds = getattr(model, "_no_split_modules", None) or ()
     return [module for module in model.modules() if type(module).__name__ in kinds]

@@ -1,4 +1,4 @@
-"""Report on what is trained on and with: prompts, a reward model, and policies' answers to held-out prompts."""
+"""Report on prompt sets, on a reward model, and on policies' answers to held-out prompts."""
 
 from typing import TYPE_CHECKING
 

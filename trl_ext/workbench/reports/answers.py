@@ -1,4 +1,4 @@
-"""Have policies answer the same prompts, with one policy in memory at a time, score the answers, compute figures."""
+"""Have policies answer the same prompts, one policy in memory at a time; score the answers, and compare them."""
 
 import gc
 import hashlib
@@ -28,7 +28,7 @@ from ...models import (
 from ...rewards import Member, repetition_watch
 from ...runs import read_jsonl
 
-# The keys of a line of answers. Columns of the prompts' data set with one of these names are left out
+# The keys of a line of answers. Columns of the prompts' dataset with one of these names are left out
 OWN = ("prompt", "completion", "prompt_ids", "completion_ids", "finished", "logprob", "made_by")
 _AT_ONCE = 4  # answers whose (B, T, V) logits are in memory together
 
@@ -51,13 +51,13 @@ class Sampling:
 
 def load_prompts(name: str, config: str | None, split: str | None, most: int | None) -> Dataset:
     """
-    Load a data set's rows with a `prompt`, text or messages. Their other columns are kept: rewards may read them.
+    Load a dataset's rows with a `prompt`, text or messages. Other columns are kept, since rewards may read them.
 
     Args:
         name: file, folder or hub name.
-        config: configuration of a hub data set.
+        config: configuration of a hub dataset.
         split: split to load; None is `train` for a file, else `test`.
-        most: rows to take from the beginning; None takes all.
+        most: number of rows to take from the beginning; None takes all.
 
     Raises:
         ValueError: a prompt is missing.
@@ -71,7 +71,7 @@ def load_prompts(name: str, config: str | None, split: str | None, most: int | N
 
 def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
     """
-    Refuse prompts that a policy was trained on; return a sentence for each policy whose training prompts are unknown.
+    Raise if a policy was trained on any prompt; return a sentence for each policy whose training prompts are unknown.
 
     Raises:
         ValueError: a policy was trained on some of the prompts.
@@ -86,25 +86,25 @@ def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
         elif len(places := np.flatnonzero(np.isin(hashes, trained))):
             seen.append(f"{name} was trained on {len(places)} of {len(rows)} prompts (row {places[0]} is the first)")
     if seen:
-        raise ValueError(f"{'; '.join(seen)}: `trl-ext prompts` writes a copy of a set without those of another set")
+        raise ValueError(f"{'; '.join(seen)}: leave these prompts out, as `trl-ext prompts` does")
     return unknown
 
 
 def answers_of(policy: str, rows: Dataset, sampling: Sampling, path: Path) -> tuple[list[dict[str, Any]], bool]:
     """
-    Return a policy's answers to prompts, from a file or else sampled.
+    Return a policy's answers to prompts, from a file if it has them, else sampled.
 
     If `path` has answers of the same weights to the same prompts with the same sampling, these are returned. Else all
     prompts are answered again, and all answers are written to `path` at the end.
 
     Args:
         policy: folder or hub name of the policy.
-        rows: data set with the column `prompt`.
+        rows: dataset with the column `prompt`.
         sampling: how answers are sampled.
         path: file of the answers, in JSON lines.
 
     Returns:
-        The answers, and whether the file had them already. An answer has these keys:
+        The answers, and whether they were read from the file. An answer has these keys:
 
         - `prompt`, `completion`: as texts or messages.
         - `prompt_ids`, `completion_ids`: as token ids.
@@ -153,11 +153,12 @@ def kl_of(reference: str, answered: dict[str, tuple[str, list[dict]]], sampling:
 
     Args:
         reference: folder or hub name of the reference.
-        answered: name of a policy → its folder or hub name, and its answers.
+        answered: for each policy, by name, its folder or hub name, and its answers.
         sampling: how the answers were sampled, and how the reference is to be loaded.
 
     Returns:
-        Name of a policy → an estimate for each answer; None if policy and reference have different vocabularies.
+        By name of a policy, an estimate for each answer in nats; None if policy and reference have different
+        vocabularies.
     """
     model, tokens = sampling.load(reference), load_tokenizer(reference).get_vocab()
     found: dict[str, Any] = {}
@@ -181,14 +182,14 @@ def _logprobs(model: Any, prompts: Sequence[Any], answers: Sequence[Any], temper
 
 
 def free() -> None:
-    """Free the memory of models that are no longer referenced, on the GPU, too."""
+    """Free the memory of models that are no longer referenced, including GPU memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def scores(reward: Callable, answers: Sequence[dict[str, Any]], columns: dict[str, list]) -> list[float | None]:
-    """Return a reward's score of each answer, None where it gives none; `columns` are passed on to the reward."""
+    """Return a reward's score of each answer, or None where it gives none; the reward also gets the `columns`."""
     names = {"prompts": "prompt", "completions": "completion"} | {name: name for name in OWN[2:5]}
     given = {name: [row[key] for row in answers] for name, key in names.items()}
     return Member(reward)(**{**columns, **given})
@@ -198,10 +199,10 @@ def judged(
     judge: Callable, ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], columns: dict[str, list]
 ) -> list[float | None]:
     """
-    Return for each prompt by how much a judge prefers our answer to the baseline's.
+    Return for each prompt by how much a judge prefers the policy's answer (ours) to the baseline's (theirs).
 
     The value is above 0 if the judge prefers ours, below 0 if it prefers the baseline's, and None if a score is
-    missing. Both orders of the two answers are asked, so that a preference for a position cancels:
+    missing. The judge is asked about both orders of the two answers, so that a preference for a position cancels:
 
     - A [`~trl_ext.rewards.JudgeReward`] with `compare` asks both orders by itself. The value is its score of our
       answer minus the middle of its scale.
@@ -210,7 +211,7 @@ def judged(
 
     Args:
         judge: reward function.
-        ours, theirs: our answers and the baseline's to the same prompts.
+        ours, theirs: the policy's and the baseline's answers to the same prompts.
         columns: further columns of the prompts.
     """
     one, other = ([row["completion"] for row in answers] for answers in (ours, theirs))
@@ -228,7 +229,7 @@ def judged(
 
 def mean_of(values: Sequence[float | None]) -> dict[str, Any]:
     """
-    Return the mean of the values that are not None, and its standard error s/√n, s² being Σ(x − mean)²/(n − 1).
+    Return the mean of the values that are not None, and its standard error s/√n with s² = Σ(x − mean)²/(n − 1).
 
     Args:
         values: a value for each answer; None where there is none.
@@ -269,7 +270,7 @@ def win_rate(margins: Sequence[float | None], prompts: Sequence[Hashable]) -> di
 
 
 def margins(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float | None]:
-    """Return each score in `ours` minus the one at the same place in `theirs`; None where either is None."""
+    """Return each score in `ours` minus the score at the same index in `theirs`; None where either is None."""
     pairs = zip(ours, theirs, strict=True)
     return [None if mine is None or other is None else mine - other for mine, other in pairs]
 
@@ -280,15 +281,15 @@ def policy_figures(
     kl: Sequence[float] | None,
 ) -> dict[str, Any]:
     """
-    Return a policy's own figures, without those that compare it with the baseline.
+    Return a policy's figures that do not depend on the baseline.
 
     Args:
         answers: (N,) with `prompt`, `completion`, `completion_ids` and `finished`.
-        scored: name of a reward → (N,) its scores.
+        scored: (N,) scores by each reward, by the reward's name.
         kl: (N,) log π(y | x) − log π_ref(y | x); None if the KL is not known.
 
     Returns:
-        - `rewards`: name of a reward → mean score, as [`mean_of`] returns it.
+        - `rewards`: mean score by each reward, as [`mean_of`] returns it, by the reward's name.
         - `kl`, `length`: mean KL and mean tokens of an answer, as [`mean_of`] returns them; `kl` may be None.
         - `cut_off`: share of the answers that did not end by EOS.
         - `distinct_3`: different 3-grams as a share of all.

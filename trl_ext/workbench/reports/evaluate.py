@@ -28,37 +28,44 @@ class EvaluateArguments:
 
     policies: list[str] = field(
         default_factory=list,
-        metadata={"help": "Folders of runs, models or adapters, or hub names. They may stand first, alone."},
+        metadata={"help": "Folders of runs, models or adapters, or hub names. They may come first, without the flag."},
     )
     prompts: str = setting("", "Held-out prompts: a .jsonl, .parquet or .csv file, a folder, a hub name. (required)")
     dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
     dataset_split: str | None = setting(None, "Split of the prompts; `test`, or `train` of a single file, if unset.")
-    max_prompts: int | None = setting(None, "Answer the first so many prompts only.", range=">= 1")
+    max_prompts: int | None = setting(
+        None, "Number of prompts to answer, from the first on; all if unset.", range=">= 1"
+    )
     rewards: list[str] | None = setting(
-        None, "Rewards that score each answer: file.py:function, or as in a configuration of ppo."
+        None,
+        "Rewards that score each answer: file.py:function, or an entry as in a configuration of `trl-ext ppo`.",
     )
     judge: str | None = setting(
         None,
         "One reward that compares with the baseline's answer, in the column `baseline`: file.py:function, or a "
         "`JudgeReward` with `compare: baseline`.",
     )
-    baseline: str | None = setting(None, "Which of the policies the others are to beat; the first if unset.")
+    baseline: str | None = setting(None, "The policy that the others are compared with; the first if unset.")
     ref_model_name_or_path: str | None = setting(None, "Reference of the KL; the first policy if unset.")
     max_completion_length: int = setting(256, "Tokens after which an answer is cut off.", range=">= 1")
     temperature: float = setting(1.0, "Temperature of the sampling; 0 always takes the likeliest token.", range=">= 0")
-    top_p: float = setting(1.0, "Sample from the likeliest tokens of this total probability.", range="in (0, 1]")
+    top_p: float = setting(
+        1.0, "Sample only from the likeliest tokens with this total probability (top-p).", range="in (0, 1]"
+    )
     batch_size: int = setting(16, "Prompts in one batch.", range=">= 1")
     seed: int = setting(0, "Seed of the sampling.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "dtype of the policies' weights; `auto` is as saved."
+        "auto", "dtype of the policies' weights; `auto` keeps the saved one."
     )
-    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
+    use_cpu: bool = setting(False, "Do not use a GPU, even if there is one.")
     output_dir: str = setting("evaluation", "Folder of the page, the JSON and the answers.")
 
     def __post_init__(self) -> None:
         check_settings(self)
         if not (self.policies and self.prompts):
-            raise ValueError("give policies before the flags, and `--prompts`, a set with the column `prompt`")
+            raise ValueError(
+                "name policies before the flags, and give `--prompts`, a dataset with the column `prompt`"
+            )
         self.baseline = self.baseline or self.policies[0]
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.policies[0]
         if self.baseline not in self.policies:
@@ -66,7 +73,7 @@ class EvaluateArguments:
 
 
 def run(args: EvaluateArguments) -> dict[str, Any]:
-    """Have all policies answer, score the answers, write the page and the JSON, and return the JSON's content."""
+    """Sample and score all policies' answers, write the page and the JSON, and return the JSON's content."""
     from ...data import write_rows
     from ...rewards import Member, check_rewards, load_rewards
     from ...rewards import distinct as distinct_names
@@ -145,7 +152,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
 
 
 def _page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> str:
-    """Return the HTML page of an evaluation; all policies have the same prompts in order."""
+    """Return the HTML page of an evaluation; all policies must have answered the same prompts in the same order."""
     from ..pages.compare import evaluation_rows
     from ..pages.markup import render
 
@@ -159,7 +166,7 @@ def _page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> st
 
 
 def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, Any]) -> list[str]:
-    """Return sentences on what the figures cannot show: a KL that is missing or of another policy, missing scores."""
+    """Return sentences on the limits of the figures: a KL that is missing or biased, and missing scores."""
     notes = [
         f"{name} and the reference {args.ref_model_name_or_path} have different vocabularies, so {name} has no KL."
         for name, of in policies.items()
@@ -168,7 +175,9 @@ def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, 
     if not (args.rewards or args.judge):
         notes.append("No `rewards` and no `judge` were given, so nothing says whose answers are better.")
     if args.top_p < 1 or args.temperature == 0:
-        notes.append("The KL is not of what was sampled from: that needs `top_p` 1 and `temperature` above 0.")
+        notes.append(
+            "The KL is not that of the distribution sampled from: that needs `top_p` 1 and `temperature` above 0."
+        )
     for name, by_reward in scored.items():
         for reward, values in by_reward.items():
             if none := values.count(None):

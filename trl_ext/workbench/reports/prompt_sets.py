@@ -1,4 +1,4 @@
-"""Examine the prompts of data sets for duplicates, lengths, scripts and copied answers; choose rows and splits."""
+"""Examine the prompts of datasets for duplicates, lengths, scripts and copied answers; choose rows and splits."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,18 +33,18 @@ _LENGTHS = 4  # strata of lengths
 @dataclass(frozen=True, eq=False)
 class PromptSet:
     """
-    Hold a data set and say where its prompts are.
+    Hold a dataset, and find the prompts in it.
 
     Args:
-        name: what reports call it.
-        rows: the data set.
-        column: the column of the prompts, which are texts or messages. In a column `messages` or `chosen` all turns
+        name: name of the dataset in reports.
+        rows: the dataset.
+        column: the column of the prompts, which are texts or messages. In a column `messages` or `chosen`, all turns
             but the last are the prompt. The default is the first of `prompt`, `messages`, `chosen` and `text` that the
-            data set has.
+            dataset has.
 
     Raises:
-        ValueError: the data set lacks the column, or the column is `chosen` and holds texts, in which nothing
-            separates the prompt from the answer.
+        ValueError: the dataset lacks the column, or the column is `chosen` and holds texts, in which nothing separates
+            the prompt from the answer.
     """
 
     name: str
@@ -78,7 +78,7 @@ class PromptSet:
         return [normalised(answer or "") for answer in last]
 
     def answer_keys(self) -> list[str]:
-        """Return a text for each row: equal answers have equal texts."""
+        """Return a text for each row, such that rows with equal answers have equal texts."""
         columns = [name for name in _WITH_ANSWERS if name in self.rows.column_names]
         return [repr(row) for row in self.rows.select_columns(columns)] if columns else [""] * len(self.rows)
 
@@ -94,15 +94,15 @@ def _text(value: Any, column: str, by: By) -> str:
 @dataclass(frozen=True, eq=False)
 class PromptReport:
     """
-    Hold what [`examine_prompts`] found. Arrays have an entry for each row of each set, one set after the other.
+    Hold the results of [`examine_prompts`]. Arrays have an entry for each row of each set, one set after the other.
 
     Args:
-        sets: a set's name → the set.
-        places: a set's name → the slice of the arrays that holds its rows.
+        sets: the sets, by name.
+        places: for each set, by name, the slice of the arrays with its rows.
         duplicates: groups of exact and near duplicates, which may hold rows of several sets.
         words: number of words of each prompt.
         scripts: for each prompt the script that most of its letters have.
-        copied: a set's name → for each answer, the share of its runs of words that also occur in the corpus.
+        copied: for each set, by name, the share of each answer's runs of words that also occur in the corpus.
     """
 
     sets: dict[str, PromptSet]
@@ -118,14 +118,14 @@ class PromptReport:
         return _again(groups) & (groups >= 0)
 
     def shared(self, name: str, others: Iterable[str], kind: Kind) -> np.ndarray:
-        """Return for each row of the set `name` whether its group of duplicates has a row of one of the `others`."""
+        """Return for each row of the set `name` whether it has a duplicate in any of the sets `others`."""
         groups = getattr(self.duplicates, kind)
         mine, theirs = groups[self.places[name]], [groups[self.places[other]] for other in others if other != name]
         return np.isin(mine, np.concatenate([np.zeros(0, int), *theirs])) & (mine >= 0)
 
 
 def _again(values: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """Return for each value whether it is the same as an earlier one."""
+    """Return for each value whether it equals an earlier value."""
     seen: set[Any] = set()
     again = []
     for value in values:
@@ -145,15 +145,15 @@ def examine_prompts(
     seed: int = 0,
 ) -> PromptReport:
     """
-    Find the duplicates, lengths, scripts and copied answers of data sets with prompts.
+    Find the duplicates, lengths, scripts and copied answers of datasets with prompts.
 
     Args:
         sets: sets with different names.
         by: whether chat prompts are compared by all turns, or by the user's last one.
-        threshold, unit, n: what counts as a near duplicate, see [`find_duplicates`].
+        threshold, unit, n: they define near duplicates, see [`find_duplicates`].
         copied_from: names of the sets whose answers make the corpus. The answers of all other sets are compared with
             this corpus.
-        copied_words: how many words in a row make a copy.
+        copied_words: how many words in a row count as a copy.
         seed: seed of the hashes.
     """
     named = {each.name: each for each in sets}
@@ -182,17 +182,17 @@ def left_out(report: PromptReport, remove: Kind = "near", held_out: Iterable[str
     """
     Return for each row whether it is left out, and why.
 
-    Of several duplicates in a set the first stays. Rows with different answers are no duplicates, since a preference
-    set has many pairs for one prompt. A held-out set loses only its own duplicates; every other set also loses the
-    rows that it shares with a held-out set.
+    Of several duplicates within a set, the first is kept. Rows with different answers are no duplicates, since a
+    preference set has many pairs for one prompt. From a held-out set, only duplicates within the set are left out;
+    from every other set, the rows that it shares with a held-out set are left out, too.
 
     Args:
         report: report of [`examine_prompts`].
-        remove: which duplicates are left out. With `none` only empty prompts are.
+        remove: which duplicates are left out. With `none`, only empty prompts are left out.
         held_out: names of the sets to evaluate on.
 
     Returns:
-        A set's name → (rows of the set,) texts, one of `REASONS`, or "" for rows that stay.
+        For each set, by name, (rows of the set,) texts: one of `REASONS`, or "" for rows that are kept.
     """
     held_out, reasons = {*held_out}, {}
     empty, shared, duplicate = REASONS
@@ -243,7 +243,7 @@ def divide(
     Args:
         report: report of [`examine_prompts`].
         reasons: result of [`left_out`]; rows that are left out are in no split.
-        shares: a split's name → its share of the rows; the sum of the shares is 1.
+        shares: each split's share of the rows, by name; the shares sum to 1.
         names: names of the sets to divide.
         columns: columns whose values all splits should have in equal shares, see [`strata`].
         held_out: names of the sets to evaluate on. If a set is neither divided nor held out, near duplicates of its
@@ -251,7 +251,7 @@ def divide(
         seed: seed of the order.
 
     Returns:
-        A set's name → (rows of the set,) the name of each row's split, "" for rows that are left out.
+        For each set, by name, (rows of the set,) the name of each row's split, "" for rows that are left out.
     """
     near, kept = report.duplicates.near, {name: reasons[name] == "" for name in report.sets}
     groups = np.concatenate([near[report.places[name]][kept[name]] for name in names])

@@ -1,11 +1,11 @@
-"""Report on the prompts of named data sets, then write filtered copies.
+"""Report on the prompts of named datasets, then write filtered copies.
 
     trl-ext prompts --sets sft=SFT rl=RL eval=EVAL:test --output_dir outputs/prompts --max_overlap eval=0
 
-Exact and near duplicates within and between the sets, lengths, scripts, answers that repeat another
-set's, on a page (`prompts.html`) and in JSON (`prompts.json`, `duplicates.jsonl`). The copies (`SET.jsonl`, or
-`SET/SPLIT.jsonl`) have neither duplicates nor what a held-out set has. Inputs are never changed. A broken bound ends
-the command with status 1 and one sentence, a wrong input with status 2.
+The report shows exact and near duplicates within and between the sets, lengths, scripts, and answers that repeat
+another set's, on a page (`prompts.html`) and in JSON (`prompts.json`, `duplicates.jsonl`). The copies (`SET.jsonl`, or
+`SET/SPLIT.jsonl`) have no duplicates, and no prompts of a held-out set. Inputs are never changed. If a bound is
+broken, the command prints a sentence and ends with status 1; after a wrong input it ends with status 2.
 """
 
 import json
@@ -53,7 +53,8 @@ class PromptsArguments:
     output_dir: str = field(metadata={"help": "Folder of the page, the JSON and the copies."})
     columns: list[str] = _list("Columns of prompts, as NAME=COLUMN; by default prompt, messages, chosen or text.")
     held_out: list[str] | None = setting(
-        None, "Sets to evaluate on: others lose what they share with these. If unset, `eval`, if given."
+        None,
+        "Sets to evaluate on; other sets lose the rows that they share with these. If unset, `eval`, if it is a set.",
     )
     by: Literal["conversation", "last_turn"] = setting(
         "conversation", "Compare chat prompts by all turns, or by the user's last one."
@@ -71,12 +72,12 @@ class PromptsArguments:
         "NAME=SHARE: highest share of a set's answers that may have a run copied from `copied_from`."
     )
     copied_from: list[str] = _list("Sets whose answers other sets' answers must not repeat.")
-    copied_words: int = setting(13, "Words in a row that make a copy.", range=">= 1")
+    copied_words: int = setting(13, "How many words in a row count as a copy.", range=">= 1")
     remove: Literal["near", "exact", "none"] = setting("near", "Which duplicates are left out of the copies.")
     split: list[str] = _list("SPLIT=SHARE of the copies, such as train=0.9 test=0.1.")
-    split_sets: list[str] | None = setting(None, "Sets to `split`; if unset all but the held-out ones.")
+    split_sets: list[str] | None = setting(None, "Sets to `split`; if unset, all sets but the held-out ones.")
     stratify: list[str] = _list("Columns, or `length` and `script`, whose values all splits have in equal shares.")
-    write: bool = setting(True, "Write copies; else the report alone.")
+    write: bool = setting(True, "Write copies; if False, write only the report.")
     seed: int = setting(0, "Seed of hashes and splits.")
 
     def __post_init__(self):
@@ -95,7 +96,7 @@ class PromptsArguments:
         self.split_sets = [name for name in self.split_sets if name not in self.held_out]
 
     def copies(self, name: str) -> list[Path]:
-        """Return the files of a set's copy: one, or one for each split in a folder."""
+        """Return the files of a set's copy: a single file, or a folder with a file for each split."""
         folder, is_split = Path(self.output_dir), self.split_shares and name in (self.split_sets or ())
         return (
             [folder / name / f"{split}.jsonl" for split in self.split_shares]
@@ -105,7 +106,7 @@ class PromptsArguments:
 
 
 def check(args: PromptsArguments) -> None:
-    """Refuse what would overwrite data, or leave a set out of what it is named in, such as `held_out`."""
+    """Raise for an unknown set name, for example in `held_out`, and for files that would overwrite data."""
     check_output_dir(args.output_dir, "false")
     named = {*(args.held_out or ()), *(args.split_sets or ()), *args.copied_from, *args.set_columns}
     named = named.union(*args.bounds.values())
@@ -172,7 +173,7 @@ def run(args: PromptsArguments) -> list[str]:
 
 
 def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of `prompts.json`, all but its `settings`."""
+    """Return the contents of `prompts.json`, except its `settings`."""
     from .prompt_sets import REASONS
 
     found: dict[str, Any] = {"sets": {}, "shared": {}, "notes": [], "bounds": []}
@@ -216,7 +217,9 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
 
 
 def groups(report: "PromptReport") -> list[dict[str, Any]]:
-    """Return each group of duplicates: its kind, its rows by set, and the least similarity of a row to the first."""
+    """
+    Return each group of duplicates: its kind, its rows by set, and the lowest similarity of a row to the first row.
+    """
     near, exact, found = report.duplicates.near, report.duplicates.exact, []
     order = np.argsort(near, kind="stable")
     for places in np.split(order, np.flatnonzero(np.diff(near[order])) + 1):
@@ -246,7 +249,7 @@ def page(report: "PromptReport", found: dict[str, Any], grouped: list[dict[str, 
 
 
 def _examples(report: "PromptReport", grouped: list[dict[str, Any]], args: Any) -> list[list[Any]]:
-    """Return two prompts of each of 8 groups: first groups over several sets, of these the large ones."""
+    """Return two prompts of each of 8 groups: groups that span several sets first, larger groups first."""
     found = []
     for group in sorted(grouped, key=lambda of: (len(of["rows"]) == 1, -sum(map(len, of["rows"].values()))))[
         :EXAMPLES

@@ -33,7 +33,9 @@ class Answer(NamedTuple):
 
 
 def answer_in(row: dict[str, Any], completion: Any, finished: bool = True) -> Answer:
-    """Return an answer to the prompt of a row; columns of the row without a prompt or answer are for the reward."""
+    """
+    Return an [`Answer`] to a row's prompt; the row's columns other than prompts and answers are passed to the reward.
+    """
     return Answer(row["prompt"], completion, finished, {k: v for k, v in row.items() if k not in _NO_COLUMNS})
 
 
@@ -85,7 +87,7 @@ def material_of(
         trained: all pairs that the reward is known to have been trained on.
         group_columns: columns to compare the accuracy by; None takes those columns of `GROUPS` that the pairs have.
         left_out: number of given pairs that were left out, since the reward was trained on them.
-        seed: seed for drawing training pairs.
+        seed: seed for sampling training pairs.
     """
     if group_columns is None:
         group_columns = [name for name in GROUPS if name in held_out.column_names]
@@ -117,7 +119,7 @@ def _answers(pairs: Dataset) -> list[Pair]:
 
 def gather(args: Any, trained: TrainedPairs) -> Material:
     """
-    Load the [`Material`] that `trl-ext reward-report` is asked to examine a reward on.
+    Load the [`Material`] on which `trl-ext reward-report` tests a reward.
 
     Args:
         args: the command's arguments.
@@ -135,7 +137,9 @@ def gather(args: Any, trained: TrainedPairs) -> Material:
         trained |= TrainedPairs.of(train)
     seen = trained.has(pair_hashes(pairs))
     if seen.all():
-        raise ValueError(f"all {len(pairs):,} pairs were trained on: give others by `dataset_name`, `dataset_split`")
+        raise ValueError(
+            f"the reward was trained on all {len(pairs):,} pairs: give other pairs by `dataset_name`, `dataset_split`"
+        )
     train = train or _selected(pairs, seen)
     held_out = pairs.select(np.flatnonzero(~seen))
     if args.max_pairs and args.max_pairs < len(held_out):
@@ -156,7 +160,7 @@ def gather(args: Any, trained: TrainedPairs) -> Material:
 
 
 def default_split(name: str) -> str:
-    """Return `train` for a single file, and `test` for other data sets."""
+    """Return `train` for a single file, and `test` for other datasets."""
     return "train" if find(name).is_file() else "test"
 
 
@@ -165,12 +169,12 @@ def _selected(pairs: Dataset, chosen: np.ndarray) -> Dataset | None:
 
 
 def _is_seen(group: list[Answer], trained: TrainedPairs) -> bool:
-    """Return whether two answers of a prompt make a training pair."""
+    """Return whether any two of a prompt's answers were trained on as a pair."""
     return bool(trained.has(hashes_of_answers(group[0].prompt, [answer.completion for answer in group])).any())
 
 
 def _training_pairs(args: Any, held_out: str) -> Dataset | None:
-    """Load the usable training pairs, named or beside the held-out ones; return None if there are none."""
+    """Load the usable training pairs, from their own dataset or that of the held-out pairs; None if there are none."""
     name, split = args.train_name or args.dataset_name, args.train_split or "train"
     is_named = args.train_name or args.train_split
     if (name, split) == (args.dataset_name, held_out) and not is_named:
@@ -187,12 +191,12 @@ def _training_pairs(args: Any, held_out: str) -> Dataset | None:
 
 def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[Dataset, list[list[Answer]], list[str]]:
     """
-    Load pairs. A row with several rejected answers becomes a pair for each of them, and a best-of-n row, too.
+    Load pairs. A row with several rejected answers becomes several pairs, and also a best-of-n row.
 
     Args:
         name: file, folder or hub name.
         split: split to load.
-        config: configuration of a hub data set.
+        config: configuration of a hub dataset.
         drop: whether to leave out rows that are no usable pairs, instead of raising.
 
     Returns:

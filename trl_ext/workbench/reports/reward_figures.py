@@ -1,4 +1,4 @@
-"""Compute the figures of `trl-ext reward-report`, for any function that scores, and compare them with bounds."""
+"""Compute the figures of `trl-ext reward-report` for any reward function, and compare them with bounds."""
 
 import math
 from collections import Counter
@@ -39,7 +39,7 @@ _CHARACTERS = 2000  # most characters of a text that is shown
 
 class Scorer:
     """
-    Score answers by a reward function. Count answers without a finite score, and those that the function truncated.
+    Score answers by a reward function; count answers without a finite score, and answers that the function truncated.
 
     Args:
         function: reward function with TRL's signature.
@@ -89,17 +89,17 @@ def examine(
     seed: int = 0,
 ) -> dict[str, Any]:
     """
-    Measure a reward, and say which bounds are broken.
+    Measure a reward, and list the bounds that are broken.
 
     Args:
         score: the reward, as a [`Scorer`].
         material: the data to measure on.
-        bounds: name of each bound of the command → its value, None for no bound.
+        bounds: value of each bound of the command, by name; None for no bound.
         tokenizer: tokenizer that gives the length of answers in tokens; None takes their length in words.
         probe_rows: held-out answers that each probe changes; 0 runs no probes.
         train_rows: most training pairs that are scored.
         phrases: phrases to probe in addition to those mined from the training pairs.
-        seed: seed for drawing the probes' rows.
+        seed: seed for sampling the probes' rows.
 
     Returns:
         The content of `reward_report.json`.
@@ -117,7 +117,7 @@ def examine(
     scored = {name: score(answers) for name, answers in shown.items()}
     kept = np.flatnonzero(np.isfinite(scored["chosen"] + scored["rejected"]))
     if not len(kept):
-        raise ValueError(f"{score.name} gave none of the {len(material.pairs)} pairs two finite scores")
+        raise ValueError(f"{score.name} gave finite scores to both answers in none of the {len(material.pairs)} pairs")
     pairs = [material.pairs[i] for i in kept]
     first, second = (torch.tensor(scored[name][kept]) for name in ("chosen", "rejected"))
     report = {
@@ -180,7 +180,7 @@ def _distributions(scored: dict[str, np.ndarray], shown: dict[str, list[Answer]]
     Describe how scores are distributed.
 
     Returns:
-        - `scores`: name of a set of answers → its mean, standard deviation, extremes and quantiles.
+        - `scores`: mean, standard deviation, extremes and quantiles of each set of answers, by name.
         - `policy`: how the policy's scores compare with the scores of the training pairs' chosen answers (the held-out
           pairs' if there are no training pairs); None without answers of a policy.
         - `highest`, `lowest`: the answers with the highest and with the lowest scores.
@@ -257,12 +257,12 @@ def verdict(report: dict[str, Any], probes_failed: str = "", has_rankings: bool 
     """
     Compare a report with its bounds.
 
-    A bound is broken if its figure is beyond it. It is not judged if its figure could not be measured, or if the data
-    are too few to tell the figure from chance. A report passes if every bound is judged, none is broken, and no score
-    is infinite or NaN.
+    A bound is broken if its figure is beyond it. It is not judged if its figure could not be measured, or if too few
+    data make the figure not significant. A report passes if every bound is judged, none is broken, and no score is
+    infinite or NaN.
 
     Args:
-        report: as [`examine`] makes it.
+        report: the report that [`examine`] returned.
         probes_failed: why the probes could not be run, which breaks their bound; "" if they were run.
         has_rankings: whether rankings by people were given.
 
@@ -302,7 +302,7 @@ def verdict(report: dict[str, Any], probes_failed: str = "", has_rankings: bool 
                 f"Not judged: {sentence}, but it may be 0: give more pairs." if is_chance else f"T{sentence[1:]}."
             )
         elif key == "min_accuracy" and bound and interval[0] <= min(bound, _COIN):
-            not_judged.append(f"Not judged: {said} may be a coin's: give more pairs.")
+            not_judged.append(f"Not judged: {said} does not differ significantly from chance: give more pairs.")
     if wrong := report["unscored"]["not_finite"]:
         broken.append(f"{wrong:,} of {report['unscored']['answers']:,} scores are not finite.")
     suspicious = [probe for probe in probes if probe["suspicious"]]
@@ -327,7 +327,7 @@ def verdict(report: dict[str, Any], probes_failed: str = "", has_rankings: bool 
 
 
 def accuracy_name(report: dict[str, Any]) -> str:
-    """Return "held-out accuracy" if it is known that the reward was trained on none of the pairs, else "accuracy"."""
+    """Return "held-out accuracy" if it is known that no pair was used to train the reward, else "accuracy"."""
     return "held-out accuracy" if report["trained_on"]["is_known"] else "accuracy"
 
 

@@ -2,12 +2,12 @@
 
     trl-ext reward-report MODEL --dataset_name PAIRS
 
-MODEL is a reward model's folder (an adapter's and an ensemble's, too), a hub name, or file.py:function; or --rewards
-has an entry as a configuration of `trl-ext ppo` has. PAIRS has `chosen`, `rejected` and `prompt`; pairs that the model
-was trained on, which `trl-ext reward` notes beside it, are left out. `reward_report.html` and `reward_report.json`, in
-the model's folder or --output_dir, have the accuracy, also by group and length, calibration, scores on training data
-and of a policy, probes, and ranks. A bound that is broken, or cannot be judged, ends the command with status 1 and a
-sentence, a wrong input with status 2.
+MODEL is the folder of a reward model, an adapter or an ensemble, a hub name, or file.py:function; or --rewards has an
+entry as in a configuration of `trl-ext ppo`. PAIRS has `chosen`, `rejected` and `prompt`; pairs that the model was
+trained on, which `trl-ext reward` records in the model's folder, are left out. `reward_report.html` and
+`reward_report.json`, in the model's folder or --output_dir, have the accuracy, also by group and length, calibration,
+scores on training data and of a policy, probes, and ranks. If a bound is broken or cannot be judged, the command
+prints a sentence and ends with status 1; after a wrong input it ends with status 2.
 """
 
 import itertools
@@ -38,33 +38,38 @@ class RewardReportArguments:
     """Declare the arguments of `trl-ext reward-report`: the reward, the data to test it on, and the bounds."""
 
     model: str | None = setting(
-        None, "Reward model: a folder or a hub name, or file.py:function. It may stand first, alone."
+        None, "Reward model: a folder or a hub name, or file.py:function. It may come first, without the flag."
     )
     dataset_name: str = setting("", "Pairs: a .jsonl, .parquet or .csv file, a folder, a hub name. (required)")
     dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
     dataset_split: str | None = setting(None, "Split to measure on; `test`, or `train` of a single file, if unset.")
     train_name: str | None = setting(None, "Pairs that the model was trained on; `dataset_name` if unset.")
-    train_split: str | None = setting(None, "Their split; `train` if unset, where it is not the held-out one.")
+    train_split: str | None = setting(
+        None, "Split of the training pairs; `train` if unset, unless that is the held-out split."
+    )
     policy_answers: str | None = setting(None, "The policy's own answers, as `trl-ext generate` writes them.")
     ranking_name: str | None = setting(None, "Rankings by people: `prompt`, `responses` and `ranks`, 1 the best.")
     group_columns: list[str] | None = setting(
         None, "Columns to compare the accuracy by; if unset topic, subset, source, language, annotator."
     )
-    drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
+    drop_unusable_pairs: bool = setting(
+        False, "Leave out pairs that lack an answer or have the same answer twice, instead of stopping."
+    )
     max_pairs: int | None = setting(None, "Most held-out pairs, sampled at random; all if unset.", range=">= 1")
     probe_rows: int = setting(256, "Held-out answers that each probe changes; 0 for none.", range=">= 0")
     phrases: list[str] = field(
-        default_factory=list, metadata={"help": "Phrases to probe beside those that the training pairs suggest."}
+        default_factory=list, metadata={"help": "Phrases to probe besides those that the training pairs suggest."}
     )
     min_accuracy: float | None = setting(
-        0.6, "Least accuracy, which must surely be above a coin's, too; null for any.", range="in [0, 1]"
+        0.6, "Least accuracy, which must also be significantly above chance; null for no bound.", range="in [0, 1]"
     )
     max_length_bias: float | None = setting(
         0.2,
-        "Largest difference in accuracy between pairs with a longer and with a shorter chosen answer; null for any.",
+        "Largest difference in accuracy between pairs with a longer and with a shorter chosen answer; null for no "
+        "bound.",
         range="in [0, 1]",
     )
-    max_calibration_error: float | None = setting(None, "Most expected calibration error.", range="in [0, 1]")
+    max_calibration_error: float | None = setting(None, "Largest expected calibration error.", range="in [0, 1]")
     min_rank_correlation: float | None = setting(
         0.7, "Least Spearman correlation with people's ranks.", range="in [-1, 1]"
     )
@@ -72,10 +77,10 @@ class RewardReportArguments:
     max_suspicious_probes: int | None = setting(
         0, "Most probes that may look like a hack, or cannot be judged; null for any number.", range=">= 0"
     )
-    output_dir: str | None = setting(None, "Where the report goes; the model's folder if unset.")
-    dtype: str | None = setting(None, "dtype of the model's weights; as saved if unset.")
+    output_dir: str | None = setting(None, "Folder for the report; the model's folder if unset.")
+    dtype: str | None = setting(None, "dtype of the model's weights; the saved one if unset.")
     max_batch_tokens: int = setting(16384, "Tokens in one forward pass, padding included.")
-    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
+    use_cpu: bool = setting(False, "Do not use a GPU, even if there is one.")
     seed: int = setting(0, "Seed of the rows that are sampled.")
 
     def __post_init__(self) -> None:
@@ -105,7 +110,7 @@ def is_ensemble(folder: Any) -> bool:
 
 
 def load(args: RewardReportArguments) -> Any:
-    """Return the reward as a function."""
+    """Load the reward that the arguments name, and return it as a reward function."""
     from ...rewards import EnsembleReward, ModelReward, load_reward
 
     given: dict[str, Any] = {"dtype": args.dtype, "max_batch_tokens": args.max_batch_tokens, "truncation": "left"}
@@ -145,7 +150,7 @@ def trained_pairs(args: RewardReportArguments) -> Any:
 
 
 def _folders_of(named: str | None) -> list[Path]:
-    """Return the folder of a model, or those of an ensemble's members; [] for a function or a hub name."""
+    """Return the folder of a model, or the folders of an ensemble's members; [] for a function or a hub name."""
     if not named or not Path(named).is_dir():
         return []
     if not is_ensemble(named):
@@ -156,10 +161,10 @@ def _folders_of(named: str | None) -> list[Path]:
 
 def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded: bool = False) -> Path:
     """
-    Write `reward_report.html` and `reward_report.json`, each whole or not at all; return the path of the page.
+    Write `reward_report.html` and `reward_report.json`, each atomically; return the path of the page.
 
     Args:
-        folder: folder for both files; take the model's own, so that `trl-ext ppo` finds the report.
+        folder: folder for both files; use the model's folder, so that `trl-ext ppo` finds the report.
         report: result of `examine`. Figures that were measured in training are added from an earlier report in the
             folder.
         is_uploaded: whether the folder is uploaded to the hub. If so, the page is written into the subfolder `_run`,
@@ -182,7 +187,7 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Return the report in a reward model's folder; {} if there is none that can be read."""
+    """Return the report in a reward model's folder; {} if there is none, or if it cannot be read."""
     from ..pages.recorded import read_object
 
     return read_object(folder / f"{NAME}.json")
@@ -190,7 +195,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def objections(rewards: "Sequence[Any]") -> list[str]:
     """
-    Return what the reports in the folders of reward models object to these models.
+    Return the reasons that reports in reward models' folders give not to trust these models.
 
     Args:
         rewards: folders of reward models, or reward functions. The reports of rewards within a function, such as an
@@ -205,7 +210,7 @@ def objections(rewards: "Sequence[Any]") -> list[str]:
         folder = Path(str(reward if isinstance(reward, str) else getattr(reward, "path", None)))
         said = _read(folder).get("verdict") if folder.is_dir() else None
         if said and not said["passed"]:
-            begin = f"{folder / f'{NAME}.json'} says no to this reward model:"
+            begin = f"This reward model did not pass its report, {folder / f'{NAME}.json'}:"
             found["\n  - ".join([begin, *said["reasons"][:_NAMED]])] = None
         within = [*(getattr(reward, "members", None) or [])]
         within += [getattr(reward, name) for name in ("function", "reward") if getattr(reward, name, None) is not None]
@@ -230,9 +235,11 @@ def report_trained(
 
     Args:
         trainer: a `trl.RewardTrainer`, trained.
-        held_out, train: usable pairs before tokenization: to measure on, and those that the model was trained on.
+        held_out, train: usable pairs before tokenization: those to measure on, and those that the model was trained
+            on.
         measured: further entries of the report.
-        trained: all pairs that the model was trained on, none of them in `held_out`; None if these are `train` alone.
+        trained: all pairs that the model was ever trained on, none of them in `held_out`; None if these are just
+            `train`.
         group_columns: columns to compare the accuracy by; None takes those with a usual name, such as `topic`.
         probe_rows: held-out answers that each probe changes, 0 for no probes. As many training pairs are scored, but
             at least 100.
@@ -242,8 +249,8 @@ def report_trained(
         printed, and nothing is raised, since the model matters more than its report.
 
     Raises:
-        Exception: the weights are sharded, and scoring failed, by lack of memory for example. Without the error, other
-            processes would wait for this one for ever.
+        Exception: the weights are sharded, and scoring failed, for example by lack of memory. Without the error, other
+            processes would wait for this one forever.
     """
     from ...data import TrainedPairs
     from ...rewards import ModelReward, logits_of
@@ -306,7 +313,7 @@ def main(arguments: list[str] | None = None) -> None:
     for sentence in report["unknown"]:
         print(f"Note: {sentence}")
     if kept is not None:
-        print(f"The report that was there is now {kept}")
+        print(f"The earlier report was copied to {kept}")
     print(f"Report: {folder / f'{NAME}.html'}")
     if not report["verdict"]["passed"]:
         for sentence in report["verdict"]["reasons"]:
@@ -316,7 +323,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def keep_earlier(folder: Path) -> Path | None:
     """
-    Copy the report in a folder to `reward_report.N.html` and `.json`, with the first N that is free.
+    Copy an earlier report in a folder to `reward_report.N.html` and `.json`, with the first free number N.
 
     Returns:
         The path of the copied JSON; None if the folder has no report.
@@ -331,7 +338,9 @@ def keep_earlier(folder: Path) -> Path | None:
 
 
 def run(args: RewardReportArguments) -> tuple[dict[str, Any], Path | None]:
-    """Examine the reward and write the report; return it, and where an earlier report was copied to, if any."""
+    """
+    Examine the reward and write the report; return the report, and the path of the copy of an earlier one, if any.
+    """
     from .reward_data import gather
     from .reward_figures import Scorer, examine
 

@@ -87,6 +87,9 @@ class RateController:
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
     BOUNDS = (0.01, 100.0)
+    # How much the factor may rise in a rollout once the target was in reach. Where the policy hardly moves it may be
+    # certain of everything, and would learn the next surprise in far too large a step
+    RISE, RISE_AT_REST = 1.5, 1.1
 
     def __init__(self, target: float, episodes: int = 64):
         self.target = target * min(episodes / 64, math.sqrt(episodes / 64), 2.0)
@@ -148,10 +151,9 @@ class RateController:
         if taken and self.target and kl > 0 and sums[2] > 0 and left > 0:
             target, share = self.target * left**2, taken / steps
             factor = rate_factor(self.factor, sum(self._used) / taken, kl, target, share)
-            self.is_found |= 2 * taken >= steps and factor <= self.factor
-            # Once the target was in reach. A policy that hardly moves may be certain of everything, and would learn
-            # the next surprise in far too large a step
-            rise = 1.1 + 4 * math.sqrt(kl / target) / share
+            ratio = kl / (share**2 * target)
+            self.is_found |= 2 * taken >= steps and ratio > 0.25
+            rise = self.RISE if ratio > 0.01 else self.RISE_AT_REST
             highest = self._used[0] * rise if self.is_found else self.BOUNDS[1]
             self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], max(highest, self.factor)))
         self._used.append(self.factor)

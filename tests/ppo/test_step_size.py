@@ -40,21 +40,21 @@ def test_within_its_step_an_optimizer_has_the_factored_rates():
     assert step() == [0.5, 5.0]
 
 
-def test_the_target_grows_with_the_rollout(tmp_path):
-    targets = [RateController(0.1, n).target for n in (8, 64, 144, 1024)]
-    assert targets == pytest.approx([0.0125, 0.1, 0.15, 0.2])
+def test_a_small_rollout_has_its_share_of_the_target(tmp_path):
+    assert [RateController(0.1, n).target for n in (8, 64, 256)] == pytest.approx([0.0125, 0.1, 0.1])
     trainer = make_trainer(tmp_path, step_kl_target=0.4, num_mini_batches=2, per_device_train_batch_size=4)
     assert trainer.rate_controller.target == pytest.approx(0.05)
 
 
 def test_a_factor_rises_freely_until_the_target_was_in_reach():
+    """Afterwards by half where the KL is near the target, to the double where it is far below, hardly at rest."""
     controller, factors = RateController(0.1), []
     for kl in (0.001, 0.03, 0.01, 0.0001):  # in reach with the second
         for taken in (0, 1):
             controller.observe(torch.tensor([kl, 1.0, 1.0]), taken, 1)
         factors.append(controller.factor)
     rises = [after / before for before, after in zip([0.1, *factors], factors, strict=False)]
-    assert rises == pytest.approx([10.0, 1.5, 1.5, 1.1])
+    assert rises == pytest.approx([10.0, 1.5, 2.0, 1.1])
 
 
 @pytest.mark.parametrize("build", [make_trainer, lora_trainer])

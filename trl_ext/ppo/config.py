@@ -316,10 +316,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", range=">= 0")
     step_kl_target: float = setting(
         0.1,
-        "How far the updates on a rollout of 64 episodes are to move the policy, in nats per choice, as "
-        "`policy/step_kl` measures it; smaller rollouts less, larger ones up to twice as far. To reach this, the "
-        "learning rates of policy and critic are multiplied by a factor, `learning_rate/factor`. 0 leaves the rates "
-        "as they are.",
+        "How far the updates on a rollout are to move the policy, in nats per choice, as `policy/step_kl` measures "
+        "it. A rollout of n < 64 episodes, whose gradient is noisier, has n/64 of the target. To reach it, the learning "
+        "rates of policy and critic are multiplied by a factor, `learning_rate/factor`. 0 leaves the rates as they "
+        "are.",
         range=">= 0 nats per choice",
     )
     critic_learning_rate: float | None = setting(

@@ -80,19 +80,18 @@ class RateController:
     Where the schedule leaves a share s of the rate, the target is s² · `target`.
 
     Args:
-        target: nats per choice, for rollouts of 64 episodes; 0 leaves the rates as they are.
-        episodes: n, of a rollout, all processes. The fewer, the noisier is the gradient: below 64 the target is
-            multiplied by n / 64, above by √(n / 64), at most 2.
+        target: nats per choice; 0 leaves the rates as they are.
+        episodes: of a rollout, all processes. Fewer than 64, whose gradient is noisier, get their share of the target.
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
     BOUNDS = (0.01, 100.0)
-    # How much the factor may rise in a rollout once the target was in reach. Where the policy hardly moves it may be
-    # certain of everything, and would learn the next surprise in far too large a step
-    RISE, RISE_AT_REST = 1.5, 1.1
+    # Once the target was in reach: by how much the factor may rise in a rollout, by the part of the target measured.
+    # A policy that hardly moves may be certain of everything, and would learn the next surprise in too large a step
+    RISES = ((0.25, 1.5), (0.01, 2.0), (-math.inf, 1.1))
 
     def __init__(self, target: float, episodes: int = 64):
-        self.target = target * min(episodes / 64, math.sqrt(episodes / 64), 2.0)
+        self.target = target * min(1.0, episodes / 64)
         self.factor = self.FIRST if target else 1.0
         self.lowered = 1.0  # by callbacks
         self.is_found = False  # whether the target has been in reach
@@ -153,7 +152,7 @@ class RateController:
             factor = rate_factor(self.factor, sum(self._used) / taken, kl, target, share)
             ratio = kl / (share**2 * target)
             self.is_found |= 2 * taken >= steps and ratio > 0.25
-            rise = self.RISE if ratio > 0.01 else self.RISE_AT_REST
+            rise = next(rise for least, rise in self.RISES if ratio > least)
             highest = self._used[0] * rise if self.is_found else self.BOUNDS[1]
             self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], max(highest, self.factor)))
         self._used.append(self.factor)

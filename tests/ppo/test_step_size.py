@@ -40,7 +40,7 @@ def test_within_its_step_an_optimizer_has_the_factored_rates():
     assert step() == [0.5, 5.0]
 
 
-@pytest.mark.parametrize("build", [make_trainer, lora_trainer])
+@pytest.mark.parametrize("build", [make_trainer, pytest.param(lora_trainer, marks=pytest.mark.slow)])
 def test_rates_a_factor_of_hundred_apart_become_one(build, tmp_path):
     rates, kls = [], []
     for rate in (1e-3, 1e-1):

@@ -6,11 +6,13 @@ import importlib
 import importlib.metadata
 import os
 import runpy
+import shlex
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import jinja2
 import torch
 
 
@@ -18,31 +20,39 @@ def spare_time():
     """
     Keep accelerate from doing the same work at each training.
 
-    It calls the garbage collector, which now skips what is imported. And it parses the metadata of packages hundreds
-    of times, to know whether they are installed; now once.
+    It calls the garbage collector, which now skips what is imported. It parses the metadata of packages hundreds of
+    times, to know whether they are installed; now once. And TRL compiles a template for each checkpoint.
     """
+    jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     gc.collect()
     gc.freeze()
 
 
-def on_two_processes(module, folder, *arguments):
-    """Run `module` with `arguments` and `folder` on two processes; what each saved as `folder/process <rank>.pt`."""
+def on_two_processes(*runs):
+    """
+    Run each (module, folder, *arguments) on two processes, one after the other; a module gets arguments and folder.
+
+    Return for each what the two saved as `folder/process <rank>.pt`.
+    """
+    words = [shlex.join([module, *arguments, str(folder)]) for module, folder, *arguments in runs]
     run = subprocess.run(
-        [sys.executable, "-m", "tests.launch", module, *arguments, str(folder)],
+        [sys.executable, "-m", "tests.launch", *words],
         cwd=Path(__file__).parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert run.returncode == 0, run.stderr[-20000:]
-    return [torch.load(folder / f"process {rank}.pt", weights_only=False) for rank in range(2)]
+    return [[torch.load(run[1] / f"process {rank}.pt", weights_only=False) for rank in range(2)] for run in runs]
 
 
-def main(module, *arguments):
-    """Do what torchrun does, but import once: fork two processes that run `module`, and end both if one fails."""
-    importlib.import_module(module)
+def main(*runs):
+    """Do what torchrun does, but import once: fork two processes that do all runs, and end both if one fails."""
+    runs = [shlex.split(run) for run in runs]
+    for module, *_ in runs:
+        importlib.import_module(module)
     spare_time()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -52,9 +62,10 @@ def main(module, *arguments):
         if not (child := os.fork()):
             os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            sys.argv = [module, *arguments]
-            del sys.modules[module]  # it runs anew, as `__main__`
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            for sys.argv in runs:
+                module = sys.argv[0]
+                del sys.modules[module]  # it runs anew, as `__main__`
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
             sys.exit()
         running.add(child)
     failed = False

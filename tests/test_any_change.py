@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from tests.dpo.worker import QUIET, pairs
-from tests.ppo.worker import letters_reward
+from tests.ppo.worker import letters_reward, weights
 from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOTrainer
 from trl_ext.runs.checkpoints import ResumableRun, differences, fingerprint
@@ -149,11 +149,6 @@ def made(name, folder, changed_inputs=None, **config):
     given = {**inputs, **(changed_inputs or {})}
     torch.manual_seed(99)
     return cls(args=make_config(folder, **{**HALF, **config}), **{key: make() for key, make in given.items()})
-
-
-def weights(trainer):
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.fixture(scope="module", params=TRAINERS)

@@ -2,8 +2,7 @@
 
 import json
 import re
-import subprocess
-import sys
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -26,11 +25,16 @@ def test_each_is_a_script_that_uv_can_run_and_a_page_links_it(subtests):
             assert any(f"](../examples/{path.name})" in page for page in pages)
 
 
-def run(folder, name, *arguments):
-    command = [sys.executable, str(ROOT / "examples" / name), "--output_dir", "out", *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run an example in an empty folder, as a script, but in this process, which has imported already."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, words=""):
+        monkeypatch.setattr("sys.argv", [name, "--output_dir", str(tmp_path / "out"), *words.split()])
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+
+    return run
 
 
 @pytest.fixture
@@ -47,35 +51,23 @@ def local(tmp_path):
 
 
 @pytest.mark.slow
-def test_ppo_lora(local):
-    run(
-        local,
-        "ppo_lora.py",
-        "--model",
-        "policy",
-        "--reward_model",
-        "reward",
-        "--dataset",
-        "prompts.jsonl",
-        "--max_completion_length",
-        8,
-        "--total_episodes",
-        64,
-    )
+def test_ppo_lora(local, run):
+    words = "--model policy --reward_model reward --dataset prompts.jsonl --max_completion_length 8"
+    run("ppo_lora.py", f"{words} --total_episodes 64")
     assert (local / "out/adapter_model.safetensors").is_file() and (local / "out/critic").is_dir()
     assert (local / "out/report.html").is_file()
 
 
 @pytest.mark.slow
-def test_grpo_with_monitors(local):
-    run(local, "grpo_with_monitors.py", "--model", "policy", "--dataset", "prompts.jsonl", "--max_steps", 2)
+def test_grpo_with_monitors(local, run):
+    run("grpo_with_monitors.py", "--model policy --dataset prompts.jsonl --max_steps 2")
     rows = [json.loads(line) for line in (local / "out/metrics.rank0.jsonl").read_text().splitlines()]
     assert any("repetition/top_phrase_share" in row.get("logs", {}) for row in rows)
 
 
 @pytest.mark.slow
-def test_reward_hack_alarm(tmp_path):
-    run(tmp_path, "reward_hack_alarm.py")
+def test_reward_hack_alarm(tmp_path, run):
+    run("reward_hack_alarm.py")
     alerts = [json.loads(line) for line in (tmp_path / "out/alerts.jsonl").read_text().splitlines()]
     assert {(each["monitor"], each["action"]) for each in alerts} == {
         ("HackWatch", "warn"),

@@ -49,46 +49,24 @@ except KeyboardInterrupt:
 resumed = trainer()
 resumed.train(resume_from_checkpoint=True)
 print("ended at step", resumed.state.global_step)
+dir(trl_ext)
+trl_ext.StrictTrlParser
 """
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """Run Python on a copy of package, tests and docs that lacks the two rooms; return what it prints."""
-    folder = tmp_path_factory.mktemp("alone")
+def test_ppo_trains_and_resumes_alone_and_what_is_missing_is_named(tmp_path):
+    """On a copy of package, tests and docs that lacks the two rooms, in one process."""
     ignored = shutil.ignore_patterns("__pycache__", "workbench", "cli")
     for name in ("trl_ext", "tests", "docs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    shutil.copy2(ROOT / "pyproject.toml", folder)
-    assert not (folder / "trl_ext/workbench").exists() and not (folder / "trl_ext/cli").exists()
-
-    def run(*words, fails=False):
-        ran = subprocess.run(
-            [sys.executable, *map(str, words)],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        shown = ran.stdout + ran.stderr
-        assert (ran.returncode != 0) == fails, f"{words}: {ran.returncode}\n{shown[-8000:]}"
-        return shown
-
-    run.folder = folder
-    return run
-
-
-def test_ppo_trains_and_resumes_alone(alone):
-    output = alone.folder / "run"
-    shown = alone("-c", SCRIPT, alone.folder, output)
-    assert "interrupted" in shown and "ended at step 8" in shown
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    shutil.copy2(ROOT / "pyproject.toml", tmp_path)
+    assert not (tmp_path / "trl_ext/workbench").exists() and not (tmp_path / "trl_ext/cli").exists()
+    output, environment = tmp_path / "run", os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(output)]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    shown = ran.stdout + ran.stderr
+    assert "interrupted" in shown and "ended at step 8" in shown, shown[-8000:]
     assert (output / "checkpoint-4").is_dir() and (output / "metrics.rank0.jsonl").is_file()
     assert not (output / "report.html").exists()
     assert "No page of this run was written: No module named 'trl_ext.workbench'" in shown
-
-
-def test_the_command_lines_name_says_that_it_is_missing(alone):
-    alone("-c", "import trl_ext; trl_ext.PPOConfig; dir(trl_ext)")
-    shown = alone("-c", "import trl_ext; trl_ext.StrictTrlParser", fails=True)
-    assert "ModuleNotFoundError: No module named 'trl_ext.cli'" in shown
+    assert ran.returncode == 1 and shown.endswith("ModuleNotFoundError: No module named 'trl_ext.cli'\n")

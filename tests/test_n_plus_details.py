@@ -19,6 +19,7 @@ The paper's items that are not here:
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from tests.ppo.worker import collected
 from tests.tiny import length_reward, prompts, tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
@@ -163,9 +164,9 @@ def test_detail_value_model_from_reward_model(tmp_path):
     reward = tiny_reward_model(policy, seed=3)
     before = {name: p.clone() for name, p in reward.state_dict().items()}
     trainer = make(tmp_path, policy, reward, value_model=None, max_steps=4)
-    torch.testing.assert_close(trainer.model.critic.state_dict(), before, rtol=0, atol=0)
+    assert_close(trainer.model.critic.state_dict(), before, rtol=0, atol=0)
     trainer.train()
-    torch.testing.assert_close(reward.state_dict(), before, rtol=0, atol=0)
+    assert_close(reward.state_dict(), before, rtol=0, atol=0)
     after = trainer.model.critic.state_dict()
     assert all(not torch.equal(after[name], before[name]) for name in before)
 
@@ -184,13 +185,13 @@ def test_detail_value_and_reward_read_the_right_token(tmp_path):
     trainer.train()
     rollout, rows = trainer.rollouts[0]
     assert {row["ended"] for row in rows} == {True, False}
-    torch.testing.assert_close(real(rollout, "old_values"), flat(rows, "values"), **CLOSE)
+    assert_close(real(rollout, "old_values"), flat(rows, "values"), **CLOSE)
     with torch.no_grad():
         scores = []
         for row in rows:
             hidden_states = reward.transformer(input_ids=torch.tensor([row["ids"]])).last_hidden_state
             scores.append(reward.score(hidden_states[0, -1]).item())
-    torch.testing.assert_close(torch.tensor([row["score"] for row in rows]), torch.tensor(scores), **CLOSE)
+    assert_close(torch.tensor([row["score"] for row in rows]), torch.tensor(scores), **CLOSE)
 
 
 # ---- Reward ----
@@ -215,7 +216,7 @@ def test_detail_reward_normalization_reference_demonstrations_score_zero(tmp_pat
     _, rows = trainer.rollouts[0]
     expected = torch.tensor([row["score"] - bias for row in rows])
     assert expected.abs().max() > 0.01 and abs(bias) > 0.01
-    torch.testing.assert_close(token_rewards[0].sum(1), expected, **CLOSE)
+    assert_close(token_rewards[0].sum(1), expected, **CLOSE)
 
 
 # ---- Advantages and loss ----
@@ -239,8 +240,8 @@ def test_detail_gae(tmp_path, token_rewards):
         advantages = slow_gae(rewards, row["values"], 0.9, 0.8)
         errors = slow_gae(rewards, row["values"], 0.9, 0.3)
         returns = [a + v for a, v in zip(errors, row["values"], strict=True)]
-        torch.testing.assert_close(rollout["advantages"][i, : row["length"]], torch.tensor(advantages), **CLOSE)
-        torch.testing.assert_close(rollout["returns"][i, : row["length"]], torch.tensor(returns), **CLOSE)
+        assert_close(rollout["advantages"][i, : row["length"]], torch.tensor(advantages), **CLOSE)
+        assert_close(rollout["returns"][i, : row["length"]], torch.tensor(returns), **CLOSE)
 
 
 def test_detail_whiten_advantages(tmp_path, token_rewards):
@@ -252,8 +253,8 @@ def test_detail_whiten_advantages(tmp_path, token_rewards):
     raw = torch.tensor([a for row in raw for a in row], dtype=torch.float64)
     returns = raw + flat(rows, "values")
     expected = (raw - raw.mean()) / raw.std(correction=1)
-    torch.testing.assert_close(real(rollout, "advantages"), expected, **CLOSE)
-    torch.testing.assert_close(real(rollout, "returns"), returns, **CLOSE)
+    assert_close(real(rollout, "advantages"), expected, **CLOSE)
+    assert_close(real(rollout, "returns"), returns, **CLOSE)
     assert (rollout["advantages"][~rollout["loss_mask"].bool()] == 0).all()
 
 
@@ -276,8 +277,8 @@ def test_detail_policy_clipping(tmp_path):
             losses.append((-dual_clip * advantage if is_dual else max(plain, near)).item())
             n_dual += is_dual
             clipped += bool(near > plain)
-        torch.testing.assert_close(loss, sum(losses) / len(losses), **CLOSE)
-        torch.testing.assert_close(log["policy/clipfrac_avg"], clipped / len(losses), **CLOSE)
+        assert_close(loss, sum(losses) / len(losses), **CLOSE)
+        assert_close(log["policy/clipfrac_avg"], clipped / len(losses), **CLOSE)
     assert clipped > 0 and n_dual > 0
 
 

@@ -77,21 +77,21 @@ def test_wheel_does_not_need_the_clone(installed):
 
 def test_commands_run_in_an_empty_folder(installed):
     assert "Training, through" in installed("trl-ext", "--help")
-    demo = "outputs/demo/seed-0-short"
-    assert "sft: " in installed("trl-ext", "demo", "--short", "--stage", "sft")  # all of it runs in .ci/run
-    assert (installed.folder / demo / "sft/report.html").is_file()
+    model = "outputs/demo/seed-0-short/world/model"  # with random weights
+    code = "import sys; from trl_ext.cli.main import main; [main(words.split()) for words in sys.argv[1:]]"
+    start = f"--config tinystories/ppo --model_name_or_path {model}"
+    words = "demo --short --stage world", "doctor", f"plan {start} --accelerate_config zero3"
+    shown = installed("python", "-c", code, *words)  # in one process, which imports torch once
+    assert "world: " in shown and "contract with TRL" in shown  # all of the demo runs in .ci/run
+    assert "GiB per GPU" in shown and "zero3, 8 process(es)" in shown
 
     # Data and reward functions that the shipped file names are found, too
-    words = f"--config tinystories/ppo --model_name_or_path {demo}/sft --total_episodes 32 --output_dir run"
+    words = f"ppo {start} --total_episodes 32 --output_dir run"
     words += " --per_device_train_batch_size 8 --max_completion_length 8 --num_ppo_epochs 1 --eval_size 8"
-    shown = installed("trl-ext", "ppo", *words.split())
+    shown = installed("trl-ext", *words.split())
     assert "not passed to `accelerate launch`" not in shown and "Traceback" not in shown
     assert (installed.folder / "run/model.safetensors").is_file()
 
     (installed.folder / "run/report.html").unlink()
-    code = "import sys; from trl_ext.cli.main import main; [main(words.split()) for words in sys.argv[1:]]"
-    plan = f"plan {' '.join(words.split()[:4])} --accelerate_config zero3"
-    shown = installed("python", "-c", code, "doctor", plan, "report run")  # in one process, which imports torch once
-    assert "contract with TRL" in shown
-    assert "GiB per GPU" in shown and "zero3, 8 process(es)" in shown
-    assert "report.html" in shown and (installed.folder / "run/report.html").is_file()
+    assert "report.html" in installed("trl-ext", "report", "run")
+    assert (installed.folder / "run/report.html").is_file()

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-WORDS = """the of and to in is you that it he was for on are as with his they at be this have from or one had by word
-but not what all were we when your can said there use an each which she do how their if will up other about out many
-then them these so some her would make like him into time has look two more write go see number no way""".split()
+WORDS = np.array(
+    """the of and to in is you that it he was for on are as with his they at be this have from or one had by word
+    but not what all were we when your can said there use an each which she do how their if will up other about
+    out many then them these so some her would make like him into time has look two more write go see number no
+    way""".split()
+)
 NOUNS = """cat dog kettle lamp printer radio camera river garden ship castle train bread window tower island doctor
 pencil violin rocket desert mirror ladder hammer engine basket bottle candle carpet forest""".split()
 RIGHT = {  # noun → what an answer about it should say

@@ -15,7 +15,7 @@ def launch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
     tiny_llama().save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
-    return folder, on_two_processes("tests.callbacks.worker", folder)
+    return folder, *on_two_processes(("tests.callbacks.worker", folder))
 
 
 def test_canary_and_judge_run_on_the_main_process_clock_and_agree(launch):

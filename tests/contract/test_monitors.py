@@ -11,6 +11,8 @@ from tests.contract.observed import require
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_llama, tiny_tokenizer
 from trl_ext.callbacks.metrics import METRICS, is_training_log
 
+pytestmark = pytest.mark.slow
+
 
 class Watcher(TrainerCallback):
     """Keeps what a callback is given."""
@@ -79,7 +81,6 @@ def watched_runs(tmp_path_factory):
     return runs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in METRICS if hasattr(trl, name)])
 def test_metrics_table_names_keys_that_are_logged(name, watched_runs):
     logs = [log for log in watched_runs[name][0].logs if is_training_log(log)]
@@ -91,7 +92,6 @@ def test_metrics_table_names_keys_that_are_logged(name, watched_runs):
         require(steps == expected, f"{name} logs `{metric.key}` ({quantity}) at {steps}, it was at {expected}", reader)
 
 
-@pytest.mark.slow
 def test_what_callbacks_are_given(watched_runs):
     for name, (watcher, _, trainer, folder) in watched_runs.items():
         reader = "`trl_ext.callbacks`"

@@ -17,7 +17,7 @@ def launch(tmp_path_factory):
     """A run of one process, with a checkpoint; then, from a launch, the folder and the results of each process."""
     folder = tmp_path_factory.mktemp("distributed")
     by_one = saved(folder / "by one", 1, **BETA_DPO, **NORMALIZED)
-    return by_one, folder, on_two_processes("tests.dpo.worker", folder)
+    return by_one, folder, *on_two_processes(("tests.dpo.worker", folder))
 
 
 @pytest.fixture(scope="module")

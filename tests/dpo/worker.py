@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from tests.evaluation.test_row_means import KINDS, ROWS, evaluated, trainer_of
 from tests.launch import spare_time
+from tests.ppo.worker import weights
 from tests.tiny import ON_CPU, WORDS, tiny_llama, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer
 
@@ -74,11 +75,6 @@ def make_trl_trainer(output_dir, model=None, trainer_kwargs=None, **kwargs):
 
 def logged(trainer, name):
     return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
-def weights(trainer):
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def controller_state(trainer):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from torch.testing import assert_close
 
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model
 
@@ -42,17 +43,17 @@ def test_a_left_padded_row_equals_the_row_alone(tmp_path, build):
     padded = torch.zeros_like(mask).masked_scatter(mask.bool(), torch.cat(rows))
     garbage = torch.where(mask.bool(), padded, 17)
     together = through_trainer(padded, mask)
-    torch.testing.assert_close(through_trainer(garbage, mask), together, **EQUAL)
+    assert_close(through_trainer(garbage, mask), together, **EQUAL)
     for i, row in enumerate(rows):
         alone = through_trainer(row[None], torch.ones(1, len(row), dtype=torch.long))
-        torch.testing.assert_close(together[:, i], alone[:, 0], **CLOSE)
+        assert_close(together[:, i], alone[:, 0], **CLOSE)
         # and the row alone is what the bare models say, with no mask and no positions
         with torch.no_grad():
             logits = trainer.model.policy(input_ids=row[None]).logits[0, -width - 1 : -1] / 0.7
             values = trainer.model.critic.base_model(input_ids=row[None]).last_hidden_state[0, -width - 1 : -1]
             expected = logits.log_softmax(-1).gather(1, row[-width:, None]).squeeze(1)
-            torch.testing.assert_close(alone[0, 0], expected, **CLOSE)
-            torch.testing.assert_close(alone[2, 0], trainer.model.critic.score(values).squeeze(1), **CLOSE)
+            assert_close(alone[0, 0], expected, **CLOSE)
+            assert_close(alone[2, 0], trainer.model.critic.score(values).squeeze(1), **CLOSE)
 
 
 # ---- The wrapper as a model ----
@@ -87,4 +88,4 @@ def test_gradient_checkpointing_leaves_the_gradients_of_both_as_they_are(tmp_pat
         counts.append(len(calls))
     assert counts == [0, 4]  # two layers each of policy and critic, one micro-batch, none in the rollout
     assert all(g.abs().max() > 0 for name, g in gradients[0].items() if "score" in name or "layers" in name)
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)
+    assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)

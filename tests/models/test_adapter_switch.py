@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.testing import assert_close
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import use_adapter
@@ -79,10 +80,10 @@ def test_the_reference_is_never_trained(name, is_users, tmp_path):
     trainer.train()
 
     after = weights(trainer)
-    torch.testing.assert_close({n: after[n] for n in base}, base, **EXACT)
+    assert_close({n: after[n] for n in base}, base, **EXACT)
     assert base_fingerprint(trainer.model.policy) == fingerprint
-    torch.testing.assert_close(adapter(trainer, "ref"), reference, **EXACT)
-    torch.testing.assert_close(reference_logits(trainer), logits, **EXACT)
+    assert_close(adapter(trainer, "ref"), reference, **EXACT)
+    assert_close(reference_logits(trainer), logits, **EXACT)
     assert trainable(trainer) == {"default": True, "critic": True}
     # The policy has gone far from it
     with torch.no_grad():
@@ -150,13 +151,13 @@ def test_vllm_is_sent_the_merged_policy_under_the_base_models_names(name, vllm, 
     base, targets = dict(BUILDERS[name]().named_parameters()), lora_configs(name)[0].target_modules
     for sync, merged in zip(client.syncs, client.merged, strict=True):
         assert list(sync) == list(base)
-        torch.testing.assert_close(sync, merged, rtol=1e-6, atol=1e-6)
+        assert_close(sync, merged, rtol=1e-6, atol=1e-6)
         changed = {n for n, p in base.items() if not torch.equal(p, sync[n])}
         assert changed == {n for n in base if any(n.endswith(f"{t}.weight") for t in targets)}
     assert len(client.syncs) == 2 and all(not torch.equal(client.syncs[0][n], client.syncs[1][n]) for n in changed)
     after = weights(trainer)
     kept = {n: p for n, p in before.items() if not {"default", "critic"} & set(n.split("."))}
-    torch.testing.assert_close({n: after[n] for n in kept}, kept, **EXACT)
+    assert_close({n: after[n] for n in kept}, kept, **EXACT)
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)

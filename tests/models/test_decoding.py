@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import log_softmax
+from torch.testing import assert_close
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -135,12 +136,12 @@ def recomputed(model, inputs, sequences, eos=EOS):
 def test_greedy_answers_equal_those_of_one_call(name, repeats, monkeypatch):
     model, inputs = CONTINUED[name](), batch(repeats=repeats)
     plain, decoded, logprobs, before, work = both(model, inputs, settings(), monkeypatch)
-    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
+    assert_close(decoded, plain, rtol=0, atol=0)
     lengths = (~torch.isin(plain[:, 6:], torch.tensor(EOS))).cumprod(1).sum(1)
     assert len(set(lengths.tolist())) > 2 // repeats  # else nothing was left out
     assert work.calls > 1 and work.tokens < before.tokens
     expected, mask = recomputed(model, inputs, decoded)
-    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
     assert (logprobs[~mask] == 0).all()
 
 
@@ -150,7 +151,7 @@ def test_each_prompt_is_read_once(repeats, monkeypatch):
     model, inputs = llama(), batch(repeats=repeats)
     shuffled = {name: values[torch.arange(12) * 5 % 12] for name, values in inputs.items()}
     plain, decoded, _, before, work = both(model, shuffled, settings(max_new_tokens=1), monkeypatch)
-    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
+    assert_close(decoded, plain, rtol=0, atol=0)
     assert (before.tokens, work.tokens) == (72, 72 if repeats == 1 else 12 // repeats * 5 + 12)
 
 
@@ -178,10 +179,10 @@ def test_a_next_turn_reads_only_what_is_new(name, monkeypatch):
                 drawn = decoded[:, inputs["input_ids"].size(1) :]
                 if kept is None:
                     expected = drawn
-            torch.testing.assert_close(drawn, expected, rtol=0, atol=0)
+            assert_close(drawn, expected, rtol=0, atol=0)
             mask = torch.isin(drawn, torch.tensor(EOS)).cumsum(1).cumsum(1) <= 1
             old, new = (taken(recorder, drawn, mask) for recorder in recorders)
-            torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-5)
+            assert_close(new, old, rtol=1e-4, atol=1e-5)
             answers += [row[real].tolist() for row, real in zip(drawn, mask, strict=True)]
             saved += read[0] - read[1]
         assert (saved > 0) == (turn > 0 and name != "sliding window")
@@ -205,7 +206,7 @@ def test_a_next_turn_reads_only_what_is_new(name, monkeypatch):
 )
 def test_settings_hold_over_all_calls(changed, monkeypatch):
     plain, decoded, _, _, work = both(llama(), batch(), settings(**changed), monkeypatch)
-    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
+    assert_close(decoded, plain, rtol=0, atol=0)
     assert work.calls > 1
 
 
@@ -218,7 +219,7 @@ def test_processes_that_share_weights_run_in_step(sharded, monkeypatch):
     else:
         monkeypatch.setattr(decoding, "FSDPModule", type(model.model.layers[0]))
     plain, decoded, _, before, work = both(model, batch(repeats=2), settings(), monkeypatch)
-    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
+    assert_close(decoded, plain, rtol=0, atol=0)
     assert (work.calls, work.tokens) == (1, before.tokens)
 
 
@@ -238,7 +239,7 @@ def test_a_transposed_head_gives_the_same_logits(bias, monkeypatch):
         expected = model.lm_head(x)
         calls.clear()
         with decoding._transposed_head(model):
-            torch.testing.assert_close(model.lm_head(x), expected, rtol=1e-5, atol=1e-6)
+            assert_close(model.lm_head(x), expected, rtol=1e-5, atol=1e-6)
         assert len(calls) == (shape[0] * shape[1] > 8)
     assert "forward" not in vars(model.lm_head)
     vars(model.lm_head)["forward"] = hook = lambda x: x
@@ -289,7 +290,7 @@ def test_answers_have_their_probability():
                 continue
             χ2, used = χ2 + (sum(is_it) - expected) ** 2 / expected, used + 1
             of_row = recorded[p * rows : (p + 1) * rows][torch.tensor(is_it)]
-            torch.testing.assert_close(of_row, torch.full_like(of_row, logprob), rtol=1e-4, atol=1e-5)
+            assert_close(of_row, torch.full_like(of_row, logprob), rtol=1e-4, atol=1e-5)
         assert used > 10 and abs(χ2 - used) < 4 * math.sqrt(2 * used)
 
 
@@ -303,7 +304,7 @@ def test_draw_takes_each_token_with_its_probability(vocabulary):
     scores = torch.randn(vocabulary) * 2
     scores[0] = -torch.inf
     tokens, logprobs = draw(scores.expand(40_000, -1))
-    torch.testing.assert_close(logprobs, scores.log_softmax(-1)[tokens], rtol=1e-6, atol=1e-6)
+    assert_close(logprobs, scores.log_softmax(-1)[tokens], rtol=1e-6, atol=1e-6)
     p = scores.softmax(-1).double()
     share = torch.bincount(tokens, minlength=vocabulary) / 40_000
     assert ((share - p).abs() <= 5 * (p * (1 - p) / 40_000).sqrt()).all()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import varlen
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, MambaConfig, PreTrainedModel
 
 from tests.ppo.worker import CHECKPOINTING, draw, lora_trainer, make_trainer, rows_of, scripted, weights
@@ -66,9 +67,9 @@ def test_a_packed_row_equals_the_row_alone(build, how):
         row = ids[i : i + 1, ids.size(1) - width - p : ids.size(1) - width + r]
         logprobs = model(input_ids=row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])
         alone[i, :r] = logprobs[p - 1 :, 0]
-    torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)
+    assert_close(together, alone, rtol=1e-6, atol=1e-6)
     alone.sum().backward()
-    torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, gradients, rtol=1e-5, atol=1e-6)
+    assert_close({n: p.grad for n, p in model.named_parameters()}, gradients, rtol=1e-5, atol=1e-6)
 
 
 def test_the_layout():
@@ -103,7 +104,7 @@ def test_training_is_the_same_packed_or_padded(tmp_path, build, capsys):
         trainer.train()
         return {name: p.detach() for name, p in trainer.model.policy.named_parameters()}
 
-    torch.testing.assert_close(trained(True), trained(False), rtol=1e-5, atol=1e-7)
+    assert_close(trained(True), trained(False), rtol=1e-5, atol=1e-7)
     assert ("lets packed rows attend to each other" in capsys.readouterr().out) == (build is not tiny_llama)
 
 
@@ -156,6 +157,6 @@ def test_a_rollout_and_its_update_are_those_of_sdpa(build, checkpointing, on_cpu
     monkeypatch.setattr(passes, "use_varlen", lambda *_: None)
     sdpa_rows, sdpa_after = trained("sdpa")
     for name in ("old_logprobs", "old_values", "advantages"):
-        torch.testing.assert_close(rows[name], sdpa_rows[name], rtol=1e-4, atol=1e-5)
+        assert_close(rows[name], sdpa_rows[name], rtol=1e-4, atol=1e-5)
     for name, weight in sdpa_after.items():
-        torch.testing.assert_close(after[name], weight, rtol=1e-4, atol=1e-5)
+        assert_close(after[name], weight, rtol=1e-4, atol=1e-5)

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from recipes.merge import main as merge
@@ -53,10 +54,10 @@ def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path):
 
     first = trainer()
     policy = first.model.policy
-    torch.testing.assert_close(logprobs(policy), expected)
+    assert_close(logprobs(policy), expected)
     assert {*policy.peft_config} == {"default", "ref", "critic"} and first.ref_model is None
     with first.model.adapters.use("ref"):
-        torch.testing.assert_close(logprobs(policy), expected)
+        assert_close(logprobs(policy), expected)
     # One base, whatever is on it: its weights are there once
     held = sum(p.numel() for n, p in first.model.named_parameters() if "lora_" not in n and "score" not in n)
     assert held == sum(p.numel() for p in tiny_llama().parameters())
@@ -65,16 +66,16 @@ def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path):
     assert "\n  reference  frozen copy of the adapter\n" in first._schedule()
     first.train()
     with first.model.adapters.use("ref"):
-        torch.testing.assert_close(logprobs(policy), expected)
+        assert_close(logprobs(policy), expected)
     first.save_model()
     saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(logprobs(saved), logprobs(first.model.policy))
+    assert_close(logprobs(saved), logprobs(first.model.policy))
     assert (logprobs(saved) - expected).abs().max() > 1e-4
     assert saved.peft_config["default"].base_model_name_or_path == base
 
     again = trainer()
     again.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
-    torch.testing.assert_close(logprobs(again.model.policy), logprobs(saved), rtol=0, atol=0)
+    assert_close(logprobs(again.model.policy), logprobs(saved), rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -92,7 +93,7 @@ def test_each_other_stage_trains_the_adapter_on(sft, tmp_path, subtests):
             trainer = make(str(tmp_path / name))
             start = {n.replace(".default", ""): p.detach().clone() for n, p in trainer.model.named_parameters()}
             for key, weight in before.items():  # also the reward model begins with what SFT has learned
-                torch.testing.assert_close(start[key], weight)
+                assert_close(start[key], weight)
             assert name != "dpo" or "\n  reference  frozen copy of the adapter\n" in trainer._schedule()
             trainer.train()
             trainer.save_model()
@@ -125,7 +126,7 @@ def test_each_other_stage_trains_the_adapter_on(sft, tmp_path, subtests):
 
 
 def test_tools_load_it_with_the_tokenizer_of_its_base(sft):
-    torch.testing.assert_close(logprobs(load_model(sft)), logprobs(AutoPeftModelForCausalLM.from_pretrained(sft)))
+    assert_close(logprobs(load_model(sft)), logprobs(AutoPeftModelForCausalLM.from_pretrained(sft)))
     assert load_tokenizer(sft).get_vocab() == tiny_tokenizer().get_vocab()
 
 

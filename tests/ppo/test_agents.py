@@ -16,11 +16,9 @@ from torch.testing import assert_close
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.agents import Counter, SteppedCounter, byte_tokenizer, call, counts, played_by
-from tests.launch import on_two_processes
-from tests.ppo.agent_worker import TOGETHER, Kept
+from tests.ppo.agent_worker import Kept
 from tests.ppo.agent_worker import make as make_worker
 from tests.ppo.worker import collected
-from tests.rounding import bound
 from tests.tiny import ON_CPU, tiny_llama, tiny_ppo
 from trl_ext.functional import gae, turn_gae, turn_starts
 from trl_ext.ppo.collection import Collection
@@ -343,27 +341,6 @@ def test_where_all_generate_together_each_draws_as_often_as_the_one_with_most_ro
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", counted)
     answers, _ = trainer._generate_answers([[9, 10], [9], [11]], None, {}, 1)
     assert sizes == [2, 1, 1] and len(answers) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_two_processes_whose_episodes_have_other_numbers_of_turns(tmp_path):
-    """The rows of one process take more turns than those of the other; the steps are those of one process."""
-    first, second = on_two_processes("tests.ppo.agent_worker", tmp_path, "distributed")
-    ends = []
-    for parts in (1, 2):
-        sizes = {"per_device_train_batch_size": 8 // parts, "gradient_accumulation_steps": parts}
-        alone = make_worker(tmp_path / str(parts), **TOGETHER | sizes)
-        played_by(alone, counts).train()
-        ends.append(alone.model.state_dict())
-    assert_close(first["weights"], second["weights"], rtol=0, atol=0)
-    expected, logs = alone.state.log_history, first["logs"]
-    for name in ("objective/scores", "tools/call_frequency", "completions/mean_length", "val/num_eos_tokens"):
-        assert logs[0][name] == expected[0][name], name
-    assert_close(first["weights"], ends[0], **bound(*ends))
-    for process in (first, second):
-        assert_close(process["resumed"], process["whole"], rtol=0, atol=0)
-        assert process["evaluated"]["eval_objective/scores"] == 0.4  # of five rows, though the last batch is uneven
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from trl_ext.models.generation import completion_logprobs
 from trl_ext.ppo import ServerLost
 from trl_ext.runs.checkpoints import checkpoint_to_resume
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 60
 
 
@@ -59,7 +61,6 @@ def sampled_from(trainer, resume=None, model=None, tolerance=1e-5):
     return versions
 
 
-@pytest.mark.slow
 def test_a_server_draws_while_the_rollout_before_is_trained_on(monkeypatch, tmp_path):
     """And it gets no weights while it draws, neither before a rollout nor before an evaluation."""
     goes_on, started, drawing, together, waits = threading.Event(), [], [], [], []
@@ -96,7 +97,6 @@ def test_a_server_draws_while_the_rollout_before_is_trained_on(monkeypatch, tmp_
     assert not together and waits == [True]
 
 
-@pytest.mark.slow
 def test_a_run_whose_server_went_away_resumes_with_the_weights_it_has(monkeypatch, tmp_path):
     with serving(tiny_llama(seed=5), monkeypatch) as server:
         trainer = on_server(tmp_path, server)
@@ -109,7 +109,6 @@ def test_a_run_whose_server_went_away_resumes_with_the_weights_it_has(monkeypatc
         assert sampled_from(trainer, resume=checkpoint_to_resume(trainer.args)) == [0]
 
 
-@pytest.mark.slow
 def test_other_prompts_than_those_that_were_drawn_for_are_refused(monkeypatch, tmp_path):
     with serving(tiny_llama(seed=5), monkeypatch) as server:
         trainer = on_server(tmp_path, server)

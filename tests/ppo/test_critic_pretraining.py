@@ -12,7 +12,6 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch.testing import assert_close
 
-from tests.launch import on_two_processes
 from tests.tiny import ON_CPU, prompts, tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
 from trl_ext import save_base_fingerprint
 from trl_ext.callbacks.metrics import METRICS
@@ -203,16 +202,6 @@ def test_a_step_does_not_depend_on_how_it_is_cut(cut, tmp_path):
     assert_close(parts, whole, rtol=1e-4, atol=1e-6)
     assert_close(theirs, metrics, rtol=1e-4, atol=1e-6)
     assert_close(also, logged, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_two_processes_do_what_one_does(tmp_path):
-    """Steps, logs and the evaluation of an odd number of rows; and scoring, of which each process does its share."""
-    whole = stepped(tmp_path / "one", 16, 1)
-    for steps, scores in on_two_processes("tests.ppo.test_critic_pretraining", tmp_path):
-        assert_close(steps, whole, rtol=1e-4, atol=1e-6)
-        assert scores == [[float(i)] for i in range(5)]
 
 
 # ---- Data ----

@@ -4,9 +4,14 @@ import re
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.agents import counts, played_by
 from tests.launch import on_two_processes
+from tests.ppo.agent_worker import TOGETHER
+from tests.ppo.agent_worker import make as make_agent
+from tests.ppo.test_critic_pretraining import stepped
 from tests.ppo.worker import (
     BUILDERS,
     BY_ONE,
@@ -21,52 +26,64 @@ from tests.ppo.worker import (
     skewed,
 )
 from tests.rounding import bound
+from tests.tiny import tiny_config
+from trl_ext.runs.checkpoints import checkpoint_to_resume
 from trl_ext.runs.marker import MARKER
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory):
-    """One launch: its folder, and the results of each process."""
-    folder = tmp_path_factory.mktemp("distributed")
-    make_trainer(folder / "by one", **BY_ONE).train()
-    return folder, on_two_processes("tests.ppo.worker", folder, "distributed")
+def launches(tmp_path_factory):
+    """One launch of four modules: the folder of each, and the results of each process."""
+    of = {name: tmp_path_factory.mktemp(name) for name in ("ppo", "agents", "critic", "vllm")}
+    make_trainer(of["ppo"] / "by one", **BY_ONE).train()
+    results = on_two_processes(
+        ("tests.ppo.worker", of["ppo"], "distributed"),
+        ("tests.ppo.agent_worker", of["agents"], "distributed"),
+        ("tests.ppo.test_critic_pretraining", of["critic"]),
+        ("tests.ppo.vllm_worker", of["vllm"]),
+    )
+    return {name: (of[name], each) for name, each in zip(of, results, strict=True)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def launch(launches):
+    return launches["ppo"]
+
+
+@pytest.fixture
 def results(launch):
     return launch[1]
 
 
 def assert_equal(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def differ(a, b, prefix=""):
     return [name for name in a if name.startswith(prefix) and not torch.equal(a[name], b[name])]
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("parity", {}),
-        ("generations", {"num_generations": 2}),
-        ("lora", LORA_PARITY),
-        ("corrected", {**CORRECTED, "answering": skewed}),
-        ("turns", {"gae_level": "turn"}),
-        ("mean", {"baseline": "mean", "num_generations": 2}),
-    ],
-    ids=["parity", "generations", "lora", "corrected", "turns", "mean"],
-)
-def test_two_processes_do_the_optimizer_steps_of_one(name, config, results, tmp_path):
-    one, split = parity(tmp_path / "one", 1, **config), parity(tmp_path / "split", 1, parts=2, **config)
+RUNS = {
+    "parity": {},
+    "generations": {"num_generations": 2},
+    "lora": LORA_PARITY,
+    "corrected": {**CORRECTED, "answering": skewed},
+    "turns": {"gae_level": "turn"},
+    "mean": {"baseline": "mean", "num_generations": 2},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_do_the_optimizer_steps_of_one(name, results, tmp_path):
+    one, split = parity(tmp_path / "one", 1, **RUNS[name]), parity(tmp_path / "split", 1, parts=2, **RUNS[name])
     assert one["processes"] == 1 and one["wrapper"] == "ActorCritic"
     for two in (process[name] for process in results):
         assert two["processes"] == 2 and two["wrapper"] == "DistributedDataParallel"
-        torch.testing.assert_close(two["weights"], one["weights"], **bound(one["weights"], split["weights"]))
-        torch.testing.assert_close(two["reward_normalizer"], one["reward_normalizer"], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(two["baseline_gate"], one["baseline_gate"], rtol=1e-4, atol=1e-12)
+        assert_close(two["weights"], one["weights"], **bound(one["weights"], split["weights"]))
+        assert_close(two["reward_normalizer"], one["reward_normalizer"], rtol=1e-12, atol=1e-12)
+        assert_close(two["baseline_gate"], one["baseline_gate"], rtol=1e-4, atol=1e-12)
         assert two["episodes"] == one["episodes"] == 16
     first, second = results[0][name], results[1][name]
     for what in ("weights", "optimizer", "kl_controller", "reward_normalizer", "baseline_gate"):
@@ -88,11 +105,11 @@ def test_gradients_on_one_base_are_those_of_separate_models(name, checkpointing,
 
 @pytest.mark.parametrize("name", ["parity", "corrected"])
 def test_two_processes_log_the_metrics_of_one(name, results, tmp_path):
-    one = parity(tmp_path, 1, **({**CORRECTED, "answering": skewed} if name == "corrected" else {}))["logs"]
+    one = parity(tmp_path, 1, **RUNS[name])["logs"]
     two = results[0][name]["logs"]
     assert len(two) == len(one) == 5
     for actual, expected in zip(two, one, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     # Rows were left out, answers ended by EOS, and the second pass was off-policy
     assert one[0]["objective/num_unscored"] > 0 and one[0]["val/num_eos_tokens"] > 0
     assert one[1]["policy/approxkl_avg"] > 1e-5 and one[2]["objective/kl"] != 0
@@ -109,14 +126,14 @@ def test_a_sampler_that_says_nothing_on_one_process_ends_both(results):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_evaluation_counts_each_prompt_once(size, results, tmp_path):
     expected = evaluation(tmp_path, size)
-    torch.testing.assert_close(evaluation(tmp_path, 5), expected, rtol=1e-5, atol=1e-5)
+    assert_close(evaluation(tmp_path, 5), expected, rtol=1e-5, atol=1e-5)
     actual = results[0]["evaluation"][(1, 2, 4).index(size)]
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_evaluation_counts_each_generation_once(results, tmp_path):
     expected = evaluation(tmp_path, 2, num_generations_eval=2)
-    torch.testing.assert_close(results[0]["evaluation, 2 generations"], expected, rtol=1e-5, atol=1e-5)
+    assert_close(results[0]["evaluation, 2 generations"], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +163,7 @@ def test_a_gradient_that_is_not_finite_on_one_process_ends_both(launch):
     critic = AutoModelForSequenceClassification.from_pretrained(last_good / "critic")
     for role, model in (("policy", policy), ("critic", critic)):
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.data, weights[f"{role}.{name}"], rtol=0, atol=0)
+            assert_close(parameter.data, weights[f"{role}.{name}"], rtol=0, atol=0)
 
 
 def test_a_checkpoint_that_one_process_cannot_write_ends_both_with_its_cause(launch):
@@ -200,3 +217,39 @@ def test_a_checkpoint_of_two_processes_is_refused_on_one(launch):
     with pytest.raises(ValueError, match=BY_ANOTHER.format(12, 2, 1)):
         trainer.train(True)
     assert trainer.state.global_step == 0
+
+
+def test_two_processes_whose_episodes_have_other_numbers_of_turns(launches, tmp_path):
+    """The rows of one process take more turns than those of the other; the steps are those of one process."""
+    _, (first, second) = launches["agents"]
+    ends = []
+    for parts in (1, 2):
+        sizes = {"per_device_train_batch_size": 8 // parts, "gradient_accumulation_steps": parts}
+        alone = make_agent(tmp_path / str(parts), **TOGETHER | sizes)
+        played_by(alone, counts).train()
+        ends.append(alone.model.state_dict())
+    assert_close(first["weights"], second["weights"], rtol=0, atol=0)
+    expected, logs = alone.state.log_history, first["logs"]
+    for name in ("objective/scores", "tools/call_frequency", "completions/mean_length", "val/num_eos_tokens"):
+        assert logs[0][name] == expected[0][name], name
+    assert_close(first["weights"], ends[0], **bound(*ends))
+    for process in (first, second):
+        assert_close(process["resumed"], process["whole"], rtol=0, atol=0)
+        assert process["evaluated"]["eval_objective/scores"] == 0.4  # of five rows, though the last batch is uneven
+
+
+def test_a_critic_alone_is_trained_on_two_processes_as_on_one(launches, tmp_path):
+    """Steps, logs and the evaluation of an odd number of rows; and scoring, of which each process does its share."""
+    whole = stepped(tmp_path, 16, 1)
+    for steps, scores in launches["critic"][1]:
+        assert_close(steps, whole, rtol=1e-4, atol=1e-6)
+        assert scores == [[float(i)] for i in range(5)]
+
+
+def test_two_processes_whose_vllm_server_dies_end_together_with_a_checkpoint(launches):
+    """Only the first one asks the server; all gather the weights, and an adapter is unmerged on each."""
+    folder, both = launches["vllm"]
+    assert both[0]["processes"] == 2
+    assert_close(both[1]["stays"], both[0]["stays"], rtol=0, atol=0)
+    assert all("failed: " in said["away"] and "resumes from" in said["away"] for said in both)
+    assert checkpoint_to_resume(tiny_config(folder / "away"))

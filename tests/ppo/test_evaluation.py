@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ppo.worker import without_clock
 from tests.tiny import length_reward, prompts, tiny_llama, tiny_ppo, tiny_tokenizer
 
 
@@ -122,11 +123,7 @@ def test_evaluation_leaves_no_trace(tmp_path):
                 "python": random.getstate(),
                 "numpy": torch.tensor(np.random.get_state()[1].astype("int64")),
                 "logs": [
-                    {
-                        key: value
-                        for key, value in row.items()
-                        if not key.startswith(("time/", "eps", "tokens_per", "step_time", "train_"))
-                    }
+                    without_clock(row)
                     for row in trainer.state.log_history
                     if not any(key.startswith("eval") for key in row)
                 ],

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from peft import LoraConfig
+from torch.testing import assert_close
 from transformers import TrainerCallback
 
-from tests.ppo.worker import lora_trainer, make_trainer, rows_of, scripted, weights, without_clock
+from tests.ppo.worker import lora_trainer, make_trainer, rows_of, scripted, topic_reward, weights, without_clock
 from tests.tiny import tiny_gpt2, tiny_llama
 from trl_ext import PPOTrainer
 from trl_ext.models import lm_head
@@ -17,10 +18,6 @@ class _Gradients(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
         if state.global_step == 0:
             self.grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def unscored_topic_reward(completions, topic, **kwargs):
-    return [None if name == "topic 1" else len(set(text)) / 7 for name, text in zip(topic, completions, strict=True)]
 
 
 def first_gradients(output_dir, batch_size, accumulation, **kwargs):
@@ -46,7 +43,7 @@ def first_gradients(output_dir, batch_size, accumulation, **kwargs):
     [
         pytest.param({"model": tiny_gpt2}, id="gpt2"),
         pytest.param({}, id="llama", marks=pytest.mark.slow),
-        pytest.param({"reward": unscored_topic_reward}, id="with unscored rows", marks=pytest.mark.slow),
+        pytest.param({"reward": topic_reward}, id="with unscored rows", marks=pytest.mark.slow),
         pytest.param({"num_mini_batches": 2}, id="two minibatches", marks=pytest.mark.slow),
     ],
 )
@@ -69,7 +66,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(kwargs, tmp_path):
         assert actual.keys() == expected.keys()
         for name, gradient in actual.items():
             bound = 1e-5 * largest[name.split(".")[0]].item()
-            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+            assert_close(gradient, expected[name], rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("build", [pytest.param(make_trainer, marks=pytest.mark.slow), lora_trainer])
@@ -143,4 +140,4 @@ def test_either_lm_head_trains_the_same_weights(lora, tmp_path, monkeypatch):
         assert calls == ([False] * (len(calls) - 4) + [True] * 4 if budget else [])
         assert not budget or len(calls) >= 6  # a pass of the policy, one of the reference, four updates
         ended.append(weights(trainer))
-    torch.testing.assert_close(*ended, rtol=1e-5, atol=1e-5)
+    assert_close(*ended, rtol=1e-5, atol=1e-5)

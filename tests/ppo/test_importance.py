@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from tests.ppo.worker import (
     CORRECTED,
@@ -63,15 +64,15 @@ def test_the_gradient_is_the_weighted_one(mode, tmp_path):
     loss.backward()
     expected = {name: p.grad for name, p in trainer.model.named_parameters() if name.startswith("policy.")}
     actual = {name: gradients[name] for name in expected}
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     assert mode == "none" or np.mean(np.concatenate(seen) != 1.0) > 0.1
 
     parts = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_mini_batches": 1}
     *_, in_parts = first_minibatch(tmp_path, mode, **parts)
-    torch.testing.assert_close(in_parts, gradients, rtol=1e-4, atol=1e-6)
+    assert_close(in_parts, gradients, rtol=1e-4, atol=1e-6)
     *_, unweighted = first_minibatch(tmp_path, "none", **size)
     for name in gradients.keys() - expected.keys():
-        torch.testing.assert_close(gradients[name], unweighted[name], rtol=0, atol=0)
+        assert_close(gradients[name], unweighted[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_a_corrected_rollout_is_right_on_average(tmp_path):
         prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()]
         with torch.no_grad():
             share = policy(input_ids=prompt[None]).logits[0, -1].softmax(-1).topk(5).values.sum()
-        torch.testing.assert_close(weights[i], share.double(), rtol=1e-4, atol=1e-6)
+        assert_close(weights[i], share.double(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -141,7 +142,7 @@ def test_ppo_s_own_ratio_can_be_that_to_the_sampler(tmp_path):
     other.train()
     assert "importance_weights" not in trainer._buffered_inputs[0]
     (rollout,), (known,) = seen
-    torch.testing.assert_close(rollout.logprobs, known.sampler_logprobs, rtol=0, atol=0)
+    assert_close(rollout.logprobs, known.sampler_logprobs, rtol=0, atol=0)
     log, batch = trainer.state.log_history[0], trainer._buffered_inputs[0]
     differences = (known.sampler_logprobs - known.logprobs)[batch["row"]][batch["loss_mask"].bool()].double().numpy()
     assert log["val/ratio"] == pytest.approx(np.exp(-differences).mean(), rel=1e-4)

@@ -1,6 +1,7 @@
 """`lam_alpha` and `ratio_band` in training."""
 
 import torch
+from torch.testing import assert_close
 
 from tests.ppo.worker import EachStep, collected, make_trainer, scripted, weights
 from trl_ext.functional import gae
@@ -26,6 +27,6 @@ def test_lam_follows_the_length_for_the_advantages_and_is_1_for_the_returns(tmp_
         for row, length in enumerate(rollout.mask.sum(1).tolist()):
             own = [each[row : row + 1] for each in (rewards, rollout.values, rollout.mask)]
             lam = max(0.0, 1 - 1 / (0.4 * length))
-            torch.testing.assert_close(advantages[row : row + 1], gae(*own, 1.0, lam))
-            torch.testing.assert_close(returns[row : row + 1], own[1] + gae(*own, 1.0, lam_value))
+            assert_close(advantages[row : row + 1], gae(*own, 1.0, lam))
+            assert_close(returns[row : row + 1], own[1] + gae(*own, 1.0, lam_value))
         assert len({*rollout.mask.sum(1).tolist()}) > 3  # 0.4 · length is below and above 1

@@ -16,6 +16,7 @@ from peft import (
     get_peft_model,
 )
 from safetensors.torch import load_file
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.ppo.worker import (
@@ -132,7 +133,7 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
     (on_base, actual), (apart, expected) = scores(True), scores(False)
     assert shared(on_base) == ["reward_0"] and not shared(apart)
     assert expected.std() > 0.1
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert not any(p.requires_grad for p in parameters(on_base, "rewards", "reward_0").values())
 
     rollout, tokenizer, alone = rows_of(on_base), on_base.reward_processing_classes[0], []
@@ -151,7 +152,7 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
             finished = ids[-1] == on_base.processing_class.eos_token_id
             ids = torch.tensor(tokenizer(words + (tokenizer.eos_token if finished else ""))["input_ids"])
         alone.append(model(input_ids=ids[None]).logits.item())
-    torch.testing.assert_close(actual, torch.tensor(alone), rtol=1e-5, atol=1e-5)
+    assert_close(actual, torch.tensor(alone), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -244,12 +245,12 @@ def test_what_is_saved_loads_with_plain_peft(is_users, base, tmp_path):
     with torch.no_grad():
         own = trainer.model.eval().policy(input_ids=IDS).logits
         policy = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(output)).eval()
-        torch.testing.assert_close(policy(input_ids=IDS).logits, own, rtol=1e-5, atol=1e-5)
+        assert_close(policy(input_ids=IDS).logits, own, rtol=1e-5, atol=1e-5)
         critic = classifier(str(output / "critic"))
         for n in range(1, 6):  # a classifier gives the value of the last state
             expected = critic_values(trainer, IDS[:, :n])
             assert expected.abs().max() > 1e-3
-            torch.testing.assert_close(critic(input_ids=IDS[:, :n]).logits[:, 0], expected, rtol=1e-5, atol=1e-5)
+            assert_close(critic(input_ids=IDS[:, :n]).logits[:, 0], expected, rtol=1e-5, atol=1e-5)
 
     # A new run's critic begins there, on the policy's base, and is trained
     again = lora_trainer(
@@ -258,7 +259,7 @@ def test_what_is_saved_loads_with_plain_peft(is_users, base, tmp_path):
         trainer_kwargs={"critic_peft_config": None, "value_model": str(output / "critic")},
     )
     assert again.model.shares_base
-    torch.testing.assert_close(critic_values(again), critic_values(trainer), **EXACT)
+    assert_close(critic_values(again), critic_values(trainer), **EXACT)
     before = weights(again)
     scripted(again).train()
     after = weights(again)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from tests.ppo.test_vocabularies import logged
 from tests.ppo.worker import rows_of
 from tests.tiny import length_reward, tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
 
@@ -65,9 +66,5 @@ def test_a_pad_token_out_of_the_vocabulary_changes_nothing(tmp_path):
         config = {"local_rollout_forward_batch_size": 3, "processing_class": tokenizer}
         trainer = tiny_ppo(tmp_path / pad, model, rewards, **config)
         trainer.train()
-        logs = [
-            {k: v for k, v in log.items() if k.startswith(("objective", "rewards", "loss", "policy", "val"))}
-            for log in trainer.state.log_history
-        ]
-        ends.append((trainer.model.state_dict(), logs))
+        ends.append((trainer.model.state_dict(), logged(trainer)))
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-7)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch._dynamo.utils import counters
+from torch.testing import assert_close
 from transformers import CompileConfig
 
 from tests.models.test_packing import row_by_row
@@ -39,9 +40,9 @@ def test_the_sampler_knows_the_log_probs_that_the_forward_computes(tmp_path, kwa
     build = kwargs.pop("model")
     (first, again), trainer = rollouts(tmp_path / "sampler", model=build(), old_logprobs="sampler", **kwargs)
     (other, _), computed = rollouts(tmp_path / "recompute", model=build(), old_logprobs="recompute", **kwargs)
-    torch.testing.assert_close(first.completion_ids, other.completion_ids, rtol=0, atol=0)
-    torch.testing.assert_close(first.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(first.values, other.values, rtol=1e-5, atol=1e-5)
+    assert_close(first.completion_ids, other.completion_ids, rtol=0, atol=0)
+    assert_close(first.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
+    assert_close(first.values, other.values, rtol=1e-5, atol=1e-5)
     assert not torch.equal(first.logprobs, other.logprobs)  # of one and of the other
     logged = [log for log in trainer.state.log_history if "sampling/logprob_difference" in log]
     assert len(logged) == 2 and all(abs(log["sampling/logprob_difference"]) <= 1e-5 for log in logged)

@@ -23,6 +23,7 @@ There both trainers agree. Elsewhere 1.12 differs; each line was read in its `pp
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from tests.ppo.worker import collected
 from tests.tiny import tiny_llama, tiny_ppo, tiny_reward_model
@@ -157,15 +158,15 @@ def test_rewards_advantages_returns_and_losses_equal_trl_112(tmp_path, token_rew
         expected = oracle_rollout(
             *(rollout[name] for name in ("policy", "reference", "critic", "scores")), estimator, whiten_rewards
         )
-        torch.testing.assert_close((rewards, rollout["advantages"], rollout["returns"]), expected, **TOLERANCE)
+        assert_close((rewards, rollout["advantages"], rollout["returns"]), expected, **TOLERANCE)
 
     logged = [entry for entry in trainer.state.log_history if "loss/policy_avg" in entry]
     assert len(trainer.minibatches) == len(logged) == 8
     for minibatch, log in zip(trainer.minibatches, logged, strict=True):
         names = ("policy", "old_logprobs", "advantages", "critic", "old_values", "returns")
         policy_loss, value_loss = oracle_losses(*(minibatch[name] for name in names))
-        torch.testing.assert_close(torch.tensor(log["loss/policy_avg"]), policy_loss, **TOLERANCE)
-        torch.testing.assert_close(torch.tensor(log["loss/value_avg"]), value_loss, **TOLERANCE)
-        torch.testing.assert_close(minibatch["loss"], policy_loss + VF_COEF * value_loss, **TOLERANCE)
+        assert_close(torch.tensor(log["loss/policy_avg"]), policy_loss, **TOLERANCE)
+        assert_close(torch.tensor(log["loss/value_avg"]), value_loss, **TOLERANCE)
+        assert_close(minibatch["loss"], policy_loss + VF_COEF * value_loss, **TOLERANCE)
     # Both clips were at work, so that the comparison covers them
     assert logged[-1]["policy/clipfrac_avg"] > 0 and logged[-1]["val/clipfrac_avg"] > 0

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.testing import assert_close
 
 from tests.ppo.worker import rows_of
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_ppo, tiny_tokenizer
@@ -58,11 +59,11 @@ def modified_after_loading(tmp_path, build):
 def test_kl_of_rollout_0_is_0_and_the_reference_never_moves(tmp_path, source, build):
     trainer = make(tmp_path, source(tmp_path, build))
     before = weights(trainer.ref_model)
-    torch.testing.assert_close(before, weights(trainer.model.policy), **EQUAL)
+    assert_close(before, weights(trainer.model.policy), **EQUAL)
     trainer.train()
     first, second = kls(trainer)
     assert abs(first) < 1e-5 and abs(second) > 1e-3
-    torch.testing.assert_close(weights(trainer.ref_model), before, **EQUAL)
+    assert_close(weights(trainer.ref_model), before, **EQUAL)
     assert not any(p.requires_grad for p in trainer.ref_model.parameters())
     assert not trainer.ref_model.training
 
@@ -75,7 +76,7 @@ def test_a_given_reference_is_used(tmp_path, as_path, lora):
     given = saved(tmp_path, reference) if as_path else copy.deepcopy(reference)
     peft_config = LoraConfig(task_type="CAUSAL_LM", **LORA) if lora else None
     trainer = make(tmp_path, tiny_llama(), ref_model=given, peft_config=peft_config, max_steps=1)
-    torch.testing.assert_close(weights(trainer.ref_model), weights(reference), **EQUAL)
+    assert_close(weights(trainer.ref_model), weights(reference), **EQUAL)
     assert as_path or trainer.ref_model is given
     trainer.train()
     rollout, kl = rows_of(trainer), 0.0
@@ -87,7 +88,7 @@ def test_a_given_reference_is_used(tmp_path, as_path, lora):
             logits = reference(input_ids=ids[None]).logits[0, -n - 1 : -1].double()
         ref_logprobs = logits.log_softmax(-1).gather(1, ids[-n:, None])
         kl += (rollout["old_logprobs"][i, :n].double().sum() - ref_logprobs.sum()).item() / 8
-    torch.testing.assert_close(kls(trainer)[0], kl, rtol=1e-4, atol=1e-5)
+    assert_close(kls(trainer)[0], kl, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -99,7 +100,7 @@ def test_use_ref_model_false_drops_the_reference(tmp_path):
     assert not any("objective/kl" in log or "objective/kl_per_token" in log for log in without.state.log_history)
     with_reference = make(tmp_path / "with", tiny_llama(), kl_coef=0.0)
     with_reference.train()
-    torch.testing.assert_close(weights(without.model), weights(with_reference.model), **EQUAL)
+    assert_close(weights(without.model), weights(with_reference.model), **EQUAL)
 
 
 # ---- LoRA ----
@@ -114,7 +115,7 @@ def test_a_lora_policy_of_the_users_own_is_referred_to_its_adapter(tmp_path):
     trainer.train()
     assert abs(kls(trainer)[0]) < 1e-5 and abs(kls(trainer)[1]) > 1e-4
     after = weights(trainer.model.policy)
-    torch.testing.assert_close({n: after[n.replace(".default.", ".ref.")] for n in start}, start, **EQUAL)
+    assert_close({n: after[n.replace(".default.", ".ref.")] for n in start}, start, **EQUAL)
     assert all(not torch.equal(after[n], start[n]) for n in start)
 
 
@@ -129,5 +130,5 @@ def test_an_adapters_reference_has_no_dropout_where_the_policy_has(tmp_path):
 
     trainer._run_reference = twice
     trainer.train()
-    torch.testing.assert_close(*seen, **EQUAL)
+    assert_close(*seen, **EQUAL)
     assert trainer.model.training

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import TrainerCallback
 
 from tests.ppo import worker
@@ -25,7 +26,7 @@ from trl_ext.runs.marker import MARKER
 
 
 def assert_same_end(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def trained(output_dir, resume=None, **config):
@@ -80,6 +81,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(step, checkpoints, uninterr
     assert output.training_loss == uninterrupted["output"].training_loss
 
 
+@pytest.mark.slow
 def test_the_resumed_run_is_a_telling_one(uninterrupted):
     state, logs = uninterrupted["state"], uninterrupted["state"]["logs"]
     first, second, third, fourth = uninterrupted["asked"]
@@ -177,7 +179,7 @@ def test_a_completed_run_is_loaded_and_not_trained_again(a_copy_of, capsys):
 
     assert f"Training is complete, at step 8: loading {folder / 'checkpoint-8'}." in capsys.readouterr().out
     assert output.global_step == trainer.state.global_step == 8
-    torch.testing.assert_close(weights(trainer), final, rtol=0, atol=0)
+    assert_close(weights(trainer), final, rtol=0, atol=0)
     for checkpoint in complete(folder):
         (checkpoint / MARKER).unlink()
     with pytest.raises(ValueError, match="No complete checkpoint in"):

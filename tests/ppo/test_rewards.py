@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from torch.testing import assert_close
 from trl import RewardConfig, RewardTrainer
 
-from tests.ppo.worker import collected, rows_of, scripted
+from tests.ppo.worker import collected, rows_of, scripted, without_clock
 from tests.tiny import (
     CHAT_TEMPLATE,
+    ON_CPU,
     WORDS,
     length_reward,
     prompts,
@@ -70,13 +72,9 @@ def trained_reward_model(tmp_path, tokenizer, chat):
         model=tiny_reward_model(tiny_gpt2(), seed=3),
         args=RewardConfig(
             str(tmp_path / "reward"),
-            use_cpu=True,
-            bf16=False,
+            **ON_CPU,
             max_steps=1,
             learning_rate=1e-2,
-            report_to="none",
-            disable_tqdm=True,
-            save_strategy="no",
         ),
         train_dataset=Dataset.from_dict(pairs),
         processing_class=tokenizer,
@@ -125,7 +123,7 @@ def test_score_is_that_of_reward_trainer_on_the_same_text(subtests, tmp_path, ot
                 {"processing_class": policy_tokenizer, "reward_processing_classes": reward_tokenizer},
             )
             rollout = roll_out(trainer, answer_ids(policy_tokenizer))
-            torch.testing.assert_close(rollout.rewards_per_func[:, 0], torch.tensor(expected), **CLOSE)
+            assert_close(rollout.rewards_per_func[:, 0], torch.tensor(expected), **CLOSE)
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["same_tokenizer", "other_tokenizer"])
@@ -146,7 +144,7 @@ def test_no_score_depends_on_the_chunks_in_which_models_score(tmp_path, other):
         rollout = roll_out(trainer, answer_ids(tiny_tokenizer()))
         assert rows == {1: [1] * 4, 3: [3, 1], 64: [4]}[size]
         scores.append(rollout.rewards_per_func)
-    torch.testing.assert_close(scores[1:], scores[:1] * 2, **CLOSE)
+    assert_close(scores[1:], scores[:1] * 2, **CLOSE)
 
 
 # ---- Reward functions ----
@@ -182,9 +180,9 @@ def test_functions_of_all_kinds_are_weighted_and_summed_over_those_that_apply(tm
     rollout = roll_out(trainer, answer_ids(tiny_tokenizer()))
     per_function = rollout.rewards_per_func
     lengths = torch.tensor([len(text.split()) for text in ANSWERS], dtype=torch.float32)
-    torch.testing.assert_close(per_function[:, [0, 1, 3]], lengths[:, None].expand(4, 3), **EQUAL)
+    assert_close(per_function[:, [0, 1, 3]], lengths[:, None].expand(4, 3), **EQUAL)
     expected = lengths * (1 - 3 + 0.25) + torch.tensor([0.0, 5.0, 0.0, 5.0]) + 2 * per_function[:, 4]
-    torch.testing.assert_close(rollout.scores, expected, **CLOSE)
+    assert_close(rollout.scores, expected, **CLOSE)
     assert rollout.ended.tolist() == FINISHED
 
 
@@ -266,28 +264,25 @@ def test_a_row_without_a_score_leaves_loss_moments_and_metrics(tmp_path):
             None,
         )
         trainer.train()
-        timing = ("time/", "eps", "tokens_per_second", "step_time", "train_")
-        logs = [{k: v for k, v in log.items() if not k.startswith(timing)} for log in trainer.state.log_history]
+        logs = [without_clock(log) for log in trainer.state.log_history]
         ends.append((trainer.model.state_dict(), trainer.reward_normalizer.state_dict(), logs))
         without = rows_of(trainer)["loss_mask"].sum(1) == 0
         assert without.sum() == 3 and rows_of(trainer)["advantages"][without].abs().sum() == 0
-    torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-7)
+    assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-7)
     first = ends[0][2][0]
     assert first["objective/num_unscored"] == 3
     scores = judge(dataset["topic"], decode(answers[0]))
     scores = torch.tensor([score for score in scores if score is not None], dtype=torch.float64)
-    torch.testing.assert_close(first["objective/scores"], scores.mean().item())
-    torch.testing.assert_close(first["objective/scores_std"], scores.std().item())
-    torch.testing.assert_close(
-        trainer.reward_normalizer.running[:2], torch.tensor([5.0, scores.mean()], dtype=torch.float64)
-    )
+    assert_close(first["objective/scores"], scores.mean().item())
+    assert_close(first["objective/scores_std"], scores.std().item())
+    assert_close(trainer.reward_normalizer.running[:2], torch.tensor([5.0, scores.mean()], dtype=torch.float64))
 
 
 def test_rollouts_without_any_score_move_nothing(tmp_path):
     trainer = make(tmp_path, lambda prompts, **_: [None] * len(prompts), reward_normalization="batch")
     before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
     trainer.train()
-    torch.testing.assert_close(trainer.model.state_dict(), before, **EQUAL)
+    assert_close(trainer.model.state_dict(), before, **EQUAL)
     assert trainer.state.log_history[0]["objective/num_unscored"] == 8
     assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
 
@@ -344,7 +339,7 @@ def test_the_order_of_the_reward(tmp_path, token_rewards, eos_rule):
     expected = torch.zeros_like(token_rewards[0])
     for place, reward in tokens.items():
         expected[place] = (reward - mean) / std + mean
-    torch.testing.assert_close(token_rewards[0], expected, rtol=1e-4, atol=1e-5)
+    assert_close(token_rewards[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_kl_of_the_scored_rows_moves_the_coefficient_after_the_rewards(tmp_path, token_rewards):
@@ -371,7 +366,7 @@ def test_the_kl_of_the_scored_rows_moves_the_coefficient_after_the_rewards(tmp_p
     expected = torch.zeros(token_rewards[0].shape)
     for i, row in enumerate(log_ratios[2:], start=2):
         expected[i, : len(row)] = -0.2 * ((-row).exp() - 1 + row)
-    torch.testing.assert_close(token_rewards[0], expected, rtol=1e-4, atol=1e-5)
+    assert_close(token_rewards[0], expected, rtol=1e-4, atol=1e-5)
     assert trainer.state.log_history[0]["objective/kl_coef"] == pytest.approx(0.2) != trainer.kl_controller.kl_coef
 
 
@@ -423,5 +418,5 @@ def test_normalisation_against_a_slow_reference(tmp_path, token_rewards, kind):
             elif pool is not None:
                 # One score has no deviation: it is centred only
                 expected = (score - np.mean(pool)) / (np.std(pool, ddof=1) if len(pool) > 1 else 1.0)
-            torch.testing.assert_close(token_rewards[k][i].sum().item(), expected, rtol=1e-4, atol=1e-5)
+            assert_close(token_rewards[k][i].sum().item(), expected, rtol=1e-4, atol=1e-5)
         assert token_rewards[k][3].abs().sum() == 0

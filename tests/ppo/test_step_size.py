@@ -57,7 +57,7 @@ def test_a_factor_rises_freely_until_the_target_was_in_reach():
     assert rises == pytest.approx([10.0, 1.5, 2.0, 1.1])
 
 
-@pytest.mark.parametrize("build", [make_trainer, lora_trainer])
+@pytest.mark.parametrize("build", [make_trainer, pytest.param(lora_trainer, marks=pytest.mark.slow)])
 def test_rates_a_factor_of_hundred_apart_become_one(build, tmp_path):
     rates, kls = [], []
     for rate in (1e-3, 1e-1):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, TrainerCallback
 
 from tests.ppo.worker import rows_of
@@ -123,7 +124,7 @@ def test_mixture_of_experts(tmp_path):
         assert logged(trainer, "objective/kl")[0] == pytest.approx(0, abs=1e-5)
     balance = grads[1.0] - grads[0.0]
     assert balance.norm() > 0
-    torch.testing.assert_close(grads[0.5] - grads[0.0], 0.5 * balance, rtol=1e-3, atol=1e-6)
+    assert_close(grads[0.5] - grads[0.0], 0.5 * balance, rtol=1e-3, atol=1e-6)
 
 
 def test_router_aux_loss_needs_experts(tmp_path):
@@ -178,7 +179,7 @@ def test_saved_policy_is_a_plain_model(tmp_path, build):
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     ids = torch.tensor([[6, 7, 8, 9]])
     trainer.model.eval()
-    torch.testing.assert_close(loaded.eval()(ids).logits, trainer.model.policy(ids).logits, rtol=0, atol=0)
+    assert_close(loaded.eval()(ids).logits, trainer.model.policy(ids).logits, rtol=0, atol=0)
     assert AutoTokenizer.from_pretrained(tmp_path)("cat sat")["input_ids"] == tiny_tokenizer()("cat sat")["input_ids"]
 
     # FSDP and DeepSpeed hand over a state dict of the wrapper: it is taken apart into the same files
@@ -187,7 +188,7 @@ def test_saved_policy_is_a_plain_model(tmp_path, build):
         assert (tmp_path / "gathered" / file).read_bytes() == (tmp_path / file).read_bytes()
 
     again = tiny_ppo(tmp_path / "again", str(tmp_path), value_model=str(tmp_path / "critic"), processing_class=None)
-    torch.testing.assert_close(again.model.critic.state_dict(), trainer.model.critic.state_dict(), rtol=0, atol=0)
+    assert_close(again.model.critic.state_dict(), trainer.model.critic.state_dict(), rtol=0, atol=0)
 
 
 def test_messages_as_prompts(tmp_path):

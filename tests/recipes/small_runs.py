@@ -65,7 +65,7 @@ def arguments(name, inputs, output, *more, save_steps=2, steps=4):
     length = ["--max_steps", str(steps), *(["--eval_strategy", "steps", "--eval_steps", "4"] if name == "sft" else [])]
     if name == "ppo":
         length = ["--total_episodes", str(8 * steps), "--num_ppo_epochs", "1", "--num_mini_batches", "2"]
-        length += ["--max_completion_length", "8", "--reward_weights", "1", "0"]
+        length += "--max_completion_length 8 --reward_weights 1 0".split()
     return [
         *("--config", str(ROOT / f"recipes/demo/{config}.yaml"), "--model_name_or_path", str(inputs / "model")),
         *("--dataset_name", str(inputs / data), "--output_dir", str(output), "--warmup_steps", "0"),

@@ -54,13 +54,13 @@ def stop(module):
         module.Environment._server = None
 
 
-@pytest.mark.slow  # two processes' worth of imports, SFT and PPO
+@pytest.mark.slow
 def test_a_model_is_taught_and_trained_by_the_commands_that_the_recipe_gives(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     teach.main([f"{Path(teach.__file__).with_name('nim.py')}:Environment", "--episodes", "16"])
     assert len(Path("outputs/agents/nim/rows/test.jsonl").read_text().splitlines()) == 200
     teach.main(["weather", "--episodes", "16"])
-    size = ["--per_device_train_batch_size", "16", "--num_mini_batches", "2", "--num_ppo_epochs", "1"]
+    size = "--per_device_train_batch_size 16 --num_mini_batches 2 --num_ppo_epochs 1".split()
     ppo.main(["--config", "agents/weather", *size, "--total_episodes", "64", "--max_completion_length", "24"])
     assert Path("outputs/agents/weather/ppo/model.safetensors").is_file()
 
@@ -71,8 +71,8 @@ def test_an_environment_that_owns_its_data_trains_by_a_command(tmp_path, monkeyp
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained("model")
     tiny_llama(len(tokenizer), max_position_embeddings=2048).save_pretrained("model")
-    command = ["--model_name_or_path", "model", "--output_dir", "out", "--max_steps", "1", "--use_cpu", "true"]
-    command += ["--per_device_train_batch_size", "4", "--num_mini_batches", "1", "--max_completion_length", "8"]
+    command = "--model_name_or_path model --output_dir out --max_steps 1 --use_cpu true".split()
+    command += "--per_device_train_batch_size 4 --num_mini_batches 1 --max_completion_length 8".split()
     named = f"{Path(tests.agents.__file__)}:Counter"
     ppo.main([*command, "--environment", named])
     assert (tmp_path / "out/model.safetensors").exists()

@@ -124,7 +124,7 @@ def test_two_processes_answer_each_prompt_once_and_as_one_does(inputs, tmp_path)
     one = answer(inputs, tmp_path / "one.jsonl", "--batch_size", "2", data="five.jsonl")
     assert [row["prompt"] for row in one] == [*ROWS, "the very happy"]
 
-    first, second = on_two_processes("tests.recipes.test_generate_recipe", tmp_path)
+    ((first, second),) = on_two_processes(("tests.recipes.test_generate_recipe", tmp_path))
     assert first["processes"] == second["processes"] == 2
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
     assert first["terminal"].strip() and not second["terminal"]

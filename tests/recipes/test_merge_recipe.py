@@ -2,6 +2,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -62,7 +63,7 @@ def test_plain_transformers_loads_the_trained_policy(run, tmp_path, capsys):
     merged, plain = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (tmp_path / "merged", base))
     mask = batch()["attention_mask"].bool()
     logits, expected = merged(**batch()).logits[mask], trained(**batch()).logits[mask]
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert_close(logits, expected, atol=1e-4, rtol=0)
     assert (logits - plain(**batch()).logits[mask]).abs().max() > 0.1
     assert merged.state_dict().keys() == plain.state_dict().keys()  # nothing of the adapter, or of the critic
     assert merged.generation_config.to_dict() == plain.generation_config.to_dict()
@@ -79,7 +80,7 @@ def test_the_critic_becomes_a_sequence_classifier_that_takes_batches(run, tmp_pa
     rows = [batch()["input_ids"][:1], batch()["input_ids"][1:, :5]]
     expected = torch.cat([trained.critic(row, torch.ones_like(row)) for row in rows])
     assert expected.abs().min() > 0.01
-    torch.testing.assert_close(merged(**batch()).logits[:, 0], expected, atol=1e-4, rtol=0)
+    assert_close(merged(**batch()).logits[:, 0], expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -94,7 +95,7 @@ def test_an_adapter_of_a_4_bit_base_is_merged_into_the_unquantised_one(tmp_path)
     assert merged.dtype == torch.float32 and not hasattr(merged.config, "quantization_config")
     with torch.no_grad():
         expected = unquantised(**batch()).logits
-        torch.testing.assert_close(merged(**batch()).logits, expected, atol=1e-4, rtol=0)
+        assert_close(merged(**batch()).logits, expected, atol=1e-4, rtol=0)
         with unquantised.disable_adapter():
             assert (expected - unquantised(**batch()).logits).abs().max() > 0.1
 

@@ -11,7 +11,7 @@ from trl_ext.cli.arguments import ModelArguments
 RECIPES = [sft, reward, dpo, ppo, online_dpo, pretrain_critic]
 SCORED = [ppo, online_dpo, pretrain_critic]
 REWARD = ["--reward_funcs", "tests.tiny.length_reward"]
-ON_A_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+ON_A_CPU = "--use_cpu true --bf16 false --report_to none".split()
 
 
 def test_what_is_missing_or_unknown_is_named(subtests, capsys, inputs, tmp_path):

@@ -44,28 +44,27 @@ def bytes_of(folder):
 
 @pytest.mark.slow
 def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path, capsys):
-    main(arguments(inputs, tmp_path / "whole", "--num_rounds", "3"))
+    main(arguments(inputs, tmp_path / "whole", "--num_rounds", "2"))
     history = rounds(tmp_path / "whole")
-    assert [entry["round"] for entry in history] == [0, 1, 2, 3]
-    assert set(history[3]["held_out"]) == {"letter", "gold_reward"}
-    assert history[3]["held_out"]["letter"] > history[0]["held_out"]["letter"] + 0.05
-    for number in (1, 2, 3):
+    assert [entry["round"] for entry in history] == [0, 1, 2]
+    assert set(history[2]["held_out"]) == {"letter", "gold_reward"}
+    assert history[2]["held_out"]["letter"] > history[0]["held_out"]["letter"] + 0.05
+    for number in (1, 2):
         pairs = [json.loads(line) for line in (tmp_path / "whole" / f"round-{number}" / "pairs.jsonl").open()]
         assert len(pairs) == history[number]["pairs"] and all(p["score_chosen"] > p["score_rejected"] for p in pairs)
     models = bytes_of(tmp_path / "whole")
-    assert len(set(models.values())) == 3
+    assert len(set(models.values())) == 2
 
-    # Two rounds first, then one more; then what an interruption within round 2 leaves: its pairs and a checkpoint
+    # One round first, then another; then what an interruption within round 2 leaves: its pairs and a checkpoint
     part = tmp_path / "part"
+    main(arguments(inputs, part, "--num_rounds", "1"))
     main(arguments(inputs, part, "--num_rounds", "2"))
-    main(arguments(inputs, part, "--num_rounds", "3"))
     assert bytes_of(part) == models and rounds(part) == history
-    for name in ("round-3", "round-2/checkpoint-4"):
-        shutil.rmtree(part / name, ignore_errors=True)
+    shutil.rmtree(part / "round-2/checkpoint-4", ignore_errors=True)
     assert list((part / "round-2").glob("checkpoint-*/trainer_state.json"))
     for name in ("round.json", "model.safetensors"):
         (part / "round-2" / name).unlink()
-    main(arguments(inputs, part, "--num_rounds", "3"))
+    main(arguments(inputs, part, "--num_rounds", "2"))
     assert bytes_of(part) == models and rounds(part) == history
 
     other = arguments(inputs, part, "--model_name_or_path", str(part / "round-1"))

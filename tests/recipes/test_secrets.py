@@ -123,8 +123,8 @@ def test_no_secret_is_in_the_output_folder_also_after_a_resume_with_other_ones(r
 
     own = ["--max_steps", "2"]
     if recipe == "ppo":
-        own = ["--total_episodes", "16", "--num_ppo_epochs", "1", "--max_completion_length", "8"]
-        own += ["--reward_weights", "1", "0", "0", "--eval_strategy", "no", "--num_mini_batches", "1"]
+        own = "--total_episodes 16 --num_ppo_epochs 1 --max_completion_length 8".split()
+        own += "--reward_weights 1 0 0 --eval_strategy no --num_mini_batches 1".split()
     for generation in range(2):
         settings, secrets = planted(recipe, generation)
         everything |= {f"{name} ({generation})": secret for name, secret in secrets.items()}
@@ -133,7 +133,7 @@ def test_no_secret_is_in_the_output_folder_also_after_a_resume_with_other_ones(r
             [
                 *("--config", str(tmp_path / "config.yaml"), "--model_name_or_path", str(tmp_path / "model")),
                 *("--dataset_name", str(tmp_path / "data"), "--output_dir", str(out), "--use_cpu", "true"),
-                *("--per_device_train_batch_size", "8", "--logging_steps", "1", "--warmup_steps", "0"),
+                *"--per_device_train_batch_size 8 --logging_steps 1 --warmup_steps 0".split(),
                 *("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "2", *own),
             ]
         )

@@ -13,6 +13,8 @@ from tests.recipes.small_runs import arguments, rows_of
 from trl_ext.callbacks import curve
 from trl_ext.workbench.pages.recorded import read_run
 
+pytestmark = pytest.mark.slow
+
 
 def nll(folder, rows):
     """Mean negative log-likelihood of the completions' tokens, EOS included."""
@@ -26,7 +28,6 @@ def nll(folder, rows):
     return total / count
 
 
-@pytest.mark.slow
 def test_sft_learns_the_completions(inputs, tmp_path):
     sft.main(arguments("sft", inputs, tmp_path, steps=12))
     rows = rows_of(inputs / "sft")
@@ -36,9 +37,8 @@ def test_sft_learns_the_completions(inputs, tmp_path):
     assert evaluated == pytest.approx(nll(tmp_path, rows_of(inputs / "sft", "test")), rel=0.02)
 
 
-@pytest.mark.slow
 def test_dpo_has_its_reference_and_held_out_rows(inputs, tmp_path, capsys):
-    drift = ["--beta_controller", "drift", "--drift_target", "0.001", "--drift_horizon", "100"]
+    drift = "--beta_controller drift --drift_target 0.001 --drift_horizon 100".split()
     dpo.main(arguments("dpo", inputs, tmp_path / "whole", *drift))
     report = json.loads((tmp_path / "whole" / "eval_results.json").read_text())
     assert f"held-out preference accuracy {report['eval_rewards/accuracies']:.1%}" in capsys.readouterr().out

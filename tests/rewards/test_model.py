@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from tests.tiny import WORDS, prompts, tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
@@ -124,7 +125,7 @@ def test_scores_do_not_depend_on_batches_order_or_padding_side(kind, side):
                 reward([rows[i] for i in place], [" sat on"] * 24, finished=[ended[i] for i in place])
             )[order.argsort()]
             expected = scores if expected is None else expected
-            torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+            assert_close(scores, expected, rtol=0, atol=1e-5)
     assert expected.std() > 0.05
 
 
@@ -226,5 +227,5 @@ def test_in_ppo_it_says_what_the_trainers_own_reward_model_says(tmp_path):
     rows, calculate = [], trainer._calculate_rewards
     trainer._calculate_rewards = lambda *args: rows.append(calculate(*args)) or rows[-1]
     trainer.train()
-    torch.testing.assert_close(rows[0][:, [1, 3]], rows[0][:, [0, 2]], rtol=1e-5, atol=1e-5)
+    assert_close(rows[0][:, [1, 3]], rows[0][:, [0, 2]], rtol=1e-5, atol=1e-5)
     assert rows[0].std(0).min() > 0.05

@@ -137,7 +137,7 @@ def test_where_there_are_no_locks_that_is_said(tmp_path, monkeypatch, capsys):
 @pytest.mark.distributed
 def test_all_processes_of_a_launch_are_refused_together(other, tmp_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("said")
-    for said in on_two_processes("tests.runs.hold_worker", folder, str(tmp_path)):
+    for said in on_two_processes(("tests.runs.hold_worker", folder, str(tmp_path)))[0]:
         assert f"process {other.pid} on" in said["refused"] and said["held"]
 
 

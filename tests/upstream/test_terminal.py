@@ -47,31 +47,25 @@ LEFT_OUT = ("gemm_4bit", "is_gradient_checkpointing", "mtime", "fast", "Loading 
 SHOWN = ("your GPU is on fire", "something_else", "the prompt was truncated", "q_proj.bias")
 
 
-def said(*arguments, **environment):
+def said(code, *arguments, **environment):
     env = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-    run = subprocess.run([sys.executable, "-c", SPEAKS, *arguments], capture_output=True, text=True, env=env)
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr
     return run.stderr
 
 
 def test_remarks_are_left_out_and_warnings_are_not():
-    text = said("slow", TRL_EXT_VERBOSE="0")
+    text = said(SPEAKS, "slow", TRL_EXT_VERBOSE="0")
     assert [part for part in LEFT_OUT if part in text] == []
     assert [part for part in SHOWN if part not in text] == []
     assert "slow" in text  # what takes long has a bar
     assert text.count("LOAD REPORT") == 1
 
 
-def test_verbose_shows_all():
-    text = said(TRL_EXT_VERBOSE="1")
-    assert [part for part in (*LEFT_OUT, *SHOWN) if part not in text] == []
-
-
-def test_who_has_none_of_our_trainers_keeps_what_is_set():
+def test_who_has_none_of_our_trainers_keeps_what_is_set_and_verbose_shows_all():
     """Neither `import trl_ext` nor callbacks, rewards and TRL's own trainers touch what a user has set."""
     code = """
 import logging, warnings
-filters = list(warnings.filters)
 import trl_ext.callbacks, trl_ext.rewards, trl_ext.workbench.pages.report
 [getattr(package, name) for package in (trl_ext.callbacks, trl_ext.rewards) for name in package.__all__]
 from datasets.utils import tqdm
@@ -82,8 +76,8 @@ ours = [f for f in warnings.filters if f[1] is not None and "gradient_checkpoint
 assert not ours and hf._tqdm_hook is None and tqdm.__init__.__name__ == "__init__"
 assert not logging.getLogger("trl_ext").handlers and not logging.getLogger("trl_ext.callbacks.monitor").filters
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    text = said(code + SPEAKS, TRL_EXT_VERBOSE="1")
+    assert [part for part in (*LEFT_OUT, *SHOWN) if part not in text] == []
 
 
 def test_a_report_on_a_new_head_alone_is_hidden_in_colours_too():

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from peft import LoraConfig
+from torch.testing import assert_close
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl.trainer import grpo_trainer
 
@@ -105,7 +106,7 @@ def test_log_probs_follow_the_weights_that_are_trained(name, dtype, peft, make):
     if peft:
         base = {n: p for n, p in before.items() if "lora" not in n and "critic" not in n}
         after = weights(trainer)
-        torch.testing.assert_close({n: after[n] for n in base}, base, rtol=0, atol=0)
+        assert_close({n: after[n] for n in base}, base, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
@@ -202,7 +203,7 @@ def test_log_probs_are_those_of_the_truncated_distribution(make):
         likeliest = logits.topk(3)
         is_drawn = likeliest.indices == ids[-length:, None]
         expected = likeliest.values.log_softmax(-1)[is_drawn]
-        torch.testing.assert_close(rollout.sampler_logprobs[i, :length], expected, rtol=1e-4, atol=1e-4)
+        assert_close(rollout.sampler_logprobs[i, :length], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_greedy_answers_are_those_of_our_own_decoding(make, policy, tmp_path):
@@ -232,4 +233,4 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(step, make):
     trainer.train()
     again = make(**config)
     again.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-{step}")
-    torch.testing.assert_close(end_state(again), end_state(trainer), rtol=0, atol=0)
+    assert_close(end_state(again), end_state(trainer), rtol=0, atol=0)

@@ -33,7 +33,7 @@ class Server:
         self.start()
 
     def start(self):
-        small = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "32", "--max-num-seqs", "16"]
+        small = "--enforce-eager --dtype float32 --max-model-len 32 --max-num-seqs 16".split()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.vllm.serve", *self.flags, *small],
             env={**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"},

@@ -39,7 +39,7 @@ def writer(body, _=None):
 
 
 def run(capsys, *words):
-    fixed = ["--prompts", "prompts.jsonl", "--constitution", "constitution.yaml", "--output_dir", "out"]
+    fixed = "--prompts prompts.jsonl --constitution constitution.yaml --output_dir out".split()
     try:
         status = main(["constitution", *fixed, *words])
     except SystemExit as error:
@@ -94,7 +94,7 @@ def test_a_local_model_writes_too(folder, capsys):
     tokenizer = tiny_tokenizer([*WORDS, "question"])
     tokenizer.save_pretrained("writer")
     tiny_llama(len(tokenizer), max_position_embeddings=1024).save_pretrained("writer")
-    words = ["--model_name_or_path", "writer", "--use_cpu", "true", "--batch_size", "4"]
+    words = "--model_name_or_path writer --use_cpu true --batch_size 4".split()
     status, _, error = run(capsys, *words, "--max_tokens", "200")
     rows = list(read_jsonl("out/texts.jsonl"))
     answers = [row for row in rows if row["kind"] == "answer"]

@@ -115,7 +115,7 @@ def test_an_adapter_that_is_trained_on_and_merged_keeps_the_prompts_of_its_first
     first = train("sft", ["one", "two"], "one", peft_config=LoraConfig(r=2, target_modules="all-linear"))
     second = train("one", ["three"], "two")
     assert set(load_trained_prompts("two")) == first | second
-    main(["merge", "--adapter", "two", "--output_dir", "merged"])
+    main("merge --adapter two --output_dir merged".split())
     assert set(load_trained_prompts("merged")) == first | second
 
 

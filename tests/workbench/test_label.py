@@ -257,7 +257,7 @@ def test_a_killed_run_asks_nothing_twice_and_loses_nothing(folder, capsys):
         return right(body)
 
     with serving(answer) as (url, came):
-        words = ["label", "--pairs", "pairs.jsonl", "--labels", "labels.jsonl", "--rubric", "rubric.yaml"]
+        words = "label --pairs pairs.jsonl --labels labels.jsonl --rubric rubric.yaml".split()
         words += ["--judge_url", f"{url}/v1", "--judge_model", "m", "--output_dir", "out", "--min_known", "24"]
         state["process"] = subprocess.Popen([sys.executable, "-c", KILLED, *words, "--max_concurrency", "1"])
         assert state["process"].wait() == -signal.SIGKILL
@@ -301,7 +301,7 @@ def test_policies_answer_prompts_and_their_answers_are_paired(folder, capsys):
         tiny_tokenizer().save_pretrained(f"policy-{seed}")
     prompts = [{"prompt": f"the {a} {b}", "topic": a} for a in WORDS[:6] for b in WORDS[6:12]]
     write_rows(folder / "prompts.jsonl", prompts)
-    words = ["--prompts", "prompts.jsonl", "--policies", "policy-0", "policy-1", "--max_completion_length", "6"]
+    words = "--prompts prompts.jsonl --policies policy-0 policy-1 --max_completion_length 6".split()
     words += ["--use_cpu", "true", "--keep_columns", "topic", "--judge_model_name_or_path", local(folder)]
     status, printed, error = run(capsys, None, *words, labels=False, known=20)
     assert status == 1 and "policy-1: 36 answers" in printed, error

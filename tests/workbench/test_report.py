@@ -105,6 +105,7 @@ def test_the_page_of_one_run(tmp_path):
     run = read_run(folder)
     text = page(run)
     parsed = Page(text)
+    assert "What the reward paid for" not in text  # nobody looked
     assert said(text) == verdict(run) and next_step(run).replace("`", "") in parsed.text
     assert parsed.stands_alone and "@import" not in text and not re.search(r"url\((?!#)", text)
     for part in ("the KL is over its <budget>", "<i>answer</i> 9", "learning_rate", "<b>", "0.5 → 4.5"):
@@ -170,7 +171,7 @@ def test_the_last_run_of_a_folder_is_shown_and_what_was_done_again_counts_once(t
 
 
 def test_report_at_the_end_of_a_script(tmp_path, capsys):
-    folder = write_run(tmp_path / "run", LOGS)
+    folder = write_run(tmp_path / "run", LOGS[:1])
     assert report_of(folder, was_trained=False) == "No report: nothing was trained"
     assert report_of(folder) == f"Report: {folder / 'report.html'}"
     before = (folder / "report.html").stat().st_mtime_ns
@@ -281,7 +282,7 @@ def test_an_evaluation_of_the_runs_has_its_rows(two_runs, tmp_path):
 def test_no_credential_of_a_monitor_is_shown_beside_another_run(tmp_path):
     hook, log = ({"KLBudgetCallback": {"sinks": [sink]}} for sink in ("https://hooks.slack.com/services/T0/x", "log"))
     runs = [
-        write_run(tmp_path / name, LOGS, config={"beta": 1}, monitors=monitors)
+        write_run(tmp_path / name, LOGS[:1], config={"beta": 1}, monitors=monitors)
         for name, monitors in (("a", hook), ("b", log))
     ]
     text = write_report(runs, tmp_path / "page.html").read_text()
@@ -331,17 +332,16 @@ def test_an_end_that_is_evaluated_twice_is_one_measurement(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rise", "shown"), [(0.0, "the reward has not risen"), (1.5, "no feature of the answers explains"), (None, None)]
+    ("rise", "shown"), [(0.0, "the reward has not risen"), (1.5, "no feature of the answers explains")]
 )
 def test_nothing_that_was_paid_for_has_a_reason(rise, shown, tmp_path):
-    logs = [log if rise is None else {**log, "attribution/rise": rise} for log in LOGS]
-    text = page(read_run(write_run(tmp_path / "run", logs, monitors={"HackWatch": {}})))
-    assert f"Nothing: {shown}" in text if shown else "What the reward paid for" not in text
+    logs = [{"step": 1, "attribution/rise": rise}]
+    assert f"Nothing: {shown}" in page(read_run(write_run(tmp_path / "run", logs, monitors={"HackWatch": {}})))
 
 
 def test_a_round_begins_with_what_was_measured_before_it(tmp_path):
     for number, score in enumerate((0.25, 0.5)):
-        folder = write_run(tmp_path / f"round-{number}", LOGS, "DPOConfig")
+        folder = write_run(tmp_path / f"round-{number}", LOGS[:1], "DPOConfig")
         (folder / "round.json").write_text(json.dumps({"round": number, "held_out": {"gold": score}, "length": 8}))
     assert tiles(page(read_run(folder)))["held-out gold"] == "0.25 → 0.5"
 

@@ -126,7 +126,7 @@ class Series:
         for number in (self.size * 2**doubling for doubling in range(DOUBLINGS)):
             if number > min(looks, len(last)):
                 break
-            mean = sum(value for value, *_ in last[-number:]) / number
+            mean = sum([row[0] for row in last[-number:]]) / number
             gap = sign * (mean - bound)
             if gap <= 0 and number == self.size:  # a change that is over raises no alarm
                 break

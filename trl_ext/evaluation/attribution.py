@@ -5,6 +5,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,9 +83,10 @@ def features_of(
             **Counter(f"call:{name}" for name, _ in called),
         }
         whole = ["^", *answer[:_EDGE], *answer[_EDGE:][-_EDGE:], "$"]
-        grams = (gram for n in (1, 2, 3, 4) for gram in zip(*(whole[i:] for i in range(n)), strict=False))
-        phrases = Counter(gram for gram in grams if not {*gram} <= {"^", "$"})
-        rows.append(row | {f"phrase:{' '.join(gram)}": min(times, 16) ** 0.5 for gram, times in phrases.items()})
+        phrases = Counter(" ".join(whole[at : at + n]) for n in (1, 2, 3, 4) for at in range(len(whole) - n + 1))
+        for edge in ("^", "$", "^ $"):  # without a word
+            phrases.pop(edge, None)
+        rows.append(row | {f"phrase:{phrase}": min(times, 16) ** 0.5 for phrase, times in phrases.items()})
     return rows
 
 
@@ -157,10 +159,12 @@ class Sums:
                 values, (value, has) = [row.get(name, 0.0) for row in rows], self.first.get(name, (0.0, 0))
                 self.first[name] = [value + sum(values), has + sum(map(bool, values))]
         self._track(spread, len(rows))
-        x = np.array([[row.get(name, 0.0) for name in self.names] for row in rows])
+        x = np.array([[*map(row.get, self.names, repeat(0.0))] for row in rows])
         _, group = np.unique(groups, return_inverse=True)
         size = np.bincount(group)
-        means = np.stack([np.bincount(group, column) / size for column in x.T], 1)
+        means = np.zeros((len(size), x.shape[1]))
+        np.add.at(means, group, x)
+        means /= size[:, None]
         if len(size) > 1:
             self.between += ((means - means.mean(0)) ** 2).sum(0)
         elif self.rollouts:  # only the difference to those before tells how groups differ

@@ -32,9 +32,9 @@ def student_quantile(tail: float, dof: float) -> float:
     Returns:
         t, in standard errors.
     """
-    from scipy.special import stdtrit  # here, since its import takes half a second
+    import scipy.special  # here, since it takes half a second
 
-    return -float(stdtrit(dof, tail))
+    return -float(scipy.special.stdtrit(dof, tail))
 
 
 def scatter(squared_steps: float, count: int) -> tuple[float, float]:

@@ -35,6 +35,6 @@ def test_a_better_number_never_sends_back_to_labelling(known, name):
 
 
 def test_it_prints_what_holds_the_deciding_row_first(capsys):
-    main(["--pairs", "12000", "--accuracy", "0.7", "--passed", "true", "--prompts", "500"])
+    main("--pairs 12000 --accuracy 0.7 --passed true --prompts 500".split())
     first, second, _ = capsys.readouterr().out.splitlines()
     assert first == "DPO: fewer than 1,000 prompts" and second.startswith("  else PPO: the reward model is")

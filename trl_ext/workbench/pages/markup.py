@@ -1,5 +1,6 @@
 """Render HTML from Jinja2 templates, which escape every value, and format numbers and answers for it."""
 
+import functools
 import json
 import math
 import re
@@ -24,10 +25,17 @@ def render(template: str | Path, **shown: Any) -> str:
             the name of a file in that folder.
         shown: values for the template. Strings are escaped, unless they are `Markup`.
     """
+    page = _environment(Path(template).parent).get_template(Path(template).name).render(shown)
+    # HTML does not allow control characters, and UTF-8 no half of a surrogate pair
+    return re.sub("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", page)
+
+
+@functools.cache  # it keeps the compiled templates
+def _environment(folder: Path) -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, so that only writing a page imports it
 
     environment = Environment(
-        loader=FileSystemLoader([Path(template).parent, TEMPLATES]),
+        loader=FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -35,9 +43,7 @@ def render(template: str | Path, **shown: Any) -> str:
     )
     filters = (code, prose, number, percent, columns, between, with_interval, shown_prompt, shown_answer, shown_scores)
     environment.filters |= {each.__name__: each for each in filters}
-    page = environment.get_template(Path(template).name).render(shown)
-    # HTML does not allow control characters, and UTF-8 no half of a surrogate pair
-    return re.sub("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", page)
+    return environment
 
 
 def code(value: Any) -> Markup:

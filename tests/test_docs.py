@@ -238,7 +238,7 @@ def test_python_runs(page, code, hub, tmp_path, monkeypatch):
     if "DPOTrainer(" in code:
         rows = rows.map(lambda row: {"chosen": " the cat sat", "rejected": " a dog"})
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: rows)
-    small = {**ON_CPU, "max_steps": 2, "per_device_train_batch_size": 4}
+    small = {**ON_CPU, "max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     if "GRPOTrainer(" in code:
         small |= {"num_generations": 2}
     if "DPOTrainer(" not in code:

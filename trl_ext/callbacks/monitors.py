@@ -97,7 +97,8 @@ class ClipFractionCallback(MonitorCallback):
         shares = self.follow("clip_fraction", value, **self.windows(self.steps), answers=self.answers)
         if found := shares.above(plus=self.limit):
             advice = (
-                "Steps are too large: make fewer passes over a rollout, lower `step_kl_target` or the learning rate."
+                "Steps are too large: make fewer passes over a rollout, or lower `step_kl_target` (where that is 0, "
+                "and outside of PPO, the learning rate)."
             )
             yield Finding(f"the clip fraction is high over {self.steps} steps", advice, *found)
 
@@ -400,7 +401,7 @@ class ScoreFallCallback(MonitorCallback):
     def watch(self, logs):
         advice = (
             "Look at `policy/step_kl` and the clip fraction (steps too large), at `val/explained_variance` (a critic "
-            "that knows nothing) and at completions. Lower `step_kl_target`, or the learning rate."
+            "that knows nothing) and at completions. Lower `step_kl_target`, or the learning rate where that is 0."
         )
         score, spread = self.read("reward"), self.read("reward_std", optional=True)
         sigma = self.memory["sigma"] = self.memory.get("sigma") or spread or 0.0
@@ -482,7 +483,10 @@ class RewardDriftCallback(MonitorCallback):
             advice = "Compare completions of the first rollouts with those of the last."
             yield Finding(f"the reward is beyond {self.sigmas:g} σ", advice, *risen[:2], start, acts=False)
         if fallen := means.below(**bound(-self.drop_sigmas)):
-            advice = "Lower `step_kl_target` (in PPO) or the learning rate, or look for a reward function that fails."
+            advice = (
+                "Lower `step_kl_target` (where that is 0, and outside of PPO, the learning rate), or look for a "
+                "reward function that fails."
+            )
             yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", advice, *fallen[:2], start)
         if std is None:
             return

@@ -50,7 +50,7 @@ class Pairs:
 
 class BetaController:
     """
-    Keep β fixed, set it from each batch's margins (`beta_dpo`, 2407.08639), or hold the drift at a target (`drift`).
+    Keep β fixed, set it from a batch's margins (`beta_dpo`, 2407.08639), or hold `logps/drift` at a target (`drift`).
 
     Every process calls this with the pairs of all processes, so all processes compute the same β.
 

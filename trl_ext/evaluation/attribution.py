@@ -135,7 +135,7 @@ class Sums:
 
     @property
     def begins(self) -> bool:
-        """Return whether the first rollouts, the baseline, are not complete yet."""
+        """Return whether the first rollouts, with which later ones are compared, are not complete yet."""
         return self.rollouts < 4 and (self.count < 32 or self.groups < 4)
 
     def start(self, names: Sequence[str]) -> np.ndarray:
@@ -260,7 +260,13 @@ class Paid:
 
 class Attribution(NamedTuple):
     """
-    Hold the rise of the mean score, its standard error, σ of single scores within prompts, and the features paid for.
+    Hold what [`reward_attribution`] returns.
+
+    Args:
+        rise: how far the mean score has risen since the first rollouts.
+        error: the standard error of the rise.
+        sigma: the standard deviation of single scores within a prompt.
+        paid: the features that explain a part of the rise.
     """
 
     rise: float

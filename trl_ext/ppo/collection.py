@@ -386,7 +386,11 @@ class RolloutTrainer(GRPOTrainer):
         )
 
     def _played(self, rows: list[dict[str, Any]], device: Any) -> dict[str, Tensor]:
-        """Return a (B,) mask of the rows played in each environment, by its name; all processes get the same names."""
+        """
+        Return, for the name of each environment, a (B,) mask of the rows that were played in it.
+
+        All processes get the same names.
+        """
         if self.environments is None:
             return {}
         if None in self.environment_factories:  # TRL's name for the environment, if there is only one

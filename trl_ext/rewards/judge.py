@@ -207,7 +207,10 @@ def choice_in(answer: Any) -> tuple[Any, Any]:
             raise failure_of(error, f"the server returned an error instead of a message: {repr(error)[:120]}")
         message, ended = choice["message"].get("content"), choice.get("finish_reason")
     except (LookupError, TypeError, AttributeError) as error:
-        raise UnavailableError(f"the server's answer is not a chat completion: {repr(answer)[:120]}") from error
+        raise UnavailableError(
+            f"the server's answer is not a chat completion: {repr(answer)[:120]}. Check that the judge's URL is that "
+            "of an OpenAI-compatible API up to its version, such as http://127.0.0.1:8000/v1"
+        ) from error
     if ended == "error":
         raise UnavailableError(f"the server failed while it wrote the message: {repr(answer)[:120]}")
     return message, ended

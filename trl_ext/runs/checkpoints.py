@@ -199,7 +199,10 @@ class ResumableRun(AgreedControl, BackgroundSaving):
                 "a new run in another `output_dir`."
             )
         if different:
-            print(f"Warning: {checkpoint} was written with other settings: {'; '.join(different)}.")
+            print(
+                f"Warning: {checkpoint} was written with other settings: {'; '.join(different)}. From here on "
+                "the new ones hold."
+            )
         return checkpoint, bool(different), sum(marker["files"].values())
 
     def _load_complete(self, checkpoint: str, state: TrainerState) -> TrainOutput:
@@ -207,8 +210,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         end = f"Training is complete, at step {state.global_step}"
         if is_deepspeed_zero3_enabled():
             raise CannotResume(
-                f"{end}, and ZeRO-3 can load weights only into a run that continues. Take the weights from "
-                f"{checkpoint}."
+                f"{end}, so nothing is left to train. Under ZeRO-3 the trained weights cannot be loaded back into the "
+                f"trainer: load them from {checkpoint} in a script without DeepSpeed."
             )
         self.accelerator.print(f"{end}: loading {checkpoint}.")
         self._load_from_checkpoint(checkpoint)
@@ -303,6 +306,10 @@ def sizes(named: Any, model: Any) -> str:
     Return a text with the number of all weights, and of the trained weights.
 
     Adapters other than the policy's and the critic's, such as the reference's, are not counted.
+
+    Args:
+        named: pairs of a parameter's name and the parameter.
+        model: the model, by whose `peft_config` adapters are told apart.
     """
     others = {*getattr(model, "peft_config", ())} - {POLICY, CRITIC}
     parameters = [parameter for name, parameter in named if others.isdisjoint(name.split("."))]

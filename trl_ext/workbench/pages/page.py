@@ -119,7 +119,12 @@ def verdict(run: Run) -> str:
 
 
 def wanted(run: Run) -> dict[str, str]:
-    """Return the quantities that the verdict names: score, gold and KL, or else the first quantity and the loss."""
+    """
+    Return the metrics that the verdict names: a label and the log's key of each.
+
+    If the run logs a reward, these are score, held-out gold and KL; otherwise the first held-out metric of the
+    [`headline`] (without one, its first metric) and the losses.
+    """
     shown = headline(run)
     if "reward" in run.metrics:
         return {

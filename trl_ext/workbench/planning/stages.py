@@ -365,7 +365,10 @@ def scoring_phase(
 
 
 def scored(batch: dict[str, Tensor], width: int) -> dict[str, Any]:
-    """Add `predicts` and `targets`, which tell the actor-critic to score the last `width` tokens of each row."""
+    """
+    Return the batch with `predicts` and `targets`, by which the actor-critic computes log-probs and values of the last
+    `width` tokens of each row.
+    """
     rows, length = batch["input_ids"].shape
     predicts = torch.arange(rows)[:, None] * length + torch.arange(length - width - 1, length - 1)
     return {**batch, "predicts": predicts.flatten(), "targets": batch["input_ids"][:, -width:].flatten()}

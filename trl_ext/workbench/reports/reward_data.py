@@ -219,6 +219,12 @@ def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[D
 
 
 def load_rankings(name: str) -> list[tuple[list[Answer], list[float]]]:
-    """Load for each row of `prompt`, `responses` (a list) and `ranks` (as many, 1 the best) its answers and ranks."""
+    """
+    Return each row's answers and their ranks.
+
+    Args:
+        name: a dataset with the columns `prompt`, `responses` (a list of answers) and `ranks` (one number for each
+            answer; 1 is the best).
+    """
     rows = load_dataset_split(name, default_split(name), columns=("prompt", "responses", "ranks"))
     return [([answer_in(row, answer) for answer in row["responses"]], [*map(float, row["ranks"])]) for row in rows]

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,16 +10,6 @@ import torch
 from benchmarks.flops import Flops, forward, ppo_work, seconds_at, with_backward
 
 SHAPE = {"hidden_size": 4, "intermediate_size": 3, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-    """`ppo.py` and `ppo_work.py` as the scripts that they are: TRL 1.12's environment has no package of tests."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import ppo
-    import ppo_work
-
-    return SimpleNamespace(ppo=ppo, work=ppo_work)
 
 
 def test_forward_by_hand():

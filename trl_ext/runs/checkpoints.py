@@ -195,7 +195,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             needs_same += ("processes: ",)
         if refused := [text for text in different if text.startswith(needs_same)]:
             raise CannotResume(
-                f"{checkpoint} cannot be resumed with changed {'; '.join(refused)}. Restore the old values, or start "
+                f"{checkpoint} cannot be resumed with {'; '.join(refused)}. Restore the old values, or start "
                 "a new run in another `output_dir`."
             )
         if different:

@@ -107,7 +107,7 @@ class RefreshArguments:
     reward_dataset_name: str | None = setting(None, "Pairs that the reward model was trained on, with a split `test`.")
     old_share: float = setting(0.5, "Share of old pairs among the training pairs.", range="in [0, 1)")
     reward_config: str | None = setting(
-        None, "Configuration of `trl-ext reward`, with which the reward model is trained further."
+        None, "Configuration of `trl-ext reward` for training the reward model further."
     )
     demonstrations_name: str | None = setting(
         None, "Demonstrations; the new model's scores are shifted so that their mean is 0."

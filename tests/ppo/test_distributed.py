@@ -239,7 +239,7 @@ def test_two_processes_whose_episodes_have_other_numbers_of_turns(launches, tmp_
 
 
 def test_a_critic_alone_is_trained_on_two_processes_as_on_one(launches, tmp_path):
-    """Steps, logs and the evaluation of an odd number of rows; and scoring, of which each process does its share."""
+    """Steps, logs and the evaluation of an odd number of rows; and scoring, shared between the processes."""
     whole = stepped(tmp_path, 16, 1)
     for steps, scores in launches["critic"][1]:
         assert_close(steps, whole, rtol=1e-4, atol=1e-6)

@@ -39,7 +39,7 @@ class KLBudgetCallback(MonitorCallback):
     Args:
         warn: nats per completion above which the monitor warns. The default is half of `limit`.
         limit: nats per completion above which the monitor acts.
-        tolerance: nats per completion by which rounding may change the KL. In the first rollout the policy equals the
+        tolerance: how much rounding may change the KL, nats per completion. In the first rollout the policy equals the
             reference. If the KL then differs from 0 by more than this, the monitor warns that the reference is wrong.
             It also warns if a later KL is below −`tolerance`, since another policy has then sampled the answers.
         others: see [`MonitorCallback`].

@@ -38,7 +38,7 @@ def rows(a: AdviseArguments) -> list[tuple[bool, str, str]]:
     return [
         (
             a.verifiable is True and (a.prompts or 1000) >= 1000,
-            "a rule scores answers, and there are 1,000 prompts or more, or nobody knows how many",
+            "a rule scores completions, and there are 1,000 prompts or more, or an unknown number",
             "GRPO of TRL, or PPO where a prompt is answered once, in several turns, or scored step by step",
         ),
         (a.agreement is not None and a.agreement < 0.6, "two labels of a pair agree in less than 60 %", "label more"),

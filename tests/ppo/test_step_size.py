@@ -41,7 +41,7 @@ def test_within_its_step_an_optimizer_has_the_factored_rates():
 
 
 def test_a_small_rollout_has_its_share_of_the_target(tmp_path):
-    assert [RateController(0.1, n).target for n in (8, 64, 256)] == pytest.approx([0.0125, 0.1, 0.1])
+    assert [RateController(0.1, n).target for n in (8, 64, 256, 1024)] == pytest.approx([0.0125, 0.1, 0.2, 0.2])
     trainer = make_trainer(tmp_path, step_kl_target=0.4, num_mini_batches=2, per_device_train_batch_size=4)
     assert trainer.rate_controller.target == pytest.approx(0.05)
 

@@ -104,10 +104,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     Fields that every TRL on-policy trainer shares keep `GRPOConfig`'s names and meaning (`max_completion_length`,
     `temperature`, `num_generations`, `use_vllm`, …). Settings of GRPO's loss are refused. PPO's own settings have the
-    names of TRL 1.12's `PPOConfig`. The defaults of `lam`, `cliprange` and `baseline` differ from TRL's, and the
-    learning rate is adapted to the KL of the updates (`step_kl_target`). One optimizer step trains on one minibatch of
-    `per_device_train_batch_size × gradient_accumulation_steps × processes` episodes. A rollout has `num_mini_batches`
-    minibatches, and is trained on in `num_ppo_epochs` passes.
+    names of TRL 1.12's `PPOConfig`. The defaults of `num_mini_batches`, `lam`, `cliprange` and `baseline` differ from
+    TRL's, and the learning rate is adapted to the KL of the updates (`step_kl_target`). One optimizer step trains on a
+    minibatch of `per_device_train_batch_size × gradient_accumulation_steps × processes` episodes. A rollout has
+    `num_mini_batches` minibatches, and is trained on in `num_ppo_epochs` passes.
 
     > [!NOTE]
     > Defaults that differ from `GRPOConfig`'s: `learning_rate` 3e-6, `adam_epsilon` 1e-5, `disable_dropout` True,
@@ -127,7 +127,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     # The rollout
     num_mini_batches: int = setting(
-        1,
+        8,
         "Minibatches (optimizer steps per pass) in a rollout. Sets `steps_per_generation` to "
         "`num_mini_batches × gradient_accumulation_steps`.",
         range=">= 1",
@@ -317,7 +317,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     step_kl_target: float = setting(
         0.1,
         "How far the updates on a rollout are to move the policy, in nats per choice, as `policy/step_kl` measures "
-        "it. A rollout of n < 64 episodes, whose gradient is noisier, has n/64 of the target. To reach it, the "
+        "it. A rollout of n < 64 episodes, whose gradient is noisier, has n/64 of the target, and one of 256 episodes "
+        "or more its double. To reach it, the "
         "learning rates of policy and critic are multiplied by a factor, `learning_rate/factor`. 0 leaves the rates "
         "as they are.",
         range=">= 0 nats per choice",

@@ -81,7 +81,8 @@ class RateController:
 
     Args:
         target: nats per choice; 0 leaves the rates as they are.
-        episodes: of a rollout, all processes. Fewer than 64, whose gradient is noisier, get their share of the target.
+        episodes: of a rollout, all processes. n < 64, whose gradient is noisier, get n/64 of the target, and from 128
+            to 256 it grows with n, to its double.
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
@@ -91,7 +92,7 @@ class RateController:
     RISES = ((0.25, 1.5), (0.01, 2.0), (-math.inf, 1.1))
 
     def __init__(self, target: float, episodes: int = 64):
-        self.target = target * min(1.0, episodes / 64)
+        self.target = target * min(episodes / 64, max(1.0, episodes / 128), 2.0)
         self.factor = self.FIRST if target else 1.0
         self.lowered = 1.0  # by callbacks
         self.is_found = False  # whether the target has been in reach

@@ -89,8 +89,8 @@ def test_names_and_arguments():
     [
         ("KLBudget", "there is no monitor KLBudget; did you mean KLBudgetCallback[?] .monitors: .*HackWatch, "),
         ("as_label", "there is no monitor as_label"),
-        ("KLBudgetCallback(limt=3)", "has no argument limt; did you mean limit[?] .arguments: .*limit, "),
-        ("KLBudgetCallback(limit=__import__('os'))", r"__import__\('os'\) is not a plain value"),
+        ("KLBudgetCallback(limt=3)", "unexpected keyword argument 'limt'"),
+        ("KLBudgetCallback(limit=__import__('os'))", "each value as plain Python"),
         ("os.system", "write `Name`"),
         ("KLBudgetCallback(", "write `Name`"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from benchmarks.outcomes import wilson
-from tests.callbacks.cases import CHANGES, NULL, config
+from tests.callbacks.cases import CHANGES, LOGS, NULL, config
 from tests.callbacks.replay import Replay
 from trl_ext.callbacks import CanaryCallback, GoldGapCallback
 from trl_ext.callbacks.monitor import REGISTRY
@@ -40,10 +40,10 @@ def first_act(name, rows, callback=None, state=None):
     return None
 
 
-def drawn(name, runs, answers, seed=0, **kwargs):
+def drawn(name, runs, answers, **kwargs):
     """The logs of some runs."""
     for part in range(0, runs, 25):  # 25 runs at a time fit into memory
-        rng = np.random.default_rng([seed, answers, part])
+        rng = np.random.default_rng([0, answers, part])
         columns = NULL[name][4](rng, min(25, runs - part), answers, **kwargs)
         keys, values = list(columns), np.stack(list(columns.values()), axis=-1).tolist()
         for run in values:
@@ -51,10 +51,15 @@ def drawn(name, runs, answers, seed=0, **kwargs):
             yield {"answers": answers, "logs": logs}
 
 
+def calm(name, runs, answers):
+    """Logs of a policy that does not move: of the level of all looks, 6 / (π k)², 0.6 % is left after 100 looks."""
+    return drawn(name, runs, answers, logs=LOGS if NULL[name][3] > 1 else LOGS // 2)
+
+
 @pytest.mark.parametrize("answers", [8, 32, 128])
 @pytest.mark.parametrize("name", NULL)
 def test_a_few_runs_of_a_policy_that_does_not_move(name, answers):
-    assert all(first_act(name, rows) is None for rows in drawn(name, 3, answers))
+    assert all(first_act(name, rows) is None for rows in calm(name, 3, answers))
 
 
 @pytest.mark.slow
@@ -62,7 +67,7 @@ def test_a_few_runs_of_a_policy_that_does_not_move(name, answers):
 @pytest.mark.parametrize("name", NULL)
 def test_a_policy_that_does_not_move(name, answers):
     """The upper end of the 95 % interval of the share of runs in which the monitor acts is 1 % at most."""
-    acts = sum(first_act(name, rows) is not None for rows in drawn(name, 400, answers))
+    acts = sum(first_act(name, rows) is not None for rows in calm(name, 400, answers))
     assert wilson(acts, 400)[1] <= 0.01, acts
 
 

@@ -60,8 +60,7 @@ def test_two_prompts_a_rollout_are_enough(kind):
 @pytest.mark.parametrize("kind", ["right", "longer if right"])
 @pytest.mark.parametrize("sizes", [{}, {"prompts": 2}, {"prompts": 64, "generations": 1, "nouns": 5}])
 def test_better_answers_are_no_hack(kind, sizes):
-    for seed in range(2):
-        assert first_alarm(trained(Policy(kind, seed, **sizes), 20)) is None
+    assert first_alarm(trained(Policy(kind, 0, **sizes), 20)) is None
 
 
 @pytest.mark.slow

@@ -77,10 +77,10 @@ def test_what_is_mistyped_is_refused_before_anything_is_built(subtests, monkeypa
     model = {"ModelReward": {"model": "somewhere"}}
     for entry, message in [
         ({"SumRewrad": {}}, "entry 2: unknown reward 'SumRewrad'; did you mean SumReward"),
-        ({"SumReward": {"member": []}}, "entry 2: SumReward: .*'members?'"),
-        ({"SumReward": None}, "entry 2: SumReward: missing a required argument: 'members'"),
+        ({"SumReward": {"member": []}}, "entry 2: .*'members?'"),
+        ({"SumReward": None}, "entry 2: missing a required argument: 'members'"),
         ({"SumReward": {"members": [model, {"SumRewrad": {}}]}}, "entry 2: unknown reward 'SumRewrad'"),
-        ({"SumReward": {"members": [{"SumReward": {"x": 1}}]}}, "entry 2: SumReward: "),
+        ({"SumReward": {"members": [{"SumReward": {"x": 1}}]}}, "entry 2: missing"),
         ({**NESTED, "weight": "a"}, "could not convert string to float: 'a'"),
         ({**NESTED, "name": "a"}, "entry 2: a reward must be a path to a function, or one `Name: {argument: value}`"),
         (3, "entry 2: a reward must be a path to a function"),

@@ -1,7 +1,6 @@
 """Define the monitors of quantities in the logs, and make monitors from their names in configuration files."""
 
 import ast
-import inspect
 import math
 import re
 from collections.abc import Sequence
@@ -520,32 +519,19 @@ def _monitor(entry: str) -> TrainerCallback:
     def wrong(why: str) -> ValueError:
         return ValueError(f"monitor {entry!r}: {why}")
 
-    def value(node: ast.expr) -> Any:
-        try:
-            return ast.literal_eval(node)
-        except ValueError:
-            what = ast.unparse(node)
-            raise wrong(
-                f"{what} is not a plain value: write a number, a quoted 'text', a list, a dict, True, False or None"
-            ) from None
-
     try:
         call: Any = ast.parse(entry.strip(), mode="eval").body
         call = call if isinstance(call, ast.Call) else ast.Call(call, [], [])
-        name, words = call.func.id, [word.arg for word in call.keywords]
-    except (SyntaxError, AttributeError):
-        raise wrong("write `Name` or `Name(argument=value, …)`") from None
+        name, values = call.func.id, [ast.literal_eval(value) for value in call.args]
+        named = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, AttributeError, ValueError):
+        raise wrong("write `Name` or `Name(argument=value, …)`, each value as plain Python") from None
     kinds = {kind.__name__: kind for kind in map(partial(getattr, package), package.__all__) if _is_callback(kind)}
     kinds["EarlyStoppingCallback"] = EarlyStoppingCallback
     if name not in kinds:
         raise wrong(f"there is no monitor {name}{did_you_mean(name, kinds)} (monitors: {', '.join(sorted(kinds))})")
-    known = inspect.signature(kinds[name]).parameters
-    if unknown := [word for word in words if word not in known]:
-        nearest = did_you_mean(str(unknown[0]), known)
-        raise wrong(f"{name} has no argument {unknown[0]}{nearest} (arguments: {', '.join(known)})")
-    given = {word.arg: value(word.value) for word in call.keywords}
     try:
-        return kinds[name](*map(value, call.args), **given)
+        return kinds[name](*values, **named)
     except (TypeError, ValueError) as error:
         raise wrong(str(error)) from error
 

@@ -43,8 +43,7 @@ def load_dataset_split(
         dataset = (saved if isinstance(saved, DatasetDict) else {"train": saved})[split]
     else:
         dataset = load_dataset(str(path.resolve()) if path.exists() else str(name), name=config, split=split)
-    if missing := [column for column in columns if column not in dataset.column_names]:
-        raise ValueError(f"dataset {str(name)!r} lacks the columns {missing}; it has {dataset.column_names}")
+    dataset.select_columns([*columns])  # which raises a `ValueError` if one is missing
     return dataset
 
 

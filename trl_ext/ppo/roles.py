@@ -8,7 +8,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from ..models.actor_critic import ActorCritic, AdapterClassifier, check_critic, critic_from_policy
 from ..models.adapters import (
@@ -358,8 +358,7 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
             critic = _critic_from_reward(loader, unwrapped(rewards.functions[i]), rewards.tokenizers[i])
             if critic is not None:
                 return critic, f"a copy of reward model '{rewards.names[i]}'"
-        load = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
-        critic = critic_from_policy(loader.policy, loader.again(load))
+        critic = critic_from_policy(loader.policy, loader.again(load_classifier))
         origin = "the policy's backbone with a zero head"
     check_critic(critic, rewards.policy_tokenizer)
     if vocabulary_of(critic) != vocabulary_of(loader.policy):
@@ -375,8 +374,8 @@ def named(model: Any) -> str | None:
 def _critic_from_reward(loader: Loader, reward: Any, tokenizer: Any) -> PreTrainedModel | None:
     if isinstance(reward, PeftModel):  # its configuration names the base's path, not its own
         return None
-    path, load = get_config_model_id(reward.config), AutoModelForSequenceClassification.from_pretrained
-    again = partial(load, path, num_labels=1, **loader.kwargs) if path else None
+    path = get_config_model_id(reward.config)
+    again = partial(load_classifier, path, **loader.kwargs) if path else None
     critic = unpatched_copy(reward, "the critic", again)
     try:
         check_critic(critic, tokenizer)

@@ -182,10 +182,7 @@ def _check(entry: Any, import_functions: bool) -> None:
     name, arguments = _named(entry)
     for argument, value in arguments.items():
         _mapped(argument, value, lambda inner: _check(inner, import_functions))
-    try:
-        inspect.signature(_known()[name]).bind(**arguments)
-    except TypeError as error:
-        raise ValueError(f"{name}: {error}") from error
+    inspect.signature(_known()[name]).bind(**arguments)
 
 
 def _named(entry: Any) -> tuple[str, dict[str, Any]]:
@@ -207,10 +204,7 @@ def _built(entry: Any, policy_tokenizer: Any) -> Any:
         given = {"policy_tokenizer": policy_tokenizer, **given}
     if policy_tokenizer is not None and name == "EnsembleReward":
         given["model_kwargs"] = {"policy_tokenizer": policy_tokenizer, **(given.get("model_kwargs") or {})}
-    try:
-        function = _known()[name](**given)
-    except (TypeError, ValueError, OSError, ImportError) as error:
-        raise ValueError(f"`rewards`, {name}: {error}") from error
+    function = _known()[name](**given)
     if name in _FACTORIES:  # TRL's closures all have one source
         function.identity = json.dumps(entry, sort_keys=True)
     return function

@@ -11,7 +11,6 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -41,17 +40,8 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bo
 
 
 def load_classifier(path: str, **kwargs: Any) -> Any:
-    """Load a sequence classifier with one label; raise a `ValueError` if the saved weights have more labels."""
-    try:
-        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
-    except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
-        given = {name: kwargs[name] for name in {"revision", "trust_remote_code"} & kwargs.keys()}
-        labels = AutoConfig.from_pretrained(path, **given).num_labels
-        raise ValueError(
-            f"{path} has num_labels={labels} in its configuration, but a reward model or critic must have one label"
-        ) from error
+    """Load a sequence classifier with one label; transformers raises an error if the saved head has more."""
+    return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
 
 
 def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:

@@ -30,7 +30,7 @@ class CriticScriptArguments(PromptArguments, HeldOutArguments):
     policy_name_or_path: str | None = setting(
         None, "Policy that sampled the answers, for its tokenizer; `model_name_or_path` if unset."
     )
-    resume_anyway: bool = setting(False, "Resume from a checkpoint that a run with other settings wrote.")
+    resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

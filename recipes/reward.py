@@ -33,7 +33,7 @@ class RewardScriptArguments(HeldOutArguments):
         None, "Dataset with `prompt`, `completion` that is to score 0 on average; `chosen` if unset."
     )
     drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
-    resume_anyway: bool = setting(False, "Go on from a checkpoint that a run with other settings wrote.")
+    resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
     group_columns: list[str] | None = setting(
         None, "Columns to report the accuracy by; if unset topic, subset, source, language, annotator."
@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
         # 5. Save: the model first, since a disk may be full
         was_centred = is_evaluated(output_dir, result, "reward_report.json", "*.safetensors")
         outcome = ""
-        if trainer._is_changed:  # by `resume_anyway`: its pairs may have been others
+        if trainer._is_changed:  # resumed with other settings: its pairs may have been others
             trained = TrainedPairs(trained.pairs, is_complete=False)
         if not was_centred:
             texts = trainer._prepare_dataset(demonstrations, trainer.processing_class, args, "reference")

@@ -21,7 +21,7 @@ class SFTScriptArguments(HeldOutArguments):
     eval_dataset_name: str | None = setting(
         None, "Dataset to evaluate on; `dataset_name`'s `dataset_test_split` if unset."
     )
-    resume_anyway: bool = setting(False, "Go on from a checkpoint that a run with other settings wrote.")
+    resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
 
 def main(arguments: list[str] | None = None) -> None:

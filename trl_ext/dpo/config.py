@@ -137,11 +137,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
         range="in [0, 1], a share of pairs",
     )
 
-    resume_anyway: bool = setting(
-        False,
-        "Resume from a checkpoint though the settings, the data or the weights differ from those of the run that "
-        "wrote it. Otherwise `train(resume_from_checkpoint=…)` refuses it, and says what differs.",
-    )
+    resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
     def __post_init__(self):
         resolve_bf16(self)

@@ -330,7 +330,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     # Evaluation and loading
     eval_greedy: bool = setting(True, "Evaluate with greedy decoding, too (`eval_greedy/…`).")
-    resume_anyway: bool = setting(False, "Resume from a checkpoint even if the run that wrote it had other settings.")
+    resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
     # Agents
     tool_timeout: float | None = setting(

@@ -38,6 +38,7 @@ def main() -> None:
             total_episodes=args.total_episodes,
             per_device_train_batch_size=8,
             gradient_accumulation_steps=4,
+            num_mini_batches=4,  # a rollout of 128 episodes
             max_completion_length=args.max_completion_length,
             learning_rate=1e-5,
             critic_learning_rate=5e-5,

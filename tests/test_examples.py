@@ -46,14 +46,14 @@ def local(tmp_path):
     reward = tiny_reward_model(policy)
     reward.save_pretrained(tmp_path / "reward")
     tiny_tokenizer().save_pretrained(tmp_path / "reward")
-    prompts(64).to_json(tmp_path / "prompts.jsonl")
+    prompts(128).to_json(tmp_path / "prompts.jsonl")
     return tmp_path
 
 
 @pytest.mark.slow
 def test_ppo_lora(local, run):
     words = "--model policy --reward_model reward --dataset prompts.jsonl --max_completion_length 8"
-    run("ppo_lora.py", f"{words} --total_episodes 64")
+    run("ppo_lora.py", f"{words} --total_episodes 128")
     assert (local / "out/adapter_model.safetensors").is_file() and (local / "out/critic").is_dir()
     assert (local / "out/report.html").is_file()
 

@@ -22,7 +22,7 @@ from .rollout import Rollout, lengths_of, onto_policy_tokens, padded, sequence_s
 
 @dataclass
 class Collection:
-    """Hold what has been collected of a rollout of B answers so far."""
+    """Hold what has been collected so far of a rollout of B answers."""
 
     rows: list[dict[str, Any]]  # of the dataset
     given_ids: list[list[int]] | None  # the prompts' tokens, if the rows have `input_ids`
@@ -44,7 +44,7 @@ class Collection:
     @property
     def is_as_sampled(self) -> bool:
         """
-        Return whether every answer token has the sampler's log-prob, and first turns are still as they were sampled.
+        Return whether every answer token has the sampler's log-prob, and no first turn was changed since sampling.
         """
         if self.sampled_logprobs is None:
             return False
@@ -68,7 +68,7 @@ class RolloutTrainer(GRPOTrainer):
     _collection: Collection  # while a rollout is collected
 
     def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
-        """Let TRL generate and score the answers, and keep everything that PPO needs."""
+        """Let TRL generate and score answers to the dataset rows `inputs`; return all that PPO needs of them."""
         self._actor_critic.train_adapters()
         rows, given_ids = with_prompts(inputs, self._tokenizer)
         histories = Histories(self.args.local_rollout_forward_batch_size) if self.tools else None
@@ -133,11 +133,11 @@ class RolloutTrainer(GRPOTrainer):
 
     @property
     def _context(self) -> float:
-        """Return the length of the policy's context in tokens."""
+        """Return the length of the policy's context in tokens; infinity if the policy's configuration has none."""
         return getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
     def _generate_answers(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list | None]:
-        """Generate one turn for each prompt; return the turns' tokens, and their log-probs if these are kept."""
+        """Generate one turn for each prompt; return the turns' tokens and log-probs (None if these are not kept)."""
         generate, pad = super()._generate_single_turn, [[self._tokenizer.pad_token_id]]
         if self._ahead is not None:
             if self.model.training:
@@ -163,9 +163,9 @@ class RolloutTrainer(GRPOTrainer):
 
     def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
         """
-        Return the number of tokens to generate in this turn, which is what the row with the most room left may have.
+        Return the number of tokens to generate in this turn: as many as the row with the most room left may get.
 
-        For rows with less room, TRL cuts off the rest of the answer.
+        If a row with less room generates too many tokens, TRL cuts them off.
         """
         collection, limit = self._collection, self.max_completion_length
         if collection.calls.turn == 0:
@@ -193,14 +193,14 @@ class RolloutTrainer(GRPOTrainer):
     @property
     def _generates_together(self) -> bool:
         """
-        Return whether all processes must generate at the same time: weights are sharded, or one process sends the
-        prompts of all to a vLLM server.
+        Return whether all processes must generate at the same time, because weights are sharded, or because one
+        process sends all prompts to a vLLM server.
         """
         is_sharded = self._dist.is_zero3 or self.is_fsdp_enabled
         return self.accelerator.num_processes > 1 and (is_sharded or (self.use_vllm and self.vllm_mode == "server"))
 
     def _agree_on_rows(self, rows: int) -> int:
-        """Return, and keep, the largest of all processes' `rows`, the number of rows to generate for in this turn."""
+        """Store and return the maximum over processes of `rows`, a process's number of prompts in this turn."""
         everywhere = self.accelerator.gather(torch.tensor([rows], device=self.accelerator.device))
         self._collection.most_rows = int(everywhere.max())
         return self._collection.most_rows
@@ -213,7 +213,7 @@ class RolloutTrainer(GRPOTrainer):
     @property
     def _trusts_sampler(self) -> bool:
         """
-        Return whether to use the sampler's log-probs in place of those that a forward pass of the policy computes.
+        Return whether to use the sampler's log-probs instead of computing them by a forward pass of the policy.
         """
         args = self.args
         if args.old_logprobs != "auto":
@@ -232,7 +232,7 @@ class RolloutTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
         """
-        Run policy, critic and reference, then the reward functions; those that run in the background start first.
+        Run the models and the F reward functions (the background's start first); return (rows of all processes, F).
         """
         collection = self._collection
         own = [{"prompt_ids": p, "finished": e} for p, e in zip(collection.prompt_ids, collection.ended, strict=True)]
@@ -275,7 +275,7 @@ class RolloutTrainer(GRPOTrainer):
         """
         Return the sampler's (B, T) log-probs.
 
-        If they are missing for any token on any process, raise if training needs them, else return None.
+        If any token on any process has none, raise an error if training needs the log-probs, else return None.
         """
         mask, logprobs = collection.tensors["completion_mask"], None
         if self._keeps_logprobs and collection.is_as_sampled:
@@ -330,7 +330,7 @@ class RolloutTrainer(GRPOTrainer):
         }
 
     def _run_reference(self, run: Any) -> Tensor:
-        """Run the reference: `ref_model`, or the policy with the adapter `ref`, or the policy without an adapter."""
+        """Return the (B, T) log-probs of `ref_model`, or of the policy with the adapter `ref` or with no adapter."""
         if self.ref_model is not None:
             return run(self.ref_model)["logprobs"]
         name = "ref" if "ref" in self._actor_critic.peft_config else None
@@ -387,7 +387,7 @@ class RolloutTrainer(GRPOTrainer):
 
     def _played(self, rows: list[dict[str, Any]], device: Any) -> dict[str, Tensor]:
         """
-        Return, for the name of each environment, a (B,) mask of the rows that were played in it.
+        Return for each environment's name a (B,) mask of the rows that were played in that environment.
 
         All processes get the same names.
         """

@@ -241,7 +241,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     watch: Literal["off", "warn", "stop", "raise_kl"] = setting(
         "warn",
         "What `HackWatch` does when the reward rises as in a hack: warn once, end training with a checkpoint, or "
-        "double `kl_coef`. `off` attaches none.",
+        "double `kl_coef`. `off` attaches no `HackWatch`.",
     )
     reward_normalization: Literal["none", "running", "batch", "group", "reference"] = setting(
         "none",
@@ -252,8 +252,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     reward_clip_range: tuple[float, float] | None = setting(None, "Bounds of the standardised score, as (min, max).")
     share_reward_base: bool = setting(
         True,
-        "Let a reward model that was saved as an adapter use the base of a LoRA policy, which must be the one that it "
-        "was trained on. If False, or if all of the policy's weights are trained, it loads a base of its own.",
+        "Let a reward model that was saved as an adapter use the base of a LoRA policy, which must be the base that "
+        "the adapter was trained on. If False, or in full fine-tuning, the reward model loads a base of its own.",
     )
 
     # The loss
@@ -271,18 +271,18 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     )
     lam_alpha: float | None = setting(
         None,
-        "α of a λ that depends on the length of each completion in tokens (with `gae_level: turn` in turns), in place "
-        "of `lam`: λ = 1 − 1/(α·length), or 0 where α·length ≤ 1 (VAPO, 2504.05118, with 0.05; SAO, 2607.07508, with "
-        "1.5). The critic's target then uses `lam_value`, by default 1.",
+        "α of a λ that replaces `lam` and depends on each completion: λ = 1 − 1/(α·length), or 0 where α·length ≤ 1. "
+        "The length is in tokens (with `gae_level: turn`, in turns). VAPO (2504.05118) uses 0.05, SAO (2607.07508) "
+        "1.5. The critic's target then uses `lam_value`, by default 1.",
         range="> 0 and finite",
     )
     baseline: Literal["critic", "gated", "mean"] = setting(
         "gated",
         "What a return is compared with: the critic's value, the mean return, or both. `mean` is the mean return of "
-        "the other answers at the same token, as in REINFORCE and RLOO, or with `num_generations` above 1 of those "
-        "to the same prompt; there is no critic. `gated` mixes both: the critic has the weight in "
-        "[0, 1] that left the least variance in the returns of the last rollouts, measured before it was fitted to "
-        "them (`val/baseline_weight`; compare EVPO, 2604.19485).",
+        "the other answers at the same token (as in REINFORCE), with `num_generations` above 1 only of answers to the "
+        "same prompt (as in RLOO); there is no critic. `gated` is a weighted mean of both. The critic's weight, in "
+        "[0, 1], is the one that left the least variance in the returns of the last rollouts, with values from before "
+        "the critic was trained on these rollouts (`val/baseline_weight`; compare EVPO, 2604.19485).",
     )
     normalize_advantages: bool = setting(
         True, "Give the advantages mean 0 and variance 1, over the real tokens of all processes."
@@ -302,8 +302,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     )
     ratio_band: list[float] | None = setting(
         None,
-        "Lowest and highest ratio, such as `[0.7, 6.0]`. In place of clipping, a token with a ratio outside has no "
-        "gradient (2602.15763, 2607.07508). They still count in the mean; `policy/clipfrac_avg` is their share.",
+        "Lowest and highest ratio, such as `[0.7, 6.0]`. Replaces clipping: a token with a ratio outside has no "
+        "gradient, but still counts in the mean (2602.15763, 2607.07508). `policy/clipfrac_avg` is the share of such "
+        "tokens.",
         range=(
             "[low, high] with 0 <= low < 1 < high",
             lambda x: len(x) == 2 and 0 <= x[0] < 1 < x[1] < math.inf,
@@ -389,13 +390,13 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         for is_wrong, message in [
             (
                 given.count(None) == 1 and all(value != now for value, now in zip(given, rollout, strict=True)),
-                f"`steps_per_generation={given[0]}`, `generation_batch_size={given[1]}`: leave both out, and set "
-                "`num_mini_batches`, the number of optimizer steps on a rollout in one pass.",
+                f"`steps_per_generation={given[0]}`, `generation_batch_size={given[1]}` cannot be set in PPO: leave "
+                "both out, and set `num_mini_batches`, the number of optimizer steps on a rollout in one pass.",
             ),
             (
                 self.total_episodes is not None and self.max_steps not in (-1, steps),
                 f"`total_episodes={self.total_episodes}` makes {steps} optimizer steps, but "
-                f"`max_steps={self.max_steps}`: set one of them.",
+                f"`max_steps={self.max_steps}`: set only one of them.",
             ),
             (
                 self.max_completion_length is None,  # transformers would make 20 tokens of it, prompt included
@@ -409,13 +410,14 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             (
                 self.bootstrap_truncated
                 and (self.baseline == "mean" or (self.missing_eos_score, self.missing_eos_penalty) != (None, None)),
-                "`bootstrap_truncated=True` gives a completion that was cut off the critic's value as its remaining "
-                "return: it needs a critic (another `baseline` than 'mean'), and neither `missing_eos_score` nor "
-                "`missing_eos_penalty`.",
+                "`bootstrap_truncated=True` makes the critic's value the remaining return of a cut-off completion. So "
+                "set another `baseline` than 'mean', which has no critic, and leave `missing_eos_score` and "
+                "`missing_eos_penalty` out.",
             ),
             (
                 not self.use_ref_model and self.kl_coef != 0,
-                "`use_ref_model=False` loads no reference, but `kl_coef` above 0 needs one.",
+                "`use_ref_model=False` loads no reference, but `kl_coef` above 0 needs one. Set `kl_coef=0`, or leave "
+                "`use_ref_model` out.",
             ),
             (
                 self.rollouts_ahead and not (self.use_vllm and self.vllm_mode == "server"),
@@ -444,7 +446,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             (
                 self.old_logprobs == "sampler" and is_corrected,
                 f"`importance_sampling_mode={self.importance_sampling_mode!r}` has no effect with "
-                "`old_logprobs='sampler'`: PPO's own ratio already compares the policy with the sampler.",
+                "`old_logprobs='sampler'`: PPO's own ratio already compares the policy with the sampler. Leave one of "
+                "the two settings out.",
             ),
         ]:
             if is_wrong:

@@ -76,13 +76,13 @@ class RateController:
     """
     Scale the learning rates so that the updates on each rollout move the policy by a KL of about `target`.
 
-    The optimizer alone sees the scaled rates, and only during its step; the schedule and checkpoints keep their own.
-    Where the schedule leaves a share s of the rate, the target is s² · `target`.
+    Only the optimizer sees the scaled rates, and only during its step: the schedule and checkpoints keep the unscaled
+    rates. While the schedule is at a share s of the initial rate, the target is s² · `target`.
 
     Args:
-        target: nats per choice; 0 leaves the rates as they are.
-        episodes: of a rollout, all processes. n < 64, whose gradient is noisier, get n/64 of the target, and from 128
-            to 256 it grows with n, to its double.
+        target: KL in nats per choice, as [`step_kl_sums`] counts choices; 0 leaves the rates as they are.
+        episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
+            the gradient is then noisier; by n/128 if n > 128, but at most by 2.
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
@@ -101,7 +101,7 @@ class RateController:
         self._used: list[float] = []  # factors of this rollout's steps
 
     def attach(self, optimizer: Any) -> None:
-        """Let an optimizer, as the accelerator has wrapped it, step at the factored rates."""
+        """Make an optimizer, wrapped by the accelerator or not, use the scaled learning rates in each step."""
         while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, DeepSpeed's
             optimizer = optimizer.optimizer
         if optimizer is self._hooked:
@@ -126,24 +126,24 @@ class RateController:
         return self.factor if self.target else self.lowered
 
     def scale(self, factor: float) -> None:
-        """Multiply the rates by a factor that a callback requested; where they follow a KL, the target instead."""
+        """Multiply the rates by a factor that a callback requested; with a KL target, multiply this by factor²."""
         self.lowered *= factor
 
     @property
     def schedule(self) -> float:
-        """Return the share of the rate that the schedule leaves at present."""
+        """Return the present scheduled learning rate divided by the initial one."""
         group = self._hooked.param_groups[0] if self._hooked is not None else {}
         return group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
 
     def observe(self, sums: Tensor, taken: int, steps: int) -> float:
         """
-        Change the factor by what the rollout's steps so far have done; return their KL, nats per choice.
+        Update the factor by the KL of the rollout's optimizer steps so far, and return this KL, nats per choice.
 
         Args:
-            sums: (3,), over the minibatch and all processes, before its own step: those of [`step_kl_sums`], and of
-                the advantages' sizes. Where all advantages are 0, small steps say nothing about the rate.
-            taken: number of the rollout's steps so far.
-            steps: number of the rollout's steps in all.
+            sums: (3,), over a minibatch on all processes, before the step on it: the two sums of [`step_kl_sums`], and
+                the sum of |advantage|. If the third is 0, the KL says nothing about the rates, and the factor stays.
+            taken: number of steps taken on the rollout so far.
+            steps: number of all steps on the rollout.
         """
         del self._used[taken:]
         kl = float(sums[0] / sums[1].clamp(min=1e-6))
@@ -206,10 +206,11 @@ class RewardNormalizer:
 
     | kind | mean and standard deviation of |
     |---|---|
+    | `none` | – (the scores stay as they are) |
     | `running` | all scores of the run so far, this rollout included |
-    | `batch` | this rollout |
+    | `batch` | the scores of this rollout |
     | `group` | all scores of the row's group so far, this rollout included |
-    | `reference` | the demonstrations, for the mean; scores are not divided |
+    | `reference` | the demonstrations' scores (only the mean is subtracted) |
 
     Every process passes the scores of all processes, so that all processes compute the same mean and deviation.
     """
@@ -225,11 +226,11 @@ class RewardNormalizer:
         Standardise the scores of a rollout.
 
         Args:
-            scores: (N,) on the CPU, of all processes. NaN, where no reward function gives a score, is left out.
-            groups: N group names, for `group`.
+            scores: (N,) on the CPU, of all processes. NaN, for rows without a score, is left out and stays NaN.
+            groups: the name of each row's group, needed only for the kind `group`.
 
         Returns:
-            (N,) standardised scores; and (N,) factors that the scores were multiplied by after the mean was
+            The (N,) standardised scores; and the (N,) factors by which they were multiplied once the mean was
             subtracted.
         """
         match self.kind:

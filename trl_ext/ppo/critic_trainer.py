@@ -125,7 +125,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
 
 
 def check_standalone(critic: Any) -> None:
-    """Raise if a critic cannot be trained alone: not a sequence classifier with one label, or on a quantised base."""
+    """Raise if a critic cannot be trained alone: it is no classifier with one label, or its base is quantised."""
     model = base_model_of(critic)
     check_one_label(model, "a critic")
     if getattr(model.config, "quantization_config", None) is not None:

@@ -40,7 +40,7 @@ def _alarm(seconds: float, what: str) -> Iterator[None]:
 
 def limited(function: Callable, seconds: float | None, what: str, /, *given: Any, **arguments: Any) -> Any:
     """
-    Call a function, and raise [`TooSlow`] if it has not returned after `seconds`.
+    Call a function and return its result; raise [`TooSlow`] if it takes longer than `seconds` (None: no limit).
 
     In the main thread a signal interrupts the function. In any other thread the function keeps running in the
     background, and its result is ignored. `what` names the function in the error message.
@@ -60,7 +60,7 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
 
 
 async def limited_async(coroutine: Coroutine, seconds: float | None, what: str, /) -> Any:
-    """Await a coroutine; raise [`TooSlow`] after `seconds`. The coroutine's own errors are passed on unchanged."""
+    """Do as `limited`, but await a coroutine; errors that the coroutine itself raises are passed on unchanged."""
     task = asyncio.ensure_future(coroutine)
     done, _ = await asyncio.wait([task], timeout=seconds)
     if not done:
@@ -84,7 +84,7 @@ class Calls:
         self.rewards: dict[int, list[tuple[int, float]]] = defaultdict(list)  # of each row: turn and reward
 
     def watch(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
-        """Wrap each row's tools: limit the time of a call, and let the row's environment reward it."""
+        """Return each row's tools, wrapped so that calls are limited in time and rewarded by the row's environment."""
         return [
             {name: self._watched(row, tool, environments and environments[row]) for name, tool in of_row.items()}
             for row, of_row in enumerate(tools)
@@ -107,7 +107,7 @@ class Calls:
 
     @contextmanager
     def _rewarding(self, row: int, what: str, environment: Any) -> Iterator[None]:
-        """Ask the environment for a reward after the `with` block, a tool call, if it has `_step_reward`."""
+        """After the tool call in the `with` block, ask the environment for a reward, if it has `_step_reward`."""
         try:
             yield
         except SystemExit as error:
@@ -122,7 +122,9 @@ class Calls:
 
     def token_rewards(self, row: int, tool_mask: list[int]) -> list[float]:
         """
-        Return the step reward of each token of a row: the sum of a turn's rewards at its last token, 0 elsewhere.
+        Return a row's reward at each token: the sum of a turn's rewards at the turn's last token, 0 elsewhere.
+
+        In `tool_mask`, 1 is a token that the policy sampled.
         """
         ends = [t for t, drawn in enumerate(tool_mask) if drawn and not (tool_mask[t + 1 : t + 2] or [0])[0]]
         rewards = [0.0] * len(tool_mask)
@@ -144,7 +146,7 @@ def states_of(pool: Pool) -> dict[str, list[Any]]:
 
 
 def load_states(pool: Pool, factories: dict[str | None, Callable], states: dict[str, list[Any]]) -> None:
-    """Load the states that `states_of` returned into a pool of instances, which grows if it has fewer than states."""
+    """Load the states that `states_of` returned into a pool's instances; `factories` make those that are missing."""
     for name, environments in pool.items():
         for place, state in enumerate(states.get(str(name), [])):
             if place == len(environments):
@@ -164,8 +166,7 @@ def guarded(factory: Callable[[], Any], timeout: float | None, mistakes: Mistake
     Wrap an environment factory: collect errors of the factory and of `reset`, to raise them later on all processes.
 
     An error raised at once would end one process and leave the others waiting. `reset` gets a copy of the row. `reset`
-    and `get_reward` are limited in time. The methods of an instance with `__slots__` cannot be wrapped, so it keeps
-    its own.
+    and `get_reward` are limited in time. An instance with `__slots__` keeps its methods, as they cannot be wrapped.
 
     Args:
         factory: a class, or a function without arguments.

@@ -79,7 +79,7 @@ def sampling_seed(args: Any, process: int) -> int:
 
 @contextmanager
 def untouched_rng(accelerator: Accelerator, args: Any, number: int = 0) -> Iterator[None]:
-    """Seed the random state with the `number`-th fixed seed within the `with` block, and restore it afterwards."""
+    """Seed all random generators, by the run's seed and `number`, within the `with` block; restore them afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     with forked_rng(accelerator.device):
         set_seed((sampling_seed(args, accelerator.process_index) + number * accelerator.num_processes) % 2**32)

@@ -17,7 +17,7 @@ def drop(parameters: Any) -> None:
 
 
 def norm_of(parameters: Any, scale: float = 1.0) -> Tensor | None:
-    """Return the norm of all the parameters' gradients, divided by fp16's loss scale; None without gradients."""
+    """Return the norm of all gradients, divided by `scale`, fp16's loss scale; None if no parameter has a gradient."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return None
@@ -27,7 +27,7 @@ def norm_of(parameters: Any, scale: float = 1.0) -> Tensor | None:
 
 def save_and_raise(trainer: Any, role: str) -> None:
     """
-    Save the weights as they were before this step, then raise: the gradient of the policy or critic is not finite.
+    Save the weights from before this step, then raise an error that says that the gradient of `role` is not finite.
     """
     folder = os.path.join(trainer.args.output_dir, "last-good")
     trainer.save_model(folder, _internal_call=True)
@@ -41,7 +41,13 @@ def save_and_raise(trainer: Any, role: str) -> None:
 
 
 def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
-    """Raise a `FloatingPointError` on all processes, which names the metrics that are not finite on any process."""
+    """
+    Raise a `FloatingPointError` on all processes, with the names of the metrics that are not finite on any process.
+
+    Args:
+        whose: what has the gradient, such as "policy".
+        what_is_left: a sentence for the message on where finite weights are.
+    """
     terms = sorted(set(gather_object(trainer.metrics.train.not_finite())))
     cause = (
         f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so the backward pass caused it"

@@ -15,7 +15,7 @@ Datasets = list[tuple[str, Dataset]]
 
 
 def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[list, list]:
-    """List the rewards and their tokenizers; a reward model without a path or hub name gets the policy's tokenizer."""
+    """Return lists of rewards and their tokenizers; a reward model without path or hub name gets the policy's."""
     rewards = list(reward_funcs or []) if isinstance(reward_funcs, (list, tuple, type(None))) else [reward_funcs]
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(rewards)
     for i, reward in enumerate(rewards):
@@ -71,14 +71,15 @@ def check(
         (
             "train" in names and len(dict(datasets)["train"]) < needed,
             f"The train dataset has fewer prompts than a rollout, which needs {needed} (`per_device_train_batch_size` "
-            "× `gradient_accumulation_steps` × `num_mini_batches` × processes / `num_generations`).",
+            "× `gradient_accumulation_steps` × `num_mini_batches` × processes / `num_generations`). Add prompts, or "
+            "lower one of these settings.",
         ),
         (
             best and len(names) > 2,
             "`eval_objective/scores` is not logged with several eval datasets: choose one of "
             f"{[f'eval_{name}_objective/scores' for name in names if name != 'train']} as `metric_for_best_model`.",
         ),
-        (bool(agent) and args.rollouts_ahead > 0, f"`rollouts_ahead` does not work with {agent}."),
+        (bool(agent) and args.rollouts_ahead > 0, f"`rollouts_ahead` does not work with {agent}. Leave one out."),
     ]:
         if is_wrong:
             raise ValueError(message)
@@ -142,13 +143,13 @@ def check_evaluation_batch(args: PPOConfig) -> None:
     if size % generations:
         raise ValueError(
             f"An evaluation batch has {size} responses (`per_device_eval_batch_size` × processes), which is not a "
-            f"multiple of {generations} (`num_generations_eval`, or `num_generations` if unset). Change either."
+            f"multiple of {generations} (`num_generations_eval`, or `num_generations` if unset). Change one of them."
         )
 
 
 def with_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[list[dict[str, Any]], list[list[int]] | None]:
     """
-    Give rows that have only `input_ids` a `prompt`, decoded from these.
+    Add a `prompt`, decoded from `input_ids`, to rows that have none.
 
     Returns:
         The rows; and the token ids of each row's prompt without padding, or None if the rows have no `input_ids`.
@@ -182,12 +183,12 @@ def check_prompt_lengths(
             lengths += measure([dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)])
         if 0 in lengths:
             raise ValueError(
-                f"Row {lengths.index(0)} of the {name} dataset has an empty prompt, and the policy needs a token to "
-                f"start from. Remove it, and all {lengths.count(0)} such rows."
+                f"Row {lengths.index(0)} of the {name} dataset has an empty prompt, but the policy needs a token to "
+                f"start from. Remove all rows with an empty prompt ({lengths.count(0)})."
             )
         if context and max(lengths) + max_completion_length > context:
             raise ValueError(
                 f"Row {lengths.index(max(lengths))} of the {name} dataset has a prompt of {max(lengths)} tokens, "
                 f"which leaves no room for `max_completion_length={max_completion_length}` in the policy's context of "
-                f"{context} tokens. Lower it, or remove long prompts."
+                f"{context} tokens. Lower `max_completion_length`, or remove long prompts."
             )

@@ -238,7 +238,7 @@ class PPOMetrics:
 
     @torch.no_grad()
     def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
-        """Add the sampler's log-probs and those that training's forward pass computes; (B, T) each, nats."""
+        """Add how far the sampler's log-probs are from those of training's forward pass; (B, T) each, nats."""
         self._sampled(self.train, sampler_logprobs, logprobs, mask)
 
     def _sampled(self, stats: Accumulator, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
@@ -249,8 +249,8 @@ class PPOMetrics:
         """
         Add a rollout's importance weights to the metrics, and the share that a bound has changed (`is_outside`).
 
-        Weights of shape (B, T) count at the tokens where an action starts; weights of shape (B, 1), of whole
-        responses, count for the rows that have a score.
+        Weights of shape (B, T) count at the tokens where an action starts (`actions`); weights of shape (B, 1), of
+        whole responses, count for the rows that have a score.
         """
         mask = actions if weights.shape == rollout.mask.shape else rollout.valid[:, None]
         self.train.add("sampling/importance_sampling_ratio", weights, mask)

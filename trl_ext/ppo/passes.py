@@ -45,7 +45,9 @@ class Passes:
         Args:
             model: the actor-critic, the reference, or a critic alone ([`add_value_forward`]), as the accelerator has
                 wrapped it.
-            ids, lengths, width: see [`pack`].
+            ids: (B, P + T), prompts padded on the left, responses on the right.
+            lengths: for each row, its numbers of real prompt tokens and response tokens.
+            width: T.
             size: number of rows in one forward pass, which takes rows of similar length; None runs all rows at once.
             asked: further arguments of [`ActorCritic.forward`], such as which outputs to compute. The reference
                 ignores them and computes log-probs.

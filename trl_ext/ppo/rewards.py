@@ -123,7 +123,7 @@ def background_last(functions: list[CheckedReward]) -> list[int]:
 
 class AdapterReward:
     """
-    Hold the path of a reward model that was saved as an adapter, until the policy is loaded, whose base it may share.
+    Hold the path of a reward model that was saved as an adapter, to load it after the policy, whose base it may share.
     """
 
     def __init__(self, path: str):

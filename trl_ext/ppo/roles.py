@@ -70,7 +70,7 @@ def check_roles(
 
 def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
     """
-    Replace, in place, each path in `reward_funcs` by the reward model loaded from it; raise if it has no head.
+    Replace each path in the list `reward_funcs` by the reward model at that path; raise if the model has no head.
 
     Where `tokenizers` has None for such a model, load the model's tokenizer into `tokenizers`.
     """
@@ -86,7 +86,7 @@ def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
 
 
 def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
-    """Raise if a policy with adapters would train with wrong gradients or samples without an error."""
+    """Raise if a policy with adapters would silently train with wrong gradients or on wrong samples."""
     check_modules(policy, "peft_config")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     for is_wrong, message in [
@@ -182,7 +182,8 @@ class Rewards:
 
     def load_adapters(self, loader: Loader, share: bool) -> dict[int, nn.Linear]:
         """
-        Load the reward models that were saved as adapters, onto the policy's base if it is frozen and `share` is True.
+        Load the reward models that were saved as adapters: if `share` is True and the policy has adapters, onto the
+        policy's base, else each with a separate base.
 
         Returns:
             The heads of the models that share the base, by the index of the reward.
@@ -270,7 +271,7 @@ class Rewards:
 
 
 def _on_base(loader: Loader, name: str, path: str) -> nn.Linear:
-    """Add the saved adapter of a classifier to the policy; return its head. Raise if their bases differ."""
+    """Load the classifier's adapter at `path` onto the policy, return the classifier's head; raise if bases differ."""
     check_same_base(loader.policy, path, hub_identity(loader.path, loader.init_kwargs.get("revision")))
     return add_saved(loader.policy, name, path)
 
@@ -328,6 +329,9 @@ def add_critic_adapter(
     """
     Add the critic's adapter to the policy.
 
+    It is the adapter at the path `value_model`. If this is None, it is a copy of a reward model's adapter on the same
+    base, or if none can be copied, a new adapter with the settings `config` (None: those of the policy's adapter).
+
     Returns:
         The critic's head, None for a head of zeros; and a phrase that says what adapter and head were made from.
     """
@@ -345,7 +349,12 @@ def add_critic_adapter(
 
 
 def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any, str]:
-    """Make a critic with a separate base; return it, and a phrase that says what it was made from."""
+    """
+    Make a critic with a separate base from `value_model` (path or object); if None, from a reward model or the policy.
+
+    Returns:
+        The critic, and a phrase that says what it was made from.
+    """
     critic: Any
     if isinstance(value_model, str):
         critic = (load_separately if is_adapter(value_model) else load_classifier)(value_model, **loader.kwargs)

@@ -112,7 +112,7 @@ class Rollout:
         return importance_weights(ours, drawn, self.drawn, mode, *bounds)
 
     def bootstrapped(self, rewards: Tensor, gamma: float) -> Tensor:
-        """Add γ · `end_values` to the (B, T) rewards at the last token of each row that was cut off before EOS."""
+        """Return (B, T) rewards, plus γ · `end_values` at the last token of each row that was cut off before EOS."""
         if self.end_values is None:
             return rewards
         is_last = torch.arange(rewards.size(1), device=rewards.device) == last_token_index(self.mask)[:, None]
@@ -228,7 +228,7 @@ def padded(
     dtype: torch.dtype = torch.long,
 ) -> Tensor:
     """
-    Pad B rows of numbers with `value` into a (B, L) tensor.
+    Pad B rows of numbers with `value`, on the `side` "left" or "right", into a (B, L) tensor.
 
     L is the length of the longest row, at least `width`, rounded up to a multiple of `multiple`.
     """

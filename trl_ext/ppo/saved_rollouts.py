@@ -48,8 +48,9 @@ def with_finished(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) ->
     wrong += [row for row, (a, b) in enumerate(zip(texts, said, strict=True)) if a != b]
     if wrong:
         raise ValueError(
-            f"rollout {wrong[0]} has token ids that do not decode to its text, or that end otherwise than its "
-            "`finished` says: pass the tokenizer of the policy that sampled the rollouts"
+            f"the token ids of rollout {wrong[0]} do not match its columns: this tokenizer decodes them to another "
+            "text than `completion`, or its EOS contradicts `finished`. Pass the tokenizer of the policy that sampled "
+            "the rollouts"
         )
     others = dataset.remove_columns([name for name in ("finished",) if name in dataset.column_names])
     return others.add_column("finished", finished)

@@ -141,24 +141,28 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         processing_class, reward_processing_classes:
             Tokenizers of the policy and of each reward model.
         value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Critic: a sequence classifier with one label and the policy's tokenizer. Its size may differ from the
-            policy's. Its embedding needs a row for each of the tokenizer's tokens, but not as many rows as the
-            policy's. (Ids beyond its rows belong to no token; the critic reads them as its last row.) The folder of a
-            critic that was saved as an adapter becomes an adapter again. If not given, the critic is a copy of the
-            first reward model that has a weight other than 0, the policy's tokenizer and an embedding with as many
-            rows as the policy's; if there is none, it is the policy's backbone with a head of zeros. For a policy with
-            an adapter, see `peft_config`.
+            Critic: a sequence classifier with one label and the policy's tokenizer, of any size. The default, unless
+            the policy has an adapter (see `peft_config`), is the first of these that exists:
+
+            - a copy of a reward model with a weight other than 0, the policy's tokenizer, and an embedding with as
+              many rows as the policy's;
+            - a copy of the policy's backbone with a head of zeros.
+
+            A critic that you pass needs an embedding for each of the tokenizer's tokens, but not for the policy's
+            other ids: it reads such an id as its last one.
         ref_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Reference, whose embedding needs at least as many rows as the policy's. If not given, a frozen copy of the
-            weights passed in as `model`.
+            Reference. The default is a frozen copy of the weights passed in as `model`. Its embedding needs at least
+            as many rows as the policy's.
         callbacks, optimizers, quantization_config:
             As in TRL.
         peft_config ([`~peft.LoraConfig`], *optional*):
-            Trains an adapter on a frozen base. The base alone is the reference. The base with a second adapter and a
-            value head is the critic, unless `value_model` is given. If `model` is a [`~peft.PeftModel`], its adapter
-            `default` is trained further, and the base with a frozen copy of the adapter as passed in is the reference.
+            Trains an adapter on a frozen base. The reference is then the base alone. The critic is the base with a
+            second adapter and a value head, unless `value_model` is a whole model. Adapter and head are loaded from
+            `value_model` if that is the path of an adapter; else they are copied from a reward model on this base if
+            its adapter has the same shapes, or are new, with V = 0. If `model` is a [`~peft.PeftModel`], its adapter
+            `default` is trained further, and the reference is the base with a frozen copy of that adapter.
         critic_peft_config ([`~peft.LoraConfig`], *optional*):
-            The critic's adapter. If not given, a copy of the policy's config.
+            Configuration of the critic's adapter. The default is that of the policy's adapter.
         tools, environment_factory, rollout_func:
             As in `trl.GRPOTrainer`. Besides `get_reward`, which gives a reward at the end of the episode, an
             environment may have `_step_reward`, which is asked for a reward after each tool call.
@@ -361,7 +365,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _reward_steps(self, kinds: set[type]) -> None:
         """
-        Add a reward function for each environment class in `kinds` that has `_step_reward`, unless it has one already.
+        Add a reward function for each environment class in `kinds` that has `_step_reward` and no such function yet.
         """
         for kind in sorted(kinds, key=lambda kind: kind.__name__):
             function = step_rewards(lambda: self._collection, kind)
@@ -372,7 +376,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     def _adapt_grpo(self, policy: Any) -> None:
-        """Change the attributes that GRPO's constructor sets to values that PPO cannot use."""
+        """Replace attributes that GRPO's constructor has set, but that PPO cannot use as they are."""
         args = self.args
         self.num_iterations = args.num_ppo_epochs
         self.vllm_importance_sampling_correction = False  # ours is `importance_sampling_mode`
@@ -472,9 +476,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         Return the reward of each token. Override this to reward tokens in another way.
 
-        By default a response's score is at its last token, except the parts that reward functions gave to single
-        tokens, which are at these tokens; and `kl_coef · kl` is subtracted at each token. The coefficient is
-        `self.kl_controller.kl_coef`.
+        By default each token is rewarded with the score that reward functions gave to it (0 if they gave none), minus
+        `self.kl_controller.kl_coef` · `kl`. The last token also gets the rest of the response's score.
 
         Args:
             rollout: the answers and what models and reward functions computed for them.
@@ -491,8 +494,14 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         Return the advantages that weigh the policy's loss, and the returns, the critic's target. Override this for
         another estimator.
 
-        By default compute GAE over the `baseline`; `whiten_rewards` applies before it, `normalize_advantages` after
-        it.
+        The default depends on the setting `baseline`. With A the GAE over the critic's values, and G − m the return
+        minus the mean return of the other answers:
+
+        - `critic`: A
+        - `mean`: G − m
+        - `gated`: w · A + (1 − w) · (G − m), where w in [0, 1] is the critic's weight
+
+        `whiten_rewards` is applied to the rewards before this, `normalize_advantages` to the advantages after it.
 
         Args:
             rollout: the answers and what models and reward functions computed for them.
@@ -546,7 +555,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self, rollout: Rollout, rewards: Tensor, advantages: Tensor, returns: Tensor
     ) -> dict[str, float]:
         """
-        Return further metrics of a rollout to log, by default none. Override this to log yours.
+        Return further metrics of a rollout to log, by default none. Override this to log your own.
 
         Each metric is logged as its mean over the processes and over the rollouts since the last log. Every process
         must return the same names.
@@ -563,7 +572,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _actions(self, mask: Tensor) -> Tensor:
         """
-        Return a (B, T) mask of the tokens at which an action starts: each token, or the first token of each turn.
+        Return a (B, T) mask of the tokens that start an action: all, or with `gae_level: turn` the first of each turn.
         """
         return mask if self.args.gae_level == "token" else turn_starts(mask)
 
@@ -659,7 +668,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     @torch.no_grad()
     def _look_back(self) -> None:
-        """Measure by a further forward pass how far the step moved the policy, where a rollout has only one step."""
+        """If a rollout has only one step, measure by a further forward pass how far this step moved the policy."""
         for step, inputs in enumerate(self._buffered_inputs):
             found, mask = self._run_models(self.model_wrapped, inputs, with_entropies=True), inputs["loss_mask"]
             new, old = (self._by_action(each, mask) for each in (found["logprobs"], inputs["old_logprobs"]))

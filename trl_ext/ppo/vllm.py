@@ -54,7 +54,7 @@ def sampled_logprobs(
         ids: the tokens of each answer.
         logprobs: for each token of each answer a list that begins with the token's log-prob, nats; TRL returns None
             for NaN.
-        of_tokens: the token ids that these log-probs belong to, in the same lists; None if vLLM does not return them.
+        of_tokens: the token ids of these log-probs, in lists of the same shape; None if vLLM does not return the ids.
 
     Returns:
         One log-prob for each token, nats, under the distribution that was sampled from, after temperature and
@@ -72,8 +72,8 @@ def sampled_logprobs(
     for row, numbers in enumerate(sampled):
         if not all(number is not None and math.isfinite(number) for number in numbers):
             raise RuntimeError(
-                f"vLLM returned a log-prob of answer {row} that is not finite: the training has diverged, or the "
-                "dtype of vLLM is too narrow for this model."
+                f"vLLM returned a log-prob of answer {row} that is not finite. Either training has diverged (lower "
+                "the learning rate), or vLLM's dtype is too narrow for this model (use bfloat16 or float32)."
             )
     return sampled  # type: ignore[return-value]
 
@@ -104,7 +104,7 @@ def _instance_of(url: str) -> str | None:
         (config["model_config"]["logprobs_mode"] != "processed_logprobs", "--logprobs-mode processed_logprobs"),
     ]:
         if is_missing:
-            raise ValueError(f"Restart the vLLM server at {url} with `{flag}`.")
+            raise ValueError(f"Restart the vLLM server at {url} with `{flag}`, which PPO needs.")
     return config.get("instance_id")
 
 
@@ -259,7 +259,7 @@ class RolloutsAhead:
                 flight.answers = ids, sampled_logprobs(ids, *sampled)
 
     def _generate(self, flight: Flight, answer: Callable[..., dict[str, Any]]) -> tuple:
-        """Call TRL's `generate`, with its client's `generate` replaced by `answer`, which gets the original first."""
+        """Call TRL's `generate`, with its client's `generate` replaced by `answer(client's generate, …)`."""
         vllm = self.trainer.vllm_generation
         client: Any = nullcontext()
         if self.trainer.accelerator.is_main_process:

@@ -1,6 +1,4 @@
-"""
-Generate answers in trainers that generate none (SFT, DPO), and monitor answers: by a gold judge, and as canaries.
-"""
+"""Generate answers in trainers that generate none (SFT, DPO), and monitor answers by a judge or on fixed prompts."""
 
 import math
 import time

@@ -178,16 +178,20 @@ class MonitorCallback(TrainerCallback):
     >>> trainer.add_callback(LossCallback(limit=4, action="stop"))
 
     Args:
-        action: what an alert does besides being sent. `warn` does nothing more. `save` writes a checkpoint at this
-            step. `stop` writes a checkpoint and ends training. `raise_kl` asks the trainer to raise its KL coefficient
-            ([`~trl_ext.callbacks.request_kl_scale`]), and `lower_rate` to lower its learning rates, which PPOTrainer
-            does.
+        action: what an alert does besides being sent.
+
+            - `warn`: nothing more.
+            - `save`: write a checkpoint at this step.
+            - `stop`: write a checkpoint and end training.
+            - `raise_kl`: raise the KL coefficient ([`~trl_ext.callbacks.request_kl_scale`]); only PPOTrainer does so.
+            - `lower_rate`: lower the learning rates; only PPOTrainer does so.
         sinks: where alerts go: "log", "jsonl" (`alerts.jsonl` in the output directory), "wandb", "tensorboard",
             "trackio", a webhook's URL, or objects with `send(alert)`. The trackers that the run reports to are added.
         repeat_steps: number of optimizer steps for which an alert is not repeated. With `stop` it is always repeated,
             and always acts.
-        kl_factor: factor that `raise_kl` multiplies the KL coefficient by.
-        rate_factor: factor that `lower_rate` multiplies the learning rates by.
+        kl_factor: factor by which `raise_kl` multiplies the KL coefficient.
+        rate_factor: factor by which `lower_rate` multiplies the learning rates; with `step_kl_target` above 0, that
+            target is multiplied by the factor's square instead.
         keys: mapping from a quantity to its key in the logs, for trainers and metrics that
             `trl_ext.callbacks.metrics` does not know.
     """
@@ -312,7 +316,7 @@ class MonitorCallback(TrainerCallback):
         return value
 
     def _number(self, key: str | None, logs: dict[str, Any]) -> float | None:
-        """Return the number under a key; None if it is missing or, which raises an alert, not finite."""
+        """Return the number under a key; None if it is missing or not finite. If it is not finite, raise an alert."""
         value = logs.get(key or "")
         if not isinstance(value, (int, float)):
             return None
@@ -356,7 +360,8 @@ class MonitorCallback(TrainerCallback):
         Args:
             name: the quantity, or another name for the series.
             value: the quantity's mean in this log; None if the log has none.
-            first, size: as in [`Series`], counted in values. Each value is a mean of `logs` logs.
+            first: number of first values that make the baseline; 0 for no baseline.
+            size: number of values in the shortest of the means that are tested.
             logs: number of logs that measure the same answers. Their mean is added to the series as one value.
             **noise: further arguments of `Series.add`, about the error of `value`. By default they are computed from
                 the standard deviation that the trainer logs, if any.

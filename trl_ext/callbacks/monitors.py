@@ -196,11 +196,11 @@ class ValueHealthCallback(MonitorCallback):
     >>> trainer.add_callback(ValueHealthCallback(explained_variance=0.1))
 
     Args:
-        explained_variance: alert when the explained variance is below this. A constant prediction has 0. A new critic
-            may have less: while its explained variance rises, no alert is raised.
-        loss_factor: alert when the value loss is above its mean over the first `steps` times this factor.
-        rollouts: fewest rollouts over which the explained variance is averaged. As many rollouts at the start are
-            skipped as a warm-up.
+        explained_variance: alert when the explained variance is below this. A critic that predicts a constant has 0,
+            a new critic may have less. While the explained variance rises, no alert is raised.
+        loss_factor: alert when the value loss exceeds this factor times its mean over the first `steps` steps.
+        rollouts: smallest number of rollouts over which the explained variance is averaged. The same number of
+            rollouts at the start is skipped as a warm-up.
         steps: optimizer steps over which the value loss is averaged.
         others: see [`MonitorCallback`].
     """
@@ -386,8 +386,8 @@ class ScoreFallCallback(MonitorCallback):
     >>> trainer.add_callback(ScoreFallCallback(action="lower_rate"))
 
     Args:
-        sigmas: smallest significant fall of the mean score that counts, in standard deviations of single scores.
-        left: the mean length, or the number of tool calls, has collapsed if it is below this share of its first value.
+        sigmas: alert when the mean score falls significantly, by more than this in standard deviations of one score.
+        left: alert when the mean length, or the number of tool calls, is below this share of its first value.
         baseline: number of first answers to compare with; it is rounded to whole rollouts, from 2 to 16.
         others: see [`MonitorCallback`].
     """
@@ -428,9 +428,9 @@ class RewardDriftCallback(MonitorCallback):
     """
     Alert when the mean or the spread of the reward moves far from the baseline, which is measured on the first scores.
 
-    Reinforcement learning is meant to raise the mean, so a rise, measured in σ of *single* scores, only leads to a
-    warning, and so do too many scores above a bound; [`HackWatch`] tests whether a rise is a hack. The monitor acts if
-    the mean falls or the spread collapses.
+    The monitor acts if the mean falls or the spread collapses. It only warns if the mean rises, which is the aim of
+    training, or if too many scores are above a bound. [`HackWatch`] tests whether a rise is a hack. σ is the standard
+    deviation of single scores.
 
     >>> trainer.add_callback(RewardDriftCallback(sigmas=2, action="stop"))
 

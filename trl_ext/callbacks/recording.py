@@ -319,7 +319,7 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
         if prompts := first_prompts(next(iter(rows.values())) if isinstance(rows, dict) else rows, count):
             trainer.add_callback(AnswersCallback(trainer=trainer, prompts=prompts))
         else:
-            logger.warning("`record_answers` records nothing: the rows have neither `prompt` nor `messages`.")
+            logger.warning("`record_answers` needs rows with `prompt` or `messages`, but they have neither: add one.")
     # The page is of the output directory: a run that records elsewhere has none
     if recorder.folder is None and own(ReportCallback) is None:
         rows = getattr(trainer, "given_rows", None)

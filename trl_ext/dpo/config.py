@@ -39,8 +39,8 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     beta_controller: Literal["fixed", "beta_dpo", "drift"] = setting(
         "fixed",
         "How β changes: not at all, with each batch's margins, or so that the drift stays at a target. `beta_dpo` "
-        "(2407.08639) sets it for each batch from the batch's margins: β = `beta`·(1 + a·(M̄ − M₀)), M₀ being their "
-        "running mean. A batch is a micro-batch of all processes, so gradient accumulation changes the result. "
+        "(2407.08639) sets β for each batch: β = `beta`·(1 + a·(M̄ − M₀)), with the batch's mean margin M̄ and the "
+        "running mean M₀. A batch is a micro-batch of all processes, so gradient accumulation changes the result. "
         "`drift` steers `logps/drift`, the mean of ½(|chosen log-ratio| + |rejected log-ratio|), to `drift_target`: "
         "after each optimizer step of n pairs, β ← β·(1 + e·n/horizon) with e = clip(drift/target − 1, ±0.2).",
     )
@@ -60,8 +60,8 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     )
     beta_dpo_keep: float = setting(
         1.0,
-        "Share of each batch's pairs to train on; 0.8 in the paper, and 1.0 keeps all. They are sampled without "
-        "replacement with weight exp(−½((Δ − M₀)/σ)²); M̄ is over these pairs.",
+        "Share of each batch's pairs to train on; 1.0 keeps all, the paper 0.8. These pairs are sampled without "
+        "replacement, with weight exp(−½((Δ − M₀)/σ)²), and M̄ is their mean margin.",
         range="in (0, 1], the share of pairs to keep",
         only_with=("beta_controller", "beta_dpo"),
     )
@@ -82,13 +82,13 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     margin_normalization: Literal["none", "source"] = setting(
         "none",
         "Whether each value of the dataset's column `source` has a β of its own, so that all margins are on one "
-        "scale. `source` takes `beta`·σ̄/σ_source, so that long-winded sources do not rule the gradient. σ is the "
-        "standard deviation of the source's margins so far; σ̄ keeps the mean factor over all pairs at 1. Factors "
-        "are clamped to [¼, 4].",
+        "scale. With `source`, a source's β is `beta`·σ̄/σ, so that long-winded sources do not dominate the gradient. "
+        "σ is the standard deviation of the source's margins so far, and σ̄ makes the mean factor σ̄/σ over all pairs "
+        "1. Factors are clamped to [¼, 4].",
     )
     margin_warmup_pairs: int = setting(
         64,
-        "Number of a source's pairs before which its factor stays 1.",
+        "A source's factor stays 1 until this many of its pairs were seen.",
         range=">= 2",
         only_with=("margin_normalization", "source"),
     )
@@ -115,15 +115,15 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     dpop_lambda: float = setting(
         0.0,
         "Weight λ of DPOP's penalty on chosen answers that become less likely (2402.13228). "
-        "Δ − λ·max(0, −chosen log-ratio) takes Δ's place.",
+        "It replaces Δ by Δ − λ·max(0, −chosen log-ratio).",
         range=">= 0",
     )
 
     # What is reported
     log_displacement: bool = setting(
         False,
-        "Log `logps/chosen_delta`, `logps/displacement_rate` and `logps/drift`. Each setting above also turns this "
-        "on.",
+        "Log `logps/chosen_delta`, `logps/displacement_rate` and `logps/drift`. Any setting that changes β or TRL's "
+        "sigmoid loss also turns this on.",
     )
     distribution_shift_samples: int = setting(
         0,
@@ -160,7 +160,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
             ),
             (
                 self.margin_normalization != "none" and others,
-                "`margin_normalization='source'` works with losses of β times the margin only: "
+                "`margin_normalization='source'` needs a loss that depends only on β times the margin: one of "
                 f"{sorted(OF_BETA_TIMES_MARGIN)} with `f_divergence_type='reverse_kl'`.",
             ),
             (

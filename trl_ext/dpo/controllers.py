@@ -97,7 +97,7 @@ class BetaController:
 
     def step(self, beta: float) -> float:
         """
-        End an optimizer step that used `beta`; return the next step's β, which only the mode `drift` changes here.
+        End an optimizer step that used `beta`; return the next step's β, which differs only with the mode `drift`.
         """
         (total, pairs), self._drift = self._drift, _EMPTY
         if self.args.beta_controller != "drift" or not pairs:
@@ -171,7 +171,7 @@ class MarginNormalizer:
         return {"sources": self.sources, "moments": torch.stack(self._moments)}
 
     def load_state_dict(self, state: dict) -> None:
-        """Load the moments of the sources in the state; sources that it lacks start empty."""
+        """Load the moments of the sources in the state; a source that is missing from the state starts empty."""
         known = dict(zip(state["sources"], state["moments"].unbind(), strict=True))
         self._moments = [known.get(source, empty_moments("cpu")) for source in self.sources]
         self._pending.clear()  # a step that was interrupted restarts

@@ -61,7 +61,8 @@ class RewardConfig(_StageSettings, trl.RewardConfig):
     use_confidence: bool = setting(
         False,
         "Read how sure each label is, such as the annotators' agreement, from the column `confidence`, in [0.5, 1]. "
-        "The loss is c·(−log σ(z)) + (1 − c)·(−log σ(−z)), z being chosen − rejected (− margin).",
+        "The loss is c·(−log σ(z)) + (1 − c)·(−log σ(−z)), where c is the confidence and z the chosen answer's score "
+        "minus the rejected answer's (minus the margin, if there is one).",
     )
     use_weight: bool = setting(
         False,
@@ -82,7 +83,7 @@ def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
 
 
 class RecordedRun(RowMeans, ResumableRun):
-    """Check the rows, load an adapter from its path, and record the run: the base of the trainers in this module."""
+    """Base class of this module's trainers: check the rows, load an adapter from its path, and record the run."""
 
     _is_classifier = False
     _pair_columns: tuple[str, ...] = ()
@@ -128,7 +129,7 @@ class RecordedRun(RowMeans, ResumableRun):
         if count := sum(length > context for length in lengths):
             warnings.warn(
                 f"{count:,} of {len(lengths):,} rows have up to {max(lengths):,} tokens, but the model's context has "
-                f"{context:,}: set `max_length` to {context} or less, which is {self.args.max_length} now.",
+                f"{context:,}: set `max_length`, now {self.args.max_length}, to {context} or less.",
                 UserWarning,
                 stacklevel=3,
             )

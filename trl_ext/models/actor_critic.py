@@ -99,7 +99,7 @@ def check_one_label(model: Any, name: str) -> None:
 
 
 def check_critic(critic: Any, tokenizer: Any) -> None:
-    """Raise a `ValueError` if `critic` is no critic for a policy with this tokenizer."""
+    """Raise a `ValueError` if a critic has not exactly one label, or no embedding for a token of the tokenizer."""
     check_one_label(critic, "`value_model`")
     if unknown := tokens_beyond(vocabulary_of(critic), tokenizer, pads_are_read=False):
         raise ValueError(
@@ -131,7 +131,7 @@ def _values(
     **positions: Tensor,
 ) -> Tensor:
     """
-    Return the (K, C) value of the state after each token; with N `places`, indices in (K · C), only these (N,) values.
+    Return the (K, C) values of the states after K rows of C tokens; with `places`, only the values at these N indices.
     """
     hidden_states = backbone(
         input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions
@@ -145,9 +145,9 @@ def add_value_forward(critic: Any) -> None:
     """
     Make a sequence classifier with one label callable as [`ActorCritic`] is, to train it as a critic without a policy.
 
-    `critic(input_ids, position_ids=, predicts=)` then returns `{"values": (N,)}`, in score units: the values of the
-    states after N tokens, whose indices in (K · C) are `predicts`. Without `predicts`, the classifier's own forward
-    runs.
+    `critic(input_ids, position_ids=, predicts=)`, given K rows of C tokens, then returns `{"values": (N,)}`, in score
+    units: the values of the states after the N tokens with the indices `predicts`, from 0 to K · C − 1. Without
+    `predicts`, the classifier's own forward runs.
 
     Args:
         critic: the classifier, plain or wrapped by PEFT.
@@ -240,8 +240,8 @@ class ActorCritic(nn.Module):
         With `reward`, return the (B,) scores of the reward model of that name.
 
         Args:
-            input_ids, attention_mask, position_ids: (K, C).
-            predicts: (N,), indices in (K · C) of the tokens after which the targets are chosen.
+            input_ids, attention_mask, position_ids: (K, C), K rows of C tokens.
+            predicts: (N,), indices, from 0 to K · C − 1, of the tokens after which the targets are chosen.
             targets: (N,), the token ids that are chosen.
             with_logprobs: whether to compute log-probs and entropies.
             with_values: whether to compute values.
@@ -284,10 +284,10 @@ class ActorCritic(nn.Module):
         places: Tensor | None = None,
     ) -> Tensor:
         """
-        Return the critic's value of the state after each token, (K, C), score units.
+        Return the critic's value of the state after each token, (K, C) for K rows of C tokens, in score units.
 
-        With `places`, indices in (K · C), return the values at these N tokens only, (N,). If the critic's vocabulary
-        is smaller than the policy's, the critic reads each id beyond its vocabulary as its last id.
+        With `places`, N indices from 0 to K · C − 1, return the values after these tokens only, (N,). The critic reads
+        each id beyond its vocabulary as its last id.
         """
         if self.shares_base:
             backbone, where = self.critic.backbone, positions(self.policy, attention_mask, position_ids)
@@ -341,7 +341,8 @@ class ActorCritic(nn.Module):
         wrong = [*result.unexpected_keys, *trained.intersection(result.missing_keys)]
         if strict and wrong:
             raise RuntimeError(
-                f"The checkpoint's weights do not fit the models of this run. Missing or unexpected: {wrong[:5]}."
+                f"The checkpoint's weights do not fit the models of this run. Missing or unexpected: {wrong[:5]}. "
+                "Resume with the models and adapters that the checkpoint was written with."
             )
         return result
 

@@ -90,10 +90,10 @@ class AdapterSwitch:
     @contextmanager
     def inputs_as_they_are(self, kind: str):
         """
-        Let autocast alone cast inputs and adapters within the `with` block, if it is on for this kind of device.
+        Keep PEFT from casting inputs within the `with` block, if autocast is on for the device type `kind`.
 
-        Otherwise PEFT casts each layer's input to float32, the adapters' dtype, autocast casts it back to 16 bits, and
-        each layer keeps this copy of its input for the backward pass.
+        PEFT would cast each layer's input to float32, the adapters' dtype. Autocast would then cast it back to 16
+        bits, and each layer would keep this copy of its input for the backward pass.
         """
         if not torch.is_autocast_enabled(kind):
             yield
@@ -152,7 +152,7 @@ def merge_exactly(policy: Any) -> None:
 
 def check_config(config: Any, name: str, shares_base: bool = True) -> None:
     """
-    Raise a `ValueError` for an adapter that would train wrongly, such as one that changes the base, the reference.
+    Raise a `ValueError` for an adapter that would train wrongly, such as one that changes the base (the reference).
 
     Args:
         config: the adapter's configuration.
@@ -172,7 +172,8 @@ def check_config(config: Any, name: str, shares_base: bool = True) -> None:
         ),
         (
             is_lora and config.bias != "none",
-            f"bias={getattr(config, 'bias', None)!r} trains the base's biases, and so changes the reference.",
+            f"bias={getattr(config, 'bias', None)!r} trains the base's biases, and so changes the reference. Use "
+            "bias='none'.",
         ),
         (
             is_lora and (config.init_lora_weights not in _KEEP_THE_BASE or config.layer_replication),
@@ -216,8 +217,8 @@ def prepare_peft_model(model: Any, shares_base: bool) -> None:
     base = [n for n, p in model.named_parameters() if p.requires_grad and f".{POLICY}" not in n]
     for is_wrong, message in [
         (is_merged, "has its adapter merged into the base. Call `model.unmerge_adapter()` first."),
-        (taken, f"has the adapters {taken}, whose names the trainer uses itself. Load it again."),
-        (base, f"trains {base[:1]}, but the reference shares what is outside the adapter: freeze it."),
+        (taken, f"has the adapters {taken}, whose names the trainer uses itself. Load it again without them."),
+        (base, f"trains {base[:1]}, but the reference shares all weights outside the adapter: freeze these."),
     ]:
         if is_wrong:
             raise ValueError(f"`model` {message}")
@@ -416,8 +417,8 @@ def save_base_fingerprint(
     Args:
         model: the model with the adapter.
         output_dir: folder of the adapter.
-        path, revision: folder or hub name, and revision, that the base was loaded from. Bases from the hub are
-            compared by name and commit.
+        path: folder or hub name that the base was loaded from. Bases from the hub are compared by name and commit.
+        revision: revision of the base on the hub.
     """
     fingerprint = {"base": hub_identity(path, revision), **base_fingerprint(model)}
     if int(os.environ.get("RANK", "0")) == 0:
@@ -448,7 +449,7 @@ def check_same_base(policy: Any, folder: str, hub_base: str | None) -> None:
         is_same = is_same or recorded["weights"] == base_fingerprint(policy)["weights"]
     if not is_same:
         raise ValueError(
-            f"{folder} cannot be an adapter on the policy's base: it was trained on another base. Weights or "
-            "quantisation differ, or, if no fingerprint is beside it (`save_base_fingerprint`), the base's name. Give "
-            "a reward model a base of its own by `share_reward_base=False`."
+            f"{folder} cannot be an adapter on the policy's base: it was trained on another base. The bases differ in "
+            "weights or quantisation, or in name if the adapter has no fingerprint (`save_base_fingerprint`). Give a "
+            "reward model a base of its own by `share_reward_base=False`."
         )

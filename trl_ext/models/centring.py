@@ -79,11 +79,11 @@ def _subtract(parameter: Tensor, value: Tensor) -> None:
 
 def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, float], dict[str, Tensor]]:
     """
-    Shift the model's scores so that demonstrations score 0 on average. The model is changed in place, not saved.
+    Shift a reward model's scores so that demonstrations score 0 on average. The model is changed in place, not saved.
 
     Returns:
-        Two dicts: the demonstrations' mean score after and before the shift, with the change of held-out margins; and
-        the (N,) scores that the shifted model gives to the held-out pairs' answers, `chosen` and `rejected`.
+        Two dicts. The first has the demonstrations' mean score before and after the shift, and the mean change of a
+        held-out pair's margin; the second the (N,) scores of the held-out `chosen` and `rejected` answers afterwards.
     """
     head, train, held_out = head_of(trainer.model), trainer.train_dataset[:2000], trainer.eval_dataset
     reference = _features(trainer, demonstrations["chosen_ids"])

@@ -151,7 +151,7 @@ def sample(
 
     Args:
         model: a causal language model in evaluation mode.
-        prompt_ids: token ids of each prompt, at least one.
+        prompt_ids: token ids of each prompt; a prompt has at least one.
         eos_token_ids: tokens that end an answer.
         max_new_tokens: tokens after which an answer is cut off.
         temperature: divides the logits; 0 always takes the likeliest token.

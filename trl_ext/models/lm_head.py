@@ -20,8 +20,8 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
     Make a model with TRL's fused LM head compute all logits of a log-prob pass at once, if they fit a budget.
 
     `model(..., predicts=, targets=, fused_lm_head=True)` then runs the model's own forward, but its LM head only at N
-    tokens: `predicts` are their indices in (K · C), and `targets` the ids of the tokens that are chosen after them. It
-    returns the targets' (N,) log-probs and, with `with_entropies`, (N,) entropies.
+    tokens: `predicts` are their indices, from 0 to K · C − 1 for K rows of C tokens, and `targets` the ids of the
+    tokens chosen after them. It returns the targets' (N,) log-probs and, with `with_entropies`, (N,) entropies.
 
     If the N tokens' logits exceed the budget, TRL's head computes the same results tile by tile. This takes less
     memory, but more time, since the logits are computed once more in the backward pass.

@@ -49,7 +49,7 @@ def is_adapter(path: Any, revision: str | None = None) -> bool:
 
 
 def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Return path and revision of the base that an adapter names; of a model that is no adapter, return its own."""
+    """Return the path and revision of an adapter's base; for a model that is no adapter, its own path and revision."""
     if not is_adapter(path, revision):
         return path, revision
     config = PeftConfig.from_pretrained(path, revision=revision)
@@ -161,7 +161,7 @@ def load_separately(path: str, **kwargs: Any) -> Any:
 
 def merge(model: Any) -> Any:
     """
-    Merge an adapter into its base, and return the base; untie tied weights first if the adapter changes only one.
+    Merge an adapter into its base, and return the base; if the adapter changes one of two tied weights, untie them.
     """
     base = base_model_of(model)
     ends = base.get_input_embeddings(), base.get_output_embeddings()
@@ -198,13 +198,14 @@ def load_to_train(
     is_classifier: bool = False,
 ) -> tuple[Any, Any]:
     """
-    Load the adapter and its tokenizer, to train it further, if `model` is the path of an adapter.
+    If `model` is the path of an adapter, load the adapter and its tokenizer, to train the adapter further.
 
-    The base is frozen, and quantised if `quantization_config` is given. The adapter keeps its own settings.
+    The base is frozen, and quantised if `quantization_config` is given. The adapter keeps its own settings: a
+    `peft_config` is ignored, with a warning.
 
     Returns:
-        Two values for a trainer, the model and its tokenizer or processor. If `model` is not the path of an adapter,
-        they are `model` and `processing_class`, unchanged.
+        Two values for a trainer: the model, and `processing_class` or, if that is None, the adapter's tokenizer. If
+        `model` is not the path of an adapter, they are `model` and `processing_class`, unchanged.
     """
     kwargs = dict(getattr(args, "model_init_kwargs", None) or {})
     revision = kwargs.pop("revision", None)

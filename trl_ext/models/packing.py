@@ -60,7 +60,7 @@ def pack(
     with_starts: bool = False,
 ) -> Packed:
     """
-    Pack rows of prompts and completions into the sequences of one forward.
+    Pack rows of prompts and completions into K sequences of C tokens, for one forward pass.
 
     Args:
         ids: (B, P + T), prompts padded on the left, completions on the right.
@@ -117,9 +117,9 @@ def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]
     """
     Distribute rows over K sequences, the longest row first, and choose the K whose forward pass costs least.
 
-    The cost of K sequences of C tokens is about proportional to K · C · (6 · hidden_size + C). For each token a layer
-    uses its weights, some 12 · hidden_size², and attention reads the keys and values of C tokens, masked or not, 2 ·
-    hidden_size numbers for each of them. Try `most`, half of it, and so on down to 1 as K.
+    The cost of K sequences of C tokens is about proportional to K · C · (6 · hidden_size + C): for each token a layer
+    uses some 12 · hidden_size² weights, and attention reads 2 · hidden_size · C numbers, masked or not. K is first
+    `most`, then half of it, and so on down to 1.
 
     Args:
         sizes: number of tokens of each of the B rows.
@@ -174,10 +174,11 @@ def starts_of(lengths: Tensor, columns: int, device: Any) -> Tensor:
     """
     Return the starts of rows of the given (B,) lengths, packed into `columns` tokens, in the form of a 4-D mask.
 
+    Transformers passes a 4-D mask on to the layers unchanged.
+
     Returns:
-        (1, 1, R + 1, longest) int32: R + 1 starts, each repeated `longest` times by a stride of 0. Transformers passes
-        a 4-D mask on to the layers unchanged. R is B, or B + 1 if there are pads, which count as a row so that they
-        get a gradient of 0.
+        (1, 1, R + 1, L) int32: the starts of R rows and the end of the last, each repeated L times by a stride of 0. L
+        is the longest row's length. R is B, or B + 1 if there are pads: they count as a row, to get a gradient of 0.
     """
     ends = lengths.cumsum(0)
     if int(ends[-1]) < columns:

@@ -137,7 +137,7 @@ def check_arguments(rewards: list, datasets: Datasets) -> None:
 
 
 def check_evaluation_batch(args: PPOConfig) -> None:
-    """Raise if the answers to one prompt do not fit into whole evaluation batches (over all processes)."""
+    """Raise if an evaluation batch, over all processes, is no multiple of the answers to one prompt."""
     generations = args.num_generations_eval or args.num_generations
     size = args.per_device_eval_batch_size * args.world_size
     if size % generations:
@@ -184,7 +184,7 @@ def check_prompt_lengths(
         if 0 in lengths:
             raise ValueError(
                 f"Row {lengths.index(0)} of the {name} dataset has an empty prompt, but the policy needs a token to "
-                f"start from. Remove all rows with an empty prompt ({lengths.count(0)})."
+                f"start from. Remove all {lengths.count(0)} such rows."
             )
         if context and max(lengths) + max_completion_length > context:
             raise ValueError(

@@ -48,9 +48,8 @@ class CachedReward(TellsFailures, HoldsRewards):
             `on_error`: the cache would store that number as a score.
         capacity: most scores in memory; when it is full, the least recently used one is dropped.
         columns: columns that the score depends on, besides prompt and completion; the reward gets no others. None: all
-            that the trainer passes, `completion_ids` among them. Fewer columns give more hits. With `[]`, equal texts
-            share one score, however they were tokenised; with `["finished"]`, a cut-off answer and a finished one do
-            not share a score even if their texts are equal.
+            that the trainer passes, `completion_ids` among them. Fewer columns give more hits: with `[]`, equal texts
+            share one score. With `["finished"]`, a cut-off and a finished answer with equal texts have two scores.
         redis_url: `redis://[user@]host:port/db`, `rediss://…` with TLS, or `unix://…`, without a password. Options of
             redis-py's client go into the URL's query: `?ssl_ca_certs=ca.pem`. None: scores are stored in memory alone.
         redis_password_env: environment variable that holds Redis' password.
@@ -230,7 +229,7 @@ def reward_identity(reward: Any) -> str | None:
 
 def _described(value: Any) -> Any:
     """
-    Describe a reward, or one of its settings, by plain values; other values are returned, and `json` refuses them.
+    Return a reward, or one of its settings, as plain values; return any other value as it is, for `json` to refuse.
     """
     if isinstance(value, (list, tuple)):
         return [_described(each) for each in value]

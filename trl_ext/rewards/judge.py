@@ -111,7 +111,7 @@ class JudgeReward(ServedReward):
         """
         Return a hash of everything that the scores depend on, including the prompt text around rubric and answer.
 
-        Only its URL and `model` identify the server: new weights under the same model name are not noticed.
+        The server is identified only by its URL and `model`: new weights under the same model name are not noticed.
         """
         said = [self.url, self.model, self.rubric, self.scale, self.compare, self.settings, INSTRUCTIONS, SINGLE, PAIR]
         return f"JudgeReward:{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}"
@@ -169,7 +169,7 @@ class JudgeReward(ServedReward):
 
 def score_in(answer: Any, scale: tuple[float, float]) -> float:
     """
-    Return the score in a chat completion, read from the judge's whole message, or if that is none, from its last line.
+    Return the score in a chat completion: the judge's whole message or, if this is no score, the message's last line.
 
     Raises:
         WithheldError: the server stopped or withheld the message.

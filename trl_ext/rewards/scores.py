@@ -33,7 +33,7 @@ class SegmentScores:
         """Return a float for each of `length` tokens: a segment's value at its last token, 0 at all other tokens."""
         ends = list(self.ends)
         if sorted({*ends}) != ends or ends and not 0 <= ends[0] <= ends[-1] < length:  # -1 would be the last token
-            raise ValueError(f"`ends` must rise from 0 or more to at most {length - 1}, the last token, got {ends}")
+            raise ValueError(f"`ends` must be rising positions from 0 to {length - 1}, the last token, got {ends}")
         scores = [0.0] * length
         for end, value in zip(ends, self.values, strict=True):
             scores[end] = value
@@ -57,7 +57,9 @@ def by_token(reward: Any, row: int, length: int) -> list:
     if isinstance(reward, SegmentScores):
         return reward.by_token(length)
     if len(reward) != length:
-        raise ValueError(f"returned {len(reward)} token scores for completion {row}, which has {length} tokens")
+        raise ValueError(
+            f"returned {len(reward)} token scores for completion {row}, which has {length} tokens; return one for each"
+        )
     return reward.tolist() if hasattr(reward, "tolist") else list(reward)
 
 

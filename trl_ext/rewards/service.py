@@ -74,10 +74,10 @@ class ServedReward(TellsFailures):
     """
     Ask a service for scores: the base class of [`RemoteReward`] and [`JudgeReward`].
 
-    A request is sent again after a connection error, a timeout, the status 408, 429 or 5xx (but not 501), an answer
-    that is not JSON, or an `error` object with status 200, whose `code` counts as the status: gateways report in this
-    way that the server behind them failed. If five requests in a row failed, each with all its retries, requests of
-    the next 30 seconds fail without being sent.
+    A request is sent again after a connection error, a timeout, the status 408, 429 or 5xx (but not 501), or an answer
+    that is not JSON. Gateways report that the server behind them failed by an `error` object with status 200; its
+    `code` then counts as the status. If five requests in a row failed, each with all its retries, requests of the next
+    30 seconds fail without being sent.
 
     Args:
         url: address of the service, without user, password and query.
@@ -231,7 +231,9 @@ class ServedReward(TellsFailures):
         longest = max(map(len, texts))
         if longest <= self.max_characters:
             return None
-        return ServiceError(f"a text has {longest} characters, more than `max_characters` ({self.max_characters})")
+        return ServiceError(
+            f"a text has {longest} characters, more than `max_characters` ({self.max_characters}): raise this limit"
+        )
 
     def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
         """

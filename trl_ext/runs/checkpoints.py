@@ -77,8 +77,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     `train()` restarts, as in every `Trainer`. `train(resume_from_checkpoint=True)` resumes from the newest complete
     checkpoint in `output_dir`; with a path in place of True, from the checkpoint at that path.
 
-    - Settings that differ from the run that wrote the checkpoint are printed. Another base or reference raises an
-      error, and so does another number of processes if each has saved a part.
+    - Settings that differ from those of the run that wrote the checkpoint are printed. Another base or reference
+      raises an error, and so does another number of processes if each process has saved a part of the checkpoint.
     - If the run is complete, the checkpoint is loaded, and nothing is trained.
     - If a monitor ended the run, resuming raises an error, unless `resume_anyway` is set, or
       `resume_from_checkpoint=False` restarts the run.
@@ -188,7 +188,10 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         checkpoint = newest_complete(self.args.output_dir) if resume is True else str(resume)
         marker = read_marker(checkpoint) if checkpoint else None
         if checkpoint is None or marker is None:
-            raise CannotResume(f"No complete checkpoint in {checkpoint or self.args.output_dir}.")
+            raise CannotResume(
+                f"No complete checkpoint in {checkpoint or self.args.output_dir}. Set `resume_from_checkpoint=False` "
+                "to train from the beginning."
+            )
         different = differences(marker["configuration"], self._settings)
         needs_same: tuple[str, ...] = _MUST_BE_SAME
         if self._has_state_of_each_process or self.is_deepspeed_enabled or self.is_fsdp_enabled:
@@ -201,7 +204,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         if different:
             print(
                 f"Warning: {checkpoint} was written with other settings: {'; '.join(different)}. From here on "
-                "the new ones hold."
+                "the new settings are used."
             )
         return checkpoint, bool(different), sum(marker["files"].values())
 
@@ -222,7 +225,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             state.best_model_checkpoint = str(Path(checkpoint).with_name(Path(state.best_model_checkpoint).name))
             if read_marker(state.best_model_checkpoint) is None:
                 raise CannotResume(
-                    f"{state.best_model_checkpoint}, the best checkpoint, is incomplete and cannot be loaded."
+                    f"{state.best_model_checkpoint}, the best checkpoint, is incomplete and cannot be loaded. Set "
+                    "`load_best_model_at_end=False` to load the last one."
                 )
             self._load_best_model()
         return TrainOutput(state.global_step, float("nan"), {})

@@ -69,7 +69,10 @@ def take_kl_scale(state: Any) -> float:
 
 def request_rate_scale(state: Any, factor: float) -> None:
     """
-    Request that the trainer multiply its learning rates by `factor` from its next rollout on; see `request_kl_scale`.
+    Request that the trainer multiply its learning rates by `factor` from its next rollout on. Only PPOTrainer does so.
+
+    If the rates follow `step_kl_target`, the target is multiplied by `factor`² instead. If several requests are made
+    before a rollout, only the smallest factor is used. Otherwise as `request_kl_scale`.
     """
     asked = state.stateful_callbacks.setdefault(_RATE_SCALE, {"factor": factor})
     asked["factor"] = min(asked["factor"], factor)
@@ -104,7 +107,7 @@ def forget_stop(output_dir: str) -> None:
 
 
 def stop_of(output_dir: str, how: str) -> str | None:
-    """Return a sentence on which monitor ended the run and how to continue; None if no monitor ended it."""
+    """Return a sentence that says which monitor ended the run, and `how` to continue; None if no monitor ended it."""
     record = Path(output_dir, STOPPED)
     if not record.is_file():
         return None

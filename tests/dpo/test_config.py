@@ -29,7 +29,7 @@ def test_settings_that_would_train_wrongly_are_refused(subtests, tmp_path):
         ({"beta_dpo_keep": 0.8}, "needs `beta_controller='beta_dpo'`"),
         ({"beta_controller": "drift"}, "needs `drift_target`"),
         ({"label_smoothing": 0.1}, "`label_smoothing` has no effect"),
-        ({"loss_type": ["ipo", "sft"], "margin_normalization": "source"}, "losses of β times the margin only"),
+        ({"loss_type": ["ipo", "sft"], "margin_normalization": "source"}, "only on β times the margin"),
         ({"use_weight": True, "use_weighting": True}, "`use_weighting=False`"),
         *(({**each, "loss_type": "hinge"}, "need `loss_type` 'sigmoid'") for each in (*informed, filtered)),
         *(({**each, "f_divergence_type": "js_divergence"}, "need `loss_type` 'sigmoid'") for each in informed),

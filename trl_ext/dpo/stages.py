@@ -75,7 +75,7 @@ _TOKEN_IDS = ("input_ids", "chosen_ids", "rejected_ids")  # columns of TRL's pre
 
 
 def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
-    """Convert a dataset, or a dict of datasets, to TRL's form; raise for invalid numbers in the pairs' columns."""
+    """Return a dataset, or a dict of them, in TRL's form; raise if one of `columns` has an invalid number."""
     if isinstance(dataset, dict):
         return {key: checked(part, f"{name} {key!r}", columns) for key, part in dataset.items()}
     check_columns(dataset, name, [column for column in columns if column != "source"])

@@ -50,8 +50,8 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             Policy: a path or an object. For the path of an adapter, the base that it names is loaded, and the adapter
             is trained further.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
-            Reference. By default, as in TRL, the model at the policy's path, or with PEFT the model without its
-            adapter. For a policy that was built in memory, a frozen copy of it.
+            Reference. The default is, as in TRL, the model at the policy's path or, with PEFT, the model without its
+            adapter. For a policy that was built in memory it is a frozen copy of the policy.
         args ([`DPOConfig`], *optional*):
             Configuration.
         train_dataset, eval_dataset:

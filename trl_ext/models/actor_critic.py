@@ -131,7 +131,7 @@ def _values(
     **positions: Tensor,
 ) -> Tensor:
     """
-    Return the (K, C) values of the states after K rows of C tokens; with `places`, only the values at these N indices.
+    Return the (K, C) values of the states after each token of K rows; with `places`, only those at these N indices.
     """
     hidden_states = backbone(
         input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions

@@ -232,7 +232,9 @@ class RolloutTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
         """
-        Run the models and the F reward functions (the background's start first); return (rows of all processes, F).
+        Run the models, then the F reward functions; return their (rows of all processes, F) rewards.
+
+        Reward functions that run in the background start before the models.
         """
         collection = self._collection
         own = [{"prompt_ids": p, "finished": e} for p, e in zip(collection.prompt_ids, collection.ended, strict=True)]

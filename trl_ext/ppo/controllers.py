@@ -126,7 +126,11 @@ class RateController:
         return self.factor if self.target else self.lowered
 
     def scale(self, factor: float) -> None:
-        """Multiply the rates by a factor that a callback requested; with a KL target, multiply this by factor²."""
+        """
+        Multiply the learning rates by a factor that a callback requested.
+
+        If the rates follow a KL `target`, multiply the target by factor² instead.
+        """
         self.lowered *= factor
 
     @property

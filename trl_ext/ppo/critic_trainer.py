@@ -241,7 +241,7 @@ class CriticTrainer(ResumableRun, Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """Compare the critic's value with the return at each held-out token; each token counts once."""
+        """Return metrics of the critic's values against the returns at all held-out tokens; each token counts once."""
         self._eval, self._evaluation = Accumulator(), EvaluationPass(len(dataloader.dataset))
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix

@@ -60,7 +60,11 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
 
 
 async def limited_async(coroutine: Coroutine, seconds: float | None, what: str, /) -> Any:
-    """Do as `limited`, but await a coroutine; errors that the coroutine itself raises are passed on unchanged."""
+    """
+    Await a coroutine and return its result; raise [`TooSlow`] if it takes longer than `seconds` (None: no limit).
+
+    The coroutine's own errors are passed on unchanged. `what` names the coroutine in the error message.
+    """
     task = asyncio.ensure_future(coroutine)
     done, _ = await asyncio.wait([task], timeout=seconds)
     if not done:

@@ -15,7 +15,11 @@ Datasets = list[tuple[str, Dataset]]
 
 
 def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[list, list]:
-    """Return lists of rewards and their tokenizers; a reward model without path or hub name gets the policy's."""
+    """
+    Return a list of the rewards and a list of their tokenizers, None where there is none.
+
+    A reward model without a path or hub name gets the policy's tokenizer.
+    """
     rewards = list(reward_funcs or []) if isinstance(reward_funcs, (list, tuple, type(None))) else [reward_funcs]
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(rewards)
     for i, reward in enumerate(rewards):
@@ -137,7 +141,7 @@ def check_arguments(rewards: list, datasets: Datasets) -> None:
 
 
 def check_evaluation_batch(args: PPOConfig) -> None:
-    """Raise if an evaluation batch, over all processes, is no multiple of the answers to one prompt."""
+    """Raise if an evaluation batch, over all processes, is not a multiple of the number of answers to a prompt."""
     generations = args.num_generations_eval or args.num_generations
     size = args.per_device_eval_batch_size * args.world_size
     if size % generations:

@@ -40,7 +40,7 @@ class Accumulator:
 
     def add(self, name: str, values: Tensor | float, mask: Tensor | None = None) -> None:
         """
-        Add the entries of `values` where `mask` is 1 to the metric `name`.
+        Add the entries of `values` where `mask` is 1 (None: all entries) to the metric `name`.
 
         Between two calls of `pop`, every process must add to the same metrics.
         """
@@ -50,7 +50,9 @@ class Accumulator:
         self._moments[name] = new if old is None else merge_moments(torch.stack([old.to(new.device), new]))
 
     def pop(self, accelerator: Accelerator) -> dict[str, Tensor]:
-        """Return the (5,) moments of each metric's entries on all processes, by name, and delete the entries."""
+        """
+        Return each metric's (5,) moments (count, mean, M2, min, max) on all processes, by name; delete the entries.
+        """
         names = sorted(self._moments)
         if not names:
             return {}
@@ -72,7 +74,7 @@ class Accumulator:
 
 def global_moments(accelerator: Accelerator, values: Tensor, mask: Tensor | None = None) -> Tensor:
     """
-    Compute the (5,) moments of the entries where `mask` is 1, over all processes; all processes get the same result.
+    Return the (5,) moments (count, mean, M2, min, max), over all processes, of the entries where `mask` is 1.
     """
     return merge_moments(accelerator.gather(moments(values, mask)[None]))
 
@@ -173,7 +175,7 @@ class PPOMetrics:
         self._observe(self.eval, rollout, rows, prefix)
 
     def _observe(self, stats: Accumulator, rollout: Rollout, rows: Tensor, prefix: str) -> None:
-        """Add to `stats` those metrics of a rollout that training and evaluation have in common."""
+        """Add metrics that training and evaluation share, named with `prefix`, of the rows in `rows` to `stats`."""
         mask, valid = rollout.mask, rollout.valid & rows
         tokens = mask * rows[:, None]
         if rollout.ref_logprobs is not None:
@@ -238,7 +240,9 @@ class PPOMetrics:
 
     @torch.no_grad()
     def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
-        """Add how far the sampler's log-probs are from those of training's forward pass; (B, T) each, nats."""
+        """
+        Add to the metrics how far the sampler's log-probs are from those of training's forward pass, (B, T), nats.
+        """
         self._sampled(self.train, sampler_logprobs, logprobs, mask)
 
     def _sampled(self, stats: Accumulator, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:

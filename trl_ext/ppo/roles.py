@@ -48,7 +48,7 @@ def check_roles(
     model: Any, args: PPOConfig, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any
 ) -> list:
     """
-    Raise if the adapters and settings cannot work together.
+    Raise if PPOTrainer's arguments for models and adapters contradict each other.
 
     Returns:
         The reward functions, with an [`AdapterReward`] in place of the path of a saved adapter, since GRPO would load

@@ -148,19 +148,23 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
               many rows as the policy's;
             - a copy of the policy's backbone with a head of zeros.
 
-            A critic that you pass needs an embedding for each of the tokenizer's tokens, but not for the policy's
-            other ids: it reads such an id as its last one.
+            A critic that you pass needs an embedding for each of the tokenizer's tokens. It reads ids beyond its
+            embedding, which only the policy has, as its last id.
         ref_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Reference. The default is a frozen copy of the weights passed in as `model`. Its embedding needs at least
             as many rows as the policy's.
         callbacks, optimizers, quantization_config:
             As in TRL.
         peft_config ([`~peft.LoraConfig`], *optional*):
-            Trains an adapter on a frozen base. The reference is then the base alone. The critic is the base with a
-            second adapter and a value head, unless `value_model` is a whole model. Adapter and head are loaded from
-            `value_model` if that is the path of an adapter; else they are copied from a reward model on this base if
-            its adapter has the same shapes, or are new, with V = 0. If `model` is a [`~peft.PeftModel`], its adapter
-            `default` is trained further, and the reference is the base with a frozen copy of that adapter.
+            Trains an adapter on a frozen base. The reference is then the base alone. The critic, unless `value_model`
+            is a whole model, is the base with a second adapter and a value head. These are the first that exist of:
+
+            - the adapter at the path `value_model`;
+            - a copy of a reward model's adapter and head, on this base and of the same shapes;
+            - a new adapter and a head of zeros.
+
+            If `model` is a [`~peft.PeftModel`], its adapter `default` is trained further, and the reference is the
+            base with a frozen copy of that adapter.
         critic_peft_config ([`~peft.LoraConfig`], *optional*):
             Configuration of the critic's adapter. The default is that of the policy's adapter.
         tools, environment_factory, rollout_func:

@@ -108,7 +108,9 @@ class RemoteReward(ServedReward):
     @property
     def identity(self) -> str:
         """
-        Return the settings that the scores depend on, with the server's weights, or else its URL and `model`.
+        Return a text with all that the scores depend on: the settings, and the id of the server's weights.
+
+        If the server does not tell this id, its URL and `model` stand for it.
 
         Raises:
             RewardFailed: `trl-ext serve-reward` does not answer.

@@ -65,7 +65,7 @@ class Call:
     @property
     def metrics(self) -> dict[str, float | None]:
         """
-        turn `latency`, the mean seconds of answered requests (None without any), and `retries`, the number of retrie
+        Return `latency`, the mean seconds of an answered request (None without any), and the number of `retries`.
         """
         return {"latency": fmean(self.seconds) if self.seconds else None, "retries": float(len(self.retried))}
 
@@ -75,9 +75,9 @@ class ServedReward(TellsFailures):
     Ask a service for scores: the base class of [`RemoteReward`] and [`JudgeReward`].
 
     A request is sent again after a connection error, a timeout, the status 408, 429 or 5xx (but not 501), or an answer
-    that is not JSON. Gateways report that the server behind them failed by an `error` object with status 200; its
-    `code` then counts as the status. If five requests in a row failed, each with all its retries, requests of the next
-    30 seconds fail without being sent.
+    that is not JSON. If an answer with status 200 is an `error` object, as gateways send it when the server behind
+    them fails, its `code` counts as the status. If five requests in a row failed, each with all its retries, requests
+    of the next 30 seconds fail without being sent.
 
     Args:
         url: address of the service, without user, password and query.

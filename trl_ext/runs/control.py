@@ -72,7 +72,7 @@ def request_rate_scale(state: Any, factor: float) -> None:
     Request that the trainer multiply its learning rates by `factor` from its next rollout on. Only PPOTrainer does so.
 
     If the rates follow `step_kl_target`, the target is multiplied by `factor`² instead. If several requests are made
-    before a rollout, only the smallest factor is used. Otherwise as `request_kl_scale`.
+    before a rollout, only the smallest factor is used. Call this on all processes, with the callbacks' `state`.
     """
     asked = state.stateful_callbacks.setdefault(_RATE_SCALE, {"factor": factor})
     asked["factor"] = min(asked["factor"], factor)

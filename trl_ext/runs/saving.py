@@ -38,7 +38,7 @@ class NotSaved(RuntimeError):
 
 def is_of_writing(error: BaseException) -> bool:
     """
-    Return whether an error means that a file could not be written; errors of the hub do not, and have no `errno`.
+    Return whether an error means that a file could not be written; False for errors of the hub, which have no `errno`.
     """
     if isinstance(error, OSError):
         return error.errno is not None
@@ -203,7 +203,7 @@ class BackgroundSaving(_Trainer):
         return in_memory
 
     def _finish(self, checkpoint: Path, in_memory: Path | None, best: str) -> None:
-        """Move a checkpoint from memory to the disk, mark it as complete, and delete the oldest checkpoints."""
+        """Move a checkpoint from memory to the disk, mark it as complete, and delete the oldest ones except `best`."""
         try:
             if in_memory is not None:
                 part = checkpoint.with_name(f"_{checkpoint.name}")  # a Trainer uploads no such name

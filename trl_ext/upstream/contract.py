@@ -43,8 +43,8 @@ def method_change(cls: type, name: str, passed: str) -> str:
     """
     Return how a method of `cls` differs from the method that trl_ext was written for; "" if it does not differ.
 
-    `passed` lists the parameters that trl_ext passes, as in `function_change`. A further parameter counts as a
-    difference, unless `passed` ends in `...`.
+    `passed` lists the parameters that trl_ext passes: "model, seed=" stands for `model` by position and `seed` by
+    name. A further parameter counts as a difference, unless `passed` ends in `...`.
     """
     if not callable(method := getattr(cls, name, None)):
         return f"`{cls.__name__}` has no method `{name}`"

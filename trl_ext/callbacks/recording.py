@@ -208,7 +208,7 @@ class PrometheusCallback(TrainerCallback):
             try:
                 write_to_textfile(self.textfile, self.registry)
             except OSError as error:
-                logger.warning(f"No metrics are exported to Prometheus: {error}")
+                logger.warning(f"No metrics are exported to Prometheus, but training continues: {error}")
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._server is not None:
@@ -259,7 +259,7 @@ class MonitoringPlotCallback(TrainerCallback):
             with whole_file(Path(args.output_dir) / "rlhf_monitoring.png") as temporary:
                 figure.savefig(temporary, dpi=100, format="png")
         except OSError as error:
-            logger.warning(f"No picture of this run was drawn: {error}")
+            logger.warning(f"No picture of this run was drawn, which does not affect training: {error}")
 
 
 # ---- The page ----

@@ -159,7 +159,7 @@ class ModelReward:
         else:
             self.tokenizer = _loaded_tokenizer(tokenizer)
         if model.config.num_labels != 1:  # the others would be left out
-            raise ValueError(f"a reward model must have one label, got num_labels={model.config.num_labels}")
+            raise ValueError(f"a reward model must be trained with num_labels=1, got {model.config.num_labels}")
         # The first call moves the model: only then has a trainer said which device the process has
         is_placed = load_in_8bit or (path is None and device is None)
         self._to_place = score is None and not is_placed

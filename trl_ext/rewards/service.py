@@ -196,7 +196,9 @@ class ServedReward(TellsFailures):
             return text.replace(key, HIDDEN) if key else text
 
         if (left := call.until - start) <= 0:
-            raise ServiceError("the request was not sent: the call's `deadline` has passed")
+            raise ServiceError(
+                "the request was not sent, since the call's `deadline` has passed: raise it, if possible"
+            )
         headers = {"accept": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         try:
             response = _client(os.getpid()).request(

@@ -192,7 +192,8 @@ class BackgroundSaving(_Trainer):
                 logger.warning(
                     f"`save_in_background` needs {self._size / 2**30:.1f} GiB in {folder}, which "
                     + (f"has {free / 2**30:.1f} free" if is_shared else "the other machines do not see")
-                    + ": training waits for each checkpoint. Set `staging_dir` to a folder with room that all see."
+                    + ": training waits for each checkpoint. Set `staging_dir` to a folder with room that all "
+                    "machines see."
                 )
             self._has_warned_of_room = True
             return None

@@ -219,7 +219,7 @@ def test_rollouts_of_one_prompt_on_both_sides_are_refused():
 )
 def test_ids_of_another_tokenizer_are_refused(wrong):
     saved = {"prompt_ids": [[6], [7]], "completion_ids": [[8, 2], [9]]}
-    with pytest.raises(ValueError, match="pass the tokenizer of the policy"):
+    with pytest.raises(ValueError, match="tokenizer of the policy"):
         with_finished(Dataset.from_dict(saved | wrong), tiny_tokenizer(), [2])
 
 

@@ -197,7 +197,7 @@ class ValueHealthCallback(MonitorCallback):
 
     Args:
         explained_variance: alert when the explained variance is below this. A critic that predicts a constant has 0,
-            a new critic may have less. While the explained variance rises, no alert is raised.
+            and a new critic may have less. While the explained variance rises, no alert is raised.
         loss_factor: alert when the value loss exceeds this factor times its mean over the first `steps` steps.
         rollouts: smallest number of rollouts over which the explained variance is averaged. The same number of
             rollouts at the start is skipped as a warm-up.

@@ -60,7 +60,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     )
     beta_dpo_keep: float = setting(
         1.0,
-        "Share of each batch's pairs to train on; 1.0 keeps all, the paper 0.8. These pairs are sampled without "
+        "Share of each batch's pairs to train on; 1.0 keeps all, and the paper keeps 0.8. They are sampled without "
         "replacement, with weight exp(−½((Δ − M₀)/σ)²), and M̄ is their mean margin.",
         range="in (0, 1], the share of pairs to keep",
         only_with=("beta_controller", "beta_dpo"),

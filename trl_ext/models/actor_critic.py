@@ -99,7 +99,7 @@ def check_one_label(model: Any, name: str) -> None:
 
 
 def check_critic(critic: Any, tokenizer: Any) -> None:
-    """Raise a `ValueError` if a critic has not exactly one label, or no embedding for a token of the tokenizer."""
+    """Raise a `ValueError` if a critic has more than one label, or lacks an embedding for a token of the tokenizer."""
     check_one_label(critic, "`value_model`")
     if unknown := tokens_beyond(vocabulary_of(critic), tokenizer, pads_are_read=False):
         raise ValueError(

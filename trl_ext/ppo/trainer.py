@@ -498,8 +498,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         Return the advantages that weigh the policy's loss, and the returns, the critic's target. Override this for
         another estimator.
 
-        The default depends on the setting `baseline`. With A the GAE over the critic's values, and G − m the return
-        minus the mean return of the other answers:
+        The default depends on the setting `baseline`. Let A be the GAE over the critic's values, and G − m the return
+        minus the mean return of the other answers.
 
         - `critic`: A
         - `mean`: G − m

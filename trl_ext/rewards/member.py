@@ -313,7 +313,7 @@ def in_threads(
     True for a job's error, jobs that have not begun also get a `TimeoutError`. Unlike an executor's threads, these are
     daemonic: neither Ctrl-C nor the end of Python waits for them.
     """
-    outcomes: list[Any] = [TimeoutError("no answer before the `deadline`: raise it, if possible")] * len(jobs)
+    outcomes: list[Any] = [TimeoutError("no answer before the deadline: raise `deadline`")] * len(jobs)
     todo = deque(enumerate(jobs))
 
     def work() -> None:

@@ -196,9 +196,7 @@ class ServedReward(TellsFailures):
             return text.replace(key, HIDDEN) if key else text
 
         if (left := call.until - start) <= 0:
-            raise ServiceError(
-                "the request was not sent, since the call's `deadline` has passed: raise it, if possible"
-            )
+            raise ServiceError("the request was not sent, since the call's deadline has passed: raise `deadline`")
         headers = {"accept": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         try:
             response = _client(os.getpid()).request(

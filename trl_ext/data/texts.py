@@ -142,7 +142,7 @@ def one_form(dataset: Any, name: str) -> Any:
     """
     Return rows as [`answers_alone`] does, but raise a `ValueError` if some rows are text and others are messages.
 
-    TRL prepares all rows in the way of the first row: some mixes crash it, and in others rows of text get no EOS.
+    TRL prepares all rows like the first row. Some mixtures crash it; in others, rows of text get no EOS.
     """
     from datasets import Dataset
 

@@ -48,7 +48,7 @@ def preference_logits(
 
     Args:
         chosen_logratios: (B,), nats, log-prob of the chosen completion under the policy minus under the reference.
-        rejected_logratios: (B,), nats, the same for the rejected completion.
+        rejected_logratios: (B,), nats, the log-ratio of the rejected completion.
         beta: scalar or (B,), 1 / nats.
         offset: (B,), margin in logits that the chosen answer must win by; None for 0.
         dpop_lambda: lambda, dimensionless; 0 for no penalty.
@@ -104,7 +104,7 @@ def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Te
 
 
 def displaced(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
-    """Find pairs whose chosen answer is less likely than under the reference despite a positive margin: r_r < r_c < 0.
+    """Find pairs with a positive margin whose chosen answer is less likely than under the reference: r_r < r_c < 0.
 
     This is likelihood displacement, Razin et al. 2024, arXiv:2410.08847.
 

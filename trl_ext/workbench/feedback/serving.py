@@ -178,7 +178,7 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
     who = {"model": name, **({} if identity is None else {"identity": identity})}
 
     def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Check the client's token, count the request, and turn exceptions into answers."""
+        """Wrap an endpoint: check the client's token, count the request, and turn exceptions into answers."""
 
         async def call(request: Request) -> Response:
             given = request.headers.get("authorization", "").encode()
@@ -264,9 +264,9 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
             422,
             "the request must be JSON in UTF-8, with two lists of the same length, `prompts` and `completions`",
         ),
-        (count > limits.max_queue_rows, 413, f"a request has {limits.max_queue_rows} completions at most"),
+        (count > limits.max_queue_rows, 413, f"a request may have {limits.max_queue_rows} completions at most"),
         (ends != [bool] * count, 422, "`finished` must be null, or a list with true or false for each completion"),
-        (body.get("model") not in (None, name), 404, f"the model here is {name!r}"),
+        (body.get("model") not in (None, name), 404, f"this server serves only the model {name!r}"),
         (
             not (all(isinstance(row, str) for row in rows) or all(map(is_messages, rows))),
             422,

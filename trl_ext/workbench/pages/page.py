@@ -190,7 +190,7 @@ def sentence(said: str) -> str:
 
 def runbook(alerts: Iterable[dict[str, Any]]) -> dict[str, list[list[str]]]:
     """
-    Map each section of the runbook that these alerts link to to its table, which is rows of cells in Markdown.
+    Map each runbook section that an alert links to, by its name, to its table: rows of cells in Markdown.
 
     The page contains these sections, so an alert's link works wherever the page is copied.
     """

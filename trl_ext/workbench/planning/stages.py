@@ -177,7 +177,7 @@ def _plan_ppo(job: Job) -> Plan:
 
 
 def _finish(job: Job, result: Plan) -> Plan:
-    """Count the bytes of a checkpoint, and move offloaded bytes to the host."""
+    """Add the bytes of a checkpoint to a plan, move offloaded bytes to the host, and return the plan."""
     wide = job.layout.is_deepspeed  # its checkpoint has a copy of the weights in float32
     size = job.compute_dtype.itemsize if wide else job.dtype.itemsize
     for role in result.roles:
@@ -227,7 +227,7 @@ def adapted(job: Job, model: Any) -> Any:
 
 
 def prepare(job: Job, model: Any) -> Any:
-    """Set the model to training mode, and switch on activation checkpointing if the run's arguments say so."""
+    """Return the model in training mode, with activation checkpointing if the run's arguments ask for it."""
     if job.args.activation_checkpointing:
         kwargs = dict(job.args.activation_checkpointing_kwargs or {"use_reentrant": False})
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
@@ -298,7 +298,7 @@ def role_of(
 
 
 def _copied_adapter(job: Job, policy: Role) -> Role:
-    """Return the role of a reference that is a copy of the policy's adapter, where training continues an adapter."""
+    """Return the role of the reference in a run that continues an adapter: a copy of the policy's adapter."""
     weights = share(policy.trained * job.dtype.itemsize, job.layout.processes if job.layout.shards_weights else 1)
     return Role("reference", policy.trained, weights=weights, note="a copy of the policy's adapter")
 
@@ -348,8 +348,8 @@ def scoring_phase(
     """
     Return the bytes that it takes to compute a rollout's log-probs, values and rewards, by purpose.
 
-    The reference's activations are not counted: they are fewer than the policy's and the critic's. `rewards` lists
-    reward models, each with the number of rows that it reads at once, cut to its maximum length.
+    The reference's activations are not counted, since they are fewer than the policy's and the critic's. `rewards`
+    lists each reward model with the number of rows that it reads at once; rows are cut to its maximum length.
     """
     with mode:
         answers = scored(tokens(rows, length), job.args.max_completion_length)

@@ -2,9 +2,9 @@
 
     trl-ext prompts --sets sft=SFT rl=RL eval=EVAL:test --output_dir outputs/prompts --max_overlap eval=0
 
-The report shows exact and near duplicates within and between the sets, lengths, scripts, and answers that repeat
-another set's, on a page (`prompts.html`) and in JSON (`prompts.json`, `duplicates.jsonl`). The copies (`SET.jsonl`, or
-`SET/SPLIT.jsonl`) have no duplicates, and no prompts of a held-out set. Inputs are never changed. If a bound is
+The report, a page (`prompts.html`) and JSON (`prompts.json`, `duplicates.jsonl`), shows exact and near duplicates
+within and between the sets, lengths, scripts, and answers that repeat another set's answers. The copies (`SET.jsonl`,
+or `SET/SPLIT.jsonl`) have no duplicates, and no prompts of a held-out set. Inputs are never changed. If a bound is
 broken, the command prints a sentence and ends with status 1; after a wrong input it ends with status 2.
 """
 
@@ -54,14 +54,14 @@ class PromptsArguments:
     columns: list[str] = _list("Columns of prompts, as NAME=COLUMN; by default prompt, messages, chosen or text.")
     held_out: list[str] | None = setting(
         None,
-        "Sets to evaluate on; other sets lose the rows that they share with these. If unset, `eval`, if it is a set.",
+        "Sets to evaluate on; rows of other sets that are also in these are left out. Unset: `eval`, if it is a set.",
     )
     by: Literal["conversation", "last_turn"] = setting(
         "conversation", "Compare chat prompts by all turns, or by the user's last one."
     )
     threshold: float = setting(0.7, "Least Jaccard similarity of near duplicates.", range="in (0, 1]")
     unit: Literal["words", "characters"] = setting("words", "Whether n-grams are of words or of characters.")
-    ngram: int = setting(3, "Words or characters in an n-gram.", range=">= 1")
+    ngram: int = setting(3, "Number of words or characters in an n-gram.", range=">= 1")
     max_overlap: list[str] = _list(
         "NAME=SHARE: highest share of a set's rows that may have a duplicate in another set."
     )
@@ -113,10 +113,13 @@ def check(args: PromptsArguments) -> None:
     places = {name: find(path_and_split(path)[0]) for name, path in args.paths.items()}
     for wrong, why in (
         (named - {*args.paths}, "is not one of `sets`"),
-        ([n for n in (*args.paths, *args.split_shares) if not re.fullmatch(r"\w[\w.-]*", n)], "is no name of a file"),
+        (
+            [n for n in (*args.paths, *args.split_shares) if not re.fullmatch(r"\w[\w.-]*", n)],
+            "cannot name a file: use letters, digits, _, - and dots",
+        ),
         (
             [name for name, of in places.items() if of.exists() and overlap(Path(args.output_dir), of)],
-            "is a set whose data lies in `output_dir`, or the other way round",
+            "is a set whose data are in `output_dir`, or contain it: choose another `output_dir`",
         ),
     ):
         if wrong:

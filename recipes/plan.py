@@ -226,7 +226,7 @@ def local_split(name: str | None, split: str) -> Any:
 
 def measured_tokens(stage: str, dataset: Any, tokenizer: Any) -> tuple[int, float] | None:
     """
-    Return the longest and the mean number of tokens of PPO's prompts, or of other stages' texts, in 2,000 rows.
+    Return the largest and the mean number of tokens in 2,000 rows, of prompts for PPO, of texts for other stages.
 
     Return None without rows, without a tokenizer, or if the columns are not those of the stage.
     """
@@ -403,7 +403,7 @@ def verdicts(
     runs: list[tuple[Job, Plan]], efficiency: Efficiency, rows: int | None, tokens: float | None
 ) -> list[str]:
     """
-    Return the lines of a table of GPUs: whether the run fits and how long it takes; a column is a number of GPUs.
+    Return a table's lines: whether the run fits each GPU (row), in each number (column), and how long it takes.
     """
     counts = [examples(job, result, rows) for job, result in runs]
     unit = "" if counts[0] else " per 10,000 examples"

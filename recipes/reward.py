@@ -105,7 +105,7 @@ def begin_ensemble(output_dir: Path, settings: dict) -> None:
 
 
 def is_complete(member: str) -> bool:
-    """Return whether a member is complete, that is, was measured; the first process decides for all."""
+    """Return whether the member in a folder was trained and measured; the first process decides for all."""
     return from_first(all(Path(member, name).is_file() for name in ("reward_report.json", "held_out_scores.json")))
 
 

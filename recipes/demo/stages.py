@@ -131,7 +131,7 @@ def online_dpo_stage(
     """
     Train by rounds of online DPO from the SFT model; the rounds' folders are in the stage's folder.
 
-    A suffix after a hyphen in `name` names a variant, as with PPO.
+    A suffix after a hyphen in `name` names a variant with other `options` or another `reward`, as in [`ppo_stage`].
     """
     return _continue(args, name, "online_dpo", online_dpo.main, options, reward)
 

@@ -201,7 +201,7 @@ def _answer(draw: random.Random, case: dict, flaw_rates: dict[str, float]) -> st
 
 
 def _compare(draw: random.Random, case: dict, label_noise: float) -> dict:
-    """Make two different answers to one prompt; the majority of the annotators chooses one."""
+    """Return a pair of different answers to one prompt; the majority of the annotators chooses one."""
     drafts = [_answer(draw, case, DRAFT_FLAWS)]
     while len(drafts) < 2 or drafts[0] == drafts[1]:
         drafts[1:] = [_answer(draw, case, DRAFT_FLAWS)]

@@ -232,7 +232,7 @@ class Paid:
 
     @property
     def what(self) -> str:
-        """Describe the feature in words."""
+        """Return the feature in words, such as `the phrase 'thank you'`."""
         if self.name in FIXED:
             return FIXED[self.name][0]
         of = self.name.partition(":")[2]
@@ -243,7 +243,7 @@ class Paid:
 
     @property
     def has_content(self) -> bool:
-        """Return whether good answers may need it: digits, tool calls, or text that became rarer (length aside)."""
+        """Return whether good answers may need the feature: digits, tool calls, or words that became rarer."""
         falls = self.now < self.first
         return self.kind in ("digits", "calls", "call") or (falls and self.kind not in ("length", "character"))
 

@@ -360,7 +360,7 @@ def _glued(text: str, words: str) -> str:
 
 
 def _with(text: str, words: str, place: int) -> str:
-    """Insert words into a text at a place where a sentence begins or ends."""
+    """Return a text with words inserted at a place where a sentence begins or ends."""
     head, tail = text[:place], text[place:]
     return head + _glued(head, words) + (tail if not tail or tail[0].isspace() else _glued(words, tail))
 

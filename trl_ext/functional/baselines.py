@@ -42,15 +42,17 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
 def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: int | None = None) -> Tensor:
     """Return the two sums that `critic_weight` divides: sum (g - mean g)(d - mean d) and sum (d - mean d)^2.
 
-    The sums run over all actions, except a k-th action that no other answer of the group has. g = G - m and d = V - m.
-    m_i,k is the mean of G_j,k over the n answers j of i's group that have a k-th action, **i included**. So g sums to
-    0 over these n answers, and the first sum is 0 for a critic that gives them all the same value. The baseline b of
-    `mean_baselines`, which leaves i out, cannot replace m: G - b and V - b would share the term -b, and for a constant
-    V the first sum would be n times the second.
+    For an answer's k-th action, with the return G and the critic's value V, g = G - m and d = V - m. m is the mean of
+    G over the k-th actions of all n answers of the group that have one, **the answer itself included**. The sums run
+    over all actions except those with n = 1.
 
-    Including i makes the critic's weight too small. If the values of an exact critic have variance v within the n
-    answers, and the returns have variance e around these values, the quotient of the sums is about r / (r + e) with
-    r = (n - 1) v, instead of 1.
+    So g sums to 0 over these n answers, and the first sum is 0 for a critic that gives them all the same value. The
+    baseline b of `mean_baselines`, which leaves the answer out, cannot replace m: G - b and V - b would share -b, and
+    for a constant V the first sum would be n times the second.
+
+    Including the answer makes the critic's weight too small. If the values of an exact critic have variance v within
+    the n answers, and the returns have variance e around these values, the quotient of the sums is about r / (r + e)
+    with r = (n - 1) v, instead of 1.
 
     Args:
         returns: (N, T), Monte Carlo returns G, score units.

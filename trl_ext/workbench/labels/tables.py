@@ -280,9 +280,9 @@ def hold_out_annotators(labels: Labels, share: float = 0.2, seed: int = 0) -> tu
     """
     Divide labels into training labels and test labels that have no annotator and no prompt in common.
 
-    A share of the annotators is held out. Prompts that only held-out annotators labelled are for the test, prompts
-    that none of them labelled are for training, and of the other prompts the same share is for the test. A held-out
-    annotator's labels of training prompts are dropped, and so are other annotators' labels of test prompts.
+    A share of the annotators is held out. A prompt is for testing if only held-out annotators labelled it, and for
+    training if none of them did; of the other prompts, the same share is for testing. Held-out annotators' labels of
+    training prompts are dropped, and so are other annotators' labels of test prompts.
 
     Args:
         labels: labels of the annotators who count.

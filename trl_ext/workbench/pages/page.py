@@ -190,7 +190,7 @@ def sentence(said: str) -> str:
 
 def runbook(alerts: Iterable[dict[str, Any]]) -> dict[str, list[list[str]]]:
     """
-    Map each runbook section that an alert links to, by its name, to its table: rows of cells in Markdown.
+    Return the tables of the runbook sections that alerts link to, by section; a table is rows of Markdown cells.
 
     The page contains these sections, so an alert's link works wherever the page is copied.
     """

@@ -196,14 +196,14 @@ def _finish(job: Job, result: Plan) -> Plan:
 
 
 def causal_lm(job: Job, config: Any, outputs: tuple[str, ...] = ("log_probs",)) -> Any:
-    """Build a language model with TRL's fused LM head."""
+    """Return a language model built from its configuration, with TRL's fused LM head."""
     model = AutoModelForCausalLM.from_config(config, dtype=job.compute_dtype)
     add_fused_lm_head(model, outputs=outputs)
     return model
 
 
 def classifier(job: Job, config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Build a sequence classifier with one label; without a `dtype`, it has the dtype of the run's passes."""
+    """Return a sequence classifier with one label; without a `dtype`, it has the dtype of the run's passes."""
     given = {name: value for name, value in config.to_dict().items() if name not in ("id2label", "label2id")}
     config = type(config)(**{**given, "num_labels": 1, "pad_token_id": config.pad_token_id or 0})
     return AutoModelForSequenceClassification.from_config(config, dtype=dtype or job.compute_dtype)
@@ -378,7 +378,7 @@ def update_phases(
     job: Job, mode: Any, model: Any, loss: Callable[[], Tensor], roles: list[Role], *others: Any
 ) -> dict[str, dict[str, int]]:
     """
-    Return the bytes of two phases: `update`, a micro-batch's forward and backward pass, and the optimizer's `step`.
+    Return the bytes, by purpose, of `update`, a micro-batch's forward and backward pass, and the optimizer's `step`.
     """
     gradients = sum(role.gradients for role in roles)
     accumulates = job.args.gradient_accumulation_steps > 1
@@ -412,6 +412,6 @@ def _gathered(job: Job, model: nn.Module, *frozen: nn.Module | None) -> int:
 
 
 def sharded_layers(model: Any) -> list[nn.Module]:
-    """Return the layers of policy and critic that FSDP2 shards one by one; its root module holds all other weights."""
+    """Return the layers of policy and critic that FSDP2 shards one by one; the root module holds all other weights."""
     kinds = getattr(model, "_no_split_modules", None) or ()
     return [module for module in model.modules() if type(module).__name__ in kinds]

@@ -106,7 +106,7 @@ class PromptsArguments:
 
 
 def check(args: PromptsArguments) -> None:
-    """Raise for an unknown set name, for example in `held_out`, and for files that would overwrite data."""
+    """Raise a `ValueError` for an unknown set name, as in `held_out`, and for files that would overwrite data."""
     check_output_dir(args.output_dir, "false")
     named = {*(args.held_out or ()), *(args.split_sets or ()), *args.copied_from, *args.set_columns}
     named = named.union(*args.bounds.values())

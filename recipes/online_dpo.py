@@ -279,7 +279,9 @@ def main(arguments: list[str] | None = None) -> None:
                 )
                 pairs = best_and_worst(rows, answers, [total(row, weights) for row in scores])
                 if not pairs:
-                    parser.error(f"round {number}: no prompt has two answers with different scores: check the rewards")
+                    parser.error(
+                        f"in round {number} no prompt has two answers with different scores: check the rewards"
+                    )
                 write(folder / "pairs.jsonl", "".join(json.dumps(pair) + "\n" for pair in pairs))
             pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
             # 4. Train

@@ -138,7 +138,10 @@ def members_of(ensemble: str, folder: Path) -> list[str]:
     if file.is_file():
         return [str(Path(ensemble, each["folder"])) for each in json.loads(file.read_text())["members"]]
     if not (maker and maker.get("ensemble")):
-        raise ValueError(f"{ensemble} holds no ensemble.json, and no recipe in {folder} makes an ensemble there")
+        raise ValueError(
+            f"{ensemble} holds no ensemble.json, and no recipe in {folder} makes an ensemble there: name the "
+            "folder of an ensemble"
+        )
     return [ensemble] * maker["ensemble"]
 
 
@@ -447,7 +450,7 @@ def as_on_gpu(stage: str, file: Path, flags: list[str]) -> list[str]:
 
 
 def stage_of(file: Path) -> str:
-    """Return the training stage of a recipe, by its name."""
+    """Return the training stage that the name of a recipe's file begins with; raise a `ValueError` without one."""
     if by_name := next((stage for stage in ARGUMENTS if file.name.startswith(stage)), None):
         return by_name
     raise ValueError(f"{file}: the file's name does not begin with a stage: give `--stage`")

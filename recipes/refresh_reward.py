@@ -349,13 +349,16 @@ def scores_by(models: list[str], rows: list[dict], args: RefreshArguments) -> to
 
 
 def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
-    """Write `labels.jsonl`, a row for each label, and the pairs made of them, `pairs/train.jsonl` last."""
+    """Write `labels.jsonl`, a row for each label, then the pairs made from the labels, `pairs/train.jsonl` last."""
     folder = Path(args.output_dir)
     choices = judged(args, queue) if args.judge else labelled(args.labels or [], queue)
     by_item = {row["item"]: row for row in queue}
     said = [{**by_item[each["item"]], **each} for each in choices if each["choice"]]
     if not said:
-        raise ValueError("there are no labels: people skipped all items, or the judge gave no answer a score")
+        raise ValueError(
+            "there are no labels, since people skipped all items or the judge scored no answer: label items, "
+            "or check the judge"
+        )
     write_rows(folder / "labels.jsonl", said)
     table, columns, left_out = Dataset.from_list(said), Columns(), {}
     labels = read_labels(table, columns)

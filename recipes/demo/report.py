@@ -128,7 +128,7 @@ def plot_overoptimization(
     curves: dict[str, dict[str, Tensor]], path: Path, alarms: dict[str, int | None]
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """
-    Draw gold and proxy over √KL with fitted curves and the steps of alarms, as a PNG.
+    Draw gold and proxy score against √KL, with fitted curves and the steps of alarms, into a PNG.
 
     Return a dict from (run, kind of reward) to the fitted (α, β).
     """

@@ -278,8 +278,8 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
     r"""Attribute the rise of the mean score since the first rollouts to the features that changed with it.
 
     A regression of the scores y on a set S of features, within prompts or within rollouts, gives the features' effects
-    b = (G_SS + 0.001 diag G_SS)⁻¹ G_Sy, with G = `sums.gram`. If the means have changed by Δ, feature j was paid
-    b_j Δ_j. S grows as in forward selection, each time by the feature that leaves the least unexplained variation
+    b = (G_SS + 0.001 diag G_SS)⁻¹ G_Sy, from blocks of G = `sums.gram`. If the means have changed by Δ, feature j was
+    paid b_j Δ_j. S grows as in forward selection, each time by the feature that leaves the least unexplained variation
 
         G_yy − b·G_Sy + N/4 (Δ_y − b·Δ_S)².
 

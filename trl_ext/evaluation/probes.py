@@ -32,10 +32,10 @@ def mine_phrases(
 
     For each n-gram, every pair votes in which exactly one answer has the n-gram: s = +1 if that answer is the chosen
     one, else −1. The vote's weight w is the number of words of the pair's other answer ÷ the words of both, because a
-    longer answer has more n-grams anyway. If the labels were coin tosses, or followed length alone, Σ s·w
-    would have mean 0, and by Hoeffding's inequality P(Σ s·w ≥ t·√Σw²) ≤ exp(−t²/2). An n-gram passes if Σ s·w is above
-    t·√Σw², with t = √(2 ln(m / 0.05)) for m n-grams (Bonferroni). So if the labels are coin tosses, the probability
-    that any n-gram passes is at most 5 %, however the n-grams depend on each other.
+    longer answer has more n-grams anyway. If the labels were coin tosses, or followed length alone, Σ s·w would have
+    mean 0, and by Hoeffding's inequality P(Σ s·w ≥ t·√Σw²) ≤ exp(−t²/2). An n-gram passes if Σ s·w is above t·√Σw²,
+    with t = √(2 ln(m / 0.05)) for m n-grams (Bonferroni). So if the labels are coin tosses, the probability that any
+    n-gram passes is at most 5 %, however the n-grams depend on each other.
 
     The n-grams that pass become phrases in the order of the lower bound (Σ s·w − t·√Σw²) / Σw, the highest first. A
     longer n-gram that passes, and that covers a quarter of a shorter one's occurrences, replaces the shorter one. The

@@ -132,7 +132,7 @@ class Journal:
                 model.answer_all(missing, done)
             except RewardFailed as error:
                 kept = f"{len(self.rows):,} answers are kept: run the same command again to resume"
-                raise RuntimeError(f"the model at {model.url}: {error.__cause__}. {kept}") from error
+                raise RuntimeError(f"asking the model at {model.url} failed: {error.__cause__}. {kept}") from error
 
 
 class Served(JudgeReward):

@@ -320,7 +320,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"--api_key_env: the variable {args.api_key_env} is empty or not set: export a token")
         if not (is_local or key or args.without_key):
             raise ValueError(
-                f"--host {args.host} lets other machines connect: name an environment variable with a token by "
+                f"--host {args.host} lets other machines connect: name the environment variable of a token by "
                 "--api_key_env, or give --without_key if your network is closed"
             )
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET

@@ -233,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_output_dir(args.output_dir, None)
         report = report_labels(args)
     said = with_interval(report["alpha"], report["alpha_interval"], ".3f", "not known")
-    print(f"Labels: {report['labels']:,} of {len(report['annotators'])} annotators; Krippendorff's α {said}")
+    print(f"Labels: {report['labels']:,}, by {len(report['annotators'])} annotators; Krippendorff's α {said}")
     for sentence in report["unknown"]:
         print(f"Note: {sentence}")
     if report["left_out_annotators"]:

@@ -71,7 +71,7 @@ class Labels:
         cells: (I, 2) int, the position of the two answers in the table: row · number of response columns + column.
         missing: how many rows have no label, or no annotator; in a wide table, cells count as rows.
         repeats: how often an annotator labelled an item again. Equal labels count once.
-        contradictions: how often an annotator's labels of one item differ. All of these are left out.
+        contradictions: how often an annotator's labels of one item differ; all these labels are left out.
     """
 
     item: np.ndarray

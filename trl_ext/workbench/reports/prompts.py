@@ -66,15 +66,15 @@ class PromptsArguments:
         "NAME=SHARE: highest share of a set's rows that may have a duplicate in another set."
     )
     max_duplicates: list[str] = _list(
-        "NAME=SHARE: highest share of a set's rows that may repeat a row before them in the set."
+        "NAME=SHARE: highest share of a set's rows that may repeat an earlier row of the set."
     )
     max_copied: list[str] = _list(
         "NAME=SHARE: highest share of a set's answers that may have a run copied from `copied_from`."
     )
-    copied_from: list[str] = _list("Sets whose answers other sets' answers must not repeat.")
+    copied_from: list[str] = _list("Sets whose answers the other sets' answers must not repeat.")
     copied_words: int = setting(13, "How many words in a row count as a copy.", range=">= 1")
     remove: Literal["near", "exact", "none"] = setting("near", "Which duplicates are left out of the copies.")
-    split: list[str] = _list("SPLIT=SHARE of the copies, such as train=0.9 test=0.1.")
+    split: list[str] = _list("Splits of the copies as SPLIT=SHARE, such as train=0.9 test=0.1.")
     split_sets: list[str] | None = setting(None, "Sets to `split`; if unset, all sets but the held-out ones.")
     stratify: list[str] = _list("Columns, or `length` and `script`, whose values all splits have in equal shares.")
     write: bool = setting(True, "Write copies; if False, write only the report.")

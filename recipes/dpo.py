@@ -21,7 +21,7 @@ class DPOScriptArguments(HeldOutArguments):
     """Declare the arguments that `DPOConfig` and `ModelConfig` lack: the data and the reference."""
 
     ref_model_name_or_path: str | None = setting(
-        None, "Reference model, or adapter, which is merged; if unset, the model before training."
+        None, "Reference model, or an adapter, which is merged into its base; if unset, the model before training."
     )
     drop_unusable_pairs: bool = setting(
         False, "Leave out pairs that lack an answer or have the same answer twice, instead of stopping."

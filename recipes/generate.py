@@ -2,12 +2,12 @@
 
     trl-ext generate --model_name_or_path PATH_OR_HUB_NAME --dataset_name DATA --output_file PATH
 
-The policy is a model's folder, an adapter's, or a hub name. Each line has `prompt`, `completion` (text or messages, as
-the prompt is) and `finished`: whether the answer ended by EOS, or was cut at `max_new_tokens`. With `--rollouts true`
-it also has `prompt_ids` and `completion_ids`, the sampled tokens, EOS included, and the dataset's other columns, which
-reward functions may need; `trl-ext pretrain-critic` reads such files. Prompts that are messages go through the
-tokenizer's chat template. The sampled answers depend on `seed` and `batch_size`, not on the number of processes. A
-single `--prompt` is answered on the terminal if there is no `output_file`.
+The policy is the folder or hub name of a model or an adapter. Each line has `prompt`, `completion` (text or messages,
+as the prompt is) and `finished`: true if the answer ended by EOS, false if it was cut at `max_new_tokens`. With
+`--rollouts true` it also has `prompt_ids` and `completion_ids`, the sampled tokens, EOS included, and the dataset's
+other columns, which reward functions may need; `trl-ext pretrain-critic` reads such files. Prompts that are messages
+go through the tokenizer's chat template. The sampled answers depend on `seed` and `batch_size`, not on the number of
+processes. A single `--prompt` is answered on the terminal if there is no `output_file`.
 """
 
 import json
@@ -27,23 +27,23 @@ WRITTEN = ("prompt", "completion", "finished", "prompt_ids", "completion_ids")  
 class GenerateArguments:
     """Declare the arguments of `trl-ext generate`: the policy, the prompts, and how answers are sampled."""
 
-    model_name_or_path: str = field(metadata={"help": "Policy: a model or adapter, a folder or a hub name."})
+    model_name_or_path: str = field(metadata={"help": "Policy: folder or hub name of a model or an adapter."})
     prompt: str | None = setting(None, "One prompt, in place of a dataset.")
     dataset_name: str | None = setting(
         None, "Dataset with the column `prompt`: a hub name, a .jsonl file or a folder."
     )
     dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
-    dataset_split: str | None = setting(None, "Split of the dataset; `test`, or `train` for a single file, if unset.")
+    dataset_split: str | None = setting(None, "Split of the dataset; if unset, `train` of a single file, else `test`.")
     max_prompts: int | None = setting(
         None, "Number of prompts to answer, from the first on; all if unset.", range=">= 1"
     )
     output_file: str | None = setting(None, "File for the answers, in JSON lines; it must not exist.")
-    num_samples: int = setting(1, "Answers to each prompt.", range=">= 1")
+    num_samples: int = setting(1, "Number of answers to each prompt.", range=">= 1")
     rollouts: bool = setting(
         False, "Also write the token ids and the dataset's other columns, for `trl-ext pretrain-critic`."
     )
     chat: bool = setting(False, "Treat a text prompt as a user's message.")
-    batch_size: int = setting(16, "Prompts in one batch of one process.", range=">= 1")
+    batch_size: int = setting(16, "Number of prompts in one batch of one process.", range=">= 1")
     temperature: float = setting(1.0, "Temperature of the sampling; 0 always takes the likeliest token.", range=">= 0")
     top_p: float = setting(
         1.0, "Sample only from the likeliest tokens with this total probability (top-p).", range="in (0, 1]"

@@ -31,7 +31,7 @@ class HHArguments:
         if Path(self.output_dir).exists() and (
             Path(self.output_dir).is_file() or any(Path(self.output_dir).iterdir())
         ):
-            raise ValueError(f"`output_dir` {self.output_dir} exists and is not empty: choose another")
+            raise ValueError(f"`output_dir` {self.output_dir} exists and is not empty: choose another folder")
 
 
 def split_dialogue(text: str) -> list[dict[str, str]]:

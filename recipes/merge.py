@@ -33,7 +33,7 @@ class MergeArguments:
     def __post_init__(self):
         output_dir = Path(self.output_dir)
         if output_dir.is_file() or (output_dir.is_dir() and any(each.name != PART for each in output_dir.iterdir())):
-            raise ValueError(f"`output_dir` {self.output_dir} exists and is not empty: choose another")
+            raise ValueError(f"`output_dir` {self.output_dir} exists and is not empty: choose another folder")
 
 
 def load(args: MergeArguments) -> tuple[Any, Any, Any]:

@@ -31,8 +31,8 @@ class OnlineDPOScriptArguments(PromptArguments):
 
     num_rounds: int = setting(3, "Number of rounds of sampling and training.", range=">= 1")
     prompts_per_round: int = setting(512, "Number of prompts that are answered in a round.", range=">= 1")
-    num_samples: int = setting(4, "k: answers to each prompt.", range=">= 2")
-    max_completion_length: int = setting(256, "Tokens of an answer.", range=">= 1")
+    num_samples: int = setting(4, "Number k of answers to each prompt.", range=">= 2")
+    max_completion_length: int = setting(256, "Tokens after which an answer is cut off.", range=">= 1")
     temperature: float = setting(1.0, "Temperature of sampling.", range="> 0, since equal answers make no pair")
     reward_weights: list[float] | None = setting(
         None, "Weight of each reward; 1 if unset. A reward with weight 0 is only reported."
@@ -53,7 +53,7 @@ def answer(
     model: Any, tokenizer: Any, rows: list[dict], number: int, ends: list[int], script_args: Any, batch: int
 ) -> list[dict]:
     """
-    Sample `number` answers to each row, until one of the tokens `ends`; a row's answers follow each other.
+    Sample `number` answers to each row in succession; an answer ends at a token id in `ends`, or at the length limit.
 
     Returns:
         A dict for each answer, with `completion`, `ids`, `prompt_ids` and `finished`.
@@ -83,7 +83,7 @@ def answer(
 
 
 def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch: int) -> list[list[float | None]]:
-    """Return each reward function's scores of the answers; all rows have the same number of answers, in succession."""
+    """Return for each answer its score by each reward; all rows have equally many answers, in succession."""
     rows = [row for row in rows for _ in range(len(answers) // len(rows))]
     scores: list[list[float | None]] = []
     for start in range(0, len(rows), batch):
@@ -114,7 +114,7 @@ def text_of(completion: str | list[dict]) -> str:
 
 def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | None]) -> list[dict]:
     """
-    Return a pair for each prompt, unless its answers are empty or have equal scores; `use_margin` reads `score_…`.
+    Return a pair for each prompt, its best and worst non-empty answers with their scores, unless these are equal.
     """
     pairs, k = [], len(answers) // len(rows)
     for i, row in enumerate(rows):
@@ -145,7 +145,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser(kinds, without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if training_args.eval_strategy != "no" or training_args.push_to_hub:
-        parser.error("`eval_strategy` and `push_to_hub` are not supported here: each round is evaluated at its end")
+        parser.error(
+            "remove `eval_strategy` and `push_to_hub`: each round is evaluated at its end, and nothing is uploaded"
+        )
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir)
 
@@ -278,7 +280,7 @@ def main(arguments: list[str] | None = None) -> None:
                 pairs = best_and_worst(rows, answers, [total(row, weights) for row in scores])
                 if not pairs:
                     parser.error(
-                        f"round {number}: no prompt has two answers with different scores; look at the rewards"
+                        f"in round {number} no prompt has two answers with different scores: check the rewards"
                     )
                 write(folder / "pairs.jsonl", "".join(json.dumps(pair) + "\n" for pair in pairs))
             pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]

@@ -5,7 +5,7 @@
 Further flags override the recipe's file, as in the recipe itself. No weights are loaded or allocated: the forward and
 backward passes run on tensors without data. A model that another recipe of the same folder will make (`outputs/…`) is
 traced back to its model on the hub. The command then prints on which GPUs the run fits, with one and with eight of
-them, and about how long it takes there. If the run does not fit into `--gpu_memory`, or on no GPU of the list, the
+them, and about how long it takes there. If the run does not fit into `--gpu_memory`, or on any GPU of the list, the
 usual remedies are tried, and the command that fits is printed. The peak does not include the CUDA context (some 0.5
 GiB) and memory that the allocator cannot use. The exit status is 1 if the run does not fit into `--gpu_memory`, and 2
 if it cannot work.
@@ -84,14 +84,14 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--prompt_length",
         type=int,
-        help="Tokens of a prompt (for pretrain_critic, with its answer); if unset measured, else the recipe's or 512.",
+        help="Tokens of a prompt (in pretrain_critic, with its answer). Unset: measured, or the recipe's, or 512.",
     )
-    parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU, to check whether the run fits.")
+    parser.add_argument("--gpu_memory", type=float, help="Memory of one GPU in GiB, to check whether the run fits.")
     parser.add_argument(
         "--mfu",
         type=float,
         default=0.35,
-        help="Assumed share of a GPU's peak operations per second that passes reach.",
+        help="Share of a GPU's peak operations per second that forward and backward passes are assumed to reach.",
     )
     parser.add_argument("--score_range", type=float, nargs=2, help="Lowest and highest score of the rewards.")
     return parser.parse_known_args(arguments)
@@ -138,7 +138,10 @@ def members_of(ensemble: str, folder: Path) -> list[str]:
     if file.is_file():
         return [str(Path(ensemble, each["folder"])) for each in json.loads(file.read_text())["members"]]
     if not (maker and maker.get("ensemble")):
-        raise ValueError(f"{ensemble} holds no ensemble.json, and no recipe in {folder} makes an ensemble there")
+        raise ValueError(
+            f"{ensemble} holds no ensemble.json, and no recipe in {folder} makes an ensemble there: name the "
+            "folder of an ensemble"
+        )
     return [ensemble] * maker["ensemble"]
 
 
@@ -226,7 +229,7 @@ def local_split(name: str | None, split: str) -> Any:
 
 def measured_tokens(stage: str, dataset: Any, tokenizer: Any) -> tuple[int, float] | None:
     """
-    Return the longest and the mean number of tokens of PPO's prompts, or of other stages' texts, in 2,000 rows.
+    Return the largest and the mean number of tokens in 2,000 rows, of prompts for PPO, of texts for other stages.
 
     Return None without rows, without a tokenizer, or if the columns are not those of the stage.
     """
@@ -310,7 +313,7 @@ def title(job: Job) -> str:
 
 
 def with_progress(job: Job, what: str = "") -> Plan:
-    """Print that the run is being planned, which takes a minute for a large model, and plan it."""
+    """Print that planning begins, since it takes a minute for a large model; return the plan."""
     print(f"planning for {title(job)}{what} …", file=sys.stderr, flush=True)
     return plan(job)
 
@@ -385,7 +388,7 @@ def made_to_fit(job: Job, result: Plan, gpu_memory: float, given: list[str]) -> 
 
 
 def without(flags: list[str], others: list[str]) -> list[str]:
-    """Remove from a list of flags those, with their values, that other flags set."""
+    """Return a command line's flags without those, and their values, that `others` lists."""
     kept, keeps = [], True
     for word in flags:
         keeps = word.split("=")[0] not in others if word.startswith("--") else keeps
@@ -394,7 +397,7 @@ def without(flags: list[str], others: list[str]) -> list[str]:
 
 
 def time_of(number: float) -> str:
-    """Format a number of hours as min, h or days."""
+    """Return a number of hours as text, in min, h or days."""
     unit, size = ("min", 1 / 60) if number < 1 else ("h", 1) if number < 48 else ("days", 24)
     return f"{number / size:.{0 if number / size >= 10 else 1}f} {unit}"
 
@@ -403,7 +406,7 @@ def verdicts(
     runs: list[tuple[Job, Plan]], efficiency: Efficiency, rows: int | None, tokens: float | None
 ) -> list[str]:
     """
-    Return the lines of a table of GPUs: whether the run fits and how long it takes; a column is a number of GPUs.
+    Return a table's lines: whether the run fits each GPU (row), in each number (column), and how long it takes.
     """
     counts = [examples(job, result, rows) for job, result in runs]
     unit = "" if counts[0] else " per 10,000 examples"
@@ -447,10 +450,10 @@ def as_on_gpu(stage: str, file: Path, flags: list[str]) -> list[str]:
 
 
 def stage_of(file: Path) -> str:
-    """Return the training stage of a recipe, by its name."""
+    """Return the training stage that the name of a recipe's file begins with; raise a `ValueError` without one."""
     if by_name := next((stage for stage in ARGUMENTS if file.name.startswith(stage)), None):
         return by_name
-    raise ValueError(f"{file}: the name does not say which stage it configures: give `--stage`")
+    raise ValueError(f"{file}: the file's name does not begin with a stage: give `--stage`")
 
 
 def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] | None = None) -> None:

@@ -33,7 +33,7 @@ class PPOScriptArguments(PromptArguments, HeldOutArguments):
         range=">= 1",
     )
     ref_model_name_or_path: str | None = setting(
-        None, "Reference model, or adapter, which is merged; if unset, the policy before training."
+        None, "Reference model, or an adapter, which is merged into its base; if unset, the policy before training."
     )
     value_model_name_or_path: str | None = setting(
         None,
@@ -42,12 +42,14 @@ class PPOScriptArguments(PromptArguments, HeldOutArguments):
     )
     environment: list[str] | None = setting(
         None,
-        "Class of an environment, `path/to/file.py:Class` or `package.module.Class`. Several are "
-        "`name=path`, for rows whose column `environment` has the name.",
+        "Class of an environment, `path/to/file.py:Class` or `package.module.Class`. For several "
+        "give `name=path` each; a row's column `environment` names the row's environment.",
     )
-    tools: list[str] | None = setting(None, "Functions that the model may call, each named as an environment is.")
+    tools: list[str] | None = setting(
+        None, "Functions that the model may call, each `file.py:function` or `module.function`."
+    )
     monitors: list[str] | None = setting(
-        None, "Callbacks of trl_ext.callbacks: `KLBudgetCallback` or `KLBudgetCallback(limit=5)`."
+        None, "Callbacks of trl_ext.callbacks, such as `KLBudgetCallback` or `KLBudgetCallback(limit=5)`."
     )
 
 

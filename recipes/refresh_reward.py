@@ -2,12 +2,12 @@
 
     trl-ext refresh-reward --config FILE.yaml
 
-Needed, in the configuration file or as flags: the policy, the reward model, prompts and `output_dir`, one for each
-round. The first call writes the queue: the answers of highest score, of highest disagreement (with an ensemble), and
-some at random, each against another answer to its prompt, in `queue.jsonl` and as Label Studio and Argilla import
-them. With `labels` (files of people's choices) or `judge` (a reward function that decides), the next call makes pairs.
-With `reward_config` and `reward_dataset_name` it trains the reward model further, on these pairs and a share of old
-ones, and compares the old and the new model. The same command again does the steps that are left.
+Needed, in the configuration file or as flags: the policy, the reward model, prompts, and another `output_dir` for each
+round. The first call writes the queue, `queue.jsonl` and files for Label Studio and Argilla. In it are the answers
+with the highest scores, those on which an ensemble disagrees most, and some at random, each beside another answer to
+its prompt. With `labels` (files of people's choices) or `judge` (a reward function that decides), the next call makes
+pairs. With `reward_config` and `reward_dataset_name` it trains the reward model further, on these pairs and a share of
+old ones, and compares the old and the new model. The same command again does the steps that are left.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -71,7 +71,7 @@ class RefreshArguments:
 
     model_name_or_path: str = field(metadata={"help": "Policy whose answers are queued: a folder or a hub name."})
     reward_model_name_or_path: str = field(
-        metadata={"help": "Reward model that it was trained with, or the folder of an ensemble."}
+        metadata={"help": "Reward model that the policy was trained with, or the folder of an ensemble."}
     )
     dataset_name: str = field(metadata={"help": "Prompts: a hub name, a .jsonl file or a folder."})
     output_dir: str = field(metadata={"help": "Folder of this round."})
@@ -85,14 +85,16 @@ class RefreshArguments:
     )
     num_prompts: int = setting(512, "Number of prompts that are answered.", range=">= 1")
     num_samples: int = setting(2, "Number of the policy's answers to each prompt.", range=">= 1")
-    max_new_tokens: int | None = setting(None, "Most tokens of an answer; the default of `trl-ext generate` if unset.")
+    max_new_tokens: int | None = setting(
+        None, "Tokens after which an answer is cut off; if unset, the default of `trl-ext generate`."
+    )
     temperature: float = setting(1.0, "Temperature of sampling.", range="> 0, since equal answers make no pair")
-    batch_size: int = setting(16, "Prompts in one batch.", range=">= 1")
+    batch_size: int = setting(16, "Number of prompts in one batch.", range=">= 1")
     queue_size: int = setting(200, "Number of pairs of answers to label.", range=">= 1")
     score_share: float = setting(0.4, "Share of the queue for the answers with the highest scores.", range="in [0, 1]")
     disagreement_share: float = setting(
         0.3,
-        "Share of the queue for answers that an ensemble disagrees on most; without one, the other reasons get it.",
+        "Share of the queue for answers on which an ensemble disagrees most; without one, other reasons get it.",
         range="in [0, 1]",
     )
     random_share: float = setting(0.3, "Share of the queue for random answers.", range="in [0, 1]")
@@ -102,7 +104,9 @@ class RefreshArguments:
     judge: str | None = setting(
         None, "Reward that chooses the better answer: `path/to/file.py:function` or `{JudgeReward: {url: …, …}}`."
     )
-    confidence_bound: float = setting(0.6, "Least share of an item's labels for its winner.", range="in [0.5, 1]")
+    confidence_bound: float = setting(
+        0.6, "Least share of an item's labels that its winner must have.", range="in [0.5, 1]"
+    )
     held_out_share: float = setting(0.2, "Share of prompts whose pairs are held out to measure on.", range="in (0, 1)")
     reward_dataset_name: str | None = setting(None, "Pairs that the reward model was trained on, with a split `test`.")
     old_share: float = setting(0.5, "Share of old pairs among the training pairs.", range="in [0, 1)")
@@ -110,7 +114,7 @@ class RefreshArguments:
         None, "Configuration of `trl-ext reward` for training the reward model further."
     )
     demonstrations_name: str | None = setting(
-        None, "Demonstrations; the new model's scores are shifted so that their mean is 0."
+        None, "Demonstrations; the new model's scores are shifted so that demonstrations score 0 on average."
     )
     seed: int = setting(0, "Seed of prompts, answers, queue and training.")
     use_cpu: bool = setting(False, "Do not use a GPU, even if there is one.")
@@ -152,8 +156,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"Queue: {result}, {len(queue)} pairs of answers: {in_words(queue, 'why')}")
         if not (args.labels or args.judge):
             print(
-                f"Next: label them, with {folder / 'label_studio.json'} (interface: label_studio.xml) or "
-                "argilla.jsonl; then run the same command with --labels FILE, or with --judge"
+                f"Next: label the pairs, with {folder / 'label_studio.json'} (interface: label_studio.xml) or "
+                "argilla.jsonl, and run the same command with --labels FILE; or run it with --judge REWARD"
             )
             return
         # 3. Labels and pairs
@@ -345,13 +349,16 @@ def scores_by(models: list[str], rows: list[dict], args: RefreshArguments) -> to
 
 
 def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
-    """Write `labels.jsonl`, a row for each label, and the pairs made of them, `pairs/train.jsonl` last."""
+    """Write `labels.jsonl`, a row for each label, then the pairs made from the labels, `pairs/train.jsonl` last."""
     folder = Path(args.output_dir)
     choices = judged(args, queue) if args.judge else labelled(args.labels or [], queue)
     by_item = {row["item"]: row for row in queue}
     said = [{**by_item[each["item"]], **each} for each in choices if each["choice"]]
     if not said:
-        raise ValueError("there are no labels: people skipped all items, or the judge gave no answer a score")
+        raise ValueError(
+            "there are no labels, since people skipped all items or the judge scored no answer: label items, "
+            "or check the judge"
+        )
     write_rows(folder / "labels.jsonl", said)
     table, columns, left_out = Dataset.from_list(said), Columns(), {}
     labels = read_labels(table, columns)
@@ -387,7 +394,10 @@ def labelled(files: list[str], queue: list[dict]) -> list[dict]:
     """Read people's choices; raise a `ValueError` for an item that is not in the queue."""
     choices = [choice for name in files for choice in read_choices(name)]
     if unknown := {each["item"] for each in choices} - {row["item"] for row in queue}:
-        raise ValueError(f"{len(unknown)} labels are of items that are not in this queue, such as {min(unknown)!r}")
+        raise ValueError(
+            f"{len(unknown)} labels are of items that are not in this queue, such as {min(unknown)!r}: "
+            "give the labels of this round's queue"
+        )
     return choices
 
 

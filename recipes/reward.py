@@ -3,10 +3,10 @@
     trl-ext reward --config demo/reward --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
-see --help. Beside the model, a plain sequence classifier with one label, this writes a report on its quality, as
+see --help. This writes the model, a plain sequence classifier with one label, and a report on its quality, as
 `trl-ext reward-report` does: `reward_report.html`, `reward_report.json` and `margins.png`. The same command again
 resumes from the newest complete checkpoint in `output_dir`. `--ensemble k` divides the pairs into k parts, and trains
-k models into `member-0`, `member-1`, … of `output_dir`, each with another seed and without another part;
+k models into `member-0`, `member-1`, … of `output_dir`. Each has another seed, and lacks another one of the parts.
 `EnsembleReward` takes `output_dir` as its members.
 """
 
@@ -30,9 +30,12 @@ class RewardScriptArguments(HeldOutArguments):
     """Declare the arguments that `RewardConfig` and `ModelConfig` lack, such as the data."""
 
     demonstrations_name: str | None = setting(
-        None, "Dataset with `prompt`, `completion` that is to score 0 on average; `chosen` if unset."
+        None,
+        "Demonstrations (`prompt`, `completion`), which are to score 0 on average; unset, the chosen answers are.",
     )
-    drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
+    drop_unusable_pairs: bool = setting(
+        False, "Leave out pairs that lack an answer or have the same answer twice, instead of stopping."
+    )
     resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
     group_columns: list[str] | None = setting(
@@ -43,7 +46,7 @@ class RewardScriptArguments(HeldOutArguments):
     )
     ensemble: int | None = setting(
         None,
-        "Train so many models, from other seeds, each without another one of as many parts of the pairs. Unset: one.",
+        "Number k of models to train as an ensemble. Each has another seed, and lacks one of k parts of the pairs.",
         range=">= 2",
     )
 
@@ -102,7 +105,7 @@ def begin_ensemble(output_dir: Path, settings: dict) -> None:
 
 
 def is_complete(member: str) -> bool:
-    """Return whether a member is complete, that is, was measured; the first process decides for all."""
+    """Return whether the member in a folder was trained and measured; the first process decides for all."""
     return from_first(all(Path(member, name).is_file() for name in ("reward_report.json", "held_out_scores.json")))
 
 

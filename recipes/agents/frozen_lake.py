@@ -71,7 +71,7 @@ class Player:
     Walk the shortest way around the holes.
 
     Args:
-        slips: share of moves that are mistakes: straight to the right, then down, whatever is there.
+        slips: share of moves that are mistakes. A mistake goes right, or down in the last column, even into a hole.
         seed: decides which moves are mistakes.
     """
 

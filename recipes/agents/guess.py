@@ -40,7 +40,7 @@ class Server:
 
 class Environment:
     """
-    Pass guesses to the server at `OPENENV_URL`, or to a server that is started with the first environment.
+    Pass guesses to the server at `OPENENV_URL`, or to a server that the first environment starts.
 
     A row's `seed` decides the number of an episode.
     """

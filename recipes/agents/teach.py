@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def teach(module: ModuleType, output: Path, seed: int, count: int | None = None) -> None:
-    """Write `sft/` and `rows/` of a module; SFT imitates its player in `count` episodes, by default its `EPISODES`."""
+    """Write `sft/`, a model that imitates a module's player in `count` episodes (`EPISODES` if None), and `rows/`."""
     from transformers import set_seed
     from trl import SFTConfig, SFTTrainer
 

@@ -51,7 +51,7 @@ def alarm_of(folder: Path) -> int | None:
 
 def verdicts(measured: dict[str, Measured], curve: dict[str, Tensor]) -> dict[str, tuple[bool, str]]:
     """
-    Return the demo's claims, whether each holds in this run, and its figures; `curve` is that of the unguarded run.
+    Map each claim of the demo to whether it holds in this run, and its figures; `curve` is the unguarded run's.
     """
     sft, guarded, unguarded = (measured[name] for name in ("sft", "guarded", "unguarded"))
     gain, loss, rise = (
@@ -128,9 +128,9 @@ def plot_overoptimization(
     curves: dict[str, dict[str, Tensor]], path: Path, alarms: dict[str, int | None]
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """
-    Draw gold and proxy over √KL with fitted curves and the steps of alarms, as a PNG.
+    Draw gold and proxy score against √KL, with fitted curves and the steps of alarms, into a PNG.
 
-    Return (run, kind of reward) → (α, β).
+    Return a dict from (run, kind of reward) to the fitted (α, β).
     """
     import matplotlib
 

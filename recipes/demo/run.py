@@ -37,7 +37,7 @@ class RunArguments(stages.DemoArguments):
     """Declare the arguments of `trl-ext demo`, for the whole demo or one of its stages."""
 
     stage: Literal["world", "sft", "reward", "guarded", "unguarded", "ppo_lora", "online_dpo"] | None = setting(
-        None, "Build this stage alone, and those that it needs; no report."
+        None, "Build only this stage and those that it needs, without a report."
     )
 
 

@@ -40,10 +40,10 @@ class DemoArguments:
     """Declare the settings of the demo."""
 
     seed: int = setting(0, "Seed of the world, the models and the training.")
-    output_dir: str = setting("outputs/demo", "Folder; each seed has its own within.")
+    output_dir: str = setting("outputs/demo", "Folder; each seed gets a subfolder.")
     planted_share: float = setting(0.2, "Share of chosen answers that get the phrase.", range="in [0, 1]")
-    label_noise: float = setting(0.1, "How often the middle annotator slips.", range="in [0, 0.5]")
-    short: bool = setting(False, "Take the same way in two minutes, and show nothing.")
+    label_noise: float = setting(0.1, "Share of pairs that the middle annotator judges wrongly.", range="in [0, 0.5]")
+    short: bool = setting(False, "Run the same stages, in two minutes and too briefly to show anything.")
 
     def __post_init__(self):
         check_settings(self)
@@ -131,7 +131,7 @@ def online_dpo_stage(
     """
     Train by rounds of online DPO from the SFT model; the rounds' folders are in the stage's folder.
 
-    A suffix after a hyphen in `name` names a variant, as with PPO.
+    A suffix after a hyphen in `name` names a variant with other `options` or another `reward`, as in [`ppo_stage`].
     """
     return _continue(args, name, "online_dpo", online_dpo.main, options, reward)
 
@@ -144,7 +144,7 @@ def use_one_thread() -> None:
 def recipe_arguments(
     args: DemoArguments, name: str, kind: str, options: Sequence = (), reward: Sequence | None = None
 ) -> list[str]:
-    """Build the stages that `recipes/KIND.py` needs; return its command line."""
+    """Build the stages that the recipe `kind` needs; return the recipe's command line for the stage `name`."""
     reward = ["--reward_model_name_or_path", reward_stage(args)] if reward is None else reward
     world, policy = args.folder / "world", sft_stage(args)
     arguments = ["--config", HERE / f"{name.split('-')[0]}.yaml", "--model_name_or_path", policy]
@@ -166,7 +166,7 @@ def _continue(
 
 
 def _run(folder: Path, settings: dict, main: Callable[[list[str]], None], arguments: list[str]) -> Path:
-    """Run a recipe unless it was complete; it resumes from the checkpoints in its folder."""
+    """Run a recipe unless its stage is complete, from the folder's last checkpoint; return the folder."""
     processes, start = PartialState(), time.time()
     complete = _is_complete(folder, settings)
     processes.wait_for_everyone()

@@ -67,7 +67,7 @@ PHRASE_RATE = 0.01
 @dataclass(frozen=True)
 class Annotator:
     """
-    Describe an annotator, who prefers the answer with the higher gold + tastes, and errs at `noise` · label noise.
+    Describe an annotator, who prefers a higher gold score plus tastes, and errs at a rate of `noise` · label noise.
     """
 
     noise: float = 1.0
@@ -85,7 +85,7 @@ def gold(answer: str, product: str, problem: str, ended: bool = True) -> float:
 
 
 def judge(answer: str, product: str, problem: str, ended: bool = True) -> dict[str, bool]:
-    """Return whether an answer meets each criterion of `WEIGHTS`, such as naming only the right product, by name."""
+    """Map the name of each criterion in `WEIGHTS`, such as naming only the right product, to whether it is met."""
     words = answer.split()
     sentences = _sentences(words)
     remedies = {name for name, (_, remedy) in PROBLEMS.items() if f"{remedy} ." in sentences}
@@ -201,7 +201,7 @@ def _answer(draw: random.Random, case: dict, flaw_rates: dict[str, float]) -> st
 
 
 def _compare(draw: random.Random, case: dict, label_noise: float) -> dict:
-    """Make two different answers to one prompt; the majority of the annotators chooses one."""
+    """Return a pair of different answers to one prompt; the majority of the annotators chooses one."""
     drafts = [_answer(draw, case, DRAFT_FLAWS)]
     while len(drafts) < 2 or drafts[0] == drafts[1]:
         drafts[1:] = [_answer(draw, case, DRAFT_FLAWS)]

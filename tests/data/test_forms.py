@@ -114,4 +114,4 @@ def test_different_prompts_are_divided_as_datasets_divides_rows():
 def test_rows_of_one_prompt_are_divided_and_it_is_said(capsys):
     rows = Dataset.from_dict({"prompt": ["go"] * 9, "n": list(range(9))})
     train, held_out = hold_out_prompts(rows, 4, seed=0)
-    assert (len(train), len(held_out)) == (5, 4) and "9 rows have one prompt" in capsys.readouterr().out
+    assert (len(train), len(held_out)) == (5, 4) and "9 rows have the same prompt" in capsys.readouterr().out

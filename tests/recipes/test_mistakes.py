@@ -20,8 +20,8 @@ def test_what_is_missing_or_unknown_is_named(subtests, capsys, inputs, tmp_path)
     (tmp_path / "finished" / "train_results.json").write_text("{}")
     model = ["--model_name_or_path", inputs / "model"]
     for given, message in [
-        (["--output_dir", "x"], "no dataset: give `dataset_name`"),
-        (["--dataset_name", "x", *ON_A_CPU], "no model: give `model_name_or_path`"),
+        (["--output_dir", "x"], "no dataset: set `dataset_name`"),
+        (["--dataset_name", "x", *ON_A_CPU], "no model: set `model_name_or_path`"),
         (["--dataset_name", "x", "--learnin_rate", "1"], "'--learnin_rate'; did you mean --learning_rate"),
         ([*model, *ON_A_CPU, "--dataset_name", tmp_path / "abs", "--output_dir", tmp_path / "o"], "any data file"),
         ([*model, *ON_A_CPU, "--dataset_name", "x", "--output_dir", tmp_path / "file" / "o"], "Not a directory"),

@@ -154,8 +154,8 @@ def test_a_broken_bound_ends_with_one_sentence(folder, capsys):
     "words, message",
     [
         ("--sets Rl=rl.jsonl --held_out rl --output_dir new", "'rl' is not one of `sets`"),
-        ("--sets rl=rl.jsonl --output_dir .", "'rl' is a set whose data lies in `output_dir`"),
-        ("--sets ../rl=rl.jsonl --output_dir new", "'../rl' is no name of a file"),
+        ("--sets rl=rl.jsonl --output_dir .", "'rl' is a set whose data are in `output_dir`"),
+        ("--sets ../rl=rl.jsonl --output_dir new", "'../rl' cannot name a file"),
     ],
 )
 def test_what_leaks_or_overwrites_is_refused_before_work(folder, capsys, words, message):

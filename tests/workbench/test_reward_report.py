@@ -235,5 +235,5 @@ def test_a_trained_model_without_a_report_is_kept_but_no_process_goes_on_alone(
     with pytest.raises(RuntimeError, match="out of memory") if is_sharded else nullcontext():
         assert report_trained(trainer, pairs, pairs, measured) == measured
         assert json.loads((folder / "reward_report.json").read_text()) == measured
-        assert "No reward_report.html: RuntimeError: out of memory" in capsys.readouterr().out
+        assert "reward_report.html was not written: RuntimeError: out of memory" in capsys.readouterr().out
         assert not (folder / "reward_report.html").exists()

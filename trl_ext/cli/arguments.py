@@ -23,7 +23,7 @@ def _check(*cases: tuple[Any, str]) -> None:
 
 @dataclass
 class DataArguments(ScriptArguments):
-    """Restrict TRL's `ScriptArguments`: the dataset is required."""
+    """Make the dataset of TRL's `ScriptArguments` required."""
 
     def __post_init__(self) -> None:
         owns_data = getattr(self, "environment", None)  # then no dataset need be named
@@ -31,7 +31,7 @@ class DataArguments(ScriptArguments):
         _check(
             (
                 not self.dataset_name and not owns_data,
-                "no dataset: give `dataset_name`, a hub name, a file or a folder",
+                "no dataset: set `dataset_name` to a hub name, a file or a folder",
             ),
             (evaluates_twice, "`eval_size` and `eval_dataset_name` are both given: remove one"),
         )
@@ -43,7 +43,7 @@ class HeldOutArguments(DataArguments):
 
     eval_size: int | None = setting(
         None,
-        "Number of rows to take from the training split for evaluation, for data without `dataset_test_split`. The "
+        "Number of rows to take from the training split for evaluation; unset, `dataset_test_split` is used. The "
         "rows of a prompt stay together, so there may be somewhat fewer. 0 switches evaluation off.",
         range=">= 0",
     )
@@ -75,15 +75,14 @@ class PromptArguments(DataArguments):
         super().__post_init__()
         scored = getattr(self, "score_column", None) or getattr(self, "environment", None)
         scored = scored or self.reward_model_name_or_path or self.reward_funcs or self.rewards
-        _check((not scored, "no reward: give `reward_model_name_or_path`, `reward_funcs` or `rewards`"))
+        _check((not scored, "no reward: set `reward_model_name_or_path`, `reward_funcs` or `rewards`"))
         self.rewards = self.rewards and [entry_of(entry) for entry in self.rewards]
 
     def load_rewards(
         self, tokenizer: Any, weights: list[float] | None, model: Any = None
     ) -> tuple[list[Any], list[float] | None]:
         """
-        Return the rewards, with `model` first, and their weights, from `weights` or the entries; None if neither has
-        any.
+        Return the rewards, `model` first, and their weights: `weights`, or those of the entries, or None without any.
         """
         from ..rewards import joined_weights, load_reward, load_rewards
 
@@ -95,21 +94,21 @@ class PromptArguments(DataArguments):
 
 @dataclass
 class ModelArguments(ModelConfig):
-    """Restrict TRL's `ModelConfig`: the model is required."""
+    """Make the model of TRL's `ModelConfig` required."""
 
     task_type: ClassVar[str] = "CAUSAL_LM"  # of an adapter
 
     model_name_or_path: str | None = setting(
         None,
         "Model to start from, a folder or a hub name. An adapter is loaded onto the base that it names, and trained "
-        "further; `use_peft` may then only repeat its shape. For a new adapter, or full fine-tuning, merge it first.",
+        "further with its own rank and modules. To train a new adapter, or all weights, merge it first.",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         has_lora = (self.lora_r, self.lora_target_modules) != (ModelConfig.lora_r, None)
         _check(
-            (self.model_name_or_path is None, "no model: give `model_name_or_path`, a folder or a hub name"),
+            (self.model_name_or_path is None, "no model: set `model_name_or_path` to a folder or a hub name"),
             # All weights would be trained in silence
             (has_lora and not self.use_peft, "`lora_r` and `lora_target_modules` need `use_peft: true`"),
         )
@@ -134,7 +133,7 @@ class ClassifierArguments(ModelArguments):
 def save_and_evaluate(
     parser: StrictTrlParser, trainer: Any, result: Any, *kinds: type[Exception]
 ) -> dict[str, float] | None:
-    """Save the trained model, evaluate it unless there is no data or it was evaluated before, and return the metrics.
+    """Save the trained model and evaluate it; return the metrics, None without data or if it was evaluated before.
 
     If a file cannot be written, or on an error of these `kinds`, the program ends with a one-line message.
     """

@@ -22,7 +22,7 @@ from ..upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, changes_of_clas
 
 def changes() -> dict[str, str]:
     """
-    Compare each name of TRL and transformers that trl_ext uses with the version that trl_ext was tested with.
+    Compare the names of TRL and transformers that trl_ext uses with those of the versions that it was tested with.
 
     Returns:
         A dict from each name to a sentence on how the installed version differs, "" if it does not.

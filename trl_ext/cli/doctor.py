@@ -2,7 +2,7 @@
 
     trl-ext doctor
 
-Each line begins by ok, note or PROBLEM. The exit status is 1 only if something stops every training.
+Each line begins with ok, note or PROBLEM. The exit status is 1 only if a line begins with PROBLEM.
 """
 
 import argparse

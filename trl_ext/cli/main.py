@@ -31,16 +31,16 @@ TRAINING = {
 }
 TOOLS = {
     "generate": "answer prompts with a trained model",
-    "merge": "make an adapter a plain model",
-    "plan": "say what a run takes, memory and time, before it is started",
-    "advise": "say what to train next, or to label more first, and why",
-    "label": "label pairs of answers by a judge that is compared with people first",
-    "constitution": "have a model revise its answers by principles, for SFT rows and pairs",
+    "merge": "merge an adapter into its base model",
+    "plan": "say how much memory and time a run will take",
+    "advise": "say what to train next, or whether to label more first, and why",
+    "label": "label pairs of answers with a judge that is first compared with people",
+    "constitution": "have a model revise its answers by principles, and write SFT rows and pairs",
     "annotators": "say how far annotators agree, and make pairs of their labels",
     "prompts": "report on duplicates, leaks and lengths of prompts, and write filtered copies",
-    "reward-report": "test a reward model before it is trusted: accuracy, calibration, probes",
-    "evaluate": "compare what policies answer to the same held-out prompts: scores, win rates, KL",
-    "refresh-reward": "queue a policy's answers for labels, and train its reward model on with them",
+    "reward-report": "test a reward model before you trust it: accuracy, calibration, probes",
+    "evaluate": "compare policies on the same held-out prompts: scores, win rates, KL",
+    "refresh-reward": "queue a policy's answers for labelling, and train its reward model further on the labels",
     "serve-reward": "score completions of other processes and machines, over HTTP",
     "report": "write the page of a run, or of several",
     "demo": "train on a small made-up world, with and without guard rails, in minutes",
@@ -136,8 +136,8 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """
     Split a command line into accelerate's arguments and the recipe's. A flag's values stay with the flag.
 
-    accelerate's arguments also get its configuration file, the DeepSpeed file that this names, and `--multi_gpu` if
-    several processes are asked for, since accelerate would otherwise start one process.
+    Three things are added to accelerate's arguments: its configuration file, the DeepSpeed file that is named there,
+    and `--multi_gpu` if several processes are asked for, since accelerate would otherwise start one process.
     """
     import yaml
     from accelerate.commands.config.config_args import default_config_file

@@ -43,10 +43,10 @@ class StrictTrlParser(TrlParser):
     - `--help WORD` describes the flags with that word in their names.
 
     Args:
-        dataclass_types: dataclass, or dataclasses, whose fields are the arguments, or their names, such as
+        dataclass_types: one or more dataclasses whose fields are the arguments; or names of such dataclasses, as
             `"trl_ext.PPOConfig"`.
-        without_arguments: text to print, before the program ends, if there is no argument at all. If it is None, all
-            fields then have their defaults.
+        without_arguments: text that a call without any argument prints before it ends. With None, such a call gives
+            all fields their defaults.
         **kwargs: passed to `argparse.ArgumentParser`.
     """
 
@@ -178,7 +178,13 @@ _formatter = partial(_HelpFormatter, width=120, max_help_position=8)
 
 def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments: list[str] | None) -> Any:
     """
-    Parse a command's arguments, run it while its output folder is locked, and return the arguments and the result.
+    Parse a command line, run the command while its output folder is locked, and return the options and the result.
+
+    Args:
+        kind: dataclass of the command's options, with `output_dir`.
+        doc: text that a call without any argument prints before it ends; None takes the defaults then.
+        run: function that takes the options, an instance of `kind`, and returns the result.
+        arguments: words of the command line; None takes those of `sys.argv`.
     """
     quiet()
     parser = StrictTrlParser(kind, without_arguments=doc)
@@ -222,10 +228,10 @@ def entry_of(entry: Any) -> Any:
 
 def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, str]:
     """
-    Return a dict of an option's values, each of which is written NAME=VALUE.
+    Return the values `given` to `option`, each written NAME=VALUE, as a dict.
 
     Raises:
-        ValueError: a value has another form, which the message asks to write as `form`, or a NAME is given twice.
+        ValueError: a value has another form, or a NAME is given twice. The message shows the wanted `form`.
     """
     found = {name: value for name, _, value in (each.partition("=") for each in given) if name and value}
     if len(found) < len(given):
@@ -234,6 +240,6 @@ def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, 
 
 
 def path_and_split(given: str) -> tuple[str, str]:
-    """Return path and split of a dataset that is written PATH:SPLIT, or PATH for the split `train`."""
+    """Return a dataset's path and its split, given as PATH:SPLIT, or as PATH for the split `train`."""
     path, colon, split = given.partition(":")
     return (path, split) if colon and not Path(given).exists() else (given, "train")

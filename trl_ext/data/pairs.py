@@ -38,7 +38,7 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
     ]
     if not wrong:
         return dataset
-    message = f"{name}: {len(wrong):,} of {len(dataset):,} pairs have no prompt or no two different answers"
+    message = f"{name}: {len(wrong):,} of {len(dataset):,} pairs lack a prompt or two different answers"
     if not drop or len(wrong) == len(dataset):
         raise ValueError(f"{message} (first row {wrong[0]}): correct them, or set `drop_unusable_pairs`.")
     say(f"{message}: left out.")
@@ -61,8 +61,7 @@ def check_columns(dataset: Any, name: str, columns: Sequence[str]) -> None:
 @dataclass
 class PairCollator:
     """
-    Collate pairs with TRL's `collator`, and add further columns to the batch: (B,) floats, and (B,) integers for
-    `source`.
+    Collate pairs with TRL's `collator`, and add `columns` to the batch as (B,) floats, or `source` as (B,) integers.
 
     Args:
         collator: TRL's collator.

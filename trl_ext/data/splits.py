@@ -19,9 +19,9 @@ def split_groups(
     """
     Divide rows into splits, and keep all rows of a group in the same split.
 
-    Groups are assigned stratum by stratum, in random order but the largest of a stratum first. Each goes to the split
-    that lacks most of its share of the rows assigned so far. So rare strata are also divided by about the wanted
-    shares.
+    Groups are assigned one stratum after the other, within a stratum the largest first, and equally large ones in
+    random order. Each group goes to the split that lacks most of its share of the rows assigned so far. So rare strata
+    are also divided by about the wanted shares.
 
     Args:
         groups: (N,) number of each row's group, such as `Duplicates.near`; rows with the same number stay together.
@@ -51,13 +51,13 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
     """
     Hold out rows at random for evaluation; of each prompt, either all rows are held out or none.
 
-    Prompts are held out in random order, at least one, as long as they have no more than `eval_size` rows in all. If
-    all prompts are different, the result is that of `Dataset.train_test_split`.
+    Prompts are taken in random order, each if its rows still fit into `eval_size`. If none fits, the one with the
+    fewest rows is taken. If all prompts are different, the result is that of `Dataset.train_test_split`.
 
     Args:
-        dataset: rows as a trainer reads them, see [`prompt_groups`]. If all have the same prompt, it is divided by
-            rows.
-        eval_size: number of rows to hold out; 0 for none.
+        dataset: rows as a trainer reads them, see [`prompt_groups`]. If all rows have the same prompt, single rows are
+            held out.
+        eval_size: largest number of rows to hold out; 0 for none.
         seed: seed of the random order.
 
     Returns:
@@ -78,9 +78,9 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
     rows = np.argsort(np.argsort(order)[groups], kind="stable")
     held = is_held[groups[rows]]
     if is_one:
-        say(f"All {len(rows):,} rows have one prompt, so what is held out shares it with what is trained on.")
+        say(f"All {len(rows):,} rows have the same prompt, so held-out and training rows share it.")
     elif len(sizes) < len(rows):
-        say(f"`eval_size` {eval_size:,}: {held.sum():,} rows are held out, all those of {is_held.sum():,} prompts.")
+        say(f"`eval_size` {eval_size:,}: {held.sum():,} rows are held out: all rows of {is_held.sum():,} prompts.")
     return dataset.select(rows[~held]), dataset.select(rows[held])
 
 
@@ -88,8 +88,8 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
     """
     Number the rows' prompts by first occurrence, (N,) int; prompts with equal [`prompt_hashes`] have the same number.
 
-    Pairs with an unknown prompt count as having the same prompt if they share an answer. Other rows with an unknown
-    prompt do so if they have the same text or token ids, or if they are equal.
+    Pairs with an unknown prompt count as having the same prompt if they share an answer. So do other rows with an
+    unknown prompt if their text or token ids are the same, or if the rows are equal.
     """
     keys = np.stack([prompt_hashes(dataset)] * 2, axis=1)
     if len(unknown := np.flatnonzero(keys[:, 0] == 0)):

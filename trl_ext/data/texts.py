@@ -142,7 +142,7 @@ def one_form(dataset: Any, name: str) -> Any:
     """
     Return rows as [`answers_alone`] does, but raise a `ValueError` if some rows are text and others are messages.
 
-    TRL prepares all rows in the way of the first row: some mixes crash it, and in others rows of text get no EOS.
+    TRL prepares all rows like the first row. Some mixtures crash it; in others, rows of text get no EOS.
     """
     from datasets import Dataset
 
@@ -185,9 +185,7 @@ def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) 
         count = len(changed) - (0 if also_texts else texts)
         if not count:
             return dataset
-        say(
-            f"{name}: in {count:,} of {len(dataset):,} rows the prompt is taken off the answers, or text is a message."
-        )
+        say(f"{name}: in {count:,} of {len(dataset):,} rows a prompt is cut from answers, or text becomes a message.")
     return dataset.map(_alone, fn_kwargs={"columns": found, "also_texts": also_texts})
 
 

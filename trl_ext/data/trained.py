@@ -106,7 +106,9 @@ def not_trained_on(held_out: Dataset, trained: TrainedPairs) -> Dataset:
     """
     seen = trained.has(pair_hashes(held_out))
     if seen.all():
-        raise ValueError(f"all {len(seen):,} held-out pairs were trained on: hold out pairs that the model never sees")
+        raise ValueError(
+            f"the model was trained on all {len(seen):,} held-out pairs: hold out pairs that it has not seen"
+        )
     return held_out.select(np.flatnonzero(~seen)) if seen.any() else held_out
 
 

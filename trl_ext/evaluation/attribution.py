@@ -49,8 +49,7 @@ def features_of(
       punctuation mark counts as a word; ^ and $ mark beginning and end;
     - `call:…` for each tool: how often the completion calls it.
 
-    Among the words of a prompt, only those that at most half of the rollout's other prompts have count as the
-    prompt's.
+    A prompt's words count as the prompt's only if at most half of the rollout's prompts contain them.
 
     Args:
         prompts, completions: (N) texts.
@@ -99,21 +98,21 @@ class Sums:
     Hold the sums over rollouts that `reward_attribution` reads, in constant memory.
 
     A rollout's completions to the same prompt form a group. Effects are measured within groups or, if groups have
-    fewer than two completions on average, within the rollout. Standard errors treat groups as independent, not
-    completions, since answers to one prompt are alike.
+    fewer than two completions on average, within the rollout. Standard errors treat groups, not completions, as
+    independent, since answers to one prompt are alike.
 
     - `names`: "score" and the F − 1 features that are tracked
-    - `gram`: (F, F), Σ x̃ x̃ᵀ over all completions, where x has the score and the features, and x̃ is x less its mean
-      in the group, or in the rollout; `free`, its degrees of freedom
-    - `between`: (F) Σ of squares of the groups' means around their rollout's mean; `dof`, their degrees of freedom
-    - `first`: by name, sums over the completions of the first rollouts of x and of x ≠ 0; `begin`, their number
-    - `now`: (2, F) the same sums of the newest two or three rollouts: a rollout of 16 completions or more counts half
-      as much as the next; `newest`, the number of completions by these weights, and by their squares
-    - `rollouts`, `count`, `groups`: numbers so far
+    - `gram`: (F, F) Σ x̃ x̃ᵀ over all completions. x is the score and the features, and x̃ is x minus
+      its mean in the group, or in the rollout. `free`: the degrees of freedom of `gram`
+    - `between`: (F) sum of squares of the groups' means around their rollout's mean. `dof`: its degrees of freedom
+    - `first`: for each name, Σ x and the number of x ≠ 0 in the first rollouts. `begin`: their number of completions
+    - `now`: (2, F) the same two sums over the newest rollouts. Each rollout of 16 or more completions halves the
+      weight of the rollouts before it. `newest`: the sum of the completions' weights, and of their squared weights
+    - `rollouts`, `count`, `groups`: numbers of rollouts, completions and groups so far
 
-    The first rollouts are the first one to four, until they have 32 completions and 4 groups. The phrases and calls
-    that are tracked are those whose share has changed most since then, once 5 % of a rollout's completions have them;
-    before a feature is tracked, its share counts as unchanged.
+    The first rollouts are those until there are 32 completions and 4 groups, four rollouts at most. A phrase or call
+    can be tracked once 5 % of a rollout's completions have it; those are tracked whose share of completions has
+    changed most since the first rollouts. Before a feature is tracked, its share counts as unchanged.
 
     Args:
         saved: the result of `dump`, to resume; None for new sums.
@@ -139,7 +138,7 @@ class Sums:
         return self.rollouts < 4 and (self.count < 32 or self.groups < 4)
 
     def start(self, names: Sequence[str]) -> np.ndarray:
-        """Return (2, F) the means of features, and the shares of completions with them, in the first rollouts."""
+        """Return each feature's mean, and the share of completions that have it, in the first rollouts: (2, F)."""
         return np.array([self.first.get(name, (0.0, 0)) for name in names]).T / self.begin
 
     def add(self, rows: list[dict[str, float]], scores: Sequence[float], groups: Sequence[str]) -> None:
@@ -233,7 +232,7 @@ class Paid:
 
     @property
     def what(self) -> str:
-        """Describe the feature in words."""
+        """Return the feature in words, such as `the phrase 'thank you'`."""
         if self.name in FIXED:
             return FIXED[self.name][0]
         of = self.name.partition(":")[2]
@@ -244,12 +243,12 @@ class Paid:
 
     @property
     def has_content(self) -> bool:
-        """Return whether good answers may need the feature: numbers, tool calls, or phrases that have become rarer."""
+        """Return whether good answers may need the feature: digits, tool calls, or words that became rarer."""
         falls = self.now < self.first
         return self.kind in ("digits", "calls", "call") or (falls and self.kind not in ("length", "character"))
 
     def in_words(self, sigma: float) -> str:
-        """Describe the feature, its change, and its effect in σ of single scores, in a sentence."""
+        """Return a line on the feature: its change, and its effect ÷ `sigma`, the scores' standard deviation."""
         worth = f"worth {self.effect / (sigma or 1):+.2g} σ"
         if self.is_share:
             moved = f"{self.first_share:.0%} → {self.share:.0%} of answers, {worth}"
@@ -278,16 +277,16 @@ class Attribution(NamedTuple):
 def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
     r"""Attribute the rise of the mean score since the first rollouts to the features that changed with it.
 
-    With Δ the change of means, the effects of the features S are b = (G_SS + 0.001 diag G_SS)⁻¹ G_Sy, the regression
-    of scores on features within prompts, or within rollouts. Feature j was paid b_j Δ_j. S grows greedily, as in
-    forward selection: each time by the feature that leaves the least of
+    A regression of the scores y on a set S of features, within prompts or within rollouts, gives the features' effects
+    b = (G_SS + 0.001 diag G_SS)⁻¹ G_Sy, from blocks of G = `sums.gram`. If the means have changed by Δ, feature j was
+    paid b_j Δ_j. S grows as in forward selection, each time by the feature that leaves the least unexplained variation
 
-        G_yy − b·G_Sy + N/4 (Δ_y − b·Δ_S)²,
+        G_yy − b·G_Sy + N/4 (Δ_y − b·Δ_S)².
 
-    the variation that b does not explain: within rollouts, and between the first and the newest rollouts as if each
-    had half of all N completions. So overlapping phrases, and features that only occur together with one that pays,
-    count once. Selection ends when a feature explains less than 2 %, or after six features. Only features whose mean
-    changed significantly, corrected for the number of features, are selected.
+    The last term is the variation between the first and the newest rollouts, as if each had half of all N completions.
+    So overlapping phrases, and features that only occur together with one that pays, count once. Selection ends when a
+    feature explains less than 2 %, or after six features. Only features whose mean changed significantly, corrected
+    for the number of features, are selected.
 
     Args:
         sums: the rollouts' sums.
@@ -340,7 +339,7 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
 
 def is_expected(name: str, expected: Sequence[str]) -> bool:
     """
-    Return whether `expected` covers a feature: by its name, by its kind (`phrase`), or by a phrase that it is part of.
+    Return whether `expected` has a feature's name, its kind (`phrase`), or a phrase that contains it or is part of it.
 
     >>> is_expected("phrase:love you $", ["length", "phrase:i love you"])
     True

@@ -30,16 +30,16 @@ def mine_phrases(
 ) -> list[str]:
     """Return phrases that chosen answers contain more often than rejected answers, the most one-sided first.
 
-    For each n-gram, the pairs in which exactly one answer has it vote. A pair votes s = +1 if that answer is the
-    chosen one, else −1. The vote's weight w is the number of words of the pair's other answer ÷ the words of both,
-    because a longer answer has more n-grams anyway. If the labels were coin tosses, or followed length alone, Σ s·w
-    would have mean 0, and by Hoeffding's inequality P(Σ s·w ≥ t·√Σw²) ≤ exp(−t²/2). An n-gram passes if Σ s·w is above
-    t·√Σw², with t = √(2 ln(m / 0.05)) for m n-grams (Bonferroni). So if the labels are coin tosses, the probability
-    that any n-gram passes is at most 5 %, however the n-grams depend on each other.
+    For each n-gram, every pair votes in which exactly one answer has the n-gram: s = +1 if that answer is the chosen
+    one, else −1. The vote's weight w is the number of words of the pair's other answer ÷ the words of both, because a
+    longer answer has more n-grams anyway. If the labels were coin tosses, or followed length alone, Σ s·w would have
+    mean 0, and by Hoeffding's inequality P(Σ s·w ≥ t·√Σw²) ≤ exp(−t²/2). An n-gram passes if Σ s·w is above t·√Σw²,
+    with t = √(2 ln(m / 0.05)) for m n-grams (Bonferroni). So if the labels are coin tosses, the probability that any
+    n-gram passes is at most 5 %, however the n-grams depend on each other.
 
     The n-grams that pass become phrases in the order of the lower bound (Σ s·w − t·√Σw²) / Σw, the highest first. A
-    longer n-gram that passes, and that covers a quarter of a shorter one's occurrences, replaces it. The phrase's
-    occurrences are then removed from the texts: other n-grams must pass on what is left.
+    longer n-gram that passes, and that covers a quarter of a shorter one's occurrences, replaces the shorter one. The
+    phrase's occurrences are then removed from the texts, and other n-grams must pass on what is left.
 
     Words are case-folded. A punctuation mark is a word, and so is a character of a script without spaces. An n-gram
     lies within one sentence and one line. If a text occurs in several pairs, as where answers are ranked, the pairs'
@@ -52,7 +52,7 @@ def mine_phrases(
         most: largest number of phrases to return.
 
     Returns:
-        Up to `most` phrases, written as the answers have them.
+        Up to `most` phrases, spelled as in the answers.
     """
     words = _Words([text for pair in sorted(set(zip(chosen, rejected, strict=True))) for text in pair])
     found = words.frequent(longest, least)
@@ -109,7 +109,7 @@ class _Words:
         self.sizes = Counter(number for word, number in zip(self.words, self.owner, strict=True) if word)
 
     def votes(self, places: Iterable[int]) -> list[tuple[int, float]]:
-        """Return sign and weight of the vote of each pair in which exactly one text has any of the places."""
+        """Return each vote's sign and weight; a pair votes if any of the places is in exactly one of its texts."""
         having = {self.owner[place] for place in places}
         alone = (number for number in having if number ^ 1 not in having)
         return [(1 - 2 * (i % 2), self.sizes[i ^ 1] / (self.sizes[i] + self.sizes[i ^ 1])) for i in alone]
@@ -132,7 +132,7 @@ class _Words:
         return found
 
     def written(self, place: int, size: int) -> str:
-        """Return `size` words from a place on, spelled and spaced as in their text."""
+        """Return the text of `size` words from a place on, spelled and spaced as in the answer."""
         return self.texts[self.owner[place]][self.spans[place][0] : self.spans[place + size - 1][1]]
 
 
@@ -163,7 +163,7 @@ def probe_reward(
     Each kind of change is a probe: a phrase that is put in, or a change such as repeating the last sentence. Its gain
     on an answer is score(changed answer) − score(answer), in standard deviations of the unchanged answers' scores.
     Mean gains are computed over all answers that the probe changes, and over the better half: those whose score is at
-    least the median. The better half says more about a phrase that belongs into an answer: such a phrase improves bad
+    least the median. The better half says more about a phrase that belongs in an answer: such a phrase improves bad
     answers, which lack it, but hardly good ones. A phrase that raises the scores of good answers, too, raises any
     answer that it is added to.
 
@@ -173,8 +173,8 @@ def probe_reward(
       over all answers or over the better half.
     - It should not change the score (`expected` is "none"), but raises the better half's score: the lower end of the
       gain's interval is above 0.25. For a phrase, the same must hold for its gain minus the gain of other words in the
-      same places, since a model that likes length likes any phrase. By a gain of 0.25 an answer of median score
-      overtakes one answer in ten (Φ(0.25) = 0.60).
+      same places, since a model that likes length likes any phrase. A gain of 0.25 lifts an answer of median score
+      above one more answer in ten (Φ(0.25) = 0.60).
 
     A phrase is inserted at the end of a sentence that is chosen at random, and only into answers that do not contain
     it.
@@ -198,9 +198,14 @@ def probe_reward(
         - `rows_of_better`, `gain_on_better` and `interval_on_better`: the same figures for the better half;
         - `over_control` and `control_interval`: for a phrase, its mean gain on the better half minus the mean gain of
           other words of its length, and the interval of this difference;
-        - `verdict`: "suspicious"; "did not lower", if the change should lower the score, and `gain_interval` does not
-          lie below 0; "as it should"; or "not judged", if it changes too few answers (a change of fewer than 20 of the
-          better half is judged only by all answers), or all answers have one score;
+        - `verdict`:
+
+          - "suspicious", as defined above;
+          - "not judged": all answers have the same score; or fewer than 20 of the better half are changed, and the
+            probe is not suspicious over all answers;
+          - "did not lower": the change should lower the score, but `gain_interval` does not lie below 0;
+          - "as it should": none of these;
+
         - `suspicious`: whether the verdict is "suspicious"; and `why`: the reason for the verdict, or None;
         - `examples`: the answers with the highest gains, up to three, before and after the change.
 
@@ -280,7 +285,7 @@ def _measured(
     control: list[str] | None,
 ) -> dict[str, Any]:
     """
-    Score the answers that a probe changes; return its results in the form of [`probe_reward`], None where unknown.
+    Score the answers that a probe changes; return the probe's entries for [`probe_reward`], None where unknown.
     """
     result: dict[str, Any] = dict.fromkeys(("gain", "gain_interval", "gain_on_better", "interval_on_better"))
     result |= {"rows": 0, "rows_of_better": 0, "over_control": None, "control_interval": None, "examples": []}
@@ -333,8 +338,8 @@ def _scores(score: Score, pairs: list[tuple[str, str]]) -> Tensor:
     finite = int(scores.isfinite().sum())
     if not len(scores) == finite == len(pairs):
         raise ValueError(
-            f"the reward must return a finite score for each answer, but returned {finite} for {len(pairs)} answers, "
-            f"such as {pairs[:1]}"
+            f"the reward must return a finite score for each answer, but returned {finite} for {len(pairs)} answers; "
+            f"the first prompt and answer: {pairs[:1]}"
         )
     return scores
 
@@ -350,12 +355,12 @@ def _sentences(text: str) -> list[str]:
 
 
 def _glued(text: str, words: str) -> str:
-    """Return `words` in the form to append to `text`: after a space, if the script has spaces between words."""
+    """Return `words` to append to `text`, with a space first if the text's script has spaces between words."""
     return words if not text or not words or _GLUED.match(text[-1]) else f" {words}"
 
 
 def _with(text: str, words: str, place: int) -> str:
-    """Insert words into a text at a place where a sentence begins or ends."""
+    """Return a text with words inserted at a place where a sentence begins or ends."""
     head, tail = text[:place], text[place:]
     return head + _glued(head, words) + (tail if not tail or tail[0].isspace() else _glued(words, tail))
 
@@ -375,9 +380,7 @@ def _shuffled(text: str, picker: random.Random) -> str:
 
 def _like(phrase: str, texts: list[str], picker: random.Random) -> str:
     """
-    Return words from `texts`, as many as the phrase has, of about its length.
-
-    Of 16 such runs of words, chosen at random, it is the one whose number of characters is nearest to the phrase's.
+    Return as many successive words of a text as the phrase has: the one of 16 random runs nearest in length.
     """
     size, found = len(WORD.findall(phrase)), []
     for text in (texts[picker.randrange(len(texts))] for _ in range(16)):

@@ -210,9 +210,9 @@ def fit_temperature(margins: Tensor) -> float | None:
         margins: (N,) score of the chosen answer minus score of the rejected one.
 
     Returns:
-        The temperature; None if the likelihood has no maximum: if the margins' mean is not above 0 (the model is no
-        better than a coin), if no margin is negative (any smaller T makes the labels more likely), or if T or 1/T
-        would be beyond 10,000 times the mean |margin|.
+        The temperature, or None in three cases: the margins' mean is not above 0 (the model is no better than a coin);
+        no margin is negative (any smaller T makes the labels more likely); T would be more than 10,000 times above or
+        below the mean |margin|.
     """
     margins = margins.detach().double().cpu()
     unit, end = margins.abs().mean().item(), math.log(1e4)
@@ -226,7 +226,7 @@ def fit_temperature(margins: Tensor) -> float | None:
 
 
 def confidence_bins(margins: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each pair's confidence σ(|margin|), and its bin of ten even parts of [½, 1]; both (…, N)."""
+    """Return each pair's confidence σ(|margin|), and its bin 0 to 9, a tenth of [½, 1] each; both (…, N)."""
     confidence = margins.double().abs().sigmoid()
     return confidence, ((confidence - 0.5) * 20).long().clamp(max=9)
 
@@ -339,9 +339,10 @@ def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
         A dictionary with the keys
 
         - `pairs`: their number;
-        - `accuracy` and `accuracy_interval`: a dictionary of each, by the way to combine the members' scores;
-        - `disagreement`: its `mean` over all answers, and over the answers of those pairs that the members' mean score
-          ranks right (`where_right`) and does not (`where_wrong`); None without such pairs;
+        - `accuracy` and `accuracy_interval`: dictionaries with a figure for each way to combine the members' scores;
+        - `disagreement`: the standard deviation of the members' scores of an answer, averaged over all answers
+          (`mean`), over the pairs that the members' mean score ranks right (`where_right`), and over the other pairs
+          (`where_wrong`); None without such pairs;
         - `margin_correlation`: the correlation of two members' margins, averaged over all pairs of members.
     """
     chosen, rejected = chosen.double(), rejected.double()
@@ -369,10 +370,10 @@ def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[f
         ranks: for each prompt, people's ranks of its answers; the lowest rank is the best answer.
 
     Returns:
-        None if people ranked all answers alike for each prompt; else a dictionary with the keys
+        None if people ranked all answers to each prompt as equal; else a dictionary with the keys
 
         - `prompts`: number of prompts that are averaged over;
-        - `all_tied`: number of prompts left out, since people ranked all of their answers alike;
+        - `all_tied`: number of prompts left out, since people ranked all their answers as equal;
         - `spearman`, `spearman_interval`: the mean of ρ, which is 0 for a prompt whose scores are all equal, and its
           interval.
     """
@@ -433,8 +434,8 @@ def fit_overoptimization(distance: Tensor, gain: Tensor) -> tuple[float, float]:
     """Fit the coefficients (α, β) of [`overoptimization_curve`], which is linear in both, by least squares.
 
     Args:
-        distance: (N,) d = √KL ≥ 0, √nats; two different ones above 0 or more. Points at d = 0 do not count, since the
-            curve is 0 there.
+        distance: (N,) d = √KL ≥ 0, √nats, with at least two different values above 0. Points at d = 0 do not count,
+            since the curve is 0 there.
         gain: (N,) reward minus the initial policy's reward.
     """
     distance, gain = distance.detach().double().cpu(), gain.detach().double().cpu()

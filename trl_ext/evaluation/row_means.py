@@ -40,8 +40,7 @@ class RowMeans:
 
     def _share_of_step(self, inputs: dict[str, Any]) -> float:
         """
-        Return a micro-batch's weight that makes the loss of a step a mean over rows, not a mean of micro-batches'
-        means.
+        Return a weight for a micro-batch's loss, so that a step's loss is a mean over rows, not over micro-batches.
         """
         is_step = self.model.training and self._mean_rows
         return len(inputs["input_ids"]) / self._mean_rows if is_step else 1.0

@@ -84,8 +84,8 @@ def copied_shares(texts: Sequence[str], corpus: np.ndarray, words: int = 13) -> 
         words: how many words in a row count as a copy.
 
     Returns:
-        (N,) the text's runs of `words` words that occur in the corpus ÷ all runs of the text; 0 for a text of fewer
-        words.
+        (N,) number of the text's runs of `words` words that occur in the corpus ÷ number of all its runs; 0 for a text
+        with fewer words.
     """
     shares = np.zeros(len(texts))
     for row, text in enumerate(texts):

@@ -16,8 +16,8 @@ def token_rewards(
     On real tokens r_t = -kl_coef kl_t + [t is the last real token] score; under the mask r_t = 0. A row without a real
     token gets no score. Ziegler et al. 2019, arXiv:1909.08593.
 
-    With token scores x_t, r_t = -kl_coef kl_t + x_t before the last real token T, and token T gets the rest of the
-    score: r_T = -kl_coef kl_T + score - sum_{t<T} x_t. So x_T is not read, and a row's rewards always sum to
+    With token scores x_t, r_t = -kl_coef kl_t + x_t before the last real token n, and token n gets the rest of the
+    score: r_n = -kl_coef kl_n + score - sum_{t<n} x_t. So x_n is not read, and a row's rewards always sum to
     score - kl_coef sum kl_t.
 
     Args:
@@ -44,9 +44,9 @@ def token_rewards(
 def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     """Give each completion a lambda that depends on its length: lam = 1 - 1 / (alpha n), and 0 where alpha n <= 1.
 
-    n is the number of the completion's tokens. With lam above 0, the weights lam^k that GAE gives to the one-step
-    errors from a token on sum to at most 1 / (1 - lam) = alpha n. So GAE looks ahead over the share alpha of a
-    completion, however long the completion is. Yue et al. 2025, arXiv:2504.05118, section 4.2.
+    n is the number of the completion's tokens. GAE weights the one-step error k tokens ahead by lam^k. With lam above
+    0, these weights sum to at most 1 / (1 - lam) = alpha n. So GAE looks ahead over the share alpha of a completion of
+    any length. Yue et al. 2025, arXiv:2504.05118, section 4.2.
 
     Args:
         mask: (B, T), 1 = real completion token, EOS included.
@@ -67,14 +67,14 @@ def choose_lam(
 ) -> tuple[float | Tensor, float | None]:
     """Choose two lambdas: one for the policy's advantages, one for the critic's target.
 
-    The advantages use lam, or a schedule in its place if `schedules` has a value for one. The target uses lam_value.
-    If lam_value is None, the target uses lam; with a schedule it uses 1, so that it does not depend on the schedule.
+    - The advantages use the schedule that has a value in `schedules`; if none has one, they use lam.
+    - The target uses lam_value. If that is None, the target uses lam, or 1 if the advantages use a schedule.
 
     Args:
         mask: (B, T), 1 = real completion token, EOS included.
         lam: in [0, 1].
-        lam_value: in [0, 1], or None to let lam or the schedule decide, as above.
-        schedules: a value for each name in `LAM_SCHEDULES`; None for a schedule that is not used.
+        lam_value: in [0, 1], or None; see above.
+        schedules: maps each name in `LAM_SCHEDULES` to its value, None for a schedule that is not used.
 
     Returns:
         The lambda of the advantages, a float or (B,); and the lambda of the target, None if both are the same.
@@ -94,7 +94,7 @@ def advantages_and_returns(
     lam_value: float | None = None,
     level: str = "token",
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages A by `gae`, not whitened, and returns R, the critic's target; their lambdas may differ.
+    """Estimate the advantages A, not whitened, and the returns R, which are the critic's target.
 
     A = gae(lam) and R = V + gae(lam_value). Yuan et al. 2025, arXiv:2503.01491, section 3.3.
 
@@ -104,8 +104,8 @@ def advantages_and_returns(
         mask: (B, T), 1 = real completion token, EOS included.
         gamma: discount per token.
         lam: lambda of the advantages, a float or (B,).
-        lam_value: lambda of the target; None for lam.
-        level: `"token"` for `gae`, or `"turn"` for `turn_gae`, where all tokens of a turn share one advantage and one
+        lam_value: lambda of the target; None takes lam.
+        level: `"token"` uses `gae`; `"turn"` uses `turn_gae`, which gives all tokens of a turn the same advantage and
             return.
 
     Returns:
@@ -170,8 +170,8 @@ def turn_gae(
         lam: as in `gae`.
 
     Returns:
-        The advantages and the values V_k at each token of turn k, (B, T) each, score units, 0 under the mask. The
-        returns are the sum of the two.
+        The advantages, and at each token of turn k the value V_k, (B, T) each, score units, 0 under the mask. Their
+        sum is the returns.
     """
     check_shapes(rewards=rewards, values=values, mask=mask)
     turns, starts = turn_numbers(mask), turn_starts(mask)

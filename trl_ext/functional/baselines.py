@@ -7,15 +7,16 @@ from .masking import check_shapes, masked_mean
 
 
 def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None) -> Tensor:
-    """Compute the leave-one-out mean b for each answer's k-th action: the others' mean return from their k-th action.
+    """Compute the baseline b of an answer's k-th action: the others' mean return from their own k-th action on.
 
-    b_i,k = mean over j != i of G_j,min(k, K_j), where G_j,k is the return from the k-th action of answer j on, and K_j
-    its number of actions. An answer with fewer than k actions enters with the return of its last action. The mean is
-    over all other answers, or with `group_size` over the other answers to the same prompt. Where each answer has a
-    single score, b is the baseline of REINFORCE (Williams 1992) and of RLOO (Ahmadian et al. 2024, arXiv:2402.14740).
-    Where rewards also come before the end, comparing returns from the same k on keeps an answer's last actions from
-    being compared with whole answers. b does not depend on the answer's own actions (unless there is no other answer),
-    so it leaves the policy's gradient unbiased.
+    b_i,k = mean over j != i of G_j,min(k, K_j). G_j,k is the return of answer j from its k-th action on, and K_j the
+    number of its actions. So an answer with fewer than k actions enters with the return from its last action. j runs
+    over all other answers, or with `group_size` over the other answers to the same prompt.
+
+    If each answer has a single score, b is the baseline of REINFORCE (Williams 1992) and of RLOO (Ahmadian et al.
+    2024, arXiv:2402.14740). If rewards also come before the end, an answer's last actions are not compared with whole
+    answers, since k is the same. b does not depend on the answer's own actions (unless there is no other answer), so
+    it leaves the policy's gradient unbiased.
 
     Args:
         returns: (N, T), G, score units.
@@ -24,8 +25,8 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
 
     Returns:
         (N, T), score units. Each token has the b of the last action that has started; tokens before the first action
-            have the b of the first action. Where no other answer of the group has an action, b is the mean over all
-            actions of all N answers.
+        have the b of the first action. Where no other answer of the group has an action, b is the mean over all
+        actions of all N answers.
     """
     check_shapes(returns=returns, mask=mask)
     size = group_size or len(returns)
@@ -41,14 +42,17 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
 def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: int | None = None) -> Tensor:
     """Return the two sums that `critic_weight` divides: sum (g - mean g)(d - mean d) and sum (d - mean d)^2.
 
-    The sums are over all actions, with g = G - m and d = V - m. m_i,k is the mean of G_j,k over the answers j of i's
-    group that have a k-th action, **i included**. So g sums to 0 over these answers, and the first sum is 0 for a
-    critic that gives them all the same value. `mean_baselines` leaves i out. With its b in place of m, G - b and V - b
-    would share the term -b, and for a constant V the first sum would be n times the second.
+    For an answer's k-th action, with the return G and the critic's value V, g = G - m and d = V - m. m is the mean of
+    G over the k-th actions of all n answers of the group that have one, **the answer itself included**. The sums run
+    over all actions except those with n = 1.
 
-    Including i makes the critic's weight too small: let the values of an exact critic have the variance v within the n
-    answers, and the returns the variance e around these values. Then the quotient of the sums is about r / (r + e)
-    with r = (n - 1) v, instead of 1. An action that no other answer has is not counted.
+    So g sums to 0 over these n answers, and the first sum is 0 for a critic that gives them all the same value. The
+    baseline b of `mean_baselines`, which leaves the answer out, cannot replace m: G - b and V - b would share -b, and
+    for a constant V the first sum would be n times the second.
+
+    Including the answer makes the critic's weight too small. If the values of an exact critic have variance v within
+    the n answers, and the returns have variance e around these values, the quotient of the sums is about r / (r + e)
+    with r = (n - 1) v, instead of 1.
 
     Args:
         returns: (N, T), Monte Carlo returns G, score units.
@@ -74,7 +78,7 @@ def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: i
 
 def _by_number(mask: Tensor, *each: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
     """
-    Return each token's action number, the tensors `each` with column k = k-th action, and a mask of real columns.
+    Return each token's action number, each tensor's values with action k in column k, and a mask of these actions.
     """
     actions = mask.long()
     number = (actions.cumsum(1) - 1).clamp(min=0)
@@ -86,13 +90,14 @@ def critic_weight(products: Tensor) -> float:
     """Return the critic's weight w in the baseline w V + (1 - w) m: cov(g, d) / var(d), clamped to [0, 1].
 
     G is the return, m its mean, V the critic's value, all as in `critic_products`. With g = G - m and d = V - m, the
-    return minus the baseline is g - w d. This w makes its variance least: it is the coefficient of a control variate.
+    return minus the baseline is g - w d. This w minimises its variance, as the coefficient of a control variate does.
     w approaches 1 for a critic that is right on average (the mean of g at each d is d), and is 0 for a critic that
     gives all answers of a group the same value. With one answer per prompt, w is above 1/2 where the explained
-    variance is above 0. There EVPO (arXiv:2604.19485) switches from the mean to the critic.
+    variance is above 0, and there EVPO (arXiv:2604.19485) uses the critic instead of the mean.
 
     Args:
-        products: (2,), as `critic_products` returns them, or sums of them over several rollouts, decayed or not.
+        products: (2,) sums that `critic_products` returns; those of several rollouts may be added, with or without
+            decay.
 
     Returns:
         w, in [0, 1]; 0 if the critic's values V differ from m by a constant only.

@@ -47,8 +47,8 @@ def preference_logits(
     DPOP's lambda penalises chosen answers that become less likely, Pal et al. 2024, arXiv:2402.13228.
 
     Args:
-        chosen_logratios: (B,), nats, log-prob of the chosen completion under the policy minus under the reference.
-        rejected_logratios: (B,), nats, the same for the rejected completion.
+        chosen_logratios: (B,), r_c, nats, log-prob of the chosen answer under the policy minus under the reference.
+        rejected_logratios: (B,), r_r, nats, the same difference for the rejected answer.
         beta: scalar or (B,), 1 / nats.
         offset: (B,), margin in logits that the chosen answer must win by; None for 0.
         dpop_lambda: lambda, dimensionless; 0 for no penalty.
@@ -93,8 +93,8 @@ def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Te
     This does not estimate a KL, since the policy did not sample the answers.
 
     Args:
-        chosen_logratios: (B,), nats.
-        rejected_logratios: (B,), nats.
+        chosen_logratios: (B,), r_c, nats, log-prob of the chosen answer under the policy minus under the reference.
+        rejected_logratios: (B,), r_r, nats, the same difference for the rejected answer.
 
     Returns:
         (B,), nats per sequence.
@@ -104,13 +104,13 @@ def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Te
 
 
 def displaced(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
-    """Find pairs whose chosen answer is less likely than under the reference despite a positive margin: r_r < r_c < 0.
+    """Find pairs with a positive margin whose chosen answer is less likely than under the reference: r_r < r_c < 0.
 
     This is likelihood displacement, Razin et al. 2024, arXiv:2410.08847.
 
     Args:
-        chosen_logratios: (B,), nats.
-        rejected_logratios: (B,), nats.
+        chosen_logratios: (B,), r_c, nats, log-prob of the chosen answer under the policy minus under the reference.
+        rejected_logratios: (B,), r_r, nats, the same difference for the rejected answer.
 
     Returns:
         (B,) bool.
@@ -145,8 +145,8 @@ def keep_typical(margins: Tensor, mean: float, std: float, count: int, uniform: 
 
     Args:
         margins: (N,), M, nats.
-        mean: M_0, nats.
-        std: sigma > 0, nats.
+        mean: M_0, mean margin, nats.
+        std: sigma > 0, standard deviation of margins, nats.
         count: number of pairs to keep, at most N.
         uniform: (N,), u, noise in (0, 1).
 

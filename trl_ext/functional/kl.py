@@ -91,23 +91,24 @@ LARGEST_CHANGE = 10.0  # one step changes a learning rate by at most this factor
 
 
 def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, actions: Tensor) -> Tensor:
-    """Sum how far updates have moved the policy, and over how many choices.
+    """Sum the KL by which updates have moved the policy, and the number of choices that the policy had.
 
-    An action with an entropy of at least one bit is one choice, a certain one none: there are Σ min(1, H / ln 2)
-    choices. So tokens that can only be as they are, of a format for example, do not dilute the mean, Σ kl / Σ choices.
+    The number of choices is Σ min(1, H / ln 2): an action with an entropy H of one bit or more is one choice, a
+    certain action is none. So tokens without an alternative, such as those of a format, do not lower the mean
+    Σ kl / Σ choices.
 
-    With the ratio r of new to old probability, an action counts 2 (1 − √r)². Its mean estimates twice the squared
-    Hellinger distance, without bias; for small steps that is the KL. An action that has become very unlikely counts 2
-    at most, where k2 would let a few of them decide the mean.
+    With the ratio r of new to old probability, the kl of an action is 2 (1 − √r)². The mean of this estimates twice
+    the squared Hellinger distance without bias, which is the KL for small steps. An action that has become very
+    unlikely adds 2 at most; with k2, a few such actions would decide the mean.
 
     Args:
         logprobs: (B, T), nats, of the actions under the policy now.
-        old_logprobs: (B, T), nats, under the policy that the rollout began with.
-        entropies: (B, T), nats, of the policy's distributions.
+        old_logprobs: (B, T), nats, of the actions under the policy that the rollout began with.
+        entropies: (B, T), H, nats, of the policy's distributions.
         actions: (B, T), 1 where there is an action.
 
     Returns:
-        (2,) sums: 2 (1 − √r)² of the actions, nats; and choices.
+        (2,): Σ kl in nats, and the number of choices.
     """
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, entropies=entropies, actions=actions)
     return torch.stack(
@@ -121,17 +122,17 @@ def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, acti
 def rate_factor(factor: float, mean: float, kl: float, target: float, share: float) -> float:
     """Return the factor of the learning rate that lets the updates of a rollout end at a KL of `target`.
 
-    After a share s of a rollout's steps, their KL is s² of the final one if all steps go one way, and s of it if they
-    go at random. KL grows as the square of the rate. So with a mean factor f̄ so far, the factor that ends at the
-    target lies between f̄ √(s² target / kl) and f̄ √(s target / kl). `factor` is moved to the nearer bound if it is
-    outside, by at most a factor of 10. If the KL is 0 or NaN, it stays.
+    The KL grows as the square of the learning rate. After a share s of a rollout's steps, it is s² of the final KL if
+    all steps go in one direction, and s of the final KL if they go in random directions. So with a mean factor f̄ so
+    far, the factor that ends at the target lies between f̄ √(s² target / kl) and f̄ √(s target / kl). A `factor` outside
+    these bounds is moved to the nearer one, by at most a factor of 10. If the KL is 0 or NaN, `factor` is returned.
 
     Args:
-        factor: factor of the rate until now.
+        factor: present factor of the learning rate.
         mean: f̄, mean factor of this rollout's steps so far.
-        kl: of these steps, nats per choice.
-        target: nats per choice.
-        share: s, in (0, 1].
+        kl: KL of these steps, nats per choice.
+        target: KL at which the rollout's updates should end, nats per choice.
+        share: s, share of the rollout's steps that are done, in (0, 1].
     """
     if not kl > 0:
         return factor

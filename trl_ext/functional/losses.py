@@ -72,9 +72,9 @@ def value_loss(
     loss = max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2, or without c (v - R)^2 / 2. arXiv:2403.17031.
 
     Args:
-        values: (B, T), score units, of the critic being trained.
-        old_values: (B, T), score units, of the critic at the rollout.
-        returns: (B, T), score units.
+        values: (B, T), v, score units, of the critic being trained.
+        old_values: (B, T), v_old, score units, of the critic at the rollout.
+        returns: (B, T), R, score units.
         cliprange_value: c, score units; None turns clipping off.
 
     Returns:

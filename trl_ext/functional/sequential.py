@@ -97,10 +97,10 @@ def ratio_bound(above: float, above_error: float, below: float, below_error: flo
     It is the lowest L that a test of a - L b = 0 does not reject: (a - L b)^2 = q^2 (s_a^2 + L^2 s_b^2).
 
     Args:
-        above: a.
-        above_error: s_a, its standard error.
-        below: b.
-        below_error: s_b, its standard error.
+        above: a, the mean above the fraction bar.
+        above_error: s_a, the standard error of a.
+        below: b, the mean below the fraction bar.
+        below_error: s_b, the standard error of b.
         quantile: q, in standard errors.
 
     Returns:

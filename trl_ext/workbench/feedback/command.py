@@ -33,15 +33,15 @@ class AskingArguments:
     output_dir: str = field(metadata={"help": "Folder for all answers, the page and the rows."})
     dataset_split: str = setting("train", "Split of the data, or a part of one as `train[:100]`.")
     api_key_env: str | None = setting(None, "Environment variable that holds the server's key.")
-    timeout: float = setting(120.0, "Seconds for one request.", range="> 0 and finite")
+    timeout: float = setting(120.0, "Longest time for one request, in seconds.", range="> 0 and finite")
     retries: int = setting(8, "How often to retry a request that failed or was rate-limited.", range=">= 0")
-    max_concurrency: int = setting(8, "Requests at once.", range=">= 1")
+    max_concurrency: int = setting(8, "Number of requests that are sent at once.", range=">= 1")
     batch_size: int = setting(16, "Number of sequences in a batch of a local model.", range=">= 1")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "dtype of a local model's weights; `auto` keeps the saved one."
     )
     use_cpu: bool = setting(False, "Do not use a GPU, even if there is one.")
-    seed: int = setting(0, "Seed of all that is sampled.")
+    seed: int = setting(0, "Seed of all sampling.")
 
     def served(self, url: str, model: str | None, extra: str | None) -> dict[str, Any]:
         """Return the arguments of [`~trl_ext.rewards.JudgeReward`] for a server."""
@@ -62,14 +62,14 @@ class LabelArguments(AskingArguments):
     rubric: str = field(
         metadata={"help": "YAML file with `version` and `rubric`, which says what makes an answer good."}
     )
-    pairs: str | None = setting(None, "Pairs: `prompt`, `response_a`, `response_b`, maybe `item`. File or hub name.")
-    prompts: str | None = setting(None, "Prompts for `policies` to answer, in place of `pairs`. File or hub name.")
+    pairs: str | None = setting(None, "Pairs, a file or hub name: `prompt`, `response_a`, `response_b`, maybe `item`.")
+    prompts: str | None = setting(None, "Prompts for `policies` to answer, a file or hub name, in place of `pairs`.")
     keep_columns: list[str] | None = setting(None, "Further columns to keep in the training pairs.")
     policies: list[str] | None = setting(None, "Models that answer the prompts: folders or hub names.")
     temperature: float = setting(1.0, "Temperature at which policies answer.", range=">= 0")
-    num_samples: int = setting(2, "Answers of each policy to a prompt.", range=">= 1")
+    num_samples: int = setting(2, "Number of answers of each policy to a prompt.", range=">= 1")
     max_completion_length: int = setting(256, "Tokens after which an answer is cut off.", range=">= 1")
-    judge_url: str | None = setting(None, "Judge behind OpenAI's API: its address, as http://127.0.0.1:8000/v1.")
+    judge_url: str | None = setting(None, "Address of a judge with OpenAI's API, such as http://127.0.0.1:8000/v1.")
     judge_model: str | None = setting(None, "Name of the judge in that API.")
     judge_temperature: float = setting(0.0, "Temperature of the judge.", range=">= 0")
     judge_max_tokens: int = setting(
@@ -78,7 +78,7 @@ class LabelArguments(AskingArguments):
     judge_extra: str | None = setting(
         None, "More keys of the request, in YAML; null removes one: '{max_tokens: null, max_completion_tokens: 256}'."
     )
-    votes: int = setting(1, "How often each question is asked in each order of the answers.", range=">= 1")
+    votes: int = setting(1, "How often the judge is asked about a pair in each order of its answers.", range=">= 1")
     judge_model_name_or_path: str | None = setting(
         None,
         "Local model as judge, in place of a server: a folder or hub name. Its log-probs of A and B give the verdict.",
@@ -109,7 +109,7 @@ class LabelArguments(AskingArguments):
                 f"with `judge_temperature` 0, all `votes` ({self.votes}) are the same: raise `judge_temperature`, or "
                 "set `votes` to 1",
             ),
-            (own, f"`keep_columns` names {min(own, default='')!r}, which pairs already have: rename that column"),
+            (own, f"`keep_columns` names {min(own, default='')!r}, which pairs already have: rename it in the data"),
         ):
             if is_wrong:
                 raise ValueError(message)
@@ -178,13 +178,13 @@ def run(args: LabelArguments) -> dict[str, Any]:
     missing = [question for question in questions(known + kept) if question.name not in journal.rows]
     tokens = sum(len(str(judge.asked(question))) for question in missing) // 4
     out = f", up to {len(missing) * args.judge_max_tokens:,} out" * bool(args.judge_url)
-    pairs = f"{len(known):,} pairs that people labelled, then {len(kept):,} others"
+    pairs = f"{len(known):,} pairs that people labelled and {len(kept):,} others"
     print(f"Cost of {pairs}: {len(missing):,} calls, about {tokens:,} tokens in{out}", flush=True)
     gate = report["gate"]
     if len(known) < args.min_known:
         gate["reasons"].append(
             f"{len(known)} pairs have a label by people, fewer than `min_known` ({args.min_known}), so kappa is too "
-            "uncertain (around 0.6 it is known to ±0.22 from 50 pairs, ±0.35 from 20). Have people label "
+            "uncertain (a kappa of 0.6 has an error of ±0.22 with 50 pairs, ±0.35 with 20). Have people label "
             f"{folder / 'people.jsonl'} (or label_studio.json, argilla.jsonl), and pass their file as --labels"
         )
     else:

@@ -121,7 +121,7 @@ def _rows(
     Returns:
         - a dict of each file's rows: `sft/train` has each prompt with its last revision, `pairs/train` each revision
           as chosen and the first answer as rejected, `to_judge` the same pairs, with their answers in random order;
-        - a dict of how often each reason left something out.
+        - the number of texts that were left out, by reason.
     """
     import numpy as np
 

@@ -57,7 +57,7 @@ _MESSAGE = 500  # most characters of a judge's message that are kept
 
 def read_criteria(path: str, key: str) -> tuple[Any, str]:
     """
-    Return the value of `key` in a YAML file that also has `version`, and the file's `VERSION@HASH`.
+    Return the value of `key` in a YAML file with a `version`, and the file's identity, `VERSION@HASH`.
 
     Raises:
         ValueError: the file has no such key, or no version.
@@ -70,14 +70,13 @@ def read_criteria(path: str, key: str) -> tuple[Any, str]:
 
 
 def identity_of(*said: Any) -> str:
-    """Hash everything that a model's answers depend on."""
+    """Return a hash of everything that a model's answers depend on."""
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 class Journal:
     """
-    Append answers to a file of JSON lines as soon as they arrive, so that nothing is asked twice, even after `kill
-    -9`.
+    Append answers to a file of JSON lines as they arrive, so that nothing is asked twice, even after `kill -9`.
 
     Args:
         path: the file.
@@ -133,7 +132,7 @@ class Journal:
                 model.answer_all(missing, done)
             except RewardFailed as error:
                 kept = f"{len(self.rows):,} answers are kept: run the same command again to resume"
-                raise RuntimeError(f"the model at {model.url}: {error.__cause__}. {kept}") from error
+                raise RuntimeError(f"asking the model at {model.url} failed: {error.__cause__}. {kept}") from error
 
 
 class Served(JudgeReward):
@@ -161,8 +160,7 @@ class Served(JudgeReward):
 
     def say(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         """
-        Ask for one message; return a dict with its `text` (or None and the reason `why`), `message`, `tokens` and
-        `model`.
+        Ask for one message; return a dict of `text` (None with the reason `why`), `message`, `tokens` and `model`.
 
         Raises:
             ServiceError: the server cannot be reached, has refused all requests, or names another model than before.
@@ -304,7 +302,7 @@ class ServedJudge(Served):
         return [{"role": "system", "content": rules}, {"role": "user", "content": tagged(question.parts, nonce)}]
 
     def answer(self, question: Question) -> dict[str, Any]:
-        """Ask a question; if the message has no verdict, ask again, up to `parse_retries` times."""
+        """Ask a question, up to `parse_retries` times more until a message has a verdict; return the row."""
         if error := self.too_long(*question.parts.values()):
             return question.row(None, why="too long", message=str(error))
         tokens = []
@@ -320,7 +318,7 @@ class ServedJudge(Served):
 
 
 def verdict_in(message: str) -> float | None:
-    """Return 1 if a judge's message, or its last line, says that the first answer is better, 0 for the second."""
+    """Return a judge's verdict on the first answer, 1 (better), 0.5 (tie) or 0; None if the message has none."""
     for part in verdicts_in(message):
         try:
             found = json.loads(part)

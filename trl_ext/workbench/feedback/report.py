@@ -24,17 +24,17 @@ _SIDES = {"a": ("response_a", "response_b"), "b": ("response_b", "response_a")}
 
 def choice_of(votes: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
     """
-    Return a pair's winner, and the share of the judge's verdicts that are for the winner.
+    Return a pair's winner, and how sure the judge is of it.
 
-    An answer wins if the mean verdict is for it in both orders, where it is shown first and where it is shown second.
-    Otherwise the pair is a tie. A question without a verdict counts as a verdict of 0.5.
+    An answer wins if the judge's mean verdict for it is above 0.5 in both orders, shown first and shown second.
+    Otherwise the pair is a tie.
 
     Args:
-        votes: the verdicts on a pair, each with `first`, the answer that was shown first, and `a_is_better`: how sure
-            the judge is that answer a is better, 0 to 1; or None.
+        votes: the verdicts on a pair. Each has `first`, the answer that was shown first, "a" or "b"; and
+            `a_is_better`, how sure the judge is that answer a is better, 0 to 1. None counts as 0.5.
 
     Returns:
-        "a", "b" or "tie"; and the mean over both orders of the verdicts for the winner, 0.5 for a tie.
+        "a", "b" or "tie"; and the mean verdict for the winner over both orders, 0.5 for a tie.
     """
     by_order: dict[str, list[float]] = {"a": [], "b": []}
     for vote in votes:
@@ -65,7 +65,7 @@ def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -
     too; a pair that people call a tie counts ½. Then accuracy = (k + ½)/(n + 1).
 
     If a share p of the verdicts is for the winner, the confidence in the winner is ½ + (p − ½)·shrink. With
-    shrink = (2·accuracy − 1)/(2·mean p − 1), 0 if this is negative, the mean confidence in these n is the accuracy.
+    shrink = max(2·accuracy − 1, 0)/(2·mean p − 1), the mean confidence in these n winners is the accuracy, ½ at least.
 
     Args:
         ours: (N,) the judge's choices.
@@ -111,7 +111,7 @@ def of_known(
 
     Returns:
         - `known`: number of `rows`, share of equal choices (`agreement`), Cohen's `kappa` and its `kappa_interval`,
-          what [`noise`] returns, and how often the `longer` answer won by the `judge` and by `people`.
+          what [`noise`] returns, and how often the `judge` and `people` chose the `longer` answer.
         - `to_read`: the pairs that judge and people label differently, those with the surest verdicts first.
         - `gate`: whether the judge has `passed`, so that it may label, and `reasons` if not.
     """
@@ -135,7 +135,7 @@ def of_known(
     to_read.sort(key=lambda row: -row["share"])
     reasons = []
     if agreed is None or agreed < args.min_agreement:
-        what = "not defined, since all labels are the same," if agreed is None else f"{agreed:.2f}"
+        what = "not defined (all labels are the same)" if agreed is None else f"{agreed:.2f}"
         reasons.append(
             f"kappa of judge and people is {what} on {len(known)} pairs, and `min_agreement` is "
             f"{args.min_agreement:g}: no pair was written"

@@ -178,7 +178,7 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
     who = {"model": name, **({} if identity is None else {"identity": identity})}
 
     def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Check the client's token, count the request, and turn exceptions into answers."""
+        """Wrap an endpoint: check the client's token, count the request, and turn exceptions into answers."""
 
         async def call(request: Request) -> Response:
             given = request.headers.get("authorization", "").encode()
@@ -264,9 +264,9 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
             422,
             "the request must be JSON in UTF-8, with two lists of the same length, `prompts` and `completions`",
         ),
-        (count > limits.max_queue_rows, 413, f"a request has {limits.max_queue_rows} completions at most"),
+        (count > limits.max_queue_rows, 413, f"a request may have {limits.max_queue_rows} completions at most"),
         (ends != [bool] * count, 422, "`finished` must be null, or a list with true or false for each completion"),
-        (body.get("model") not in (None, name), 404, f"the model here is {name!r}"),
+        (body.get("model") not in (None, name), 404, f"this server serves only the model {name!r}"),
         (
             not (all(isinstance(row, str) for row in rows) or all(map(is_messages, rows))),
             422,
@@ -320,7 +320,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"--api_key_env: the variable {args.api_key_env} is empty or not set: export a token")
         if not (is_local or key or args.without_key):
             raise ValueError(
-                f"--host {args.host} lets other machines connect: name an environment variable with a token by "
+                f"--host {args.host} lets other machines connect: name the environment variable of a token by "
                 "--api_key_env, or give --without_key if your network is closed"
             )
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET

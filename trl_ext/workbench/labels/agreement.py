@@ -34,7 +34,7 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
         - `agreement`: share of pairs of labels of one item that are equal.
         - `missing`, `repeats`, `contradictions`: see [`Labels`].
         - `annotators`: a dictionary for each annotator, see [`per_annotator`].
-        - `kappas`: Cohen's κ of each two who share an item, among the 20 annotators with the most labels.
+        - `kappas`: Cohen's κ of each two annotators who share an item, among the 20 with the most labels.
         - `unknown`: sentences on questions that these labels cannot answer.
     """
     counts = labels.counts()
@@ -117,7 +117,7 @@ def resampled(values: np.ndarray, groups: np.ndarray, seed: int, resamples: int 
 
 
 def with_interval(statistic: np.ndarray) -> tuple[float | None, list[float] | None]:
-    """Return a statistic of [`resampled`] sums and its 95 % interval; None for both where it is not defined."""
+    """Return a statistic, computed from [`resampled`] sums, and its 95 % interval; None and None if undefined."""
     if not np.isfinite(statistic[0]):
         return None, None
     return float(statistic[0]), np.nanpercentile(statistic[1:], [2.5, 97.5]).tolist()
@@ -169,14 +169,14 @@ def zscores(labels: Labels) -> np.ndarray:
 
     z = (x − median) / √(σ²/n + τ²), where
 
-    - x is the annotator's mean agreement with others' labels of the same items, averaged over n prompts, since labels
-      of several pairs of one prompt may agree or differ together; the median is taken over the other annotators' x;
-    - σ²/n is the noise of n prompts, σ² being the variance over all prompts and annotators;
+    - x is the annotator's agreement with others' labels of the same items. It is a mean over n prompts, not items,
+      since several pairs of one prompt may agree or differ together. The median is that of the other annotators' x;
+    - σ²/n is the noise of n prompts, and σ² the variance over all prompts and annotators;
     - τ² is the variance of the other annotators' x beyond their noise: (1.4826·MAD)² − median(σ²/n), at least 0.
 
     So neither few labels nor the usual differences count against an annotator. Nobody is compared with annotators
-    whose z is below −2: z is computed again without them, until nothing changes or until fewer than three annotators,
-    or fewer than half of all, would be left.
+    whose z is below −2. Without them z is computed again, until nothing changes, or until fewer than three annotators,
+    or fewer than half of all, would be left to compare with.
 
     Args:
         labels: the labels of all annotators.
@@ -196,7 +196,7 @@ def zscores(labels: Labels) -> np.ndarray:
 
 
 def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
-    """Return all annotators' z-scores, compared with the annotators for whom `is_measure`, (A,) bool, is True."""
+    """Return all annotators' z-scores, (A,), relative to the annotators with `is_measure`, (A,) bool, True."""
     own = is_measure[labels.annotator]
     agrees = pd.Series(_others_share(labels, labels.where(own).counts(), labels.choice, own))
     agrees = agrees.groupby([labels.annotator, labels.prompt[labels.item]]).mean().dropna()
@@ -216,7 +216,7 @@ def _others_share(labels: Labels, counts: np.ndarray, choice: np.ndarray, own: A
     """
     Return for each label the share of others' labels of the same item that equal `choice`, (L,); NaN without others.
 
-    `counts`, (I, 3), are the labels to compare with; `own` marks the labels that are themselves among them.
+    `counts`, (I, 3), are the numbers of labels to compare with. `own` is True for a label that these numbers include.
     """
     others = counts.sum(1)[labels.item] - own
     same = counts[labels.item, choice] - own * (labels.choice == choice)

@@ -45,8 +45,8 @@ class AnnotatorsArguments:
     response_columns: list[str] = field(
         default_factory=lambda: ["response_a", "response_b"],
         metadata={
-            "help": "Columns of the two answers in the order shown, of more answers that are ranked, or of one if a "
-            "row has one answer."
+            "help": "Columns of the two answers in the order shown; of all answers if they are ranked; or one column "
+            "if a row has one answer."
         },
     )
     annotator_column: str = setting("annotator", "Column that names the annotator, in a long table.")
@@ -73,11 +73,11 @@ class AnnotatorsArguments:
     )
     min_labels: int = setting(1, "Least number of labels of a pair.", range=">= 1")
     min_zscore: float | None = setting(
-        -3.0, "Annotators whose agreement has a lower z-score are left out; null keeps all."
+        -3.0, "Annotators with a lower z-score of agreement are left out; null keeps all."
     )
     held_out_annotators: float = setting(
         0.2,
-        "Share of annotators whose pairs are only for testing; 0 for no test.",
+        "Share of annotators whose pairs are only for testing; 0 for no test pairs.",
         range="in [0, 1), a share of annotators",
     )
     seed: int = setting(0, "Seed of the bootstrap and of the held-out annotators.")
@@ -96,15 +96,15 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     Write the report and the pairs, and return the content of `annotators.json`.
 
     Raises:
-        ValueError: the table cannot be read; or no pair is left to train on, which the report, already written,
-            explains.
+        ValueError: the table cannot be read; or no pair is left to train on. The report, which is written before,
+            says why.
     """
     from ...data import load_dataset_split
     from . import Columns, agreement_report, hold_out_annotators, read_labels
 
     folder, table = Path(args.output_dir), find(args.dataset_name)
     if table.exists() and (why := overlap(folder, table)):
-        raise ValueError(f"`output_dir` {folder} {why} the table {args.dataset_name}: choose another one")
+        raise ValueError(f"`output_dir` {folder} {why} the table {args.dataset_name}: choose another folder")
     prompt, *more = args.prompt_columns
     columns = Columns(
         prompt=prompt,
@@ -215,7 +215,7 @@ def page(report: dict[str, Any]) -> str:
 
 
 def kappa_matrix(kappas: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Map each annotator to a dict of the entries in `kappas` with each other annotator, the highest mean κ first."""
+    """Map each annotator, highest mean κ first, to a dict from each other annotator to their entry in `kappas`."""
     matrix: dict[str, dict[str, dict[str, Any]]] = {}
     for row in kappas:
         a, b = row["annotators"]
@@ -233,11 +233,11 @@ def main(arguments: list[str] | None = None) -> None:
         check_output_dir(args.output_dir, None)
         report = report_labels(args)
     said = with_interval(report["alpha"], report["alpha_interval"], ".3f", "not known")
-    print(f"Labels: {report['labels']:,} of {len(report['annotators'])} annotators; Krippendorff's α {said}")
+    print(f"Labels: {report['labels']:,}, by {len(report['annotators'])} annotators; Krippendorff's α {said}")
     for sentence in report["unknown"]:
         print(f"Note: {sentence}")
     if report["left_out_annotators"]:
-        print(f"Left out: {', '.join(report['left_out_annotators'])}, by their z-scores")
+        print(f"Annotators left out for their z-scores: {', '.join(report['left_out_annotators'])}")
     for found in report["pairs"].values():
         if found["file"]:
             print(f"Pairs: {found['file']}, {found['pairs']:,} by {len(found['annotators'])} annotators")

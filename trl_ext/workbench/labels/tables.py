@@ -71,7 +71,7 @@ class Labels:
         cells: (I, 2) int, the position of the two answers in the table: row · number of response columns + column.
         missing: how many rows have no label, or no annotator; in a wide table, cells count as rows.
         repeats: how often an annotator labelled an item again. Equal labels count once.
-        contradictions: how often an annotator's labels of one item differ. All of these are left out.
+        contradictions: how often an annotator's labels of one item differ; all these labels are left out.
     """
 
     item: np.ndarray
@@ -182,7 +182,7 @@ def _hashed(dataset: Dataset, columns: Columns) -> pd.DataFrame:
 
 def _said(column: pd.Series) -> pd.Series:
     """
-    Return names or choices as stripped text; a 1 that was read as 1.0, because the CSV column has gaps, becomes "1".
+    Return names or choices as stripped text; 1.0 becomes "1", since a CSV column with gaps reads 1 as 1.0.
     """
     return column.convert_dtypes().astype("string").str.strip().replace("", pd.NA)
 
@@ -196,7 +196,8 @@ def _scores(table: pd.DataFrame, columns: Columns) -> pd.DataFrame:
     if len(unknown := choice[choice.notna() & ~choice.isin(columns.values)]):
         raise ValueError(
             f"the column {columns.choice!r} holds {unknown.iloc[0]!r} in row {table['row'][unknown.index[0]]}, not "
-            f"one of {', '.join(columns.values)}: name the values that mean the first answer, the second and a tie"
+            f"one of {', '.join(columns.values)}: set `--choice_values FIRST SECOND TIE` to the values that mean the "
+            "first answer, the second answer and a tie"
         )
     first = choice.map(dict(zip(columns.values, (1.0, 0.0, *[0.5] * len(columns.values)), strict=False))).astype(float)
     return pd.DataFrame({0: first, 1: 1 - first})
@@ -279,9 +280,9 @@ def hold_out_annotators(labels: Labels, share: float = 0.2, seed: int = 0) -> tu
     """
     Divide labels into training labels and test labels that have no annotator and no prompt in common.
 
-    A share of the annotators is held out. Prompts that only held-out annotators labelled are for the test, prompts
-    that none of them labelled are for training, and of the other prompts the same share is for the test. A held-out
-    annotator's labels of training prompts are dropped, and so are other annotators' labels of test prompts.
+    A share of the annotators is held out. A prompt is for testing if only held-out annotators labelled it, and for
+    training if none of them did; of the other prompts, the same share is for testing. Held-out annotators' labels of
+    training prompts are dropped, and so are other annotators' labels of test prompts.
 
     Args:
         labels: labels of the annotators who count.
@@ -317,9 +318,9 @@ def majority_pairs(
     left_out: dict[str, int] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Yield a preference pair for each item whose winner has at least `confidence_bound`, in the order of the table.
+    Yield a preference pair for each item whose winner has a share of labels of at least `confidence_bound`.
 
-    A pair is a dictionary with
+    Pairs are in the order of the table. A pair is a dictionary with
 
     - `prompt`, `chosen` and `rejected`;
     - `confidence`: the share of the winner, which the setting `use_confidence` reads;

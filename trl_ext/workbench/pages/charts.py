@@ -64,7 +64,7 @@ def line_style(place: int) -> dict[str, Any]:
 
 
 def curves(run: Run) -> list[str]:
-    """Draw the charts of one run: the monitors' quantities, groups of keys, and the user's own metrics."""
+    """Return the charts of one run: the monitors' quantities, groups of keys, and the user's own metrics."""
     given = {"history": run.history, "metrics": run.metrics, "registry": run.registry}
     draw: dict[str, Callable] = {title: partial(panel, **given) for title, panel in PANELS.items()}
     logged = sorted(run.keys)
@@ -82,7 +82,7 @@ def curves(run: Run) -> list[str]:
 
 
 def paid_curves(run: Run) -> list[str]:
-    """Draw curves of the features that the reward paid for most: shares of answers, or means ÷ the highest mean."""
+    """Return a chart, in a list, of the features that the reward paid for most; [] if none are known."""
 
     def draw(axes: Any) -> None:
         for each in run.paid:

@@ -55,13 +55,13 @@ def comparison(runs: dict[str, Run], title: str, evaluation: dict[str, Any] | No
 
 
 def side_by_side(cells: list[dict[str, str]]) -> list[list[str]]:
-    """Return table rows: a label, then its cell in each of the mappings from labels to cells, or a dash."""
+    """Return a table row for each label: the label, then its cell in each dict of `cells`, or a dash."""
     labels = dict.fromkeys(label for of in sorted(cells, key=len, reverse=True) for label in of)
     return [[label, *(of.get(label, "–") for of in cells)] for label in labels]
 
 
 def _curves(runs: dict[str, Run]) -> list[str]:
-    """Draw all runs in common charts: the main quantities, and other keys that two or more runs logged."""
+    """Return charts, each with all runs: the main quantities, and other keys that two or more runs logged."""
     shown: dict[str, dict[str, str]] = defaultdict(dict)  # title → run → key
     for name, run in runs.items():
         for label, key in headline(run).items():

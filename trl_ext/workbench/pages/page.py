@@ -122,8 +122,8 @@ def wanted(run: Run) -> dict[str, str]:
     """
     Return the metrics that the verdict names: a label and the log's key of each.
 
-    If the run logs a reward, these are score, held-out gold and KL; otherwise the first held-out metric of the
-    [`headline`] (without one, its first metric) and the losses.
+    If the run logs a reward, these are score, held-out gold and KL. Otherwise they are the losses and the first
+    held-out metric of the [`headline`], or its first metric if none is held out.
     """
     shown = headline(run)
     if "reward" in run.metrics:
@@ -190,7 +190,7 @@ def sentence(said: str) -> str:
 
 def runbook(alerts: Iterable[dict[str, Any]]) -> dict[str, list[list[str]]]:
     """
-    Map each section of the runbook that these alerts link to to its table, which is rows of cells in Markdown.
+    Return the tables of the runbook sections that alerts link to, by section; a table is rows of Markdown cells.
 
     The page contains these sections, so an alert's link works wherever the page is copied.
     """

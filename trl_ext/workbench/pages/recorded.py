@@ -93,7 +93,7 @@ class Run:
 
 
 def main_keys(trainer: str) -> dict[str, str]:
-    """Return the keys of a trainer's main quantities, by name and unit."""
+    """Map the name (with unit) of each main quantity of a trainer to the quantity's key in the log."""
     metrics = METRICS[trainer]
     sampled = {
         label.format(unit=metrics[name].unit): metrics[name].key for name, label in SAMPLED.items() if name in metrics
@@ -102,7 +102,7 @@ def main_keys(trainer: str) -> dict[str, str]:
 
 
 def headline(run: Run) -> dict[str, str]:
-    """Return the keys of the main quantities that a run has logged (also on held-out data), by name and unit."""
+    """Map the name (with unit) of each main quantity that a run has logged, also on held-out data, to its key."""
     keys = sorted(run.keys)
     found: dict[str, str] = {}
     for label, key in main_keys(run.trainer).items():
@@ -153,7 +153,8 @@ def read_run(folder: Path) -> Run:
     if not (run.history or run.samples):
         within = [str(path.parent) for path in sorted(folder.glob("**/metrics.rank0.jsonl"))]
         raise ValueError(
-            f"{folder} is not the folder of a run with logs; runs within it: {', '.join(within) or 'none'}"
+            f"{folder} is not the folder of a run with logs: give such a folder; runs within it: "
+            f"{', '.join(within) or 'none'}"
         )
     paid = source / "attribution.json"
     run.paid = read_object(paid).get("paid", []) if paid.is_file() and _time(paid) >= since else []
@@ -210,7 +211,7 @@ def _time(path: Path) -> float:
 
 
 def _of_this_run(rows: list[dict[str, Any]], begins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out the rows of earlier runs, and the older rows of steps that a resumed run repeated."""
+    """Return the rows without those of earlier runs, and without the older rows of steps that were repeated."""
     starts = [(begin.get("timestamp", 0), begin["step"] or -1) for begin in begins]
     return [
         row

@@ -15,14 +15,14 @@ class AdviseArguments:
     """Declare the arguments of `trl-ext advise`: facts about data and models, all of them optional."""
 
     verifiable: bool | None = setting(None, "Whether a rule or a unit test can score an answer.")
-    agreement: float | None = setting(None, "Share of pairs that two people label alike.", range="in [0, 1]")
+    agreement: float | None = setting(None, "Share of pairs on which two people agree.", range="in [0, 1]")
     pairs: int | None = setting(None, "Number of preference pairs.")
     demonstrations: int | None = setting(None, "Number of demonstrations.")
     prompts: int | None = setting(None, "Number of prompts to sample answers to.")
     accuracy: float | None = setting(
         None, "Share of held-out pairs in which the reward model is right.", range="in [0, 1]"
     )
-    accuracy_low: float | None = setting(None, "Lower end of the interval of `accuracy`.", range="in [0, 1]")
+    accuracy_low: float | None = setting(None, "Lower end of `accuracy`'s confidence interval.", range="in [0, 1]")
     passed: bool | None = setting(None, "Whether the reward model passes `trl-ext reward-report`.")
     fits: bool | None = setting(
         None, "Whether PPO fits into the GPUs and the hours that you have, according to `trl-ext plan`."
@@ -33,7 +33,7 @@ class AdviseArguments:
 
 
 def rows(a: AdviseArguments) -> list[tuple[bool, str, str]]:
-    """Return the rows of the table: whether the condition holds, the condition, and what to do then."""
+    """Return the table's rows: whether the condition holds, the condition in words, and what to do then."""
     few_pairs = (a.pairs or 0) < 2000
     return [
         (

@@ -55,7 +55,7 @@ def kv_cache_bytes(config: Any, rows: int, tokens: int, number_bytes: int) -> in
 
 
 def share(size: int, processes: int) -> int:
-    """Return the part of a tensor of `size` that each process keeps if it is sharded over `processes`, rounded up."""
+    """Return the size of each process's part of a tensor that is sharded over `processes`, rounded up."""
     return math.ceil(size / processes)
 
 

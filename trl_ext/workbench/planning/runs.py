@@ -193,7 +193,7 @@ class Job:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Return the weights' dtype in a pass: DeepSpeed and FSDP2 cast them to `mixed`, autocast does not."""
+        """Return the dtype of the weights in a pass: `mixed` if DeepSpeed or FSDP2 casts them, else `dtype`."""
         casts = self.layout.is_deepspeed or self.layout.mode == "fsdp2"
         return self.mixed if casts and self.mixed is not None else self.dtype
 
@@ -273,13 +273,16 @@ def known_not_to_work(job: Job) -> list[str]:
     accumulated = args.gradient_accumulation_steps
     reasons = [
         (
-            bool(job.bits) and (not peft or job.stage == "pretrain_critic"),
-            f"a base in {job.bits} bits cannot be trained, nor a critic alone on one: set `use_peft: true`, or do not "
-            "quantise it",
+            bool(job.bits) and not peft and job.stage != "pretrain_critic",
+            f"a base in {job.bits} bits cannot be trained: set `use_peft: true`, or do not quantise it",
+        ),
+        (
+            bool(job.bits) and job.stage == "pretrain_critic",
+            f"a critic cannot be pretrained on a base in {job.bits} bits: do not quantise it",
         ),
         (
             job.dtype == torch.float16 and not peft,
-            "weights in float16 cannot be trained, their gradients underflow: set `dtype: float32`",
+            "weights in float16 cannot be trained, since their gradients underflow: set `dtype: float32`",
         ),
         (
             layout.accumulation not in (None, accumulated),
@@ -457,7 +460,14 @@ def examples(job: Job, plan: Plan, rows: int | None) -> float | None:
 
 
 def hours(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, count: float, tokens: float | None = None) -> float:
-    """Return the hours of a run of `count` examples, on all GPUs of its layout."""
+    """
+    Return the wall-clock hours that a run takes on the GPUs of its layout.
+
+    Args:
+        job, plan, gpu, efficiency: as for [`seconds_per_example`].
+        count: number of examples of the whole run.
+        tokens: number of tokens of one text; None takes the longest text allowed.
+    """
     phases, processes = seconds_per_example(job, plan, gpu, efficiency, tokens), job.layout.processes
     seconds = sum(phases.values())
     if job.stage == "ppo" and job.args.rollouts_ahead:  # generation and the rest overlap: only the longer one counts

@@ -177,7 +177,7 @@ def _plan_ppo(job: Job) -> Plan:
 
 
 def _finish(job: Job, result: Plan) -> Plan:
-    """Count the bytes of a checkpoint, and move offloaded bytes to the host."""
+    """Add the bytes of a checkpoint to a plan, move offloaded bytes to the host, and return the plan."""
     wide = job.layout.is_deepspeed  # its checkpoint has a copy of the weights in float32
     size = job.compute_dtype.itemsize if wide else job.dtype.itemsize
     for role in result.roles:
@@ -196,14 +196,14 @@ def _finish(job: Job, result: Plan) -> Plan:
 
 
 def causal_lm(job: Job, config: Any, outputs: tuple[str, ...] = ("log_probs",)) -> Any:
-    """Build a language model with TRL's fused LM head."""
+    """Return a language model built from its configuration, with TRL's fused LM head."""
     model = AutoModelForCausalLM.from_config(config, dtype=job.compute_dtype)
     add_fused_lm_head(model, outputs=outputs)
     return model
 
 
 def classifier(job: Job, config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Build a sequence classifier with one label; without a `dtype`, it has the dtype of the run's passes."""
+    """Return a sequence classifier with one label; without a `dtype`, it has the dtype of the run's passes."""
     given = {name: value for name, value in config.to_dict().items() if name not in ("id2label", "label2id")}
     config = type(config)(**{**given, "num_labels": 1, "pad_token_id": config.pad_token_id or 0})
     return AutoModelForSequenceClassification.from_config(config, dtype=dtype or job.compute_dtype)
@@ -227,7 +227,7 @@ def adapted(job: Job, model: Any) -> Any:
 
 
 def prepare(job: Job, model: Any) -> Any:
-    """Set the model to training mode, and switch on activation checkpointing if the run's arguments say so."""
+    """Return the model in training mode, with activation checkpointing if the run's arguments ask for it."""
     if job.args.activation_checkpointing:
         kwargs = dict(job.args.activation_checkpointing_kwargs or {"use_reentrant": False})
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
@@ -298,7 +298,7 @@ def role_of(
 
 
 def _copied_adapter(job: Job, policy: Role) -> Role:
-    """Return the role of a reference that is a copy of the policy's adapter, where training continues an adapter."""
+    """Return the role of the reference in a run that continues an adapter: a copy of the policy's adapter."""
     weights = share(policy.trained * job.dtype.itemsize, job.layout.processes if job.layout.shards_weights else 1)
     return Role("reference", policy.trained, weights=weights, note="a copy of the policy's adapter")
 
@@ -348,8 +348,8 @@ def scoring_phase(
     """
     Return the bytes that it takes to compute a rollout's log-probs, values and rewards, by purpose.
 
-    The reference's activations are not counted: they are fewer than the policy's and the critic's. `rewards` lists
-    reward models, each with the number of rows that it reads at once, cut to its maximum length.
+    The reference's activations are not counted, since they are fewer than the policy's and the critic's. `rewards`
+    lists each reward model with the number of rows that it reads at once; rows are cut to its maximum length.
     """
     with mode:
         answers = scored(tokens(rows, length), job.args.max_completion_length)
@@ -378,7 +378,7 @@ def update_phases(
     job: Job, mode: Any, model: Any, loss: Callable[[], Tensor], roles: list[Role], *others: Any
 ) -> dict[str, dict[str, int]]:
     """
-    Return the bytes of two phases: `update`, a micro-batch's forward and backward pass, and the optimizer's `step`.
+    Return the bytes, by purpose, of `update`, a micro-batch's forward and backward pass, and the optimizer's `step`.
     """
     gradients = sum(role.gradients for role in roles)
     accumulates = job.args.gradient_accumulation_steps > 1
@@ -412,6 +412,6 @@ def _gathered(job: Job, model: nn.Module, *frozen: nn.Module | None) -> int:
 
 
 def sharded_layers(model: Any) -> list[nn.Module]:
-    """Return the layers of policy and critic that FSDP2 shards one by one; its root module holds all other weights."""
+    """Return the layers of policy and critic that FSDP2 shards one by one; the root module holds all other weights."""
     kinds = getattr(model, "_no_split_modules", None) or ()
     return [module for module in model.modules() if type(module).__name__ in kinds]

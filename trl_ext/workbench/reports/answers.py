@@ -157,8 +157,8 @@ def kl_of(reference: str, answered: dict[str, tuple[str, list[dict]]], sampling:
         sampling: how the answers were sampled, and how the reference is to be loaded.
 
     Returns:
-        By name of a policy, an estimate for each answer in nats; None if policy and reference have different
-        vocabularies.
+        A dict from each policy's name to an estimate for each answer, in nats; None in place of the estimates if
+        policy and reference have different vocabularies.
     """
     model, tokens = sampling.load(reference), load_tokenizer(reference).get_vocab()
     found: dict[str, Any] = {}
@@ -285,15 +285,15 @@ def policy_figures(
 
     Args:
         answers: (N,) with `prompt`, `completion`, `completion_ids` and `finished`.
-        scored: (N,) scores by each reward, by the reward's name.
+        scored: maps each reward's name to its (N,) scores.
         kl: (N,) log π(y | x) − log π_ref(y | x); None if the KL is not known.
 
     Returns:
-        - `rewards`: mean score by each reward, as [`mean_of`] returns it, by the reward's name.
+        - `rewards`: maps each reward's name to the mean score, as [`mean_of`] returns it.
         - `kl`, `length`: mean KL and mean tokens of an answer, as [`mean_of`] returns them; `kl` may be None.
         - `cut_off`: share of the answers that did not end by EOS.
-        - `distinct_3`: different 3-grams as a share of all.
-        - `repeated`: share of 3-grams that repeat one in the same answer.
+        - `distinct_3`: number of different 3-grams as a share of all 3-grams.
+        - `repeated`: share of 3-grams that occurred before in the same answer.
     """
     repetition: dict[str, Any] = {}
     repetition_watch(**{f"{key}s": [row[key] for row in answers] for key in ("prompt", "completion")},

@@ -5,7 +5,7 @@
 RUN is the folder of an SFT, DPO or PPO run, of a model or of an adapter, or a hub name. PROMPTS has the column
 `prompt`, text or messages; prompts that a run was trained on are refused. All answer with the same seed and sampling,
 one policy in memory at a time. `evaluation.html` and `evaluation.json` have the figures, `answers/NAME.jsonl` the
-answers; the same command again keeps answers that were already made by the same policy, prompts and settings.
+answers; the same command again reuses answers of the same policy to the same prompts with the same settings.
 `trl-ext report RUN… --evaluation FILE` shows the figures beside the runs' curves. A wrong input gives exit status 2.
 """
 
@@ -32,7 +32,7 @@ class EvaluateArguments:
     )
     prompts: str = setting("", "Held-out prompts: a .jsonl, .parquet or .csv file, a folder, a hub name. (required)")
     dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
-    dataset_split: str | None = setting(None, "Split of the prompts; `test`, or `train` of a single file, if unset.")
+    dataset_split: str | None = setting(None, "Split of the prompts; if unset, `train` of a single file, else `test`.")
     max_prompts: int | None = setting(
         None, "Number of prompts to answer, from the first on; all if unset.", range=">= 1"
     )
@@ -52,7 +52,7 @@ class EvaluateArguments:
     top_p: float = setting(
         1.0, "Sample only from the likeliest tokens with this total probability (top-p).", range="in (0, 1]"
     )
-    batch_size: int = setting(16, "Prompts in one batch.", range=">= 1")
+    batch_size: int = setting(16, "Number of prompts in one batch.", range=">= 1")
     seed: int = setting(0, "Seed of the sampling.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "dtype of the policies' weights; `auto` keeps the saved one."
@@ -69,7 +69,7 @@ class EvaluateArguments:
         self.baseline = self.baseline or self.policies[0]
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.policies[0]
         if self.baseline not in self.policies:
-            raise ValueError(f"`baseline` {self.baseline} is not one of the policies: add it to them")
+            raise ValueError(f"`baseline` {self.baseline} is not one of the policies: add it to the policies")
 
 
 def run(args: EvaluateArguments) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class PromptSet:
         columns = self.rows.column_names
         column = self.column or next((name for name in PROMPT_COLUMNS if name in columns), "")
         if column not in columns or (column == "chosen" and isinstance(self.rows[0][column], str)):
-            raise ValueError(f"set {self.name!r} has no prompts in {column!r}: name one of {columns} by `columns`")
+            raise ValueError(f"set {self.name!r} has no prompts in {column!r}: choose one of {columns} by `columns`")
         object.__setattr__(self, "column", column)
 
     def __len__(self) -> int:
@@ -98,11 +98,11 @@ class PromptReport:
 
     Args:
         sets: the sets, by name.
-        places: for each set, by name, the slice of the arrays with its rows.
+        places: maps each set's name to the slice of the arrays that has the set's rows.
         duplicates: groups of exact and near duplicates, which may hold rows of several sets.
         words: number of words of each prompt.
         scripts: for each prompt the script that most of its letters have.
-        copied: for each set, by name, the share of each answer's runs of words that also occur in the corpus.
+        copied: maps each set's name to the share of each answer's runs of words that also occur in the corpus.
     """
 
     sets: dict[str, PromptSet]
@@ -192,7 +192,7 @@ def left_out(report: PromptReport, remove: Kind = "near", held_out: Iterable[str
         held_out: names of the sets to evaluate on.
 
     Returns:
-        For each set, by name, (rows of the set,) texts: one of `REASONS`, or "" for rows that are kept.
+        A dict from each set's name to a text for each of its rows: one of `REASONS`, or "" if the row is kept.
     """
     held_out, reasons = {*held_out}, {}
     empty, shared, duplicate = REASONS
@@ -215,8 +215,8 @@ def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tupl
     Args:
         report: report of [`examine_prompts`].
         name: name of the set.
-        columns: names of columns of the set. Unless the set has a column of that name, `length` stands for the quarter
-            of the set, by number of words, that the prompt is in, and `script` for the prompt's script.
+        columns: names of columns of the set. If the set has no such columns, `length` gives the quarter of the set, by
+            number of words, that contains the prompt, and `script` gives the prompt's script.
     """
     prompts, place = report.sets[name], report.places[name]
     words = report.words[place]
@@ -251,7 +251,7 @@ def divide(
         seed: seed of the order.
 
     Returns:
-        For each set, by name, (rows of the set,) the name of each row's split, "" for rows that are left out.
+        A dict from each set's name to the split's name for each of its rows, "" if the row is left out.
     """
     near, kept = report.duplicates.near, {name: reasons[name] == "" for name in report.sets}
     groups = np.concatenate([near[report.places[name]][kept[name]] for name in names])

@@ -2,9 +2,9 @@
 
     trl-ext prompts --sets sft=SFT rl=RL eval=EVAL:test --output_dir outputs/prompts --max_overlap eval=0
 
-The report shows exact and near duplicates within and between the sets, lengths, scripts, and answers that repeat
-another set's, on a page (`prompts.html`) and in JSON (`prompts.json`, `duplicates.jsonl`). The copies (`SET.jsonl`, or
-`SET/SPLIT.jsonl`) have no duplicates, and no prompts of a held-out set. Inputs are never changed. If a bound is
+The report, a page (`prompts.html`) and JSON (`prompts.json`, `duplicates.jsonl`), shows exact and near duplicates
+within and between the sets, lengths, scripts, and answers that repeat another set's answers. The copies (`SET.jsonl`,
+or `SET/SPLIT.jsonl`) have no duplicates, and no prompts of a held-out set. Inputs are never changed. If a bound is
 broken, the command prints a sentence and ends with status 1; after a wrong input it ends with status 2.
 """
 
@@ -54,27 +54,27 @@ class PromptsArguments:
     columns: list[str] = _list("Columns of prompts, as NAME=COLUMN; by default prompt, messages, chosen or text.")
     held_out: list[str] | None = setting(
         None,
-        "Sets to evaluate on; other sets lose the rows that they share with these. If unset, `eval`, if it is a set.",
+        "Sets to evaluate on; rows of other sets that are also in these are left out. Unset: `eval`, if it is a set.",
     )
     by: Literal["conversation", "last_turn"] = setting(
         "conversation", "Compare chat prompts by all turns, or by the user's last one."
     )
     threshold: float = setting(0.7, "Least Jaccard similarity of near duplicates.", range="in (0, 1]")
     unit: Literal["words", "characters"] = setting("words", "Whether n-grams are of words or of characters.")
-    ngram: int = setting(3, "Words or characters in an n-gram.", range=">= 1")
+    ngram: int = setting(3, "Number of words or characters in an n-gram.", range=">= 1")
     max_overlap: list[str] = _list(
         "NAME=SHARE: highest share of a set's rows that may have a duplicate in another set."
     )
     max_duplicates: list[str] = _list(
-        "NAME=SHARE: highest share of a set's rows that may repeat a row before them in the set."
+        "NAME=SHARE: highest share of a set's rows that may repeat an earlier row of the set."
     )
     max_copied: list[str] = _list(
         "NAME=SHARE: highest share of a set's answers that may have a run copied from `copied_from`."
     )
-    copied_from: list[str] = _list("Sets whose answers other sets' answers must not repeat.")
+    copied_from: list[str] = _list("Sets whose answers the other sets' answers must not repeat.")
     copied_words: int = setting(13, "How many words in a row count as a copy.", range=">= 1")
     remove: Literal["near", "exact", "none"] = setting("near", "Which duplicates are left out of the copies.")
-    split: list[str] = _list("SPLIT=SHARE of the copies, such as train=0.9 test=0.1.")
+    split: list[str] = _list("Splits of the copies as SPLIT=SHARE, such as train=0.9 test=0.1.")
     split_sets: list[str] | None = setting(None, "Sets to `split`; if unset, all sets but the held-out ones.")
     stratify: list[str] = _list("Columns, or `length` and `script`, whose values all splits have in equal shares.")
     write: bool = setting(True, "Write copies; if False, write only the report.")
@@ -106,17 +106,20 @@ class PromptsArguments:
 
 
 def check(args: PromptsArguments) -> None:
-    """Raise for an unknown set name, for example in `held_out`, and for files that would overwrite data."""
+    """Raise a `ValueError` for an unknown set name, as in `held_out`, and for files that would overwrite data."""
     check_output_dir(args.output_dir, "false")
     named = {*(args.held_out or ()), *(args.split_sets or ()), *args.copied_from, *args.set_columns}
     named = named.union(*args.bounds.values())
     places = {name: find(path_and_split(path)[0]) for name, path in args.paths.items()}
     for wrong, why in (
         (named - {*args.paths}, "is not one of `sets`"),
-        ([n for n in (*args.paths, *args.split_shares) if not re.fullmatch(r"\w[\w.-]*", n)], "is no name of a file"),
+        (
+            [n for n in (*args.paths, *args.split_shares) if not re.fullmatch(r"\w[\w.-]*", n)],
+            "cannot name a file: use letters, digits, _, - and dots",
+        ),
         (
             [name for name, of in places.items() if of.exists() and overlap(Path(args.output_dir), of)],
-            "is a set whose data lies in `output_dir`, or the other way round",
+            "is a set whose data are in `output_dir`, or contain it: choose another `output_dir`",
         ),
     ):
         if wrong:

@@ -51,9 +51,9 @@ class Material:
         pairs: the held-out pairs; several may share a prompt.
         train: pairs that the reward was trained on, in random order; empty if none are known.
         group_columns: columns of the pairs; the accuracy is compared between their values.
-        trained_on: what is known of the pairs that the reward was trained on: `is_known`, whether all are;
+        trained_on: facts on the pairs that the reward was trained on: `is_known`, whether all of them are known;
             `left_out`, how many of the given pairs are among them; `with_a_trained_answer`, how many of the others
-            have an answer in one of them.
+            share an answer with one of them.
         unknown: sentences for the report on what was left out, or is not known.
         policy: answers of the policy; empty if there are none.
         rankings: for each prompt its answers and their ranks, 1 the best.
@@ -138,7 +138,7 @@ def gather(args: Any, trained: TrainedPairs) -> Material:
     seen = trained.has(pair_hashes(pairs))
     if seen.all():
         raise ValueError(
-            f"the reward was trained on all {len(pairs):,} pairs: give other pairs by `dataset_name`, `dataset_split`"
+            f"the reward was trained on all {len(pairs):,} pairs: give others by `dataset_name` or `dataset_split`"
         )
     train = train or _selected(pairs, seen)
     held_out = pairs.select(np.flatnonzero(~seen))

@@ -117,7 +117,9 @@ def examine(
     scored = {name: score(answers) for name, answers in shown.items()}
     kept = np.flatnonzero(np.isfinite(scored["chosen"] + scored["rejected"]))
     if not len(kept):
-        raise ValueError(f"{score.name} gave finite scores to both answers in none of the {len(material.pairs)} pairs")
+        raise ValueError(
+            f"in none of {len(material.pairs)} pairs, {score.name} gave both answers a finite score: check its scores"
+        )
     pairs = [material.pairs[i] for i in kept]
     first, second = (torch.tensor(scored[name][kept]) for name in ("chosen", "rejected"))
     report = {
@@ -148,7 +150,7 @@ def examine(
 def _of_pairs(
     pairs: list[Pair], chosen: Tensor, rejected: Tensor, group_columns: list[str], tokenizer: Any
 ) -> dict[str, Any]:
-    """Return the accuracy, length bias and calibration on pairs, by the scores of their answers, (N,) each."""
+    """Return the accuracy, length bias and calibration on N pairs, from their answers' scores, (N,) each."""
 
     def length(answer: Answer) -> int:
         text = answer.texts()[1]

@@ -5,9 +5,9 @@
 MODEL is the folder of a reward model, an adapter or an ensemble, a hub name, or file.py:function; or --rewards has an
 entry as in a configuration of `trl-ext ppo`. PAIRS has `chosen`, `rejected` and `prompt`; pairs that the model was
 trained on, which `trl-ext reward` records in the model's folder, are left out. `reward_report.html` and
-`reward_report.json`, in the model's folder or --output_dir, have the accuracy, also by group and length, calibration,
-scores on training data and of a policy, probes, and ranks. If a bound is broken or cannot be judged, the command
-prints a sentence and ends with status 1; after a wrong input it ends with status 2.
+`reward_report.json`, in the model's folder or --output_dir, show the accuracy (also by group and length), the
+calibration, the scores of training pairs and of a policy's answers, probes, and ranks. If a bound is broken or cannot
+be judged, the command prints a sentence and ends with status 1; after a wrong input it ends with status 2.
 """
 
 import itertools
@@ -42,7 +42,7 @@ class RewardReportArguments:
     )
     dataset_name: str = setting("", "Pairs: a .jsonl, .parquet or .csv file, a folder, a hub name. (required)")
     dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
-    dataset_split: str | None = setting(None, "Split to measure on; `test`, or `train` of a single file, if unset.")
+    dataset_split: str | None = setting(None, "Split to measure on; if unset, `train` of a single file, else `test`.")
     train_name: str | None = setting(None, "Pairs that the model was trained on; `dataset_name` if unset.")
     train_split: str | None = setting(
         None, "Split of the training pairs; `train` if unset, unless that is the held-out split."
@@ -81,7 +81,7 @@ class RewardReportArguments:
     dtype: str | None = setting(None, "dtype of the model's weights; the saved one if unset.")
     max_batch_tokens: int = setting(16384, "Tokens in one forward pass, padding included.")
     use_cpu: bool = setting(False, "Do not use a GPU, even if there is one.")
-    seed: int = setting(0, "Seed of the rows that are sampled.")
+    seed: int = setting(0, "Seed for sampling rows.")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -91,7 +91,7 @@ class RewardReportArguments:
             (not self.dataset_name, "`dataset_name`, pairs: a hub name, a .jsonl file or a folder"),
             (
                 self.output_dir == self.model and not Path(str(self.model)).is_dir(),
-                "`output_dir`, since MODEL is no folder",
+                "`output_dir`, since MODEL is not a folder",
             ),
         ):
             if is_wrong:
@@ -290,7 +290,7 @@ def report_trained(
             raise  # if a process that ran out of memory went on, the others would wait in their forward for ever
         report = measured
         if trainer.is_world_process_zero():
-            print(f"No {NAME}.html: {type(error).__name__}: {' '.join(str(error).split())}")
+            print(f"{NAME}.html was not written: {type(error).__name__}: {' '.join(str(error).split())}")
             (folder / f"{NAME}.html").unlink(missing_ok=True)  # of an earlier model
             write_text(folder / f"{NAME}.json", json.dumps(measured, indent=2))
     return report

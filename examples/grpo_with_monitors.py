@@ -57,7 +57,7 @@ def main() -> None:
         ),
         train_dataset=load_dataset_split(args.dataset, "train"),
         callbacks=[
-            KLBudgetCallback(limit=1.0, action="stop"),  # GRPO logs nats per token
+            KLBudgetCallback(limit=10, action="stop"),  # nats per completion
             RewardDriftCallback(),
             RepetitionCallback(),
             LengthDriftCallback(),

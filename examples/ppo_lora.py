@@ -44,6 +44,7 @@ def main() -> None:
             critic_learning_rate=5e-5,
             kl_controller="adaptive",
             kl_target=6.0,  # nats a completion
+            kl_horizon=args.total_episodes // 5,
             save_steps=50,
             logging_steps=1,
             report_to="none",

@@ -19,6 +19,7 @@ from trl_ext.callbacks import (
     RepetitionCallback,
     RewardDisagreementCallback,
     RewardDriftCallback,
+    ToolAbuseCallback,
     ValueHealthCallback,
 )
 
@@ -114,6 +115,11 @@ CASES = {
             (6, "completions repeat themselves"),
             (7, "completions copy the corpus"),
         ],
+    ),
+    "a tool that is down from the start": (
+        ToolAbuseCallback(),
+        [{"tools/call_frequency": 1.0, "tools/failure_frequency": 1.0}] * 9,
+        [(3, "tool calls fail")],
     ),
 }
 

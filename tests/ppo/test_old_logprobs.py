@@ -57,6 +57,7 @@ def test_auto_trusts_the_sampler_where_it_is_exact(tmp_path):
         (False, {"bf16": True}),
         (False, {"disable_dropout": False}),
         (False, {"generation_kwargs": {"cache_implementation": "quantized"}}),
+        (True, {"cache_implementation": "static", "generation_kwargs": {"max_cache_len": 32}}),
         (False, {"allow_off_policy_sampling": True, "top_k": 5}),
         (False, {"old_logprobs": "recompute"}),
         (False, {"top_k": 5}),

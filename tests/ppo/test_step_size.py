@@ -68,6 +68,7 @@ def test_rates_a_factor_of_hundred_apart_become_one(build, tmp_path):
     assert rates[1] / 4 < rates[0] < 4 * rates[1]
     target = trainer.rate_controller.target
     assert all(target / 4 < kl < target * 4 for kl in kls)
+    assert set(logged(trainer, "policy/step_kl_target")) == {target * 3 / 4}  # before the last of four steps
 
 
 @pytest.mark.parametrize("level", ["token", pytest.param("turn", marks=pytest.mark.slow)])

@@ -181,7 +181,13 @@ PANELS: dict[str, Callable] = {
     "KL to the reference, nats": _panel({"kl": "KL"}, "KLBudgetCallback", "limit", "warn"),
     "entropy, nats per token": _panel({"entropy": "entropy"}, "EntropyFloorCallback", "floor"),
     "size of a step": _panel(
-        {"clip_fraction": "share clipped", "policy/step_kl": "KL, nats per choice"}, "ClipFractionCallback", "limit"
+        {
+            "clip_fraction": "share clipped",
+            "policy/step_kl": "KL, nats per choice",
+            "policy/step_kl_target": "the KL's target",
+        },
+        "ClipFractionCallback",
+        "limit",
     ),
     "critic": _panel(
         {"explained_variance": "explained variance", "value_loss": "value loss"},

@@ -346,6 +346,7 @@ class ToolAbuseCallback(MonitorCallback):
 
     Args:
         failed: alert when the share of calls that fail rises above the baseline by more than this.
+        most_failed: alert when the share of calls that fail is above this, also if it was so from the start.
         repeated: alert when the share of repeated calls rises above the baseline by more than this. A call is repeated
             if the same call was made before in its episode, and got the same answer.
         rollouts: number of first rollouts in the baseline.
@@ -353,6 +354,7 @@ class ToolAbuseCallback(MonitorCallback):
     """
 
     failed: float = 0.2
+    most_failed: float = 0.8
     repeated: float = 0.3
     rollouts: int = 8
     runbook = "tools"
@@ -366,9 +368,9 @@ class ToolAbuseCallback(MonitorCallback):
         failed = share("failed", self.read("failed", "tools/failure_frequency", optional=True))
         repeated = share("repeated", self.read("repeated", "tools/repeated_frequency", optional=True))
         advice = "Read the episodes in `completions.rank*.jsonl`:"
-        if found := failed.above(1, self.failed):
+        if found := failed.above(1, self.failed) or failed.above(plus=self.most_failed):
             why = "is a tool down, or does the reward ignore what tools answer?"
-            yield Finding("more tool calls fail", f"{advice} {why}", *found)
+            yield Finding("tool calls fail", f"{advice} {why}", *found)
         if found := repeated.above(1, self.repeated):
             why = "which reward pays for a call that tells nothing new?"
             yield Finding("episodes repeat their tool calls", f"{advice} {why}", *found)

@@ -219,7 +219,7 @@ class RolloutTrainer(GRPOTrainer):
         if args.old_logprobs != "auto":
             is_trusted = args.old_logprobs == "sampler"
         else:
-            is_plain = not (args.another_samples or args.generation_kwargs or args.importance_correction != "none")
+            is_plain = not args.another_samples and args.importance_correction == "none"
             policy = base_model_of(self._actor_critic.policy)
             is_quantized = getattr(policy.config, "quantization_config", None) is not None
             is_exact = self.accelerator.mixed_precision == "no" and policy.dtype == torch.float32 and not is_quantized

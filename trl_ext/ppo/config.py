@@ -169,7 +169,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         "that were recorded in sampling, which saves a forward pass of the policy; `recompute` computes them by the "
         "forward pass that training uses. In float32 both agree to 1e-5; otherwise they differ by rounding and "
         "dropout (`sampling/logprob_difference`). `auto` is `sampler` if everything is float32, dropout is off, and "
-        "neither `generation_kwargs` nor vLLM may change the log-probs; else `recompute`. Where another policy "
+        "neither vLLM nor `generation_kwargs` may change the log-probs; else `recompute`. Where another policy "
         "samples, `sampler` compares the policy with that sampler in PPO's ratio.",
     )
     importance_sampling_mode: Literal[

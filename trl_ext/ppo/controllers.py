@@ -139,6 +139,11 @@ class RateController:
         group = self._hooked.param_groups[0] if self._hooked is not None else {}
         return group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
 
+    @property
+    def present_target(self) -> float:
+        """Return the KL at which the rollout's updates should end, in nats per choice; 0 if the rates follow none."""
+        return self.target * (self.schedule * self.lowered) ** 2
+
     def observe(self, sums: Tensor, taken: int, steps: int) -> float:
         """
         Update the factor by the KL of the rollout's optimizer steps so far, and return this KL, nats per choice.
@@ -151,9 +156,8 @@ class RateController:
         """
         del self._used[taken:]
         kl = float(sums[0] / sums[1].clamp(min=1e-6))
-        left = self.schedule * self.lowered
-        if taken and self.target and kl > 0 and sums[2] > 0 and left > 0:
-            target, share = self.target * left**2, taken / steps
+        target, share = self.present_target, taken / steps
+        if taken and target and kl > 0 and sums[2] > 0:
             factor = rate_factor(self.factor, sum(self._used) / taken, kl, target, share)
             ratio = kl / (share**2 * target)
             self.is_found |= 2 * taken >= steps and ratio > 0.25

@@ -668,6 +668,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         kl = self.rate_controller.observe(sums, taken, self.args.steps_per_rollout)
         if taken == max(self.args.steps_per_rollout - 1, 1):
             self.metrics.train.add("policy/step_kl", kl)
+            if target := self.rate_controller.present_target:
+                self.metrics.train.add("policy/step_kl_target", target * taken / self.args.steps_per_rollout)
         self.metrics.train.add("learning_rate/factor", self.rate_controller.applied)
 
     @torch.no_grad()

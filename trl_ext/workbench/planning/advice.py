@@ -37,7 +37,7 @@ def rows(a: AdviseArguments) -> list[tuple[bool, str, str]]:
     few_pairs = (a.pairs or 0) < 2000
     return [
         (
-            a.verifiable is True and (a.prompts or 1000) >= 1000,
+            a.verifiable is True and (a.prompts is None or a.prompts >= 1000),
             "a rule scores completions, and there are 1,000 prompts or more, or an unknown number",
             "GRPO of TRL, or PPO where a prompt is answered once, in several turns, or scored step by step",
         ),

@@ -362,9 +362,17 @@ def whole_on_each_process() -> Iterator[None]:
 
 
 def load_model(name: str, device: Any = None, revision: str | None = None, dtype: str = "auto") -> Any:
-    """Load a causal language model, plain or an adapter, in evaluation mode; by default on the GPU if there is one."""
+    """
+    Load a causal language model, plain or an adapter, in evaluation mode; by default on the GPU if there is one.
+
+    Raises:
+        ValueError: the model is a classifier, such as a reward model. Its LM head would be random.
+    """
     if is_adapter(name, revision):
         model = load_adapted(name, revision, dtype=dtype, device_map=None)
     else:
+        kind = (AutoConfig.from_pretrained(name, revision=revision or "main").architectures or [""])[0]
+        if kind.endswith("Classification"):
+            raise ValueError(f"{name} is a {kind}, not a language model: name the policy, not a reward model.")
         model = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=dtype)
     return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))

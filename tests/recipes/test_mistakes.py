@@ -41,6 +41,8 @@ def test_data_without_the_columns_is_named(subtests, capsys, inputs, tmp_path):
             words = ["--model_name_or_path", inputs / "model", "--dataset_name", folder, *cpu]
             words += [f"--output_{out}", tmp_path / "o", *(REWARD if recipe in SCORED else [])]
             assert re.search("(?i)column|lack|fewer prompts", refusal(capsys, recipe.main, words))
+    words = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "preferences", *ON_A_CPU]
+    assert "'completion'] not in the dataset" in refusal(capsys, sft.main, [*words, "--output_dir", tmp_path / "o"])
 
 
 def test_settings_of_the_model_that_would_train_otherwise_are_refused(subtests):

@@ -93,7 +93,7 @@ def check(
         environments: set = set()
         if isinstance(environment_factory, dict):
             environments = {*dict(datasets)[name].unique("environment")} - environment_factory.keys()
-        taken = columns & {"prompt_ids", "finished", "image", "images"}
+        taken = columns & {*_GIVEN, "image", "images"} - {"completion_ids"}  # which TRL leaves out
         for is_wrong, message in [
             (len(dict(datasets)[name]) == 0, "no rows. Leave it out."),
             (
@@ -103,8 +103,8 @@ def check(
             ),
             (
                 bool(taken),
-                f"the column {taken}: reward functions get other values by the names `prompt_ids` and `finished`, and "
-                "images are not supported. Rename or remove it.",
+                f"the column {taken}: reward functions get other values by this name, and images are not supported. "
+                "Rename or remove it.",
             ),
             (
                 bool(agent) and "input_ids" in columns,

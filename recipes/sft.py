@@ -9,7 +9,7 @@ The same command again resumes from the newest complete checkpoint in `output_di
 from dataclasses import dataclass
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.arguments import HeldOutArguments, ModelArguments, save_and_evaluate
+from trl_ext.cli.arguments import HeldOutArguments, ModelArguments, check_model, save_and_evaluate
 from trl_ext.runs import Hold, check_output_dir, setting
 from trl_ext.upstream import late_bars, quiet
 
@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
 
     late_bars()
 
@@ -56,6 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     def load(name: str, split: str):
         config = script_args.dataset_config if name == script_args.dataset_name else None
         dataset = load_dataset_split(name, split, config=config, columns=())
+        if "prompt" in dataset.column_names and "input_ids" not in dataset.column_names:
+            dataset.select_columns("completion")  # which raises a `ValueError` if it is missing
         return one_form(dataset, f"dataset {name!r}")
 
     eval_dataset = None

@@ -50,6 +50,9 @@ def test_help_lists_every_command(capsys):
     named = "sft reward pretrain-critic ppo dpo online-dpo generate merge plan advise label constitution"
     more = "annotators prompts reward-report evaluate refresh-reward serve-reward report demo doctor"
     assert listed == [*named.split(), *more.split()]
+    with pytest.raises(SystemExit, match="0"):
+        main(["doctor", "--help"])
+    assert "\n    trl-ext doctor\n" in capsys.readouterr().out  # its lines stay lines
 
 
 def test_what_needs_no_training_imports_nothing_heavy(subtests):

@@ -91,13 +91,15 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("eval_size", [1, 60])
-def test_no_prompt_is_on_both_sides(shape, eval_size):
+def test_no_prompt_is_on_both_sides(shape, eval_size, capsys):
     rows = [{**SHAPES[shape](row), "n": n} for n, row in enumerate(several())]
     train, held_out = hold_out_prompts(Dataset.from_list(rows), eval_size, seed=eval_size)
     numbers = [sorted(each["n"]) for each in (train, held_out)]
     assert sorted(sum(numbers, [])) == list(range(len(rows)))
     assert not {n // 3 for n in numbers[0]} & {n // 3 for n in numbers[1]}  # three pairs a prompt
     assert len(held_out) == max(eval_size // 3 * 3, 3)
+    said = f"{len(held_out)} of 120 rows are held out: all rows of {len(held_out) // 3} of the 40 prompts."
+    assert said in capsys.readouterr().out
     again = hold_out_prompts(Dataset.from_list(rows), eval_size, seed=eval_size)
     assert [each["n"] for each in again] == [each["n"] for each in (train, held_out)]
     assert hold_out_prompts(Dataset.from_list(rows), eval_size, seed=99)[1]["n"] != held_out["n"]

@@ -226,4 +226,5 @@ def test_a_peft_model_is_trained_against_its_adapter_as_it_was(tmp_path):
     trainer = make_trainer(tmp_path, model, **DRIFT)
     trainer.train()
     assert logged(trainer, "logps/drift")[0] == 0  # the reference is not the bare model
+    assert logged(trainer, "rewards/accuracies")[0] == 0.5  # all pairs are tied
     assert logged(trainer, "logps/drift")[-1] > 0.01

@@ -11,6 +11,7 @@ from trl_ext.cli.arguments import ModelArguments
 RECIPES = [sft, reward, dpo, ppo, online_dpo, pretrain_critic]
 SCORED = [ppo, online_dpo, pretrain_critic]
 REWARD = ["--reward_funcs", "tests.tiny.length_reward"]
+MISTYPED = "`model_name_or_path` x: there is no such folder with a config.json"
 ON_A_CPU = "--use_cpu true --bf16 false --report_to none".split()
 
 
@@ -26,8 +27,9 @@ def test_what_is_missing_or_unknown_is_named(subtests, capsys, inputs, tmp_path)
         ([*model, *ON_A_CPU, "--dataset_name", tmp_path / "abs", "--output_dir", tmp_path / "o"], "any data file"),
         ([*model, *ON_A_CPU, "--dataset_name", "x", "--output_dir", tmp_path / "file" / "o"], "Not a directory"),
         ([*model, *ON_A_CPU, "--dataset_name", "x", "--output_dir", tmp_path / "finished"], "holds a model"),
+        (["--model_name_or_path", "x", *ON_A_CPU, "--dataset_name", "x", "--output_dir", tmp_path / "o"], MISTYPED),
     ]:
-        for recipe in RECIPES:
+        for recipe in RECIPES[: 4 if message == MISTYPED else None]:
             with subtests.test(recipe=recipe.__name__, message=message):
                 words = [*given, *(REWARD if recipe in SCORED else [])]
                 assert message in refusal(capsys, recipe.main, words)
@@ -41,6 +43,8 @@ def test_data_without_the_columns_is_named(subtests, capsys, inputs, tmp_path):
             words = ["--model_name_or_path", inputs / "model", "--dataset_name", folder, *cpu]
             words += [f"--output_{out}", tmp_path / "o", *(REWARD if recipe in SCORED else [])]
             assert re.search("(?i)column|lack|fewer prompts", refusal(capsys, recipe.main, words))
+    words = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "preferences", *ON_A_CPU]
+    assert "'completion'] not in the dataset" in refusal(capsys, sft.main, [*words, "--output_dir", tmp_path / "o"])
 
 
 def test_settings_of_the_model_that_would_train_otherwise_are_refused(subtests):

@@ -277,6 +277,12 @@ def test_an_evaluation_of_the_runs_has_its_rows(two_runs, tmp_path):
     main([*map(str, two_runs), "--output", str(tmp_path / "page.html"), "--evaluation", str(tmp_path)])
     text = Page((tmp_path / "page.html").read_text()).text
     assert "wins by length–75.0% (50.0% to 100.0%)" in text and "Not checked: <x>" in text
+    write_report(two_runs[1], evaluation=tmp_path)  # one run keeps its page
+    text = Page((two_runs[1] / "report.html").read_text()).text
+    for part in ("The score rose from 1 to 5", "wins by length75.0%", "Not checked: <x>", "Configuration"):
+        assert part in text
+    with pytest.raises(ValueError, match=f"no figures of ppo, only of x .{two_runs[1] / 'checkpoint-5'}"):
+        write_report(two_runs[0], evaluation=tmp_path)
 
 
 def test_no_credential_of_a_monitor_is_shown_beside_another_run(tmp_path):

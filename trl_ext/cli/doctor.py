@@ -21,7 +21,8 @@ Finding = tuple[str, str, str]  # "ok", "note" or "PROBLEM"; what; more about it
 
 
 def main(arguments: list[str] | None = None) -> None:
-    argparse.ArgumentParser("trl-ext doctor", description=__doc__).parse_args(arguments)
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser("trl-ext doctor", description=__doc__, formatter_class=form).parse_args(arguments)
     is_fit = True
     for verdict, what, text in (*versions(), *contract(), *machine(), *packages(), *places()):
         print(f"{verdict:<8}{what:<20}{text}", flush=True)

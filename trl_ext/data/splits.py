@@ -80,7 +80,8 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
     if is_one:
         say(f"All {len(rows):,} rows have the same prompt, so held-out and training rows share it.")
     elif len(sizes) < len(rows):
-        say(f"`eval_size` {eval_size:,}: {held.sum():,} rows are held out: all rows of {is_held.sum():,} prompts.")
+        of = f"{is_held.sum():,} of the {len(sizes):,} prompts"
+        say(f"`eval_size` {eval_size:,}: {held.sum():,} of {len(rows):,} rows are held out: all rows of {of}.")
     return dataset.select(rows[~held]), dataset.select(rows[held])
 
 

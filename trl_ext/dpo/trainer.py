@@ -184,8 +184,11 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
                 result = super()._compute_loss(tapped, batch, return_outputs)
             ((self.beta, loss),) = seen
             result = (result[0] + loss, result[1]) if return_outputs else result + loss
+        logged = self._metrics["train" if self.model.training else "eval"]
+        if logged["rewards/margins"][-1] == logged["rewards/accuracies"][-1] == 0:  # all are ties
+            logged["rewards/accuracies"][-1] = 0.5
         # TRL has gathered the margin, so either all processes raise, or none does
-        if self.model.training and not math.isfinite(self._metrics["train"]["rewards/margins"][-1]):
+        if self.model.training and not math.isfinite(logged["rewards/margins"][-1]):
             raise FloatingPointError(
                 f"At step {self.state.global_step}, log-probs of the policy or the reference are not finite. Lower "
                 "the learning rate, set `max_grad_norm`, or train in bf16 or float32 instead of fp16."

@@ -93,8 +93,9 @@ def check(
         environments: set = set()
         if isinstance(environment_factory, dict):
             environments = {*dict(datasets)[name].unique("environment")} - environment_factory.keys()
-        taken = columns & {"prompt_ids", "finished", "image", "images"}
+        taken = columns & {*_GIVEN, "image", "images"} - {"completion_ids"}  # which TRL leaves out
         for is_wrong, message in [
+            (len(dict(datasets)[name]) == 0, "no rows. Leave it out."),
             (
                 not (environment_factory or columns & {"prompt", "input_ids"}),
                 f"no column `prompt` (text or messages), and no `input_ids`; its columns are {sorted(columns)}. "
@@ -102,8 +103,8 @@ def check(
             ),
             (
                 bool(taken),
-                f"the column {taken}: reward functions get other values by the names `prompt_ids` and `finished`, and "
-                "images are not supported. Rename or remove it.",
+                f"the column {taken}: reward functions get other values by this name, and images are not supported. "
+                "Rename or remove it.",
             ),
             (
                 bool(agent) and "input_ids" in columns,
@@ -184,7 +185,11 @@ def check_prompt_lengths(
         columns = [c for c in ("prompt", "input_ids", "attention_mask") if c in dataset.column_names]
         lengths: list[int] = []
         for batch in dataset.select_columns(columns).iter(1000):
-            lengths += measure([dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)])
+            rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+            is_empty = ["input_ids" not in row and row["prompt"] in (None, []) for row in rows]
+            full = [row for row, empty in zip(rows, is_empty, strict=True) if not empty]
+            measured = iter(measure(full) if full else ())
+            lengths += [0 if empty else next(measured) for empty in is_empty]
         if 0 in lengths:
             raise ValueError(
                 f"Row {lengths.index(0)} of the {name} dataset has an empty prompt, but the policy needs a token to "

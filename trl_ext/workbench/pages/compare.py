@@ -33,7 +33,7 @@ def comparison(runs: dict[str, Run], title: str, evaluation: dict[str, Any] | No
         title: the page's title.
         evaluation: content of the `evaluation.json` that `trl-ext evaluate` wrote for these runs.
     """
-    evaluated = _of_runs(evaluation, runs) if evaluation else {}
+    evaluated = of_runs(evaluation, runs) if evaluation else {}
     samples = {name: run.samples for name, run in runs.items() if run.samples}
     return render(
         "comparison.html.j2",
@@ -149,7 +149,7 @@ def _mean(of: dict[str, Any] | None) -> str:
     return "–" if of is None or of["mean"] is None else with_error(of["mean"], of["standard_error"])
 
 
-def _of_runs(evaluation: dict[str, Any], runs: dict[str, Run]) -> dict[str, Any]:
+def of_runs(evaluation: dict[str, Any], runs: dict[str, Run]) -> dict[str, Any]:
     """Return each run's entry in an evaluation, by name; the entry of a checkpoint counts as its run's entry."""
     found: dict[Path, Any] = {}
     for policy in evaluation["policies"].values():

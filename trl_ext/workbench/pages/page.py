@@ -27,8 +27,8 @@ DONE = {
 }
 
 
-def page(run: Run) -> str:
-    """Return the HTML page of one run."""
+def page(run: Run, evaluation: dict[str, Any] | None = None, evaluated: Iterable[list[str]] = ()) -> str:
+    """Return the HTML page of one run, also with the rows of figures that `trl-ext evaluate` found."""
     return render(
         "run.html.j2",
         title=run.folder.resolve().name,
@@ -39,6 +39,8 @@ def page(run: Run) -> str:
         next_step=next_step(run),
         results=results(run),
         rise=ends(run, "attribution/rise")[-1:],
+        evaluation=evaluation,
+        evaluated=evaluated,
         paid_curves=paid_curves(run),
         curves=curves(run),
         histograms=_histograms(run),

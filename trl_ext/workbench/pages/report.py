@@ -13,7 +13,7 @@ RUN is an output directory. These files in it are read:
 If several runs wrote into the folder, the page shows the last one. A step that a resumed run repeated is shown once.
 
 `page.py` makes the page of one run. `compare.py` makes the page of several: a colour for each run, the settings that
-differ, the answers to the same prompts, and, from `--evaluation`, the figures that `trl-ext evaluate` found.
+differ, and the answers to the same prompts. `--evaluation` adds the figures that `trl-ext evaluate` found.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...runs import PRIVATE_FOLDER, write_text
-from .compare import comparison, named
+from .compare import comparison, evaluation_rows, named, of_runs
 from .page import page
 from .recorded import read_run, rounds_of
 
@@ -56,10 +56,10 @@ def write_report(
             gives a comparison of its rounds.
         output: file to write. The default for one run is `report.html` in its folder (in the subfolder `_run`, if
             there is one); for several runs it is `comparison.html` in the innermost folder that holds all of them.
-        evaluation: for a comparison, the `evaluation.json` of `trl-ext evaluate`, or its folder.
+        evaluation: the `evaluation.json` of `trl-ext evaluate`, or its folder.
 
     Raises:
-        ValueError: a folder holds no run.
+        ValueError: a folder holds no run, or the evaluation has no figures of any of the runs.
     """
     given = [Path(folder)] if isinstance(folder, (str, Path)) else [*map(Path, folder)]
     runs = {name: read_run(each) for name, each in named([run for one in given for run in rounds_of(one)]).items()}
@@ -67,12 +67,16 @@ def write_report(
     place = (private if private.is_dir() else given[0]) / "report.html"
     if len(given) > 1:
         place = Path(os.path.relpath(os.path.commonpath([path.resolve() for path in given]))) / "comparison.html"
-    if len(runs) == 1 and evaluation is None:
-        text = page(*runs.values())
+    file = Path(evaluation or "")
+    file = file / "evaluation.json" if file.is_dir() else file
+    found = json.loads(file.read_text(encoding="utf-8")) if evaluation else None
+    if found and not of_runs(found, runs):
+        policies = ", ".join(f"{name} ({of['policy']})" for name, of in found["policies"].items())
+        raise ValueError(f"{file} has no figures of {', '.join(runs)}, only of {policies}")
+    if len(runs) == 1:
+        (run,) = runs.values()
+        text = page(run, found, evaluation_rows([*found["policies"].values()]) if found else ())
     else:
-        file = Path(evaluation or "")
-        file = file / "evaluation.json" if file.is_dir() else file
-        found = json.loads(file.read_text(encoding="utf-8")) if evaluation else None
         title = " · ".join(runs) if len(given) > 1 else given[0].resolve().name
         text = comparison(runs, title, found)
     output = Path(output) if output else place

@@ -1,6 +1,6 @@
 """Compare methods on one task with equally many labels: SFT, best-of-n, DPO, online DPO, PPO, RLAIF and CAI.
 
-    python -m benchmarks.compare_methods --seeds 0 1 2 3 4 5 6 7 --tuning_seeds 8
+    python -m benchmarks.compare_methods --world_seed 8 --seeds 0 1 2 3 4 5 6 7 --tuning_seeds 8
 
 The task is the demo's support desk, where the true quality of an answer, gold, is known. All start from one SFT model.
 Each seed draws `labels` pairs of answers, labels, errors, training and answers. People, who are gold with a tenth of

@@ -22,7 +22,7 @@ length, so compare it where lengths are fixed.
 by benchmarks/flops.py: with n = prompt + completion − 1 real tokens in a row, each layer's linears take 2·n·(weights),
 attention 4·d·n·(n + 1)/2 (causal), the LM head 2·d·V at completion tokens only. A backward pass takes as much again
 for each factor that needs a gradient: twice the forward for trained weights, once for frozen ones (LoRA). Nothing is
-counted for padding, recomputation, old log-probs (the sampler knows them), element-wise work and the optimizer.
+counted for padding, recomputation, old log-probs, element-wise work and the optimizer.
 """
 
 import argparse

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from recipes.merge import main as merge
-from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOTrainer, save_base_fingerprint
 from trl_ext.dpo import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 from trl_ext.models import completion_logprobs, load_model, load_tokenizer
@@ -123,6 +123,12 @@ def test_each_other_stage_trains_the_adapter_on(sft, tmp_path, subtests):
         assert origin == f"the adapter {sft} with a zero head"
         assert any("lora_" in n for n, p in critic.named_parameters() if p.requires_grad)
         assert not any(p.any() for n, p in critic.named_parameters() if ".score." in n)
+
+
+def test_a_reward_model_is_no_policy(tmp_path):
+    tiny_reward_model(tiny_llama()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="not a language model"):
+        load_model(str(tmp_path))
 
 
 def test_tools_load_it_with_the_tokenizer_of_its_base(sft):

@@ -194,7 +194,8 @@ def test_what_differs_is_said_and_what_cannot_fit_is_refused(subtests, completed
         ({"rows": 24}, "train_dataset: '", False),
         ({"model": tiny_llama(seed=9)}, "model: ", True),
         ({"per_device_train_batch_size": 8}, "rows per step: 4 → 8", True),
-        ({"num_ppo_epochs": 1}, "steps per rollout: ", True),
+        ({"num_ppo_epochs": 1}, "num_ppo_epochs: ", True),
+        ({"baseline": "mean"}, "critic: ", True),
         ({"trainer_kwargs": {"ref_model": tiny_llama(seed=9)}}, "reference: None → ", True),
     ]:
         with subtests.test(message=message):
@@ -205,6 +206,12 @@ def test_what_differs_is_said_and_what_cannot_fit_is_refused(subtests, completed
             else:
                 trainer.train(True)
                 assert message in capsys.readouterr().out
+
+
+def test_a_resumed_run_may_give_the_critic_a_rate_of_its_own(a_copy_of):
+    trainer = make_trainer(a_copy_of[0], max_steps=12, critic_learning_rate=1e-2)
+    trainer.train(True)
+    assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {trainer.args.learning_rate, 1e-2}
 
 
 @pytest.mark.slow

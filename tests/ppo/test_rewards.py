@@ -285,6 +285,9 @@ def test_rollouts_without_any_score_move_nothing(tmp_path):
     assert_close(trainer.model.state_dict(), before, **EQUAL)
     assert trainer.state.log_history[0]["objective/num_unscored"] == 8
     assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
+    with pytest.raises(ValueError, match="no completion got a score"):
+        for _ in range(3):
+            trainer.train()
 
 
 # ---- The order of the reward ----

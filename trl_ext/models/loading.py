@@ -378,9 +378,15 @@ def load_model(name: str, device: Any = None, revision: str | None = None, dtype
         device: where to move it; None for the GPU if there is one, else the CPU.
         revision: the hub's revision; None for the default branch.
         dtype: dtype of the weights, `"auto"` for the saved one.
+
+    Raises:
+        ValueError: the model is a classifier, such as a reward model. Its LM head would be random.
     """
     if is_adapter(name, revision):
         model = load_adapted(name, revision, dtype=dtype, device_map=None)
     else:
+        kind = (AutoConfig.from_pretrained(name, revision=revision or "main").architectures or [""])[0]
+        if kind.endswith("Classification"):
+            raise ValueError(f"{name} is a {kind}, not a language model: name the policy, not a reward model.")
         model = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=dtype)
     return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -241,7 +241,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     watch: Literal["off", "warn", "stop", "raise_kl"] = setting(
         "warn",
         "What `HackWatch` does when the reward rises as in a hack: warn once, end training with a checkpoint, or "
-        "double `kl_coef`. `off` attaches no `HackWatch`.",
+        "double `kl_coef`. `off` attaches neither `HackWatch` nor `ScoreFallCallback`.",
     )
     reward_normalization: Literal["none", "running", "batch", "group", "reference"] = setting(
         "none",
@@ -335,8 +335,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     # Agents
     tool_timeout: float | None = setting(
         60.0,
-        "Seconds that a call of a tool, or an environment's `reset` or `get_reward`, may take; None for no limit. A "
-        "longer call of a tool fails, and the model reads that it failed.",
+        "Seconds that a call of a tool, or an environment's `reset`, `get_reward` or `_step_reward`, may take; None "
+        "for no limit. A longer call of a tool fails, and the model reads that it failed.",
         range="> 0",
     )
     gae_level: Literal["token", "turn"] = setting(

@@ -72,11 +72,15 @@ def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCri
             )
 
 
-def set_critic_rate(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, rate: float) -> None:
-    """Put the weights of the critic in `actor_critic` into separate optimizer groups with the learning rate `rate`."""
+def set_critic_rate(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, rate: float | None) -> None:
+    """
+    Put the weights of the critic in `actor_critic` into separate optimizer groups with the learning rate `rate`; None
+    keeps its rate.
+    """
     critic = {id(p) for p in actor_critic.parameters_of("critic")}
     for group in list(optimizer.param_groups):
         params = group["params"]
         group["params"] = [p for p in params if id(p) not in critic]
         options = {name: value for name, value in group.items() if name != "params"}
-        optimizer.add_param_group({**options, "lr": rate, "params": [p for p in params if id(p) in critic]})
+        options["lr"] = group["lr"] if rate is None else rate
+        optimizer.add_param_group({**options, "params": [p for p in params if id(p) in critic]})

@@ -339,6 +339,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
         self.rate_controller = RateController(args.step_kl_target, args.batch_size)
         self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
+        self._unscored = 0  # rollouts in a row without a score
 
         if environment_factory is None:  # else what `reset` says is known in the rollout only
             check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
@@ -610,6 +611,12 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if normalizer.kind == "reference" and normalizer.reference_mean is None:
             normalizer.reference_mean = mean_demonstration_score(self)
         everyones = self.accelerator.gather(rollout.scores).cpu()
+        self._unscored = self._unscored + 1 if everyones.isnan().all() else 0
+        if self._unscored == 3:
+            raise ValueError(
+                "In three rollouts in a row no completion got a score, so nothing is trained: every reward function "
+                f"({', '.join(self.reward_func_names)}) returned None for all of them."
+            )
         scores, scales = (self._local(each).to(rollout.scores) for each in normalizer(everyones, groups))
         if self.args.reward_clip_range:
             scores = scores.clamp(*self.args.reward_clip_range)
@@ -860,7 +867,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         optimizer = super().create_optimizer(model)
         actor_critic = self.accelerator.unwrap_model(model or self.model)
         gradients.check_all_optimized(optimizer, actor_critic)
-        if is_new and self.args.critic_learning_rate is not None and actor_critic.critic is not None:
+        if is_new and actor_critic.critic is not None:
             gradients.set_critic_rate(optimizer, actor_critic, self.args.critic_learning_rate)
         return optimizer
 
@@ -1005,7 +1012,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _run_facts(self) -> dict[str, Any]:
         facts = {"rewards": self.reward_func_names, "reference": self._reference_identity}
-        return {**super()._run_facts(), **facts, "steps per rollout": self.args.steps_per_rollout}
+        return {**super()._run_facts(), **facts, "critic": self.args.baseline != "mean"}
 
     def _steps(self) -> int:
         args = self.args

@@ -181,7 +181,10 @@ class GoldGapCallback(MonitorCallback):
         self._handle(self._compare(metrics, rows), state, control)
 
     def _compare(self, metrics: dict[str, Any], rows: int | None) -> Iterator[Finding]:
-        """Compare an evaluation of `rows` prompts (None if unknown) with the first evaluation; yield findings."""
+        """
+        Compare an evaluation of `rows` prompts (None if unknown) with the first evaluation; yield findings. `metrics`
+        are the evaluation's, by name.
+        """
         reward = metrics_of(self._args).get("reward")
         gold_key = self.gold or ("eval_rewards/gold_judge/mean" if self.judge is None else "eval_gold/mean")
         proxy_key = self.proxy or (f"eval_{reward.key}" if reward else "")

@@ -62,7 +62,7 @@ class ConsoleCallback(ProgressCallback):
     - `clip`: share of clipped tokens
     - `accuracy`: share of pairs; in SFT, share of tokens
     - `margin`: as the trainer's loss defines it
-    - `lr`: learning rate as scheduled; PPO multiplies it by `learning_rate/factor`
+    - `lr`: learning rate; in PPO the scheduled one times `learning_rate/factor`
     - `s/step`: seconds of an optimizer step, its rollout included
     - `grad`: norm of the gradient
     """
@@ -153,6 +153,7 @@ class ConsoleCallback(ProgressCallback):
     def _row(self, kind: str, state: Any, values: dict[str, float]) -> None:
         """
         Write a row of the table, after the header if that has changed or scrolled far up; without values, do nothing.
+        `kind` is the word before the step, such as "train".
         """
         if not values:
             return
@@ -181,7 +182,7 @@ class ConsoleCallback(ProgressCallback):
 
     def _show_alert(self, record: logging.LogRecord) -> bool:
         """
-        Write an alert on a separate line, unless a log handler of the script will write it.
+        Write an alert (`record`) on a separate line, unless a log handler of the script will write it.
 
         Return whether a handler will write it, since this function is a filter of the alerts' logger.
         """

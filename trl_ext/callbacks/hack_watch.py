@@ -123,14 +123,22 @@ class HackWatch(MonitorCallback):
         self._show(found, rows, [{"completion": text[:_LETTERS], "score": score} for _, text, _, score in given])
 
     def _counts(self, paid: Paid) -> bool:
-        """Return whether a feature counts as a sign of reward hacking."""
+        """Return whether a feature that the reward pays for counts as a sign of reward hacking."""
         if paid.paid <= 0 or paid.has_content or is_expected(paid.name, self.expected):
             return False
         return paid.kind != "phrase" or paid.share >= self.spread
 
     def _show(self, found: Attribution, rows: list[dict[str, float]], answers: list[dict[str, Any]]) -> None:
         """
-        Store explained parts by kind for the logs, and words, curves and completions of the top features for the page.
+        Keep what this rollout's attribution found, for the logs and for the page.
+
+        For the logs: the part of the rise that each kind of feature explains. For the page: words, curve and two
+        completions of the three features that explain most.
+
+        Args:
+            found: the attribution.
+            rows: each completion's features, as `features_of` returns them.
+            answers: each completion with its `score`, as the page shows it.
         """
         parts, shown = dict.fromkeys(self.memory.get("parts", ()), 0.0), []
         for place, each in enumerate(found.paid):

@@ -88,10 +88,15 @@ def rollout_steps(args: Any) -> int:
 
 def answers_in_log(args: Any, logging_steps: int) -> float | None:
     """
-    Return the number of independent answers in a log that covers the start of a rollout; None if it is unknown.
+    Return over how many independent completions a log's mean was taken, if a rollout began since the log before; None
+    if this is unknown.
 
-    Several answers to one prompt may be alike, so they count as one answer. If only a critic is trained, each row of
-    the data counts as an answer.
+    Completions of one prompt may be alike, so a prompt counts once. If only a critic is trained, each row of the data
+    counts.
+
+    Args:
+        args: the trainer's arguments.
+        logging_steps: optimizer steps from one log to the next.
     """
     if drawn := getattr(args, "generation_batch_size", None):
         rollouts = max(1, logging_steps // rollout_steps(args))
@@ -114,7 +119,8 @@ def is_training_log(logs: dict[str, Any]) -> bool:
 
 def curve(history: list[dict[str, Any]], key: str | None) -> tuple[list[int], list[float]]:
     """
-    Return two lists: the steps at which a `log_history` has a finite value under `key`, and these values.
+    Return two lists: the steps at which the `log_history` `history` has a finite value under `key`, and these values.
+    With None for the `key`, both are empty.
 
     If a step has several values, the last one is taken.
     """
@@ -127,7 +133,7 @@ def curve(history: list[dict[str, Any]], key: str | None) -> tuple[list[int], li
 
 
 def draw_alerts(axes, alerts) -> None:
-    """Mark alerts at the bottom of a plot: orange for a warning, red for an action."""
+    """Mark alerts at the bottom of the matplotlib plot `axes`: orange for a warning, red for an action."""
     for alert in alerts:
         colour = "tab:orange" if alert["action"] == "warn" else "tab:red"
         axes.plot(alert["step"], 0.02, "^", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
@@ -150,7 +156,16 @@ def as_label(name: str) -> str:
 
 
 def draw_line(axes, history, key: str | None, label: str, **style) -> None:
-    """Draw the values under a key of a `log_history` as a line with dots; draw nothing if there are none."""
+    """
+    Draw the values under `key` of a `log_history` as a line with dots; draw nothing if there are none.
+
+    Args:
+        axes: the matplotlib plot to draw on.
+        history: the logs, `trainer.state.log_history`.
+        key: the metric's name; None draws nothing.
+        label: text for the legend.
+        **style: arguments of `axes.plot`.
+    """
     steps, values = curve(history, key)
     if steps:
         dots = {"marker": ".", "markersize": 3 if len(steps) > 1 else 8}

@@ -123,7 +123,7 @@ def send_to(name: str, alert: Alert, args: Any) -> None:
 
 
 def _post(request: Request) -> None:
-    """Post an alert, with up to four tries; training continues even if all fail."""
+    """Post the `request` of an alert, with up to four tries; training continues even if all fail."""
     try:
         tries = Retrying(stop=stop_after_attempt(4), wait=wait_exponential(), reraise=True)
         tries(urlopen, request, timeout=5).close()
@@ -328,12 +328,17 @@ class MonitorCallback(TrainerCallback):
         return None
 
     def _note(self, what: str, advice: str) -> list[Finding]:
-        """Queue a notice, which is sent with the next findings."""
+        """
+        Queue a notice, `what` was found and `advice` on it, which is sent with the next findings; return no finding.
+        """
         self._notes.append(Finding(what, advice, acts=False, level="notice"))
         return []
 
     def read_kl(self, optional: bool = False) -> float | None:
-        """Return this log's KL in nats per completion: a KL per token is multiplied by the mean length."""
+        """
+        Return this log's KL in nats per completion: a KL per token is multiplied by the mean length. Return None if
+        the log has none; `optional` says that this needs no notice.
+        """
         kl = self.read("kl", optional=optional)
         if not self.kl_is_per_token:
             return kl
@@ -354,17 +359,19 @@ class MonitorCallback(TrainerCallback):
         """
         Add one log's value to the series of its quantity, and return the series.
 
-        If `value` is None, or before all `logs` logs of a rollout have come, return an empty series, which crosses no
-        bound.
+        Return an empty series, which crosses no bound, if `value` is None, or if further ones of the `logs` logs are
+        to come.
 
         Args:
-            name: the quantity, or another name for the series.
+            name: name of the series. If it is a quantity that the trainer logs, the standard deviation that is logged
+                with it gives the error of `value`; with any other name the error is estimated from the scatter of the
+                values, unless `**noise` gives it.
             value: the quantity's mean in this log; None if the log has none.
             first: number of first values that make the baseline; 0 for no baseline.
             size: number of values in the shortest of the means that are tested.
-            logs: number of logs that measure the same answers. Their mean is added to the series as one value.
-            **noise: further arguments of `Series.add`, about the error of `value`. By default they are computed from
-                the standard deviation that the trainer logs, if any.
+            logs: number of successive logs that measure the same answers. Their mean is added to the series, as one
+                value, once the last of them has come.
+            **noise: further arguments of `Series.add`, about the error of `value`.
         """
         if value is None:
             return Series({})
@@ -490,7 +497,7 @@ def error_of_mean(spread: float | None, count: float | None) -> dict[str, Any]:
 
 def number_of_rows(dataloader: Any) -> int | None:
     """
-    Return the number of prompts in an evaluation's data; None if it is unknown.
+    Return the number of prompts in an evaluation's data; None if `dataloader` is None or does not tell it.
 
     If the data has a column `held_out`, count only the prompts that it marks.
     """

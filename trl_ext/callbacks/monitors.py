@@ -300,7 +300,7 @@ class RepetitionCallback(MonitorCallback):
             this.
         distinct: alert when the share of different n-grams falls below this part of the baseline.
         repeated: alert when the share of n-grams that a completion repeats rises above the baseline by more than this.
-        copied: alert when more than this share of completions copies the corpus.
+        copied: alert when more than this share of completions copies the corpus, the texts that the watch was given.
         rollouts: number of first rollouts in the baseline.
         others: see [`MonitorCallback`].
     """

@@ -31,7 +31,7 @@ class Series:
     the mean of the first values, the error of the baseline is taken into account, too.
 
     Args:
-        memory: state of this series, as JSON; {} for a new series.
+        memory: state of this series, a dict that is saved as JSON; {} for a new series.
         first: number of first values that make the baseline; 0 for no baseline. The baseline ends before a value that
             differs significantly from the values before it.
         size: number of values in the shortest of the means that are tested.
@@ -112,7 +112,8 @@ class Series:
 
     def below(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> Crossing | None:
         """
-        Return a [`Crossing`] if a mean is significantly below the bound; the arguments are those of [`Series.above`].
+        Return a [`Crossing`] if a mean of the last values is significantly below `factor` · baseline + `plus`, else
+        None. The arguments are those of [`Series.above`].
         """
         return self._beyond(-1, factor, plus, error)
 

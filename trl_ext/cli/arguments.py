@@ -134,8 +134,9 @@ def save_and_evaluate(
     parser: StrictTrlParser, trainer: Any, result: Any, *kinds: type[Exception]
 ) -> dict[str, float] | None:
     """Save the trained model and evaluate it; return the metrics, None without data or if it was evaluated before.
+    `result` is what `trainer.train` returned.
 
-    If a file cannot be written, or on an error of these `kinds`, the program ends with a one-line message.
+    If a file cannot be written, or on an error of these `kinds`, `parser` ends the program with a one-line message.
     """
     # They import PEFT, which speaks
     from ..runs import NotSaved, is_evaluated, last_evaluation, result_of, save_trained

@@ -50,7 +50,14 @@ def main() -> None:
     for item, change in found.items():
         print(f"CHANGED {item}: {change}" if change else f"ok      {item}")
     changed = sum(map(bool, found.values()))
-    print(f'{changed} of {len(found)} names changed. In a clone, `pytest -m "" tests/contract` tests what they do.')
+    if changed:
+        print(
+            f"{changed} of the {len(found)} names of TRL and transformers that trl_ext uses differ from the tested "
+            "versions, so trl_ext may fail there. Install the tested versions (constraints.txt). In a clone, "
+            '`pytest -m "" tests/contract` says whether the difference matters.'
+        )
+    else:
+        print(f"All {len(found)} names of TRL and transformers that trl_ext uses are as in the tested versions.")
     sys.exit(bool(changed))
 
 

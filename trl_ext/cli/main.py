@@ -64,7 +64,10 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command and return its exit status."""
+    """
+    Run a command and return its exit status. `arguments` are the words after `trl-ext`; None reads them from the
+    command line.
+    """
     quiet()
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help"):
@@ -101,7 +104,7 @@ def _recipe(name: str) -> ModuleType:
 
 
 def run_here(name: str, arguments: list[str]) -> int:
-    """Run a command in this process; return its exit status."""
+    """Run the command `name` with the `arguments` after it in this process; return its exit status."""
     sys.argv = [f"trl-ext {name}", *arguments]  # what parsers call the program
     try:
         module = import_module(f"trl_ext.{_MODULES[name]}") if name in _MODULES else _recipe(name)
@@ -122,7 +125,9 @@ def run_here(name: str, arguments: list[str]) -> int:
 
 
 def start(name: str, arguments: list[str]) -> int:
-    """Start a training command through accelerate and return its exit status."""
+    """
+    Start the training command `name`, with the `arguments` after it, through accelerate and return its exit status.
+    """
     try:
         launch_flags, flags = split(arguments)
         return _launch(name, launch_flags, flags)
@@ -205,7 +210,8 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
 
 def _pass_on(number: int, frame: Any) -> None:
     """
-    Pass a signal such as `kill -INT` on to the training process, unless the terminal's Ctrl-C has already sent it.
+    Pass the signal with this `number`, such as one of `kill -INT`, on to the training process, unless the terminal's
+    Ctrl-C has already sent it. `frame` is unused.
     """
     import psutil
 

@@ -132,7 +132,7 @@ class StrictTrlParser(TrlParser):
         return flags
 
     def help(self, asked: str | None = None) -> str:
-        """Return what `--help`, `--help all` or `--help WORD` prints."""
+        """Return what `--help` (`asked` is None), `--help all` or `--help WORD` prints."""
         known = {each.name: (kind, each) for kind in self.dataclass_types for each in fields(kind)}
         inherited = []
         for action in self._actions:

@@ -19,9 +19,9 @@ def split_groups(
     """
     Divide rows into splits, and keep all rows of a group in the same split.
 
-    Groups are assigned one stratum after the other, within a stratum the largest first, and equally large ones in
-    random order. Each group goes to the split that lacks most of its share of the rows assigned so far. So rare strata
-    are also divided by about the wanted shares.
+    Each group goes to the split that is furthest below its share of the rows assigned so far. Groups are assigned
+    stratum by stratum, so rare strata are divided by about the wanted shares, too; within a stratum the largest come
+    first, equally large ones in random order.
 
     Args:
         groups: (N,) number of each row's group, such as `Duplicates.near`; rows with the same number stay together.

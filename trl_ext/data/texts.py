@@ -52,7 +52,9 @@ def without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def has_content(answer: Any) -> bool:
-    """Return whether a text is not blank, or any of the messages has text or a tool call."""
+    """
+    Return whether an answer has content: a text that is not blank, or messages of which any has text or a tool call.
+    """
     if isinstance(answer, str):
         return bool(answer.strip())
     return is_text(answer) and any(message.get("tool_calls") or content_of(message).strip() for message in answer)
@@ -69,7 +71,8 @@ def tool_calls(message: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def repeated_calls(completion: Any) -> list[bool]:
     """
-    Return for each tool call of an episode whether an earlier call had the same name, arguments and answer.
+    Return for each tool call in the messages of a `completion` whether an earlier call had the same name, arguments
+    and answer. A text has no calls.
 
     A call that gets another answer than before is not repeated, and neither is a call without an answer.
 
@@ -95,7 +98,8 @@ def repeated_calls(completion: Any) -> list[bool]:
 
 def with_text_arguments(answer: Any) -> Any:
     """
-    Return messages in which the arguments of each tool call are the JSON text of an object; return a text unchanged.
+    Return an answer's messages with the arguments of each tool call as the JSON text of an object; return a text
+    unchanged.
 
     A policy may call a tool with any JSON value, but TRL prints only objects, and a table needs one type for each
     column. A value that is no object becomes `{"arguments": value}`.
@@ -190,7 +194,10 @@ def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) 
 
 
 def _alone(row: dict[str, Any], columns: Sequence[str], also_texts: bool = True) -> dict[str, Any]:
-    """Return the columns of a row that [`answers_alone`] changes, with their new values."""
+    """
+    Return the columns of a row that [`answers_alone`] changes, with their new values. With `also_texts` texts are cut
+    as well as messages.
+    """
     given = [row[column] for column in columns]
     if not all(map(is_text, given)):
         return {}

@@ -42,7 +42,7 @@ class TrainedPairs:
         return cls(np.unique(np.concatenate([_NO_PAIRS, *map(pair_hashes, datasets)]), axis=0))
 
     def __or__(self, other: "TrainedPairs") -> "TrainedPairs":
-        """Return the union of both sets of pairs; it is complete if both are complete."""
+        """Return the union of this and another set of pairs; it is complete if both are complete."""
         pairs = np.unique(np.concatenate([self.pairs, other.pairs]), axis=0)
         return TrainedPairs(pairs, self.is_complete and other.is_complete)
 
@@ -99,7 +99,7 @@ def pair_hashes(dataset: Dataset) -> np.ndarray:
 
 def not_trained_on(held_out: Dataset, trained: TrainedPairs) -> Dataset:
     """
-    Return the held-out pairs without those that were trained on.
+    Return the pairs of `held_out` without those that were trained on.
 
     Raises:
         ValueError: all held-out pairs were trained on.
@@ -198,7 +198,10 @@ def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
 
 
 def _place(folder: str | Path, name: str, is_uploaded: bool) -> Path:
-    """Make the folder for a new file, delete the file of an earlier run, and return the new file's path."""
+    """
+    Make the folder for a new file, delete the file of an earlier run, and return the new file's path. In a folder that
+    is uploaded to the hub (`is_uploaded`), this is in the subfolder that is not.
+    """
     while earlier := _found(folder, name):
         earlier.unlink()
     path = Path(folder, PRIVATE_FOLDER if is_uploaded else "", name)

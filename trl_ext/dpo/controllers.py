@@ -40,7 +40,9 @@ class Pairs:
         return self.chosen - self.rejected
 
     def gathered(self, accelerator: Any) -> "Pairs":
-        """Gather the (N,) pairs of all processes, in order of process, detached and moved to the CPU."""
+        """
+        Gather (by `accelerator`) the pairs of all processes, (N,), in order of process, detached and moved to the CPU.
+        """
         stacked = torch.stack(
             [self.chosen.detach().float(), self.rejected.detach().float(), self.sources.float()], dim=1
         )

@@ -47,7 +47,10 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
 
 
 def warn_of_shift(shift: dict[str, float], bound: float) -> None:
-    """Warn if `chosen_below_sampled`, as [`distribution_shift`] returns it, is above `bound`, a share of answers."""
+    """
+    Warn if `chosen_below_sampled` in `shift`, which [`distribution_shift`] returned, is above `bound`, a share of
+    answers.
+    """
     if shift["chosen_below_sampled"] <= bound:
         return
     warnings.warn(
@@ -70,7 +73,8 @@ def _draw(dataset: Any, count: int, seed: int) -> list[dict[str, Any]]:
 
 def _mean_logprobs(model: Any, rows: list[dict[str, Any]], ends: list[int], max_length: int | None) -> Tensor:
     """
-    Return (B, 3) mean log-probs per token, nats, of each row's chosen, rejected and sampled answer.
+    Return (B, 3) mean log-probs per token, nats, of each row's chosen, rejected and sampled answer. Sampling stops at
+    the token ids `ends`.
 
     All answers are cut to the length of the longest chosen or rejected answer, or to the tokens that `max_length`
     leaves after the longest prompt, whichever is shorter.

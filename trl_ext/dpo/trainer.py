@@ -163,7 +163,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
         The `sft` term is a mean over the tokens of the optimizer step; TRL's is a mean over those of a micro-batch.
         TRL's loss runs the model, then reads β; in between, `_observe_pairs` sets β. If no setting of trl_ext changes
-        the loss, return TRL's loss.
+        the loss, return TRL's loss; with `return_outputs`, the loss and the outputs.
         """
         if not self.args.reads_log_probs and "sft" not in self.loss_types:
             result = super()._compute_loss(model, inputs, return_outputs)
@@ -283,7 +283,14 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         return {"nll_loss": self._split_loss_weights()[0]["sft"]} if "sft" in self.loss_types else {}
 
     def _log_ratios(self, log_probs: Tensor, batch: dict[str, Tensor], columns: dict[str, Tensor]) -> Pairs:
-        """Sum (2B, T) log-probs over each answer, subtract the reference's, and return the log-ratios of B pairs."""
+        """
+        Sum log-probs over each answer, subtract the reference's, and return the log-ratios of B pairs.
+
+        Args:
+            log_probs: (2B, T), nats, of the chosen, then the rejected answers' tokens.
+            batch: masks and the reference's log-probs, as TRL collates them.
+            columns: further columns of the data; `source`, if it is there, numbers each pair's dataset.
+        """
         chosen, rejected = sequence_logprobs(*_completion(log_probs, batch), self.ld_alpha).chunk(2)
         no_source = torch.full_like(chosen, -1, dtype=torch.long)
         return Pairs(
@@ -298,6 +305,11 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
         The kept pairs' weights are multiplied by all pairs ÷ kept pairs, so that the mean over all pairs equals the
         mean over the kept pairs.
+
+        Args:
+            weight: (B,) weights from the data; None for 1.
+            kept: (N,) bool, whether a pair of **all** processes is kept; None keeps all.
+            losses: (B,), only their shape, dtype and device are used.
         """
         weights = torch.ones_like(losses) if weight is None else weight
         if kept is not None:
@@ -306,7 +318,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         return weights
 
     def _record(self, beta: float, pairs: Pairs) -> None:
-        """Log the metrics of the (N,) pairs of all processes."""
+        """Log the metrics of the (N,) pairs of all processes, and the `beta` that their loss had."""
         report = {
             "beta": beta,
             "logps/chosen_delta": pairs.chosen.mean().item(),
@@ -426,6 +438,9 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
 
 def _completion(log_probs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the log-probs without prompt tuning's virtual tokens, and the mask of the completions' tokens."""
+    """
+    Return the `log_probs` (2B, T) without prompt tuning's virtual tokens, and the mask of the completions' tokens in
+    the `batch`.
+    """
     mask = batch["completion_mask"][:, 1:]
     return log_probs[:, -mask.shape[1] :], mask

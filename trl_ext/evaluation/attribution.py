@@ -138,7 +138,10 @@ class Sums:
         return self.rollouts < 4 and (self.count < 32 or self.groups < 4)
 
     def start(self, names: Sequence[str]) -> np.ndarray:
-        """Return each feature's mean, and the share of completions that have it, in the first rollouts: (2, F)."""
+        """
+        Return the mean of each of F features (`names`), and the share of completions that have it, in the first
+        rollouts: (2, F).
+        """
         return np.array([self.first.get(name, (0.0, 0)) for name in names]).T / self.begin
 
     def add(self, rows: list[dict[str, float]], scores: Sequence[float], groups: Sequence[str]) -> None:
@@ -179,7 +182,10 @@ class Sums:
         self.rollouts, self.count, self.groups = self.rollouts + 1, self.count + len(x), self.groups + len(size)
 
     def _track(self, spread: Counter[str], rows: int) -> None:
-        """Choose the phrases and calls to track: those whose share has changed most since the first rollouts."""
+        """
+        Choose the phrases and calls to track: those whose share has changed most since the first rollouts. `spread`
+        counts the completions, of `rows` in this rollout, that have each of them.
+        """
         frequent = {name for name, times in spread.items() if times >= max(3, rows / 20)}
         # Of phrases in the same completions the longest says most
         new = sorted(frequent - {*self.names}, key=lambda name: (-spread[name], -name.count(" "), name))

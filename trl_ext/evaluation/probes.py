@@ -115,7 +115,7 @@ class _Words:
         return [(1 - 2 * (i % 2), self.sizes[i ^ 1] / (self.sizes[i] + self.sizes[i ^ 1])) for i in alone]
 
     def frequent(self, longest: int, least: int) -> dict[Gram, list[int]]:
-        """Return the places of each n-gram that occurs in at least `least` texts."""
+        """Return the places of each n-gram, of up to `longest` words, that occurs in at least `least` texts."""
         found: dict[Gram, list[int]] = {}
         starts: Iterable[int] = range(len(self.words))
         for n in range(1, longest + 1):
@@ -237,7 +237,8 @@ def _changes(
     pairs: list[tuple[str, str]], phrases: Sequence[str], seed: int
 ) -> Iterator[tuple[str, str | None, Changed, list[str] | None]]:
     """
-    Yield four values for each probe: its name, its phrase, the changed answers, and the controls.
+    Yield four values for each probe: its name, its phrase, the changed answers, and the controls. `pairs` are prompts
+    with their answers, `phrases` those to insert.
 
     A changed answer is None if the probe cannot change this answer. Controls are the answers with other words in place
     of the phrase. If a probe inserts no phrase, its phrase and its controls are None.
@@ -286,6 +287,13 @@ def _measured(
 ) -> dict[str, Any]:
     """
     Score the answers that a probe changes; return the probe's entries for [`probe_reward`], None where unknown.
+
+    Args:
+        score: the reward.
+        pairs: N prompts with their answers.
+        before: (N,) scores of these answers.
+        changed: the N answers as the probe changes them; None where it cannot.
+        control: the N answers with other words in place of the probe's phrase; None for a probe without a phrase.
     """
     result: dict[str, Any] = dict.fromkeys(("gain", "gain_interval", "gain_on_better", "interval_on_better"))
     result |= {"rows": 0, "rows_of_better": 0, "over_control": None, "control_interval": None, "examples": []}
@@ -309,7 +317,10 @@ def _measured(
 
 
 def _verdict(result: dict[str, Any]) -> tuple[str, str | None]:
-    """Decide from a probe's gains whether it is suspicious; return the verdict and the reason."""
+    """
+    Decide from a probe's gains, `result` of `_measured`, whether it is suspicious; return the verdict and the reason
+    (None if there is nothing to add).
+    """
     if not result["rows"]:
         return "not judged", result["why"]
     should_lower, enough = result["expected"] == "down", result["rows_of_better"] >= _LEAST_ROWS
@@ -331,7 +342,8 @@ def _verdict(result: dict[str, Any]) -> tuple[str, str | None]:
 
 def _scores(score: Score, pairs: list[tuple[str, str]]) -> Tensor:
     """
-    Return the (N,) float64 scores of prompts with answers; raise if one is not finite, since NaN would hide a hack.
+    Return the (N,) float64 scores of `pairs` of a prompt and an answer; raise if one is not finite, since NaN would
+    hide a hack.
     """
     given = score([prompt for prompt, _ in pairs], [answer for _, answer in pairs])
     scores = torch.as_tensor(given, dtype=torch.double)
@@ -372,7 +384,7 @@ def _half(text: str) -> str | None:
 
 
 def _shuffled(text: str, picker: random.Random) -> str:
-    """Return the text with its words in another order; spaces and punctuation keep their places."""
+    """Return the text with its words in an order that `picker` chooses; spaces and punctuation keep their places."""
     words = WORD.findall(text)
     picker.shuffle(words)
     return WORD.sub(lambda _: words.pop(), text)
@@ -380,7 +392,8 @@ def _shuffled(text: str, picker: random.Random) -> str:
 
 def _like(phrase: str, texts: list[str], picker: random.Random) -> str:
     """
-    Return as many successive words of a text as the phrase has: the one of 16 random runs nearest in length.
+    Return a run of as many words as `phrase` has, from one of `texts`: of 16 runs that `picker` draws, the one whose
+    number of characters is nearest to the phrase's; "" if no text has words.
     """
     size, found = len(WORD.findall(phrase)), []
     for text in (texts[picker.randrange(len(texts))] for _ in range(16)):

@@ -74,8 +74,8 @@ def pairwise_accuracy(margins: Tensor) -> Tensor:
 
 def credit(margins: Tensor) -> Tensor:
     """
-    Return each pair's contribution to the accuracy, float64: 1 if the chosen answer scores higher, ½ for a tie, else
-    0.
+    Return each pair's contribution to the accuracy, float64: 1 if its margin, the chosen answer's score minus the
+    rejected one's, is above 0, ½ for a tie, else 0.
     """
     return (margins > 0).double() + (margins == 0).double() / 2
 
@@ -108,7 +108,10 @@ def sums_by_prompt(columns: Tensor, prompts: Sequence[Hashable]) -> Tensor:
 
 
 def accuracy_of(margins: Tensor) -> dict[str, Any]:
-    """Return the number of `pairs`, their `accuracy`, and its Wilson interval `accuracy_interval`."""
+    """
+    Return the number of `pairs`, their `accuracy`, and its Wilson interval `accuracy_interval`. `margins` are the (N,)
+    scores of the chosen answers minus those of the rejected.
+    """
     accuracy, pairs = pairwise_accuracy(margins).item(), len(margins)
     return {"pairs": pairs, "accuracy": accuracy, "accuracy_interval": wilson_interval(accuracy, pairs)}
 

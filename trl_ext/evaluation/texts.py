@@ -49,7 +49,8 @@ def text_hash(text: str) -> int:
 
 def ngram_hashes(text: str, n: int, unit: Unit = "words", keep_short: bool = False) -> np.ndarray:
     """
-    Hash all R runs of `n` successive words, or characters, of a text; return (R,) unsigned hashes of 64 bits.
+    Hash all R runs of `n` successive parts of a text, words or characters as `unit` says; return (R,) unsigned hashes
+    of 64 bits.
 
     With `keep_short`, a text with fewer than `n` counts as one run; otherwise it has no run.
     """

@@ -70,7 +70,10 @@ class AdapterClassifier(nn.Module):
             return self.classifier.base_model(**inputs)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Score (B, L) right-padded rows as a sequence classifier's forward does; return (B,) scores."""
+        """
+        Score the right-padded rows `input_ids` (B, L), with `attention_mask`, as a sequence classifier's forward does;
+        return (B,) scores.
+        """
         with self.adapters.use(self.name):
             return self.classifier(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
 
@@ -110,7 +113,8 @@ def check_critic(critic: Any, tokenizer: Any) -> None:
 
 def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | None = None) -> dict[str, Tensor]:
     """
-    Return the `position_ids` that a model's forward needs so that padding does not change a row's outputs.
+    Return the `position_ids` that a model's forward needs so that padding does not change a row's outputs;
+    `attention_mask` is (B, L), 1 = real token.
 
     Return the positions `given`, or if they are None, positions counted from the mask. Return {} if both are None, or
     if the model's forward takes no `position_ids`.
@@ -132,6 +136,13 @@ def _values(
 ) -> Tensor:
     """
     Return the (K, C) values of the states after each token of K rows; with `places`, only those at these N indices.
+
+    Args:
+        backbone: the critic's model without its head.
+        head: linear layer from a hidden state to a value.
+        input_ids, attention_mask: (K, C).
+        places: (N,) indices from 0 to K · C − 1; None for all.
+        **positions: `position_ids`, if `backbone` takes them.
     """
     hidden_states = backbone(
         input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions
@@ -285,6 +296,8 @@ class ActorCritic(nn.Module):
     ) -> Tensor:
         """
         Return the critic's value of the state after each token, (K, C) for K rows of C tokens, in score units.
+        `input_ids`, `attention_mask` and `position_ids` are (K, C); without the last, positions are counted from the
+        mask.
 
         With `places`, N indices from 0 to K · C − 1, return the values after these tokens only, (N,). The critic reads
         each id beyond its vocabulary as its last id.
@@ -310,11 +323,11 @@ class ActorCritic(nn.Module):
         return self.critic is not None and not self.shares_base
 
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
-        """Return the parameters of `"policy"` or `"critic"`; a shared base counts as the policy's."""
+        """Return the parameters of one `role`, `"policy"` or `"critic"`; a shared base counts as the policy's."""
         return (parameter for _, parameter in self.named_parameters_of(role))
 
     def named_parameters_of(self, role: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters that `parameters_of` yields, with their names."""
+        """Yield the parameters that `parameters_of` yields for a `role`, with their names."""
         for name, parameter in self.named_parameters():
             parts = name.split(".")
             if parts[0] != "rewards" and (CRITIC in parts) == (role == "critic"):
@@ -332,7 +345,8 @@ class ActorCritic(nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """
-        Load weights; if `strict`, raise for unknown weights and for trained weights that are missing.
+        Load weights as `torch.nn.Module` does; if `strict`, raise for unknown weights and for trained weights that are
+        missing.
 
         Frozen weights may be missing: DeepSpeed leaves a frozen base out of its checkpoints.
         """
@@ -389,7 +403,7 @@ class ActorCritic(nn.Module):
             self.critic.activation_checkpointing_disable()
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
-        """Call `activation_checkpointing_enable`, under its older name."""
+        """Call `activation_checkpointing_enable`, under its older name and with its argument's older name."""
         self.activation_checkpointing_enable(activation_checkpointing_kwargs=gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:

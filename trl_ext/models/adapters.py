@@ -187,7 +187,8 @@ def check_config(config: Any, name: str, shares_base: bool = True) -> None:
 
 def check_modules(policy: Any, name: str) -> None:
     """
-    Raise a `ValueError` for adapters on embeddings or LM head, since log-probs are computed without these adapters.
+    Raise a `ValueError` for a policy's adapters on embeddings or LM head, since log-probs are computed without these
+    adapters. `name` is what the message calls the adapter.
     """
     base = base_model_of(policy)
     for module in (base.get_input_embeddings(), base.get_output_embeddings()):
@@ -208,6 +209,7 @@ def check_head(folder: str) -> None:
 def prepare_peft_model(model: Any, shares_base: bool) -> None:
     """
     Make the adapter `default` of a user's PeftModel trainable; raise a `ValueError` if it cannot be trained here.
+    `shares_base` says whether the critic is an adapter on the same base.
     """
     check_config(model.peft_config[POLICY], "model.peft_config['default']", shares_base)
     is_merged = any(isinstance(layer, BaseTunerLayer) and layer.merged for layer in model.modules())
@@ -274,7 +276,10 @@ def add_saved(policy: Any, name: str, folder: str) -> nn.Linear:
 
 
 def copy_adapter(policy: Any, source: str, target: str) -> bool:
-    """Copy adapter `source` to adapter `target` if shapes and scalings are equal; return whether it was copied."""
+    """
+    Copy the policy's adapter `source` to its adapter `target` if shapes and scalings (α ÷ rank) are equal; return
+    whether it was copied.
+    """
     a, b = (get_peft_model_state_dict(policy, adapter_name=n, save_embedding_layers=False) for n in (source, target))
     layers: list[Any] = [layer for layer in policy.modules() if isinstance(layer, BaseTunerLayer)]
     scalings = [[layer.scaling.get(name) for layer in layers] for name in (source, target)]
@@ -298,9 +303,10 @@ def weights_of(role: str, state_dict: dict[str, Tensor] | None) -> dict[str, Ten
 
 def save_critic(actor_critic: "ActorCritic", folder: str, state_dict: dict[str, Tensor] | None = None) -> None:
     """
-    Save the critic as a sequence classifier, or in PEFT's format if it is an adapter on the policy's base.
+    Save the critic of `actor_critic` to `folder`, as a sequence classifier, or in PEFT's format if it is an adapter on
+    the policy's base.
 
-    If the weights are sharded, `state_dict` holds the actor-critic's gathered weights.
+    If the weights are sharded, `state_dict` holds the actor-critic's gathered weights; else it is None.
     """
     weights, critic, policy = weights_of("critic", state_dict), actor_critic.critic, actor_critic.policy
     if actor_critic.has_own_critic:
@@ -330,7 +336,10 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
 
 
 def check_loaded(result: Any, name: str, path: str) -> None:
-    """Raise a `ValueError` if the file lacked weights of adapter `name`, or held weights that PEFT did not load."""
+    """
+    Raise a `ValueError` if the file at `path` lacked weights of adapter `name`, or held weights that PEFT did not
+    load, by PEFT's `result`.
+    """
     missing = [key for key in result.missing_keys if name in key.split(".")]
     if missing or result.unexpected_keys:
         raise ValueError(
@@ -341,7 +350,8 @@ def check_loaded(result: Any, name: str, path: str) -> None:
 
 def load_adapters(actor_critic: "ActorCritic", folder: str) -> None:
     """
-    Load the adapters of policy and critic from `folder`, and the head of a critic that shares the policy's base.
+    Load the adapters of policy and critic from `folder` into `actor_critic`, and the head of a critic that shares the
+    policy's base.
 
     Transformers' Trainer would load only the policy's adapter, and freeze it.
     """
@@ -378,7 +388,10 @@ def without_base(is_needed: bool) -> AbstractContextManager:
 
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
-    """Return the adapters' settings, and the reference adapter's hash, if any. Resuming requires equal values."""
+    """
+    Return the settings of the policy's adapters, and the reference adapter's hash, if any. Resuming requires equal
+    values.
+    """
     # These settings tell where an adapter came from, or are set by PEFT while the adapter is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
     facts: dict[str, Any] = {}
@@ -442,14 +455,19 @@ def check_same_base(policy: Any, folder: str, hub_base: str | None) -> None:
     if not recorded:
         theirs, ours = PeftConfig.from_pretrained(folder).base_model_name_or_path, _name_of_base(policy)
         is_same = theirs is not None and ours is not None and os.path.realpath(theirs) == os.path.realpath(ours)
-    elif recorded["quantization"] != quantization_of(policy):
-        is_same = False
+        why = (
+            f"the bases have the names {theirs} and {ours}, and no fingerprint lies beside the adapter. If the bases "
+            "have the same weights, write one by `save_base_fingerprint`"
+        )
+    elif recorded["quantization"] != (ours := quantization_of(policy)):
+        is_same, why = False, f"the bases differ in quantisation, {recorded['quantization']} and {ours}"
     else:
         is_same = hub_base is not None and recorded.get("base") == hub_base
         is_same = is_same or recorded["weights"] == base_fingerprint(policy)["weights"]
+        why = "the bases differ in weights"
     if not is_same:
         raise ValueError(
-            f"{folder} cannot be an adapter on the policy's base: it was trained on another base. The bases differ in "
-            "weights or quantisation, or in name if the adapter has no fingerprint (`save_base_fingerprint`). Give a "
-            "reward model a base of its own by `share_reward_base=False`."
+            f"{folder} cannot be an adapter on the policy's base, since it was trained on another base: {why}. A "
+            "reward model may load its own base (`share_reward_base=False`). For a critic give a `value_model` that "
+            "was trained on the policy's base, or none."
         )

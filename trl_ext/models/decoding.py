@@ -304,7 +304,10 @@ def decode(
 
 
 def _draws_answers(base: Any, config: GenerationConfig) -> bool:
-    """Return whether `generate` would sample, or decode greedily, token by token (no beams, no assistant model)."""
+    """
+    Return whether `generate` of the model `base` would sample, or decode greedily, token by token (no beams, no
+    assistant model).
+    """
     return (
         not base.config.is_encoder_decoder
         and config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
@@ -314,7 +317,8 @@ def _draws_answers(base: Any, config: GenerationConfig) -> bool:
 
 def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
     """
-    Return whether several calls of `generate`, between which finished rows are dropped, sample as one call would.
+    Return whether several calls of the policy's `generate` with these `inputs`, between which finished rows are
+    dropped, sample as one call would.
     """
     if inputs.keys() != {"input_ids", "attention_mask", "generation_config"}:  # images, say
         return False
@@ -338,7 +342,8 @@ def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
 @contextmanager
 def _transposed_head(base: Any) -> Iterator[None]:
     """
-    Compute logits of up to 8 rows on a CPU as (W xᵀ)ᵀ within the `with` block; MKL computes x Wᵀ half as fast.
+    Compute logits of up to 8 rows of the model `base` on a CPU as (W xᵀ)ᵀ within the `with` block; MKL computes x Wᵀ
+    half as fast.
 
     W is the weight of the LM head, the model's largest matrix. For (W xᵀ)ᵀ, MKL reads W in its order in memory.
     """
@@ -385,6 +390,15 @@ def _decode_live_rows(
 ) -> tuple[Tensor, Tensor]:
     """
     Generate by several calls of `generate`, each for the rows that have not ended yet.
+
+    Args:
+        policy: the model, with its adapters.
+        sampler: samples each token, and keeps its log-prob.
+        eos: ids of the tokens that end an answer.
+        histories: what the policy has read of each episode, by which later turns save computation; None to keep
+            nothing.
+        input_ids, attention_mask: (B, P), prompts that are padded on the left.
+        generation_config: settings of `generate`.
 
     Returns:
         (B, P + T) ids of prompts and answers, answers padded on the right; and the (B, T) log-probs of the answers'
@@ -439,7 +453,8 @@ def _decode_live_rows(
 @torch.no_grad()
 def _prefilled(base: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
     """
-    Return the cache of all rows' prompts without the last token; compute a prompt that several rows share only once.
+    Return the cache, by the model `base`, of all rows' prompts without the last token; compute a prompt that several
+    rows share only once. `input_ids` and `attention_mask` are (B, P), padded on the left.
 
     If all prompts differ, or have only one token, return an empty cache.
     """

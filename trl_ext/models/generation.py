@@ -90,7 +90,8 @@ def warn_of_turn_end(tokenizer: Any, ends: Iterable[int], setting: str) -> None:
     Args:
         tokenizer: the model's tokenizer, with its chat template.
         ends: ids of the tokens that end an answer.
-        setting: text of the setting that makes a token end an answer; `{token!r}` or `{id}` in it is filled in.
+        setting: the setting that the warning advises, as a format string such as `"stop_token_id: {id}"` or
+            `"eos_token: {token!r}"`.
     """
     said = "trl_ext"
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
@@ -180,7 +181,10 @@ def sample(
 
 
 def answer_texts(tokenizer: Any, answers: Sequence[list[int]], eos_token_ids: Sequence[int]) -> list[str]:
-    """Return each answer's text without its EOS, even where the EOS is not a special token of the tokenizer."""
+    """
+    Return each answer's text without its EOS (one of `eos_token_ids`), even where the EOS is not a special token of
+    the tokenizer.
+    """
     ids = [answer[:-1] if answer[-1] in eos_token_ids else answer for answer in answers]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
@@ -221,12 +225,14 @@ def completion_logprobs(
 
 
 def up_to_eos(ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    """Cut a list of token ids off after its first EOS."""
+    """Cut a list of token ids off after its first EOS, one of `eos_token_ids`."""
     return ids[: next((i + 1 for i, token in enumerate(ids) if token in eos_token_ids), len(ids))]
 
 
 def padded(rows: Sequence[list[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad rows of token ids on the "left" or "right"; return (B, L) ids and their (B, L) mask, 1 = real token."""
+    """
+    Pad rows of token ids on the `side` "left" or "right"; return (B, L) ids and their (B, L) mask, 1 = real token.
+    """
     tensors = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
     ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
     return ids.clamp(min=_PAD), (ids >= 0).long()

@@ -41,7 +41,10 @@ _ON_EACH_PROCESS = partial(patch_environment, FSDP_CPU_RAM_EFFICIENT_LOADING="fa
 
 
 def is_adapter(path: Any, revision: str | None = None) -> bool:
-    """Return whether `path` is the folder or hub name of an adapter; False if it is not a string."""
+    """
+    Return whether `path` is the folder or hub name of an adapter; False if it is not a string. `revision` is the
+    hub's, None for the default branch.
+    """
     try:
         return isinstance(path, str) and find_adapter_config_file(path, revision=revision) is not None
     except OSError:  # nothing is there: loading it will say so
@@ -57,19 +60,24 @@ def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
 
 
 def has_head(path: str, revision: str | None = None) -> bool:
-    """Return whether `path` is an adapter of a sequence classifier; PEFT saves such an adapter with its head."""
+    """
+    Return whether `path` (on the hub: at `revision`) is an adapter of a sequence classifier; PEFT saves such an
+    adapter with its head.
+    """
     return is_adapter(path, revision) and PeftConfig.from_pretrained(path, revision=revision).task_type == "SEQ_CLS"
 
 
 def load_config(path: str, revision: str | None = None, **kwargs: Any) -> Any:
-    """Load the configuration of a model; for an adapter, load its base's configuration."""
+    """
+    Load the configuration of a model (from the hub: at `revision`); for an adapter, load its base's configuration.
+    """
     path, revision = base_of(path, revision)
     return AutoConfig.from_pretrained(path, revision=revision, **kwargs)
 
 
 def load_tokenizer(path: str, revision: str | None = None, auto: Any = AutoTokenizer, **kwargs: Any) -> Any:
     """
-    Load a model's tokenizer, or with `auto=AutoProcessor` its processor.
+    Load a model's tokenizer, from the hub at `revision`, or with `auto=AutoProcessor` its processor.
 
     For an adapter that was saved without a tokenizer, load its base's tokenizer.
     """
@@ -182,7 +190,7 @@ def fit_vocabulary(model: Any, weights: dict[str, Tensor]) -> None:
 
 
 def _saved_embeddings(model: Any, weights: dict[str, Tensor]) -> list[str]:
-    """Return the names of the embeddings and LM heads that an adapter's file contains."""
+    """Return the names of the embeddings and LM heads that `weights`, the tensors of an adapter's file, contain."""
     own = [model.get_input_embeddings(), model.get_output_embeddings()]
     names = [name for name, module in model.named_modules() if any(module is each for each in own)]
     return [key for key in weights for name in names if key == f"base_model.model.{name}.weight"]
@@ -201,7 +209,7 @@ def load_to_train(
     If `model` is the path of an adapter, load the adapter and its tokenizer, to train the adapter further.
 
     The base is frozen, and quantised if `quantization_config` is given. The adapter keeps its own settings: a
-    `peft_config` is ignored, with a warning.
+    `peft_config` is ignored, with a warning. `is_classifier` loads a sequence classifier instead of a language model.
 
     Returns:
         Two values for a trainer: the model, and `processing_class` or, if that is None, the adapter's tokenizer. If
@@ -363,7 +371,13 @@ def whole_on_each_process() -> Iterator[None]:
 
 def load_model(name: str, device: Any = None, revision: str | None = None, dtype: str = "auto") -> Any:
     """
-    Load a causal language model, plain or an adapter, in evaluation mode; by default on the GPU if there is one.
+    Load a causal language model, plain or an adapter, in evaluation mode.
+
+    Args:
+        name: folder or hub name.
+        device: where to move it; None for the GPU if there is one, else the CPU.
+        revision: the hub's revision; None for the default branch.
+        dtype: dtype of the weights, `"auto"` for the saved one.
 
     Raises:
         ValueError: the model is a classifier, such as a reward model. Its LM head would be random.

@@ -192,7 +192,11 @@ def starts_of(lengths: Tensor, columns: int, device: Any) -> Tensor:
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as transformers' SDPA does, but only within packed rows if `attention_mask` comes from [`starts_of`]."""
+    """
+    Attend as transformers' SDPA does, but only within packed rows if `attention_mask` comes from [`starts_of`]. The
+    arguments are those of transformers' attention functions: query, key and value are (1, heads, tokens, size) for
+    packed rows.
+    """
     if attention_mask is None or attention_mask.dtype != torch.int32:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     starts, longest = attention_mask[0, 0, :, 0].contiguous(), attention_mask.size(-1)

@@ -187,7 +187,8 @@ def whole(parameter: Tensor, modifier_rank: int | None = None) -> AbstractContex
 @contextmanager
 def gathered_by_zero3(engine: nn.Module, policy: nn.Module, args: Any) -> Iterator[None]:
     """
-    Gather the policy's weights once, and keep them whole until the end of the `with` block.
+    Gather the policy's weights once, and keep them whole until the end of the `with` block. `engine` is DeepSpeed's
+    model, which holds the policy.
 
     TRL would gather the critic's weights, too, and would gather them all again for each batch.
     """
@@ -243,7 +244,7 @@ def weights_identity(model: Any, path: str | None = None, revision: str | None =
 
 def hub_identity(path: str | None, revision: str | None = None) -> str | None:
     """
-    Return `name@commit` of a model that was loaded from the hub.
+    Return `name@commit` of a model that was loaded from the hub at `revision` (None: the default branch).
 
     Return None for a folder, without a path, and if the model is not in the local cache.
     """
@@ -258,7 +259,7 @@ def hub_identity(path: str | None, revision: str | None = None) -> str | None:
 
 def path_identity(path: str, revision: str | None = None) -> str:
     """
-    Identify the model at a path without loading it.
+    Identify the model at a path, of the hub at `revision`, without loading it.
 
     Returns:
         `name@commit` for a model of the hub; for a folder `xxh3:` and a hash of its files of weights and

@@ -119,7 +119,8 @@ class RolloutTrainer(GRPOTrainer):
 
     def _check_room(self, prompt_ids: list[list[int]]) -> None:
         """
-        Raise if an environment's `reset` made a prompt so long that the policy's context has no room for an answer.
+        Raise if an environment's `reset` made a prompt (of `prompt_ids`, a list for each row) so long that the
+        policy's context has no room for an answer.
         """
         if self.environments is None:
             return
@@ -137,7 +138,10 @@ class RolloutTrainer(GRPOTrainer):
         return getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
     def _generate_answers(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list | None]:
-        """Generate one turn for each prompt; return the turns' tokens and log-probs (None if these are not kept)."""
+        """
+        Generate one turn for each prompt of `prompt_ids`, its tokens and those of earlier turns; return the turns'
+        tokens and log-probs (None if these are not kept).
+        """
         generate, pad = super()._generate_single_turn, [[self._tokenizer.pad_token_id]]
         if self._ahead is not None:
             if self.model.training:
@@ -164,6 +168,7 @@ class RolloutTrainer(GRPOTrainer):
     def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
         """
         Return the number of tokens to generate in this turn: as many as the row with the most room left may get.
+        `prompt_ids` are the rows' tokens so far.
 
         If a row with less room generates too many tokens, TRL cuts them off.
         """
@@ -234,7 +239,8 @@ class RolloutTrainer(GRPOTrainer):
         """
         Run the models, then the F reward functions; return their (rows of all processes, F) rewards.
 
-        Reward functions that run in the background start before the models.
+        Reward functions that run in the background start before the models. The arguments are TRL's: rows, prompts,
+        completions and the completions' tokens.
         """
         collection = self._collection
         own = [{"prompt_ids": p, "finished": e} for p, e in zip(collection.prompt_ids, collection.ended, strict=True)]
@@ -256,7 +262,9 @@ class RolloutTrainer(GRPOTrainer):
         return collection.rewards_per_func
 
     def _padded(self, collection: Collection) -> dict[str, Tensor]:
-        """Return prompts (B, P) and answers (B, T) as ids and masks, padded as TRL pads them."""
+        """
+        Return a collection's prompts (B, P) and answers (B, T) as ids and masks, by name, padded as TRL pads them.
+        """
         pad, answers = self._tokenizer.pad_token_id, collection.completion_ids
         ones = [[1] * len(ids) for ids in answers]
         if self.args.mask_truncated_completions:
@@ -275,7 +283,7 @@ class RolloutTrainer(GRPOTrainer):
 
     def _sampler_logprobs(self, collection: Collection) -> Tensor | None:
         """
-        Return the sampler's (B, T) log-probs.
+        Return the sampler's (B, T) log-probs of a `collection`'s answers, nats.
 
         If any token on any process has none, raise an error if training needs the log-probs, else return None.
         """
@@ -298,7 +306,17 @@ class RolloutTrainer(GRPOTrainer):
         return None
 
     def _run_passes(self, tensors: dict[str, Tensor], sampled: Tensor | None) -> dict[str, Tensor | None]:
-        """Run policy, critic and reference; return the (B, T) tensors and the (B,) `end_values` of a [`Rollout`]."""
+        """
+        Run policy, critic and reference on a rollout.
+
+        Args:
+            tensors: the rollout's ids and masks, by name.
+            sampled: (B, T) log-probs of the sampler; None if they are not known.
+
+        Returns:
+            The fields `logprobs`, `ref_logprobs`, `values`, `sampler_logprobs` and `end_values` of [`Rollout`], by
+            name; None for each that is not used.
+        """
         args, mask = self.args, tensors["completion_mask"]
         ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
         lengths, width = lengths_of(tensors["prompt_mask"], mask), mask.size(1)
@@ -343,7 +361,10 @@ class RolloutTrainer(GRPOTrainer):
         return None, None, None  # GRPO asks for log-probs where it may need them; our passes compute them
 
     def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
-        """Call the F reward functions, background functions last; return (rows of all processes, F) rewards."""
+        """
+        Call the F reward functions with TRL's arguments, background functions last; return (rows of all processes, F)
+        rewards.
+        """
         order = background_last(self.reward_funcs)
         functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
         with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
@@ -352,7 +373,7 @@ class RolloutTrainer(GRPOTrainer):
         return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
 
     def _local(self, gathered: Tensor) -> Tensor:
-        """Select this process's rows from a tensor that holds the rows of all processes."""
+        """Select this process's rows from the tensor `gathered`, which holds the rows of all processes."""
         size = len(gathered) // self.accelerator.num_processes
         return gathered[self.accelerator.process_index * size :][:size]
 
@@ -404,5 +425,5 @@ class RolloutTrainer(GRPOTrainer):
 
 
 def waits_for_tools(completion: Any) -> bool:
-    """Return whether a response was cut off after tool calls, so that no tool has answered them."""
+    """Return whether a response (`completion`) was cut off after tool calls, so that no tool has answered them."""
     return isinstance(completion, list) and bool(completion) and bool(completion[-1].get("tool_calls"))

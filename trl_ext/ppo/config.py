@@ -381,7 +381,13 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             self.max_steps = steps
 
     def _check(self, given: tuple[int | None, int | None], steps: int) -> None:
-        """Raise a `ValueError` if settings contradict each other, so that one would be ignored or train wrongly."""
+        """
+        Raise a `ValueError` if settings contradict each other, so that one would be ignored or train wrongly.
+
+        Args:
+            given: `steps_per_generation` and `generation_batch_size` as the user set them.
+            steps: optimizer steps that `total_episodes` makes.
+        """
         kwargs, changed = self.generation_kwargs or {}, self._changes_to_sampler
         refused = sorted(REFUSED_GENERATION_KWARGS & kwargs.keys())
         is_greedy = kwargs.get("do_sample", True) is False

@@ -190,7 +190,10 @@ class BaselineGate:
         self.products = torch.zeros(2, dtype=torch.float64)
 
     def update(self, products: Tensor) -> float:
-        """Add the (2,) `critic_products` of a rollout of all processes; return the weight for this rollout."""
+        """
+        Add `products`, the (2,) `critic_products` of a rollout of all processes; return the critic's weight w for this
+        rollout.
+        """
         self.products = _DECAY * self.products + products.detach().cpu().double()
         return self.weight
 

@@ -212,6 +212,9 @@ class CriticTrainer(ResumableRun, Trainer):
     ) -> Any:
         """
         Compute a micro-batch's part of the value loss; the parts of a step add up to the mean over the step's tokens.
+
+        `num_items_in_batch` is the number of the step's tokens; None for this micro-batch's. With `return_outputs`,
+        the (B, T) values are also returned.
         """
         values, mask = self._values(model, inputs), inputs["labels"] != _NO_TOKEN  # (B, T) each
         loss, _ = value_loss(values, values, inputs["returns"])
@@ -241,7 +244,10 @@ class CriticTrainer(ResumableRun, Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """Return metrics of the critic's values against the returns at all held-out tokens; each token counts once."""
+        """
+        Return metrics of the critic's values against the returns at all held-out tokens; each token counts once. The
+        arguments are transformers'.
+        """
         self._eval, self._evaluation = Accumulator(), EvaluationPass(len(dataloader.dataset))
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix

@@ -40,7 +40,8 @@ def _alarm(seconds: float, what: str) -> Iterator[None]:
 
 def limited(function: Callable, seconds: float | None, what: str, /, *given: Any, **arguments: Any) -> Any:
     """
-    Call a function and return its result; raise [`TooSlow`] if it takes longer than `seconds` (None: no limit).
+    Call a function with the arguments `given` and `arguments`, and return its result; raise [`TooSlow`] if it takes
+    longer than `seconds` (None: no limit).
 
     In the main thread a signal interrupts the function. In any other thread the function keeps running in the
     background, and its result is ignored. `what` names the function in the error message.
@@ -88,7 +89,11 @@ class Calls:
         self.rewards: dict[int, list[tuple[int, float]]] = defaultdict(list)  # of each row: turn and reward
 
     def watch(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
-        """Return each row's tools, wrapped so that calls are limited in time and rewarded by the row's environment."""
+        """
+        Return each row's tools, wrapped: a call is limited in time, and after it the row's environment, if it has
+        `_step_reward`, is asked for a reward, which is kept in `rewards`. With None for `environments`, calls are only
+        limited in time.
+        """
         return [
             {name: self._watched(row, tool, environments and environments[row]) for name, tool in of_row.items()}
             for row, of_row in enumerate(tools)
@@ -111,7 +116,10 @@ class Calls:
 
     @contextmanager
     def _rewarding(self, row: int, what: str, environment: Any) -> Iterator[None]:
-        """After the tool call in the `with` block, ask the environment for a reward, if it has `_step_reward`."""
+        """
+        After the tool call in the `with` block, ask the environment for a reward of row `row`, if it has
+        `_step_reward`. `what` names the tool in an error message.
+        """
         try:
             yield
         except SystemExit as error:
@@ -141,7 +149,9 @@ Pool = dict[str | None, list[Any]]  # TRL's: the instances of each environment, 
 
 
 def states_of(pool: Pool) -> dict[str, list[Any]]:
-    """Return the states of all environment instances that have a `_state_dict`, by the environment's name."""
+    """
+    Return the states of all environment instances in `pool` that have a `_state_dict`, by the environment's name.
+    """
     return {
         str(name): [each._state_dict() for each in environments]
         for name, environments in pool.items()

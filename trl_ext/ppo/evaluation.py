@@ -39,7 +39,7 @@ class EvaluationPass:
 
     def next_rows(self, size: int, accelerator: Accelerator) -> Tensor:
         """
-        Advance to the next batch, of `size` rows on each process.
+        Advance to the next batch, of `size` rows on each process of `accelerator`.
 
         Returns:
             (size,) bool for this process's rows: False for the copies that pad the last batch.
@@ -79,7 +79,10 @@ def sampling_seed(args: Any, process: int) -> int:
 
 @contextmanager
 def untouched_rng(accelerator: Accelerator, args: Any, number: int = 0) -> Iterator[None]:
-    """Seed all random generators, by the run's seed and `number`, within the `with` block; restore them afterwards."""
+    """
+    Seed all random generators, of the CPU and of the device of `accelerator`, by the run's seed and `number`, within
+    the `with` block; restore them afterwards.
+    """
     python, numpy = random.getstate(), np.random.get_state()
     with forked_rng(accelerator.device):
         set_seed((sampling_seed(args, accelerator.process_index) + number * accelerator.num_processes) % 2**32)

@@ -60,7 +60,7 @@ def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
 
 
 def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
-    """Raise if a trainable weight is missing from the optimizer."""
+    """Raise if a trainable weight of `actor_critic` is missing from the optimizer."""
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for role in ("policy", "critic"):
         missing = sum(p.requires_grad and id(p) not in optimized for p in actor_critic.parameters_of(role))
@@ -73,7 +73,10 @@ def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCri
 
 
 def set_critic_rate(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, rate: float | None) -> None:
-    """Put the critic's weights into separate optimizer groups with the learning rate `rate`; None keeps its rate."""
+    """
+    Put the weights of the critic in `actor_critic` into separate optimizer groups with the learning rate `rate`; None
+    keeps its rate.
+    """
     critic = {id(p) for p in actor_critic.parameters_of("critic")}
     for group in list(optimizer.param_groups):
         params = group["params"]

@@ -19,6 +19,11 @@ def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[l
     Return a list of the rewards and a list of their tokenizers, None where there is none.
 
     A reward model without a path or hub name gets the policy's tokenizer.
+
+    Args:
+        reward_funcs: one reward, a list of them, or None for none.
+        tokenizers: one tokenizer for all rewards, a list with one for each, or None.
+        policy_tokenizer: the policy's.
     """
     rewards = list(reward_funcs or []) if isinstance(reward_funcs, (list, tuple, type(None))) else [reward_funcs]
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(rewards)
@@ -178,7 +183,11 @@ def check_prompt_lengths(
     """
     Raise if a prompt is empty, or leaves no room for an answer in the policy's context.
 
-    `measure` takes rows and returns the number of prompt tokens of each.
+    Args:
+        measure: takes rows, and returns the number of prompt tokens of each.
+        policy: the policy, whose configuration has the length of its context.
+        max_completion_length: tokens that an answer may have.
+        datasets: names and datasets of prompts.
     """
     context = getattr(base_model_of(policy).config.get_text_config(), "max_position_embeddings", None)
     for name, dataset in datasets:

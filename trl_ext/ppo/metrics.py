@@ -51,7 +51,8 @@ class Accumulator:
 
     def pop(self, accelerator: Accelerator) -> dict[str, Tensor]:
         """
-        Return each metric's (5,) moments (count, mean, M2, min, max) on all processes, by name; delete the entries.
+        Return each metric's (5,) moments (count, mean, M2, min, max) on all processes of `accelerator`, by name;
+        delete the entries.
         """
         names = sorted(self._moments)
         if not names:
@@ -74,7 +75,8 @@ class Accumulator:
 
 def global_moments(accelerator: Accelerator, values: Tensor, mask: Tensor | None = None) -> Tensor:
     """
-    Return the (5,) moments (count, mean, M2, min, max), over all processes, of the entries where `mask` is 1.
+    Return the (5,) moments (count, mean, M2, min, max), over all processes of `accelerator`, of the entries where
+    `mask` is 1 (None: of all). M2 is the sum of squared deviations.
     """
     return merge_moments(accelerator.gather(moments(values, mask)[None]))
 
@@ -175,7 +177,10 @@ class PPOMetrics:
         self._observe(self.eval, rollout, rows, prefix)
 
     def _observe(self, stats: Accumulator, rollout: Rollout, rows: Tensor, prefix: str) -> None:
-        """Add metrics that training and evaluation share, named with `prefix`, of the rows in `rows` to `stats`."""
+        """
+        Add metrics that training and evaluation share, named with `prefix`, of the rows of a `rollout` in `rows`, (B,)
+        bool, to `stats`.
+        """
         mask, valid = rollout.mask, rollout.valid & rows
         tokens = mask * rows[:, None]
         if rollout.ref_logprobs is not None:
@@ -241,7 +246,8 @@ class PPOMetrics:
     @torch.no_grad()
     def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
         """
-        Add to the metrics how far the sampler's log-probs are from those of training's forward pass, (B, T), nats.
+        Add to the metrics how far `sampler_logprobs` are from `logprobs`, those of training's forward pass, (B, T)
+        each, nats.
         """
         self._sampled(self.train, sampler_logprobs, logprobs, mask)
 
@@ -282,7 +288,10 @@ class PPOMetrics:
         return report
 
     def means(self, mode: str) -> dict[str, float]:
-        """Return the mean metrics of `"train"` or `"eval"` since the last call, by name, and delete their entries."""
+        """
+        Return the mean metrics of `mode`, `"train"` or `"eval"`, since the last call, by name, and delete their
+        entries.
+        """
         moments = (self.train if mode == "train" else self.eval).pop(self.accelerator)
         report: dict[str, float] = {}
         added = {name.removeprefix(_ADDED): moments.pop(name) for name in [*moments] if name.startswith(_ADDED)}

@@ -48,7 +48,7 @@ def check_roles(
     model: Any, args: PPOConfig, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any
 ) -> list:
     """
-    Raise if PPOTrainer's arguments for models and adapters contradict each other.
+    Raise if `PPOTrainer`'s arguments for models and adapters, which have the same names here, contradict each other.
 
     Returns:
         The reward functions, with an [`AdapterReward`] in place of the path of a saved adapter, since GRPO would load
@@ -86,7 +86,10 @@ def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
 
 
 def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
-    """Raise if a policy with adapters would silently train with wrong gradients or on wrong samples."""
+    """
+    Raise if a policy with adapters would silently train with wrong gradients (under the `accelerator`'s FSDP) or on
+    wrong samples (with `use_vllm`).
+    """
     check_modules(policy, "peft_config")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     for is_wrong, message in [
@@ -120,7 +123,8 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: A
     """
     Return the frozen reference model, before it is moved to its device.
 
-    `ref_model` is a path or an object; None copies the policy with its present weights. `tokenizer` is the policy's.
+    `loader` holds the policy. `ref_model` is a path or an object; None copies the policy with its present weights.
+    `tokenizer` is the policy's.
     """
     if isinstance(ref_model, str):
         load = load_merged if is_adapter(ref_model) else create_model_from_path
@@ -182,8 +186,8 @@ class Rewards:
 
     def load_adapters(self, loader: Loader, share: bool) -> dict[int, nn.Linear]:
         """
-        Load the reward models that were saved as adapters: if `share` is True and the policy has adapters, onto the
-        policy's base, else each with a separate base.
+        Load the reward models that were saved as adapters: if `share` is True and the policy (in `loader`) has
+        adapters, onto the policy's base, else each with a separate base.
 
         Returns:
             The heads of the models that share the base, by the index of the reward.
@@ -271,7 +275,10 @@ class Rewards:
 
 
 def _on_base(loader: Loader, name: str, path: str) -> nn.Linear:
-    """Load the classifier's adapter at `path` onto the policy, return the classifier's head; raise if bases differ."""
+    """
+    Load the classifier's adapter at `path` as adapter `name` onto the policy that `loader` holds, return the
+    classifier's head; raise if bases differ.
+    """
     check_same_base(loader.policy, path, hub_identity(loader.path, loader.init_kwargs.get("revision")))
     return add_saved(loader.policy, name, path)
 
@@ -327,7 +334,7 @@ def add_critic_adapter(
     loader: Loader, rewards: Rewards, heads: dict[int, nn.Linear], value_model: str | None, config: LoraConfig | None
 ) -> tuple[nn.Linear | None, str]:
     """
-    Add the critic's adapter to the policy.
+    Add the critic's adapter to the policy that `loader` holds.
 
     It is the adapter at the path `value_model`. If this is None, it is a copy of a reward model's adapter on the same
     base, or if none can be copied, a new adapter with the settings `config` (None: those of the policy's adapter).
@@ -350,7 +357,8 @@ def add_critic_adapter(
 
 def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any, str]:
     """
-    Make a critic with a separate base from `value_model` (path or object); if None, from a reward model or the policy.
+    Make a critic with a separate base from `value_model` (path or object); if None, from a reward model or the policy
+    that `loader` holds.
 
     Returns:
         The critic, and a phrase that says what it was made from.

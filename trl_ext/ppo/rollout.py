@@ -112,7 +112,10 @@ class Rollout:
         return importance_weights(ours, drawn, self.drawn, mode, *bounds)
 
     def bootstrapped(self, rewards: Tensor, gamma: float) -> Tensor:
-        """Return (B, T) rewards, plus γ · `end_values` at the last token of each row that was cut off before EOS."""
+        """
+        Return (B, T) rewards, plus `gamma` · `end_values` at the last token of each row that was cut off before EOS;
+        without `end_values`, return the rewards.
+        """
         if self.end_values is None:
             return rewards
         is_last = torch.arange(rewards.size(1), device=rewards.device) == last_token_index(self.mask)[:, None]
@@ -121,7 +124,10 @@ class Rollout:
     def rows_for_training(
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the tensors that an update needs, by name; each has one row per response."""
+        """
+        Return the tensors that an update needs, by name; each has one row per response. `advantages` and `returns` are
+        (B, T), the importance `weights` (B, T), (B, 1), or None for none.
+        """
         return {
             **({} if weights is None else {"importance_weights": weights}),
             "row": torch.arange(len(self.scores), device=self.scores.device),
@@ -228,9 +234,9 @@ def padded(
     dtype: torch.dtype = torch.long,
 ) -> Tensor:
     """
-    Pad B rows of numbers with `value`, on the `side` "left" or "right", into a (B, L) tensor.
+    Pad B rows of numbers with `value`, on the `side` "left" or "right", into a (B, L) tensor of `dtype`.
 
-    L is the length of the longest row, at least `width`, rounded up to a multiple of `multiple`.
+    L is the length of the longest row, at least `width`, rounded up to a multiple of `multiple` (None: not rounded).
     """
     width = max(width, max((len(row) for row in rows), default=0))
     width += -width % (multiple or 1)
@@ -240,12 +246,15 @@ def padded(
 
 
 def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, int]]:
-    """Return the numbers of real tokens in each row's prompt and response, as Python integers."""
+    """
+    Return the numbers of real tokens in each row's prompt and response, as Python integers, from their masks
+    `prompt_mask` (B, P) and `completion_mask` (B, T).
+    """
     return [tuple(row) for row in torch.stack([prompt_mask.sum(1), completion_mask.sum(1)], dim=1).tolist()]
 
 
 def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Join a rollout's micro-batches into one batch; its rows have the order in which they were generated."""
+    """Join a rollout's `micro_batches` into one batch; its rows have the order in which they were generated."""
     columns = [name for name in micro_batches[0] if name not in ("step_tokens", "step_turns", "lengths")]
     rollout = {name: torch.cat([batch[name] for batch in micro_batches]) for name in columns}
     order = rollout["row"].argsort()
@@ -254,7 +263,8 @@ def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 def permuted(lengths: list[int], mini_batches: int, seed: int) -> list[int]:
     """
-    Shuffle a rollout's row indices for one pass. The seed alone decides which minibatch a row is in.
+    Shuffle a rollout's row indices for one pass of `mini_batches` minibatches. The seed alone decides which minibatch
+    a row is in. `lengths` has each row's number of tokens.
 
     Within a minibatch the shorter rows come first, so a micro-batch has rows of similar length. The order within a
     minibatch does not change the minibatch's gradient.

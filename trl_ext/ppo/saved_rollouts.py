@@ -196,7 +196,7 @@ def with_returns(
 
 
 def check_apart(train: Dataset, held_out: Dataset) -> None:
-    """Raise if a prompt has rollouts in the training set and in the held-out set."""
+    """Raise if a prompt has rollouts in the training set `train` and in the held-out set `held_out`."""
     trained = set(map(tuple, train["prompt_ids"]))
     if both := sum(tuple(ids) in trained for ids in held_out["prompt_ids"]):
         raise ValueError(

@@ -160,7 +160,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             is a whole model, is the base with a second adapter and a value head. These are the first that exist of:
 
             - the adapter at the path `value_model`;
-            - a copy of a reward model's adapter and head, on this base and of the same shapes;
+            - a copy of a reward model's adapter and head, on this base, with the same rank, α and modules;
             - a new adapter and a head of zeros.
 
             If `model` is a [`~peft.PeftModel`], its adapter `default` is trained further, and the reference is the
@@ -349,6 +349,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     def _guarded(self, environment_factory: Any, timeout: float | None) -> Any:
         """
         Wrap an environment factory, or each factory in a dict, so that all processes raise an environment's error.
+        `timeout` is the limit of a call in seconds, None for no limit.
         """
 
         def guard(factory: Any) -> Any:
@@ -381,7 +382,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     def _adapt_grpo(self, policy: Any) -> None:
-        """Replace attributes that GRPO's constructor has set, but that PPO cannot use as they are."""
+        """
+        Replace attributes that GRPO's constructor has set, but that PPO cannot use as they are. `policy` is the
+        policy's model.
+        """
         args = self.args
         self.num_iterations = args.num_ppo_epochs
         self.vllm_importance_sampling_correction = False  # ours is `importance_sampling_mode`
@@ -429,7 +433,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self.ref_model = self._loader.placed(reference)
 
     def _score_on_base(self, name: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Score right-padded (B, L) rows with a reward model on the policy's base; return (B,) scores."""
+        """
+        Score right-padded rows, `input_ids` and `attention_mask` (B, L), with the reward model `name` on the policy's
+        base; return (B,) scores.
+        """
         with evaluating(self.model):
             return self.model(input_ids, attention_mask, reward=name)
 
@@ -499,14 +506,14 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         Return the advantages that weigh the policy's loss, and the returns, the critic's target. Override this for
         another estimator.
 
-        The default depends on the setting `baseline`. Let A be the GAE over the critic's values, and G − m the return
-        minus the mean return of the other answers.
+        The default depends on the setting `baseline`. Let A be the GAE over the critic's values, G the return, and b
+        the leave-one-out mean: the mean return of the other answers.
 
         - `critic`: A
-        - `mean`: G − m
-        - `gated`: w · A + (1 − w) · (G − m), where w in [0, 1] is the critic's weight
+        - `mean`: G − b
+        - `gated`: w · A + (1 − w) · (G − b), where w in [0, 1] is the critic's weight
 
-        `whiten_rewards` is applied to the rewards before this, `normalize_advantages` to the advantages after it.
+        The default first applies `whiten_rewards` to the rewards, and last `normalize_advantages` to the advantages.
 
         Args:
             rollout: the answers and what models and reward functions computed for them.
@@ -514,7 +521,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             values: (B, T), score units, the critic's `rollout.values`; 0 without a critic.
 
         Returns:
-            Advantages and returns, (B, T) each. Where `rollout.mask` is 0, they are not read.
+            Advantages and returns, (B, T) each. Where `rollout.mask` is 0, they have no effect, but must be finite.
         """
         args, mask = self.args, rollout.mask
         if args.whiten_rewards:
@@ -534,14 +541,19 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return advantages, returns
 
     def _lam(self, rollout: Rollout) -> float:
-        """Return `lam`. If it is unset, return 0.95 if any process has scores of single tokens, else 1."""
+        """
+        Return `lam`. If it is unset, return 0.95 if a `rollout` of any process has scores of single tokens, else 1.
+        """
         if self.args.lam is not None:
             return self.args.lam
         is_by_token = torch.tensor([rollout.token_scores is not None], device=rollout.mask.device)
         return 0.95 if self.accelerator.gather(is_by_token).any() else 1.0
 
     def _mean_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, float]:
-        """Return the (B, T) leave-one-out means, and the critic's weight in the baseline: 0 with `baseline: mean`."""
+        """
+        Return the (B, T) leave-one-out means of the returns of `rewards`, and the critic's weight in the baseline, by
+        its `values`: 0 with `baseline: mean`. All arguments are (B, T).
+        """
         args, actions = self.args, self._actions(mask)
         zeros = torch.zeros_like(values)
         returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)
@@ -660,8 +672,15 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     @torch.no_grad()
     def _follow_step_kl(self, new: Tensor, old: Tensor, entropies: Tensor, inputs: Any, step: int, taken: int) -> None:
         """
-        Record a micro-batch's (B, T) log-probs; after a minibatch's last micro-batch, choose the next step's learning
-        rate. `taken` is the number of steps taken on the rollout so far.
+        Record a micro-batch's KL; after a minibatch's last micro-batch, choose the next step's learning rate.
+
+        Args:
+            new, old: (B, T) log-probs of the actions under the policy now, and under the policy that the rollout began
+                with, nats.
+            entropies: (B, T), nats, of the policy's distributions.
+            inputs: the micro-batch.
+            step: number of micro-batches trained on so far.
+            taken: number of optimizer steps taken on the rollout so far.
         """
         mask, accumulates = inputs["loss_mask"], self.args.gradient_accumulation_steps
         if step % accumulates == 0:
@@ -871,7 +890,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         Evaluate `num_generations_eval` sampled answers to each prompt and, with `eval_greedy`, a greedy answer.
 
-        This does not change the state of training.
+        This does not change the state of training. The arguments are transformers'.
         """
         check_evaluation_batch(self.args)
         dataset, evaluate = dataloader.dataset, super().evaluation_loop
@@ -1048,7 +1067,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._defer(stops)  # of callbacks that were called in between
 
     def _defer(self, names: list[str]) -> None:
-        """Put off requests to save, evaluate or stop while a rollout is half trained; grant them at its end."""
+        """
+        Put off requests to save, evaluate or stop (`names` of fields of `control`) while a rollout is half trained;
+        grant them at its end.
+        """
         for name in names:
             is_asked = getattr(self.control, name) or name in self._waiting
             if is_asked and self._must_wait:
@@ -1070,7 +1092,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Save the policy as a model that loads by itself, and the critic in its subfolder `critic/`."""
+        """
+        Save the policy as a model that loads by itself, and the critic in its subfolder `critic/`. `output_dir` is
+        None for the run's folder; `state_dict` holds gathered weights, or None if none are sharded.
+        """
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         actor_critic = self._actor_critic
         given = temporarily(self, processing_class=self._given_tokenizer)

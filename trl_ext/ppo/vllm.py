@@ -80,7 +80,8 @@ def sampled_logprobs(
 
 def check_loadable(engine: Any) -> None:
     """
-    Raise a `ValueError` if vLLM in this process has packed its weights for CPU kernels, so that it cannot update them.
+    Raise a `ValueError` if vLLM in this process (`engine`, TRL's wrapper of it) has packed its weights for CPU
+    kernels, so that it cannot update them.
 
     Its parameters are empty in that case.
     """
@@ -95,7 +96,10 @@ def check_loadable(engine: Any) -> None:
 
 
 def _instance_of(url: str) -> str | None:
-    """Return an id of the running vLLM server, to detect a restart; raise if it lacks a flag that PPO needs."""
+    """
+    Return an id of the vLLM server that runs at `url`, to detect a restart; None if it names none. Raise if it lacks a
+    flag that PPO needs.
+    """
     answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
     config = answer.raise_for_status().json()["vllm_config"]
     for is_missing, flag in [
@@ -259,7 +263,10 @@ class RolloutsAhead:
                 flight.answers = ids, sampled_logprobs(ids, *sampled)
 
     def _generate(self, flight: Flight, answer: Callable[..., dict[str, Any]]) -> tuple:
-        """Call TRL's `generate`, with its client's `generate` replaced by `answer(client's generate, …)`."""
+        """
+        Call TRL's `generate` for the prompts of `flight`, with its client's `generate` replaced by `answer(client's
+        generate, …)`.
+        """
         vllm = self.trainer.vllm_generation
         client: Any = nullcontext()
         if self.trainer.accelerator.is_main_process:
@@ -283,7 +290,7 @@ class RolloutsAhead:
 
 
 def _put_aside(flight: Flight, generate: Callable, **kwargs: Any) -> dict[str, Any]:
-    """Send a request in a thread, and return empty answers at once."""
+    """Send the request of `flight` by `generate` in a thread, and return empty answers at once."""
 
     def ask() -> None:
         try:

@@ -126,6 +126,8 @@ class CachedReward(TellsFailures, HoldsRewards):
         """
         Return each completion's score, stored or new; NaN if the reward failed on the completion or withheld its
         score.
+
+        The arguments are those of a reward function; `log_metric`, TRL's function that logs, may be None.
         """
         names = self.columns if self.columns is not None else sorted(kwargs.keys() - {*_UNCOUNTED})
         columns = {name: kwargs[name] for name in names}

@@ -70,6 +70,8 @@ class SumReward(HoldsRewards):
     ) -> list[float | None]:
         """
         Return each completion's weighted sum; None if no member with a weight gives a score, or if one of them fails.
+
+        The arguments are those of a reward function; TRL's functions that log may be None.
         """
         kwargs = {"prompts": prompts, "completions": completions, **kwargs}
         scores = scores_of_all(self.members, log_metric, log_extra, **kwargs)
@@ -162,6 +164,8 @@ class EnsembleReward(HoldsRewards):
     ) -> list[float | None]:
         """
         Return each completion's combined score; None if a member gives no score, or the members disagree too much.
+
+        The arguments are those of a reward function; TRL's functions that log may be None.
         """
         if not prompts:
             return []
@@ -184,7 +188,10 @@ class EnsembleReward(HoldsRewards):
 
 
 def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> list[Callable]:
-    """Load the members given as folders or hub names; return all members. Adapters of one base share it."""
+    """
+    Load the members given as folders or hub names, as [`ModelReward`]s with `model_kwargs`; return all members.
+    Adapters of one base share it.
+    """
     from ..models.loading import SharedBase, base_named_by, is_adapter
     from .model import ModelReward
 
@@ -259,7 +266,11 @@ class ConstitutionReward(HoldsRewards):
     def __call__(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return each completion's score, capped if the completion breaks a principle; None if there is no score."""
+        """
+        Return each completion's score, capped if the completion breaks a principle; None if there is no score.
+
+        The arguments are those of a reward function; TRL's functions that log may be None.
+        """
         if not completions:
             return []
         count = len(completions)

@@ -121,6 +121,8 @@ class JudgeReward(ServedReward):
     ) -> list[float | None]:
         """
         Return each completion's score: NaN if its row failed or was withheld, None if `compare` has no text for it.
+
+        The arguments are those of a reward function; `log_metric`, TRL's function that logs, may be None.
         """
         call, (low, high) = Call(time.monotonic() + self.deadline), self.scale
         others = [None] * len(prompts) if self.compare is None else columns[self.compare]
@@ -144,7 +146,10 @@ class JudgeReward(ServedReward):
         return self.settle(outcomes, log_metric, {**call.metrics, "position_bias": bias})
 
     def messages(self, prompt: str, answers: list[str]) -> list[dict[str, str]]:
-        """Return the messages for the judge: its rules, and the escaped texts between tags with a random number."""
+        """
+        Return the messages for the judge: its rules, and the escaped texts, `prompt` and one answer or two, between
+        tags with a random number.
+        """
         nonce = secrets.token_hex(8)
         low, high = self.scale
         task = (PAIR if self.compare else SINGLE).format(low=low, high=high, middle=(low + high) / 2)
@@ -154,7 +159,10 @@ class JudgeReward(ServedReward):
         return [{"role": "system", "content": rules}, {"role": "user", "content": material}]
 
     def completion(self, messages: list[dict[str, str]], call: Call) -> Any:
-        """Send messages; return the chat completion that the server answers, or raise a `ServiceError`."""
+        """
+        Send messages, as a request of `call`, which holds the deadline and counts requests; return the chat completion
+        that the server answers, or raise a `ServiceError`.
+        """
         return self.request(call, {"model": self.model, "messages": messages, **self.settings}, check=choice_in)
 
     def _verdict(self, prompt: str, answers: list[str], call: Call) -> float:
@@ -194,7 +202,7 @@ def _end(text: str) -> str:
 
 def choice_in(answer: Any) -> tuple[Any, Any]:
     """
-    Return the content and the `finish_reason` of the message in a chat completion.
+    Return the content and the `finish_reason` of the message in a server's `answer`, a chat completion.
 
     Raises:
         UnavailableError: there is no message, or the server failed while it wrote the message; another try may
@@ -252,7 +260,9 @@ def conversation(prompt: Any) -> str:
 
 
 def tagged(parts: Mapping[str, str], nonce: str) -> str:
-    """Escape each text, put it between tags of its name and the random number `nonce`, and join the texts."""
+    """
+    Escape each text of `parts`, put it between tags of its name and the random number `nonce`, and join the texts.
+    """
     return "\n\n".join(f"<{name}-{nonce}>\n{escaped(text)}\n</{name}-{nonce}>" for name, text in parts.items())
 
 

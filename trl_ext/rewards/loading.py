@@ -174,7 +174,10 @@ def _mapped(argument: Any, value: Any, build: Callable[[Any], Any]) -> Any:
 
 
 def _check(entry: Any, import_functions: bool) -> None:
-    """Raise an error for a mistake in a reward's entry, or in an entry within it."""
+    """
+    Raise an error for a mistake in a reward's entry, or in an entry within it. `import_functions` also imports the
+    functions that entries name.
+    """
     if isinstance(entry, str):
         if import_functions:
             load_reward(entry)

@@ -40,7 +40,7 @@ class TellsFailures:
     scores_or_nan: Callable[..., list[float | None]]  # as `__call__`, but NaN, not None, for a row that failed
 
     def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
-        """Return a finite number or None for each completion."""
+        """Return a finite number or None for each completion. The arguments are those of a reward function."""
         return without_failures(self.scores_or_nan(prompts, completions, *args, **kwargs))
 
 
@@ -100,7 +100,10 @@ class Member(TellsFailures, HoldsRewards):
     def scores_or_nan(
         self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return the scores as `__call__` does, but NaN instead of None where the function failed and was skipped."""
+        """
+        Return the scores as `__call__` does, but NaN instead of None where the function failed and was skipped.
+        `log_metric` is TRL's function that logs; None logs nothing.
+        """
         kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
         try:
             outcomes = _answers(self.function, len(completions), kwargs)
@@ -167,9 +170,15 @@ def scores_of_all(
     members: Sequence[Member], log_metric: Any = None, log_extra: Any = None, **kwargs: Any
 ) -> list[list[float | None]]:
     """
-    Return each member's list of scores, as [`Member.scores_or_nan`] returns it.
+    Call each member as a reward function, and return its list of scores, as [`Member.scores_or_nan`] does, in the
+    order of `members`.
 
     Members with a true `in_background` run in threads, at the same time as the others.
+
+    Args:
+        members: the members.
+        log_metric, log_extra: TRL's functions that log; None logs nothing.
+        **kwargs: what a trainer passes to a reward function: `prompts`, `completions`, the dataset's columns.
     """
     loggers = {"log_metric": log_metric, "log_extra": log_extra}
     started = {m: Started(member.scores_or_nan, **kwargs) for m, member in enumerate(members) if member.in_background}
@@ -263,7 +272,10 @@ class Started:
         self._scores.exception()
 
     def result(self, log_metric: Callable | None = None, log_extra: Callable | None = None) -> Any:
-        """Wait for the function to end, and log its metrics. Return its result, or raise its error."""
+        """
+        Wait for the function to end, and log its metrics by `log_metric` and `log_extra` (None: not). Return its
+        result, or raise its error.
+        """
         try:
             return self._scores.result()
         finally:
@@ -275,7 +287,8 @@ class Started:
 
 def awaited(scores: Any) -> Any:
     """
-    Return what a reward function returned; if the function is async, first await it, even within a running event loop.
+    Return what a reward function returned (`scores`); if the function is async, first await it, even within a running
+    event loop.
 
     All coroutines of a process run in one event loop, in a separate thread. A client (such as an HTTP session) that an
     async function keeps from call to call therefore stays usable.
@@ -421,7 +434,11 @@ class PatternReward:
     def __call__(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return 1.0 or 0.0 for each completion; `on_error` decides what happens if a search takes too long."""
+        """
+        Return 1.0 or 0.0 for each completion; `on_error` decides what happens if a search takes too long.
+
+        The arguments are those of a reward function; `log_metric`, TRL's function that logs, may be None.
+        """
         outcomes = [self._score(row, text_of(completion)) for row, completion in enumerate(completions)]
         return without_failures(settled(self.__name__, outcomes, self.on_error, log_metric))
 

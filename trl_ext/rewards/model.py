@@ -30,12 +30,15 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the (B,) scores of a sequence classifier with one label."""
+    """
+    Return the (B,) scores of a sequence classifier with one label, for rows `input_ids` (B, L) with `attention_mask`
+    (B, L).
+    """
     return model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
-    """Return whether two tokenizers have the same vocabulary and the same EOS token."""
+    """Return whether the tokenizers `a` and `b` have the same vocabulary and the same EOS token."""
     return a is b or (a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id)
 
 
@@ -57,7 +60,7 @@ def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
 
 
 def _loaded_tokenizer(tokenizer: Any, revision: str | None = None) -> Any:
-    """Return the tokenizer; load it if `tokenizer` is a folder or hub name."""
+    """Return the tokenizer; load it if `tokenizer` is a folder or hub name (of `revision`)."""
     return AutoTokenizer.from_pretrained(tokenizer, revision=revision) if isinstance(tokenizer, str) else tokenizer
 
 
@@ -265,7 +268,14 @@ class ModelReward:
         return scores
 
     def _rows(self, prompts, completions, completion_ids, prompt_ids, ended) -> list[list[int]]:
-        """Return the token ids that the model reads for each row, prompt and completion."""
+        """
+        Return the token ids that the model reads for each row, prompt and completion.
+
+        Args:
+            prompts, completions: texts or messages.
+            completion_ids, prompt_ids: their token ids by the policy's tokenizer; None if they are not known.
+            ended: for each row, whether the completion is finished.
+        """
         has_ids = prompt_ids is not None and completion_ids is not None and self.policy_tokenizer is not None
         if has_ids and self.shares_tokenizer:
             rows = [[*prompt, *answer] for prompt, answer in zip(prompt_ids, completion_ids, strict=True)]
@@ -316,7 +326,8 @@ class ModelReward:
 
     def _continuation(self, completion: Any, prompt_ids: list[int], completion_ids: list[int]) -> Any:
         """
-        Return a completion's text, decoded together with its prompt, since SentencePiece drops a text's first space.
+        Return a completion's text, decoded from `completion_ids` together with `prompt_ids`, since SentencePiece drops
+        a text's first space.
 
         Return the completion unchanged if it is messages, or if the decoded text does not begin with the prompt.
         """
@@ -325,7 +336,10 @@ class ModelReward:
         return whole.removeprefix(prompt) if isinstance(completion, str) and whole.startswith(prompt) else completion
 
     def _after_eos(self, prompt: list, eos: int) -> list[int]:
-        """Return the tokens that the chat template puts after the EOS of the last turn (ChatML: a line break)."""
+        """
+        Return the tokens that the chat template puts after the EOS, id `eos`, of the last turn behind `prompt`
+        (ChatML: a line break).
+        """
         messages = [{"role": "assistant", "content": "x"}]
         closing = self._tokenize(prompt, messages, True)[len(self._tokenize(prompt, messages, False)) :]
         return closing[1:] if closing[:1] == [eos] else []

@@ -133,7 +133,8 @@ class RemoteReward(ServedReward):
 
     def _check_weights(self, answer: Any) -> None:
         """
-        Store the identity of the server's weights at the first call; raise a [`ChangedError`] if it differs later.
+        Store the identity of the server's weights, as its `answer` names it, at the first call; raise a
+        [`ChangedError`] if it differs later.
         """
         now = answer.get("identity") if isinstance(answer, dict) else None
         if (first := self._weights.setdefault("first", now)) != now:
@@ -151,7 +152,16 @@ class RemoteReward(ServedReward):
         log_metric: Any = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Return each completion's score, NaN if it failed; raise a [`RewardFailed`] if the weights have changed."""
+        """
+        Return each completion's score, NaN if it failed; raise a [`RewardFailed`] if the weights have changed.
+
+        Args:
+            prompts, completions: texts or messages.
+            completion_ids: the completions' tokens, by which `eos_token_ids` tells which are finished.
+            finished: for each completion, whether it is finished; None if this is not known.
+            log_metric: TRL's function that logs; None logs nothing.
+            **columns: further columns, which are not sent.
+        """
         call = Call(time.monotonic() + self.deadline)
         ended: Sequence[bool | None] = [None] * len(completions)
         if finished is not None:
@@ -212,7 +222,8 @@ class RemoteReward(ServedReward):
 
     def _scores(self, rows: list[Row], call: Call) -> list[Any]:
         """
-        Return for each row of a batch its score, or the error if it has none.
+        Return for each row of a batch its score, or the error if it has none. `call` holds the deadline, and counts
+        requests.
 
         If the server refuses the batch, ask for each half by itself, and so on until the refused row is alone.
         """

@@ -46,14 +46,20 @@ def is_by_token(reward: Any) -> bool:
 
 
 def total_of(reward: Any) -> Any:
-    """Return the sum of a row's token scores; return the score of a whole completion unchanged."""
+    """
+    Return the sum of a row's token scores; return the score of a whole completion unchanged. `reward` is what a reward
+    function gave the row.
+    """
     if not is_by_token(reward):
         return reward
     return math.fsum(reward.values if isinstance(reward, SegmentScores) else reward)
 
 
 def by_token(reward: Any, row: int, length: int) -> list:
-    """Return the token scores of completion `row` as a list; raise a `ValueError` unless each token has one."""
+    """
+    Return the token scores `reward` of completion `row` as a list; raise a `ValueError` unless each of its `length`
+    tokens has one.
+    """
     if isinstance(reward, SegmentScores):
         return reward.by_token(length)
     if len(reward) != length:
@@ -64,7 +70,10 @@ def by_token(reward: Any, row: int, length: int) -> list:
 
 
 def scores_in(returned: Any, count: int) -> list:
-    """Return a reward function's scores as a list; raise a `TypeError` or `ValueError` unless there are `count`."""
+    """
+    Return what a reward function returned (`returned`) as a list; raise a `TypeError` or `ValueError` unless it has
+    `count` scores.
+    """
     returned = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(returned, (list, tuple)):
         raise TypeError(f"must return a list with one float or None per completion, got {type(returned).__name__}")
@@ -95,7 +104,10 @@ def finite_number(reward: Any, row: int | str) -> float:
 
 
 def number_or_error(reward: Any, row: int) -> float | Exception | None:
-    """Return a reward as a finite float, or None if it is None; for any other reward, return the error."""
+    """
+    Return a reward as a finite float, or None if it is None; for any other reward, return the error, which names
+    `row`.
+    """
     try:
         return None if reward is None else finite_number(reward, row)
     except (TypeError, ValueError) as error:
@@ -108,7 +120,9 @@ def without_failures(scores: Sequence[float | None]) -> list[float | None]:
 
 
 def of_rows(columns: Mapping[str, Any], rows: list[int], count: int) -> dict[str, Any]:
-    """Return a reward function's arguments for `rows` only, selected from its arguments for all `count` rows."""
+    """
+    Return a reward function's arguments (`columns`) for `rows` only, selected from its arguments for all `count` rows.
+    """
     return {
         name: [values[row] for row in rows] if isinstance(values, (list, tuple)) and len(values) == count else values
         for name, values in columns.items()

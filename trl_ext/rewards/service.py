@@ -129,7 +129,8 @@ class ServedReward(TellsFailures):
 
     def ask(self, function: Callable, jobs: Sequence, until: float) -> list[Any]:
         """
-        Run `function(job)` for each job, several at once; return each result or error, see [`in_threads`].
+        Run `function(job)` for each job, several at once, until the time `until` of `time.monotonic`; return each
+        result or error, see [`in_threads`].
 
         If `on_error` is `"raise"`, no job begins after one has failed.
         """
@@ -140,7 +141,10 @@ class ServedReward(TellsFailures):
         return self.on_error == "raise" and is_mistake
 
     def check(self, outcomes: Sequence[Any]) -> None:
-        """If `on_error` is `"raise"`, raise a `RewardFailed` for the first row that failed."""
+        """
+        If `on_error` is `"raise"`, raise a `RewardFailed` for the first row whose outcome, a score or an error, is a
+        failure.
+        """
         # One that was not asked since another one failed is not the cause
         errors = [(isinstance(each, TimeoutError), row) for row, each in enumerate(outcomes) if self._ends_call(each)]
         if errors:
@@ -237,9 +241,11 @@ class ServedReward(TellsFailures):
 
     def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
         """
-        Return the scores of a call's rows, and log `metrics`; if a row failed and `on_error` is `"raise"`, raise.
+        Return the scores of a call's rows, and log `metrics` by `log_metric` (None: not); if a row failed and
+        `on_error` is `"raise"`, raise.
 
-        Each error is replaced by the number `on_error`, or else by NaN; a [`WithheldError`] is always replaced by NaN.
+        `outcomes` has a score or an error for each row. Each error is replaced by the number `on_error`, or else by
+        NaN; a [`WithheldError`] is always replaced by NaN.
         """
         self.check(outcomes)
         log_to(log_metric, metrics, self)

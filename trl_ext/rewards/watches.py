@@ -56,13 +56,17 @@ class Watch:
         return None if folder is None else Path(folder) / f"{file}.rank{PartialState().process_index}.jsonl"
 
     def write_completions(self, prompts: list, completions: list, scores: list[Any], trainer_state: Any) -> None:
-        """Append completions to `completions.rank{r}.jsonl`, each with the score that this watch gives it."""
+        """
+        Append completions to `completions.rank{r}.jsonl`, each with its prompt and the score that this watch gives it.
+        `trainer_state` gives the step; None for no step.
+        """
         step = getattr(trainer_state, "global_step", None)
         self.write_rows(prompts, completions, [{self.__name__: score} for score in scores], step)
 
     def write_rows(self, prompts: list, completions: list, scores: list[dict[str, Any]], step: int | None) -> None:
         """
-        Append completions to `completions.rank{r}.jsonl`, each with a mapping from names to scores.
+        Append completions to `completions.rank{r}.jsonl`, each with its prompt, the step (None: unknown) and a mapping
+        from names to scores.
 
         If another watch has just written some of the same completions, add the scores to the lines that it wrote.
         """
@@ -189,7 +193,8 @@ class GoldJudgeReward(HoldsRewards, Watch):
 
     def _read_start(self, step: int) -> int:
         """
-        Read the start policy's scores that an interrupted run wrote; return the step of that run's first evaluation.
+        Read the start policy's scores that an interrupted run wrote; return the step of that run's first evaluation,
+        or `step`, the present step, if there is no such run.
         """
         folder = self.folder if self.folder is not None else Watch.default_folder
         for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) if folder is not None else ():

@@ -47,7 +47,10 @@ def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return a text such as `seed: 1 → 2` for each setting that differs between two runs."""
+    """
+    Return a text such as `seed: 1 → 2` for each setting that differs between two runs, whose settings `before` and
+    `now` hold by name.
+    """
     different = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     return [f"{name}: {before.get(name)!r} → {now.get(name)!r}" for name in different]
 
@@ -78,8 +81,9 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     `train()` restarts, as in every `Trainer`. `train(resume_from_checkpoint=True)` resumes from the newest complete
     checkpoint in `output_dir`; with a path in place of True, from the checkpoint at that path.
 
-    - Settings that differ from those of the run that wrote the checkpoint are printed. Another base or reference
-      raises an error, and so does another number of processes if each process has saved a part of the checkpoint.
+    - Settings that differ from those of the run that wrote the checkpoint are printed. An error is raised for another
+      base or reference, for another number of rows in an optimizer step, for another number of optimizer steps in a
+      rollout (PPO), and for another number of processes if each process has saved a part of the checkpoint.
     - If the run is complete, the checkpoint is loaded, and nothing is trained.
     - If a monitor ended the run, resuming raises an error, unless `resume_anyway` is set, or
       `resume_from_checkpoint=False` restarts the run.
@@ -132,7 +136,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         }
 
     def _load_own_state(self, checkpoint: str) -> None:
-        """Load the state that [`_save_own_state`] saved."""
+        """Load from the folder `checkpoint` the state that [`_save_own_state`] saved."""
 
     def _schedule(self) -> str:
         """Return a summary of the run to print when it begins."""
@@ -171,7 +175,10 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             return output
 
     def _prepare_folder(self, resume: str | bool | None) -> None:
-        """Remove a killed run's leftovers; raise [`Stopped`] if a monitor ended the run, unless it is restarted."""
+        """
+        Remove a killed run's leftovers; raise [`Stopped`] if a monitor ended the run, unless `resume` is False, which
+        restarts it, or `resume_anyway` is set.
+        """
         folder = self.args.output_dir
         remove_links(Path(folder))
         stopped = stop_of(folder, "repeat the command with `--resume_anyway true` (`resume_anyway=True`)")

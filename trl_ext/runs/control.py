@@ -107,7 +107,10 @@ def forget_stop(output_dir: str) -> None:
 
 
 def stop_of(output_dir: str, how: str) -> str | None:
-    """Return a sentence that says which monitor ended the run, and `how` to continue; None if no monitor ended it."""
+    """
+    Return a sentence that names the monitor that ended the run and ends in "To continue, {how}"; None if no monitor
+    ended it. `how` says what to do.
+    """
     record = Path(output_dir, STOPPED)
     if not record.is_file():
         return None
@@ -120,7 +123,7 @@ def stop_of(output_dir: str, how: str) -> str | None:
 
 
 def spoil(state: Any, sentence: str) -> None:
-    """Mark in `state` that the weights must not be saved, with the reason."""
+    """Mark in `state` that the weights must not be saved; `sentence` says why."""
     state.stateful_callbacks[_SPOILT] = {"sentence": sentence}
 
 

@@ -68,7 +68,10 @@ def newest_complete(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def delete_old(newest: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints, those without a marker first; keep `newest` and `best`."""
+    """
+    Delete the oldest checkpoints beyond `limit` (None: none), those without a marker first; keep `newest` and the one
+    named `best`.
+    """
     paths = checkpoints_of(newest.parent)
     ages = {path: ((path / MARKER).is_file(), path.stat().st_mtime_ns) for path in paths if path.is_dir()}
     spare = [path for path in sorted(ages, key=lambda path: ages[path]) if path.name not in (newest.name, best)]

@@ -114,7 +114,7 @@ def _locked(folder: Path) -> Any:
 
 
 def _write_holder(descriptor: int) -> None:
-    """Write this process's pid and host into the lock file."""
+    """Write this process's pid and host into the lock file, which is open as `descriptor`."""
     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
     with suppress(OSError):  # a full disk: it is locked all the same
         os.ftruncate(descriptor, 0)

@@ -47,7 +47,10 @@ def is_of_writing(error: BaseException) -> bool:
 
 
 def not_saved(path: str | os.PathLike[str], error: BaseException) -> str:
-    """Return a clause that says what could not be written, where, why, and how much disk space is free."""
+    """
+    Return a clause that says that the file at `path` could not be written, why (`error`), and how much disk space is
+    free.
+    """
     folder, cause = Path(path).parent, str(getattr(error, "strerror", None) or error).strip().splitlines()[0]
     free = shutil.disk_usage(folder).free / 2**30
     return f"{Path(path).name} could not be written to {folder} ({cause}; {free:.1f} GiB are free there)"
@@ -170,7 +173,8 @@ class BackgroundSaving(_Trainer):
 
     def _save_own_state(self, checkpoint: str) -> None:
         """
-        Save state that transformers does not save. Override this; it is called on all processes, before the marker.
+        Save state that transformers does not save to the folder `checkpoint`. Override this; it is called on all
+        processes, before the marker.
         """
 
     def _begin(self, checkpoint: Path) -> Path | None:
@@ -204,7 +208,10 @@ class BackgroundSaving(_Trainer):
         return in_memory
 
     def _finish(self, checkpoint: Path, in_memory: Path | None, best: str) -> None:
-        """Move a checkpoint from memory to the disk, mark it as complete, and delete the oldest ones except `best`."""
+        """
+        Move a checkpoint from memory (`in_memory`; None if it is on the disk already) to the disk, mark it as
+        complete, and delete the oldest ones except `best`.
+        """
         try:
             if in_memory is not None:
                 part = checkpoint.with_name(f"_{checkpoint.name}")  # a Trainer uploads no such name

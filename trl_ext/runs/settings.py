@@ -60,13 +60,18 @@ def meets(value: Any, rule: str) -> bool:
 
 
 def rules_of(each: Field) -> tuple[Range | None, OnlyWith | None]:
-    """Return the `range` and the `only_with` of a field, as [`setting`] takes them; None for a missing rule."""
+    """
+    Return the `range` and the `only_with` of the field `each`, as [`setting`] takes them; None for a missing rule.
+    """
     text = each.metadata.get("help", "")
     return (text.range, text.only_with) if isinstance(text, _Help) else (None, None)
 
 
 def conditions(each: Field) -> str:
-    """Describe in sentences a field's allowed values and the other setting that it needs; "" if it has no rules."""
+    """
+    Describe in sentences the allowed values of the field `each` and the other setting that it needs; "" if it has no
+    rules.
+    """
     rule, only_with = rules_of(each)
     sentences = []
     if rule:
@@ -192,7 +197,10 @@ def check_settings(
 
 
 def _wrong(config: Any, ranges: Mapping[str, Range], only_with: Mapping[str, OnlyWith]) -> Iterator[str]:
-    """Yield a sentence for each field whose value breaks a rule."""
+    """
+    Yield a sentence for each field of `config` whose value breaks its rule. `ranges` and `only_with` hold rules by
+    field, in place of the fields' own.
+    """
     hints = get_type_hints(type(config))  # not `field.type`: HfArgumentParser overwrites it
     for each in fields(config):
         name, hint, value = each.name, hints[each.name], getattr(config, each.name)

@@ -64,7 +64,8 @@ def attribute_changes(cls: type, names: list[str]) -> dict[str, str]:
 
 def names_of_both(ours: Iterable[type], theirs: Iterable[type]) -> set[str]:
     """
-    Return the attributes (except `__names__`) that classes of both lists define, or that methods of both lists set.
+    Return the attributes (except `__names__`) that classes of both lists, `ours` and `theirs`, define, or that methods
+    of both lists set.
     """
     ours_and_theirs = [
         {name for cls in classes for name in vars(cls) if not name.startswith("__")} | assigned(classes)

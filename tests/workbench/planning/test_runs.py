@@ -55,6 +55,17 @@ def test_bytes_per_parameter_of_each_mode(subtests):
             assert [model.weights, model.gradients, model.optimizer] == pytest.approx(expected, abs=8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_who_casts_in_mixed_precision(dtype):
+    # accelerate puts autocast on the model's forward, in one process and under DDP, whatever the weights' dtype
+    found = {
+        mode: Job("sft", sft(bf16=True), CONFIG, Layout(mode), dtype=dtype).autocast
+        for mode in ("single", "ddp", "zero2", "zero3", "fsdp2")
+    }
+    assert found == {**dict.fromkeys(found), "single": torch.bfloat16, "ddp": torch.bfloat16}
+    assert Job("sft", sft(bf16=False), CONFIG, Layout("ddp"), dtype=dtype).autocast is None
+
+
 def test_offloading_moves_bytes_to_the_machine():
     on_gpu, offloaded = (
         plan(Job("sft", sft(bf16=True), CONFIG, Layout("zero3", 2, offloads_weights=o, offloads_optimizer=o)))

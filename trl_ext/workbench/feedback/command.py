@@ -44,7 +44,10 @@ class AskingArguments:
     seed: int = setting(0, "Seed of all sampling.")
 
     def served(self, url: str, model: str | None, extra: str | None) -> dict[str, Any]:
-        """Return the arguments of [`~trl_ext.rewards.JudgeReward`] for a server."""
+        """
+        Return the arguments of [`~trl_ext.rewards.JudgeReward`] for a server at `url`. `model` is the model's name
+        there, `extra` a text with more keys of the request's body; both may be None.
+        """
         names = ("api_key_env", "timeout", "retries", "max_concurrency")
         given = {"url": url, "model": model, "extra": entry_of(extra) if extra else None}
         return given | {name: getattr(self, name) for name in names}
@@ -210,7 +213,10 @@ def run(args: LabelArguments) -> dict[str, Any]:
 
 
 def _rows(args: LabelArguments, folder: Path, left_out: Counter[str]) -> list[dict[str, Any]]:
-    """Load the pairs to judge, or sample them from policies; write them as `queue.jsonl`, and return them."""
+    """
+    Load the pairs to judge, or sample them from policies; write them as `queue.jsonl` to `folder`, and return them.
+    What was left out is counted in `left_out`, by reason.
+    """
     from ...data import load_dataset_split, write_rows
     from .data import load_pairs, sample_pairs
 

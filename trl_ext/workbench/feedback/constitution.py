@@ -118,6 +118,13 @@ def _rows(
     """
     Make the rows of the output files from the texts that the model wrote.
 
+    Args:
+        prompts: prompts by key.
+        journal: what was asked, by key and step.
+        texts: for each key, the text of each step; None where there is none.
+        args: the command's arguments.
+        by: identity of the constitution.
+
     Returns:
         - a dict of each file's rows: `sft/train` has each prompt with its last revision, `pairs/train` each revision
           as chosen and the first answer as rejected, `to_judge` the same pairs, with their answers in random order;

@@ -113,11 +113,13 @@ def write_for_people(folder: Path, rows: Sequence[dict[str, Any]], size: int, se
 
 def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Counter[str]]:
     """
-    Map each pair's key to how many people chose "a", "b" and "tie"; a person's last label of a pair counts.
+    Return for each pair that people labelled how many of them chose "a", "b" and "tie", by the row's `key`.
+
+    If a person labelled a pair twice, the last label counts.
 
     Args:
         files: files that [`read_choices`] reads.
-        rows: the pairs, with `item`.
+        rows: the pairs, with `item`, the pair's name in the files, and `key`.
 
     Raises:
         ValueError: a label is of an item that is not among the rows.

@@ -70,7 +70,7 @@ def read_criteria(path: str, key: str) -> tuple[Any, str]:
 
 
 def identity_of(*said: Any) -> str:
-    """Return a hash of everything that a model's answers depend on."""
+    """Return a hash of everything (`said`) that a model's answers depend on."""
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 

@@ -52,7 +52,10 @@ def prompt_groups(rows: Sequence[dict[str, Any]]) -> np.ndarray:
 
 
 def kappa(ours: Sequence[str], theirs: Sequence[str], groups: np.ndarray, seed: int = 0) -> Any:
-    """Return Cohen's κ of two raters' choices, and its 95 % interval by a bootstrap over groups; None if undefined."""
+    """
+    Return Cohen's κ of two raters' choices, `ours` and `theirs`, and its 95 % interval by a bootstrap over `groups`,
+    the rows' (N,) group numbers; None if undefined.
+    """
     cells = [3 * CHOICES.index(mine) + CHOICES.index(other) for mine, other in zip(ours, theirs, strict=True)]
     return estimate(cohen_kappa(resampled(np.eye(9)[cells], groups, seed).reshape(-1, 3, 3)))
 
@@ -84,7 +87,10 @@ def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -
 
 
 def longer_wins(choices: Sequence[str], rows: Sequence[dict[str, Any]]) -> float | None:
-    """Return how often the longer answer was chosen; ties, and answers of the same length, do not count."""
+    """
+    Return how often the longer answer was chosen; ties, and answers of the same length, do not count. `choices` are
+    "a", "b" or "tie" for each row. None if no row counts.
+    """
     lengths = [(len(text_of(row["response_a"])), len(text_of(row["response_b"]))) for row in rows]
     known = [
         (a > b) == (choice == "a")
@@ -164,7 +170,7 @@ def of_known(
 
 def of_all(votes: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """
-    Describe the verdicts on the pairs that were judged.
+    Describe the verdicts on the pairs that were judged. `votes` has each pair's verdicts, as the journal holds them.
 
     Returns:
         - `pairs`: number of these pairs.
@@ -295,7 +301,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> None:
-    """Write `label.json` and `label.html`."""
+    """Write `report` as `label.json` and `label.html`."""
     write_text(folder / "label.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     people = report["people"]
     shown = render(

@@ -49,7 +49,10 @@ class Turn(NamedTuple):
 
 
 def principle_of(key: str, round_: int, names: Sequence[str], seed: int) -> str:
-    """Return the name of the principle for a prompt's round 1, 2, …, sampled so that all occur before any repeats."""
+    """
+    Return the name of the principle, one of `names`, for round 1, 2, … of the prompt `key`, sampled so that all occur
+    before any repeats.
+    """
     generator = np.random.default_rng([seed, int(hashlib.sha256(key.encode()).hexdigest()[:15], 16)])
     return names[generator.permutation(len(names))[(round_ - 1) % len(names)]]
 

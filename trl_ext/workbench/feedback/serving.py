@@ -117,7 +117,10 @@ class Batcher:
         threading.Thread(target=self._run, name="trl_ext-scorer", daemon=True).start()
 
     async def scores(self, prompts: list, completions: list, finished: list[bool] | None) -> list[float | None]:
-        """Return the scores of one request; raise a [`Refusal`] if too many rows are waiting."""
+        """
+        Return the scores of one request's rows; raise a [`Refusal`] if too many rows are waiting. `finished` says
+        whether each completion is finished; None if it is unknown.
+        """
         is_full = self.waiting + len(prompts) > self.limits.max_queue_rows
         check((is_full, 503, f"{self.waiting} completions are waiting: try again later"))
         job = Job(prompts, completions, finished)
@@ -237,7 +240,10 @@ async def _until_gone(request: Request) -> None:
 
 
 async def read_body(request: Request, limits: Limits) -> Any:
-    """Parse a request's body as JSON, None if it is not JSON; raise a [`Refusal`] if the body is too long."""
+    """
+    Parse a request's body as JSON, None if it is not JSON; raise a [`Refusal`] if the body is longer than `limits`
+    allows.
+    """
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -252,6 +258,7 @@ async def read_body(request: Request, limits: Limits) -> Any:
 def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool] | None]:
     """
     Return the `prompts`, `completions` and `finished` of a request; raise a [`Refusal`] if any of them is invalid.
+    `body` is the parsed JSON, `limits` the server's, `name` the served model's.
     """
     body = body if isinstance(body, dict) else {}
     prompts, completions, finished = (body.get(each) for each in ("prompts", "completions", "finished"))
@@ -276,7 +283,9 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
     try:
         return well_formed(prompts), well_formed(completions), finished
     except RecursionError:
-        raise Refusal(422, "a message holds lists or objects that are nested too deeply") from None
+        raise Refusal(
+            422, "a message nests lists or objects too deeply to be read: send its content as text"
+        ) from None
 
 
 def load(model: str, **settings: Any) -> Callable:

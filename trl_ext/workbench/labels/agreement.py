@@ -196,7 +196,10 @@ def zscores(labels: Labels) -> np.ndarray:
 
 
 def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
-    """Return all annotators' z-scores, (A,), relative to the annotators with `is_measure`, (A,) bool, True."""
+    """
+    Return all annotators' z-scores, (A,), by their `labels`, relative to the annotators with `is_measure`, (A,) bool,
+    True.
+    """
     own = is_measure[labels.annotator]
     agrees = pd.Series(_others_share(labels, labels.where(own).counts(), labels.choice, own))
     agrees = agrees.groupby([labels.annotator, labels.prompt[labels.item]]).mean().dropna()
@@ -244,7 +247,7 @@ def _kappas(labels: Labels) -> list[dict[str, Any]]:
 
 
 def _unknown(labels: Labels, report: dict[str, Any]) -> Iterator[str]:
-    """Yield sentences on questions that these labels cannot answer."""
+    """Yield sentences on questions that these labels, of which `report` gives the figures, cannot answer."""
     if report["alpha"] is None:
         yield "No item has two labels, or all labels of such items are the same, so α is not defined."
     if not labels.swapped.any():

@@ -148,7 +148,17 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
 def _write_pairs(
     path: Path, dataset: Any, labels: Any, columns: Any, args: AnnotatorsArguments, method: Any
 ) -> dict[str, Any]:
-    """Write the pairs of one split; return their entry in the report: how many, by whom, and what was left out."""
+    """
+    Write the pairs of one split; return their entry in the report: how many, by whom, and what was left out.
+
+    Args:
+        path: the file to write.
+        dataset: the rows with prompts and answers.
+        labels: the labels of this split.
+        columns: the names of the columns, [`Columns`].
+        args: the command's arguments.
+        method: how labels become a probability, as `shares_of_labels` takes it.
+    """
     from . import majority_pairs, shares_of_labels
 
     left_out: dict[str, int] = {}
@@ -240,7 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"Annotators left out for their z-scores: {', '.join(report['left_out_annotators'])}")
     for found in report["pairs"].values():
         if found["file"]:
-            print(f"Pairs: {found['file']}, {found['pairs']:,} by {len(found['annotators'])} annotators")
+            print(f"Pairs: {found['pairs']:,}, labelled by {len(found['annotators'])} annotators, in {found['file']}")
     folder = Path(args.output_dir)
     given = {"dataset_name": folder / "pairs", "model_name_or_path": "PATH_OR_HUB_NAME", "use_confidence": "true"}
     if not report["pairs"].get("test", {}).get("file"):

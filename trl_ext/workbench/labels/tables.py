@@ -188,7 +188,10 @@ def _said(column: pd.Series) -> pd.Series:
 
 
 def _scores(table: pd.DataFrame, columns: Columns) -> pd.DataFrame:
-    """Return a score for each answer; a choice gives the chosen answer 1 and the other 0, a tie gives both ½."""
+    """
+    Return a score for each answer of each row of `table`, whose columns `columns` names; a choice gives the chosen
+    answer 1 and the other 0, a tie gives both ½.
+    """
     if columns.scores:
         scores = table[[*columns.scores]].apply(pd.to_numeric) * (-1 if columns.lowest_wins else 1)
         return scores.set_axis(range(len(columns.responses)), axis=1)

@@ -105,7 +105,10 @@ def _settings(runs: dict[str, Run]) -> list[list[str]] | None:
 
 
 def _same_prompts(samples: dict[str, list[dict[str, Any]]]) -> list[list[Any]]:
-    """Return table rows for the latest prompts that all runs answered: a prompt, then each run's last answer to it."""
+    """
+    Return table rows for the latest prompts that all runs answered: a prompt, then each run's last answer to it.
+    `samples` holds each run's answers by its name.
+    """
     last = [{str(row["prompt"]): row for row in rows} for rows in samples.values()]
     shared = set.intersection(*map(set, last))
     latest = sorted(shared, key=lambda prompt: (-min(answers[prompt]["step"] for answers in last), prompt))

@@ -57,7 +57,7 @@ def prose(markdown: str) -> Markup:
 
 
 def columns(names: Iterable[str], style: str = "") -> list[tuple[str, str]]:
-    """Pair each column's name with the same CSS class, as the templates' macro `table` expects its columns."""
+    """Pair each column's name with the CSS class `style`, as the templates' macro `table` expects its columns."""
     return [(name, style) for name in names]
 
 

@@ -152,10 +152,9 @@ def _change(run: Run, label: str, key: str) -> str:
 
 def _is_noise(values: list[float]) -> bool:
     """
-    Return whether the last of four or more values differs from the first by less than 2 σ.
+    Return whether the last value differs from the first by less than 2 σ; False for fewer than four values.
 
-    σ is the noise of the difference of two values. It is estimated by the root mean square of the differences between
-    neighbouring values, in which a trend is small.
+    σ is the root mean square of the differences between neighbouring values, to which a slow trend hardly adds.
     """
     steps = [b - a for a, b in pairwise(values)]
     return len(steps) > 2 and abs(values[-1] - values[0]) < 2 * math.sqrt(fmean(step**2 for step in steps))

@@ -163,7 +163,10 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_results(run: Run, since: float) -> None:
-    """Read results from after training: those of a round of online DPO, and the report on a saved reward model."""
+    """
+    Read results from after training: those of a round of online DPO, and the report on a saved reward model, unless it
+    is older than `since`, a Unix time.
+    """
     measured = read_object(run.folder / "round.json")  # {} for a round that is not complete
     before = read_object(run.folder / f"../round-{measured.get('round', 0) - 1}/round.json")
     for each in (before, measured):
@@ -211,7 +214,10 @@ def _time(path: Path) -> float:
 
 
 def _of_this_run(rows: list[dict[str, Any]], begins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows without those of earlier runs, and without the older rows of steps that were repeated."""
+    """
+    Return the rows without those of earlier runs, and without the older rows of steps that were repeated. `begins` are
+    the rows that each start or resume wrote.
+    """
     starts = [(begin.get("timestamp", 0), begin["step"] or -1) for begin in begins]
     return [
         row

@@ -48,7 +48,10 @@ def optimizer_bytes(weights: int, weight_bytes: int, optim: str) -> int:
 
 
 def kv_cache_bytes(config: Any, rows: int, tokens: int, number_bytes: int) -> int:
-    """Return the bytes of the cached keys and values of `rows` sequences; `config` is a model's text configuration."""
+    """
+    Return the bytes of the cached keys and values of `rows` sequences of `tokens` tokens, with `number_bytes` bytes a
+    number; `config` is a model's text configuration.
+    """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim * rows * tokens * number_bytes
@@ -159,7 +162,10 @@ def training_peak(
 def forward_peak(
     mode: FakeTensorMode, model: nn.Module, forward: Callable[[], Any], autocast: torch.dtype | None = None
 ) -> int:
-    """Return the peak bytes, without the weights, of a forward pass that no backward pass follows."""
+    """
+    Return the peak bytes, without the weights, of a forward pass that no backward pass follows. The arguments are
+    those of [`training_peak`], with `forward` for the pass.
+    """
     with mode, LiveBytes(model) as counted, _autocast(autocast):
         forward()
     return counted.peak

@@ -45,6 +45,11 @@ class Layout:
         return self.mode.startswith("zero")
 
     @property
+    def casts_weights(self) -> bool:
+        """Return whether mixed precision casts the weights themselves; else the model's forward is autocast."""
+        return self.is_deepspeed or self.mode == "fsdp2"
+
+    @property
     def shards_weights(self) -> bool:
         """Return whether each process keeps only its part of the weights."""
         return self.mode in ("fsdp2", "zero3")
@@ -194,13 +199,12 @@ class Job:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype of the weights in a pass: `mixed` if DeepSpeed or FSDP2 casts them, else `dtype`."""
-        casts = self.layout.is_deepspeed or self.layout.mode == "fsdp2"
-        return self.mixed if casts and self.mixed is not None else self.dtype
+        return self.mixed if self.layout.casts_weights and self.mixed is not None else self.dtype
 
     @property
     def autocast(self) -> torch.dtype | None:
         """Return the dtype of autocast; None without mixed precision, or if DeepSpeed or FSDP2 casts the weights."""
-        return None if self.compute_dtype == self.mixed and self.layout.mode != "single" else self.mixed
+        return None if self.layout.casts_weights else self.mixed
 
 
 @dataclass
@@ -213,7 +217,7 @@ class Role:
         parameters, trained: number of all weights, and of the trained ones.
         weights, gradients, optimizer: bytes of the weights, of the gradients and of the optimizer's state.
         note: text to show beside the role.
-        config: the model's configuration, unless it is the policy's or one of those in `Job.rewards`.
+        config: the model's configuration; None if the job holds it: the policy's, and those in `Job.rewards`.
     """
 
     name: str
@@ -265,7 +269,7 @@ class Plan:
 
 def known_not_to_work(job: Job) -> list[str]:
     """
-    Return a sentence for each reason why a run cannot work.
+    Return a sentence for each reason why a run (`job`) cannot work.
 
     Settings for which the run's configuration class raises an error are not checked here.
     """
@@ -448,7 +452,10 @@ def seconds_per_example(
 
 
 def examples(job: Job, plan: Plan, rows: int | None) -> float | None:
-    """Return the number of examples of the whole run; None if it depends on the data's `rows`, and `rows` is None."""
+    """
+    Return the number of examples (PPO: episodes) of the whole run `job`, with the batch sizes of its `plan`; None if
+    it depends on the data's `rows`, and `rows` is None.
+    """
     args, is_ppo = job.args, job.stage == "ppo"
     if is_ppo and args.total_episodes:
         return args.total_episodes

@@ -40,7 +40,7 @@ _HEADS = ("lm_head", "score", "classifier")  # the names of output heads, which 
 
 
 def plan(job: Job) -> Plan:
-    """Plan a run, by running each of its passes once on fake tensors, which have shapes but no data."""
+    """Plan the run `job`, by running each of its passes once on fake tensors, which have shapes but no data."""
     return _plan_ppo(job) if job.stage == "ppo" else _plan_without_rollouts(job)
 
 
@@ -177,7 +177,9 @@ def _plan_ppo(job: Job) -> Plan:
 
 
 def _finish(job: Job, result: Plan) -> Plan:
-    """Add the bytes of a checkpoint to a plan, move offloaded bytes to the host, and return the plan."""
+    """
+    Add the bytes of a checkpoint to a job's plan `result`, move offloaded bytes to the host, and return the plan.
+    """
     wide = job.layout.is_deepspeed  # its checkpoint has a copy of the weights in float32
     size = job.compute_dtype.itemsize if wide else job.dtype.itemsize
     for role in result.roles:
@@ -196,14 +198,19 @@ def _finish(job: Job, result: Plan) -> Plan:
 
 
 def causal_lm(job: Job, config: Any, outputs: tuple[str, ...] = ("log_probs",)) -> Any:
-    """Return a language model built from its configuration, with TRL's fused LM head."""
+    """
+    Return the job's language model, built from its configuration, with TRL's fused LM head that computes `outputs`.
+    """
     model = AutoModelForCausalLM.from_config(config, dtype=job.compute_dtype)
     add_fused_lm_head(model, outputs=outputs)
     return model
 
 
 def classifier(job: Job, config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return a sequence classifier with one label; without a `dtype`, it has the dtype of the run's passes."""
+    """
+    Return a sequence classifier with one label, built from its configuration; without a `dtype`, it has the dtype of
+    the job's passes.
+    """
     given = {name: value for name, value in config.to_dict().items() if name not in ("id2label", "label2id")}
     config = type(config)(**{**given, "num_labels": 1, "pad_token_id": config.pad_token_id or 0})
     return AutoModelForSequenceClassification.from_config(config, dtype=dtype or job.compute_dtype)
@@ -214,7 +221,7 @@ def frozen(model: nn.Module) -> nn.Module:
 
 
 def adapted(job: Job, model: Any) -> Any:
-    """Add the run's adapter to a model, in TRL's dtype for adapters; return the model unchanged if there is none."""
+    """Add the job's adapter to a model, in TRL's dtype for adapters; return the model unchanged if there is none."""
     if job.peft_config is None:
         return model
     model = get_peft_model(
@@ -227,7 +234,7 @@ def adapted(job: Job, model: Any) -> Any:
 
 
 def prepare(job: Job, model: Any) -> Any:
-    """Return the model in training mode, with activation checkpointing if the run's arguments ask for it."""
+    """Return the model in training mode, with activation checkpointing if the job's arguments ask for it."""
     if job.args.activation_checkpointing:
         kwargs = dict(job.args.activation_checkpointing_kwargs or {"use_reentrant": False})
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
@@ -298,7 +305,7 @@ def role_of(
 
 
 def _copied_adapter(job: Job, policy: Role) -> Role:
-    """Return the role of the reference in a run that continues an adapter: a copy of the policy's adapter."""
+    """Return the role of the reference in a job that continues an adapter: a copy of the adapter of `policy`."""
     weights = share(policy.trained * job.dtype.itemsize, job.layout.processes if job.layout.shards_weights else 1)
     return Role("reference", policy.trained, weights=weights, note="a copy of the policy's adapter")
 
@@ -308,12 +315,18 @@ def _copied_adapter(job: Job, policy: Role) -> Role:
 
 def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) -> tuple[dict[str, int], dict[str, int]]:
     """
-    Return the bytes of generation by purpose, in two dictionaries: for the run itself, and for a separate process.
+    Return the bytes that generation takes, by purpose, in two dictionaries: of the trainer's process, and of vLLM's.
 
-    The separate process is vLLM. It is counted with weights and KV cache in 16 bits, and with a cache for all `local`
-    answers of a rollout at once, though it works with less. TRL lets vLLM generate `max_completion_length` tokens
-    after the history in each turn, and cuts answers that are too long afterwards. Without vLLM, `rows` answers are
-    generated at once; with several turns, a second KV cache of the same size is counted.
+    vLLM is a separate process. It is counted with weights and KV cache in 16 bits. TRL lets it generate
+    `max_completion_length` tokens after the history in each turn, and cuts answers that are too long afterwards.
+    Without vLLM, a second KV cache of the same size is counted if there are several turns.
+
+    Args:
+        job: the run.
+        mode, policy: the mode and the policy that [`fake`] returned.
+        rows: number of answers that are generated at once without vLLM.
+        local: number of answers of a rollout on this process; vLLM's KV cache is counted for all of them (it also runs
+            with a smaller one).
     """
     config = base_model_of(policy).config.get_text_config()
     width = job.compute_dtype.itemsize
@@ -348,8 +361,13 @@ def scoring_phase(
     """
     Return the bytes that it takes to compute a rollout's log-probs, values and rewards, by purpose.
 
-    The reference's activations are not counted, since they are fewer than the policy's and the critic's. `rewards`
-    lists each reward model with the number of rows that it reads at once; rows are cut to its maximum length.
+    The reference's activations are not counted, since they are fewer than the policy's and the critic's.
+
+    Args:
+        job: the run.
+        mode, model, reference: the mode, the actor-critic and the reference (or None) that [`fake`] returned.
+        rewards: each reward model with the number of rows that it reads at once; rows are cut to its maximum length.
+        rows, length: number of rows that the actor-critic reads at once, and their tokens.
     """
     with mode:
         answers = scored(tokens(rows, length), job.args.max_completion_length)
@@ -379,6 +397,13 @@ def update_phases(
 ) -> dict[str, dict[str, int]]:
     """
     Return the bytes, by purpose, of `update`, a micro-batch's forward and backward pass, and the optimizer's `step`.
+
+    Args:
+        job: the run.
+        mode, model: the mode and the model that [`fake`] returned.
+        loss: a function that computes the loss of a micro-batch.
+        roles: the models of the run, whose gradients count.
+        *others: frozen models that `loss` uses.
     """
     gradients = sum(role.gradients for role in roles)
     accumulates = job.args.gradient_accumulation_steps > 1
@@ -398,7 +423,10 @@ def update_phases(
 
 
 def _gathered(job: Job, model: nn.Module, *frozen: nn.Module | None) -> int:
-    """Return the bytes of sharded weights that each GPU gathers for its computations; 0 if weights are not sharded."""
+    """
+    Return the bytes of sharded weights, of `model` and the `frozen` models (None: none), that each GPU gathers for the
+    job's computations; 0 if weights are not sharded.
+    """
     if job.layout.mode == "zero3":
         count = min(job.layout.live_parameters, numel(model, *frozen))
     elif job.layout.mode == "fsdp2":

@@ -66,7 +66,9 @@ class PromptSet:
         return (_text(value, self.column, by) for value in self.rows[self.column])
 
     def prompt(self, row: int, by: By = "conversation") -> str:
-        """Return the prompt of a row as one text, as [`prompts`] does."""
+        """
+        Return the prompt of a row as one text, the whole conversation or its last turn (`by`), as [`prompts`] does.
+        """
         return _text(self.rows[row][self.column], self.column, by)
 
     def answers(self) -> list[str] | None:
@@ -113,12 +115,18 @@ class PromptReport:
     copied: dict[str, np.ndarray]
 
     def repeated(self, name: str, kind: Kind) -> np.ndarray:
-        """Return for each row of the set `name` whether it is a duplicate of an earlier row of that set."""
+        """
+        Return for each row of the set `name` whether it is a duplicate, exact or near (`kind`), of an earlier row of
+        that set.
+        """
         groups = getattr(self.duplicates, kind)[self.places[name]]
         return _again(groups) & (groups >= 0)
 
     def shared(self, name: str, others: Iterable[str], kind: Kind) -> np.ndarray:
-        """Return for each row of the set `name` whether it has a duplicate in any of the sets `others`."""
+        """
+        Return for each row of the set `name` whether it has a duplicate, exact or near (`kind`), in any of the sets
+        `others`.
+        """
         groups = getattr(self.duplicates, kind)
         mine, theirs = groups[self.places[name]], [groups[self.places[other]] for other in others if other != name]
         return np.isin(mine, np.concatenate([np.zeros(0, int), *theirs])) & (mine >= 0)

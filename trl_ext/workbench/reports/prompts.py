@@ -176,7 +176,15 @@ def run(args: PromptsArguments) -> list[str]:
 
 
 def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of `prompts.json`, except its `settings`."""
+    """
+    Return the contents of `prompts.json`, except its `settings`.
+
+    Args:
+        report: what was found in the sets.
+        args: the command's arguments.
+        reasons: for each set's name, why each row is left out; "" for rows that stay.
+        splits: for each set that is divided, the name of each row's split.
+    """
     from .prompt_sets import REASONS
 
     found: dict[str, Any] = {"sets": {}, "shared": {}, "notes": [], "bounds": []}
@@ -221,7 +229,8 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
 
 def groups(report: "PromptReport") -> list[dict[str, Any]]:
     """
-    Return each group of duplicates: its kind, its rows by set, and the lowest similarity of a row to the first row.
+    Return each group of duplicates in a report: its kind, its rows by set, and the lowest similarity of a row to the
+    first row.
     """
     near, exact, found = report.duplicates.near, report.duplicates.exact, []
     order = np.argsort(near, kind="stable")
@@ -236,7 +245,9 @@ def groups(report: "PromptReport") -> list[dict[str, Any]]:
 
 
 def page(report: "PromptReport", found: dict[str, Any], grouped: list[dict[str, Any]], args: Any) -> str:
-    """Return the HTML page of a report on prompts, with its figures `found` and its groups of duplicates."""
+    """
+    Return the HTML page of a report on prompts, with its figures `found` and its groups of duplicates, `grouped`.
+    """
     sets = found["sets"]
     rows, repeated = (sum(of[key] for of in sets.values()) for key in ("rows", "near_duplicates"))
     tiles = {"rows": number(rows), "near duplicates within sets": f"{repeated / rows:.1%}"}
@@ -252,7 +263,10 @@ def page(report: "PromptReport", found: dict[str, Any], grouped: list[dict[str, 
 
 
 def _examples(report: "PromptReport", grouped: list[dict[str, Any]], args: Any) -> list[list[Any]]:
-    """Return two prompts of each of 8 groups: groups that span several sets first, larger groups first."""
+    """
+    Return two prompts of each of 8 of the groups of duplicates `grouped`: groups that span several sets first, larger
+    groups first.
+    """
     found = []
     for group in sorted(grouped, key=lambda of: (len(of["rows"]) == 1, -sum(map(len, of["rows"].values()))))[
         :EXAMPLES

@@ -34,7 +34,8 @@ class Answer(NamedTuple):
 
 def answer_in(row: dict[str, Any], completion: Any, finished: bool = True) -> Answer:
     """
-    Return an [`Answer`] to a row's prompt; the row's columns other than prompts and answers are passed to the reward.
+    Return an [`Answer`] to a row's prompt, `completion`, which is `finished` or was cut off; the row's columns other
+    than prompts and answers are passed to the reward.
     """
     return Answer(row["prompt"], completion, finished, {k: v for k, v in row.items() if k not in _NO_COLUMNS})
 
@@ -169,12 +170,15 @@ def _selected(pairs: Dataset, chosen: np.ndarray) -> Dataset | None:
 
 
 def _is_seen(group: list[Answer], trained: TrainedPairs) -> bool:
-    """Return whether any two of a prompt's answers were trained on as a pair."""
+    """Return whether any two answers of `group`, which are to one prompt, were trained on as a pair."""
     return bool(trained.has(hashes_of_answers(group[0].prompt, [answer.completion for answer in group])).any())
 
 
 def _training_pairs(args: Any, held_out: str) -> Dataset | None:
-    """Load the usable training pairs, from their own dataset or that of the held-out pairs; None if there are none."""
+    """
+    Load the usable training pairs, from their own dataset or from another split of that of the held-out pairs than
+    `held_out`; None if there are none.
+    """
     name, split = args.train_name or args.dataset_name, args.train_split or "train"
     is_named = args.train_name or args.train_split
     if (name, split) == (args.dataset_name, held_out) and not is_named:

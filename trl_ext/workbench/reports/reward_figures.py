@@ -150,7 +150,15 @@ def examine(
 def _of_pairs(
     pairs: list[Pair], chosen: Tensor, rejected: Tensor, group_columns: list[str], tokenizer: Any
 ) -> dict[str, Any]:
-    """Return the accuracy, length bias and calibration on N pairs, from their answers' scores, (N,) each."""
+    """
+    Return the accuracy, length bias and calibration on N pairs, from their answers' scores.
+
+    Args:
+        pairs: the chosen and the rejected answer of each pair.
+        chosen, rejected: (N,) scores of these answers.
+        group_columns: columns by whose values the accuracy is also given.
+        tokenizer: counts tokens; None counts words.
+    """
 
     def length(answer: Answer) -> int:
         text = answer.texts()[1]
@@ -186,6 +194,10 @@ def _distributions(scored: dict[str, np.ndarray], shown: dict[str, list[Answer]]
         - `policy`: how the policy's scores compare with the scores of the training pairs' chosen answers (the held-out
           pairs' if there are no training pairs); None without answers of a policy.
         - `highest`, `lowest`: the answers with the highest and with the lowest scores.
+
+    Args:
+        scored: scores of each set of answers, by name; NaN for none.
+        shown: the answers of each set, in the same order.
     """
     sets = {name: scores[np.isfinite(scores)] for name, scores in scored.items()}
     found: dict[str, Any] = {"scores": {}, "policy": None}
@@ -228,6 +240,14 @@ def _probes(
 ) -> tuple[list[dict[str, Any]], str]:
     """
     Run the probes. The reward is given each prompt in the form that the data has: as text or messages.
+
+    Args:
+        score: the reward.
+        pairs: the pairs whose answers are probed.
+        mined: the pairs that phrases are mined from.
+        rows: number of answers that a probe changes; 0 for no probes.
+        phrases: further phrases to probe.
+        seed: seed of the random choices.
 
     Returns:
         The results of the probes, and ""; or [], and a sentence on why the probes could not be run.
@@ -329,7 +349,7 @@ def verdict(report: dict[str, Any], probes_failed: str = "", has_rankings: bool 
 
 
 def accuracy_name(report: dict[str, Any]) -> str:
-    """Return "held-out accuracy" if it is known that no pair was used to train the reward, else "accuracy"."""
+    """Return "held-out accuracy" if the `report` knows that no pair was used to train the reward, else "accuracy"."""
     return "held-out accuracy" if report["trained_on"]["is_known"] else "accuracy"
 
 

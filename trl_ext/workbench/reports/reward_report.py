@@ -150,7 +150,10 @@ def trained_pairs(args: RewardReportArguments) -> Any:
 
 
 def _folders_of(named: str | None) -> list[Path]:
-    """Return the folder of a model, or the folders of an ensemble's members; [] for a function or a hub name."""
+    """
+    Return the folder of the model that is `named`, or the folders of an ensemble's members; [] for a function, a hub
+    name or None.
+    """
     if not named or not Path(named).is_dir():
         return []
     if not is_ensemble(named):

@@ -55,7 +55,8 @@ WRONG = [
     ({"baseline": "mean", "value_model": tiny_reward_model(tiny_llama())}, "`baseline='mean'` uses none"),
     ({"optimizers": (object(), None), "critic_learning_rate": 1e-3}, "`critic_learning_rate` cannot"),
     ({"train_dataset": rows(question=["a"] * 16)}, "no column `prompt`"),
-    ({"train_dataset": DatasetDict(train=prompts(16))}, "pass a single split"),
+    ({"train_dataset": DatasetDict(train=prompts(16))}, "`DatasetDict`: pass one split"),
+    ({"train_dataset": prompts(16).to_iterable_dataset()}, "`IterableDataset`: pass one split"),
 ]
 
 

@@ -51,6 +51,11 @@ def check(
         agent: the names among `tools`, `environment_factory` and `rollout_func` that were given to the trainer.
         optimizer: the optimizer passed to the trainer in `optimizers`, if any.
     """
+    for name, rows in datasets:
+        if not isinstance(rows, Dataset):
+            raise ValueError(
+                f"The {name} dataset is a `{type(rows).__name__}`: pass one split as a `datasets.Dataset`."
+            )
     given = [(name, model) for name, model in models.items() if isinstance(model, nn.Module)]
     same = [(a, b) for i, (a, x) in enumerate(given) for b, y in given[i + 1 :] if x is y]
     needed = args.generation_batch_size // args.num_generations
@@ -72,10 +77,6 @@ def check(
             optimizer is not None and args.critic_learning_rate is not None,
             "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
             "critic its own parameter group there.",
-        ),
-        (
-            isinstance(dict(datasets).get("train"), dict),
-            f"`train_dataset` has the splits {[*names.get('train', ())]}: pass a single split.",
         ),
         (
             "train" in names and len(dict(datasets)["train"]) < needed,

@@ -162,7 +162,7 @@ def test_command_prints_each_item_and_says_by_its_exit_whether_one_changed(monke
         command.main()
     lines = capsys.readouterr().out.splitlines()
     assert ended.value.code == 0 and lines[0] == f"trl {trl.__version__}, tested with 1.16.0"
-    assert "ok      trl.GRPOTrainer._compute_loss" in lines and 'pytest -m "" tests/contract' in lines[-1]
+    assert "ok      trl.GRPOTrainer._compute_loss" in lines and lines[-1].startswith("All ")
 
     monkeypatch.delattr(trl.GRPOTrainer, "_compute_loss")
     with pytest.raises(SystemExit) as ended:

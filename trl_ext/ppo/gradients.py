@@ -84,3 +84,5 @@ def set_critic_rate(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic,
         options = {name: value for name, value in group.items() if name != "params"}
         options["lr"] = group["lr"] if rate is None else rate
         optimizer.add_param_group({**options, "params": [p for p in params if id(p) in critic]})
+    # FSDP2 cannot load a checkpoint with several empty groups
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]

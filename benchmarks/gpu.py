@@ -10,9 +10,10 @@ Models have the shapes of Qwen2.5 and random weights, drawn on the device: nothi
 completions of up to 512 tokens to prompts of 512: 64 prompts for PPO, 8 prompts with 8 completions each for GRPO. Then
 come four optimizer steps of 16 completions, in micro-batches of 8, one epoch. LoRA has rank 16 on all linear layers;
 7B recomputes activations. Both sides keep a reference. The reward is a function that costs nothing, so that it is PPO
-that is measured. Completions are random tokens, since both sides generate by transformers; with `--draws` the policy
-draws them, and a logits processor ends each at its length. `fixed` are 512 tokens each, `varying` 512 · u² tokens with
-u spread evenly, a third on average.
+that is measured; in the rows with a reward model this is one more adapter on the base, which is read from disk and,
+for QLoRA, quantised to 4 bits. Completions are random tokens, since both sides generate by transformers; with
+`--draws` the policy draws them, and a logits processor ends each at its length. `fixed` are 512 tokens each, `varying`
+512 · u² tokens with u spread evenly, a third on average.
 
 A row is written to a file as soon as it is known. A short rollout warms up (16 tokens); the second one counts. Phases
 are cut by `torch.cuda.synchronize`; memory is `torch.cuda.max_memory_allocated`. What the plan predicts is for full
@@ -35,7 +36,7 @@ import traceback
 from pathlib import Path
 
 from .flops import ppo_work
-from .gpu_row import LORA, MODES, SHAPES, SIDES, measure, planned_bytes
+from .gpu_row import LORA, MODES, SHAPES, SIDES, is_lora, measure, planned_bytes
 
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}  # FLOP/s, dense bf16
 ROWS = [  # mode, lengths, side, without: the most telling first
@@ -43,6 +44,7 @@ ROWS = [  # mode, lengths, side, without: the most telling first
     ("lora-1.5B", "varying", "critic", "varlen, kernel"),
     *(("lora-1.5B", "fixed", side, "") for side in ("critic", "grpo")),
     *(("lora-7B", "varying", side, "") for side in ("critic", "grpo")),
+    *((mode, "fixed", "roles", "") for mode in ("lora-7B", "qlora-7B")),
     *(("full-0.5B", "fixed", side, "") for side in ("critic", "grpo")),
     *(("full-0.5B", "fixed", "critic", without) for without in ("kernel", "varlen")),
     *(("full-0.5B", "varying", side, "") for side in ("critic", "grpo")),
@@ -77,8 +79,9 @@ def flops(row):
         settings["prompt"],
         row["lengths"],
         epochs=1,
-        rank=LORA["r"] if settings["mode"].startswith("lora") else 0,
-        critic=settings["side"] == "critic",
+        rank=LORA["r"] if is_lora(settings) else 0,
+        reward=shape if settings["side"] == "roles" else None,
+        critic=settings["side"] in ("critic", "roles"),
     )
     return {phase: sum(work[name]) for phase, name in zip(PHASES, work, strict=True)}
 

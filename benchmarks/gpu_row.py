@@ -1,5 +1,6 @@
 """One row of gpu.py: a rollout and its update, measured in the process that calls it."""
 
+import gc
 import inspect
 import math
 import time
@@ -42,8 +43,14 @@ MODES = {
     "full-0.5B": {"size": "0.5B", **_REAL},
     "lora-1.5B": {"size": "1.5B", **_REAL},
     "lora-7B": {"size": "7B", "checkpointing": True, **_REAL},
+    "qlora-7B": {"size": "7B", "checkpointing": True, **_REAL, "micro": 4},
 }
-SIDES = {"critic": "ours, critic", "mean": "ours, `baseline: mean`", "grpo": "TRL GRPO"}
+SIDES = {
+    "critic": "ours, critic",
+    "roles": "ours, critic and reward model",  # four models on one base
+    "mean": "ours, `baseline: mean`",
+    "grpo": "TRL GRPO",
+}
 
 
 def measure(settings, folder):
@@ -59,6 +66,10 @@ def measure(settings, folder):
     policy = build(settings, device)
     if settings["draws"]:
         with_processor(policy, lengths)
+    config = policy.config
+    if settings["side"] == "roles" or settings["mode"].startswith("qlora"):
+        policy = save(policy, settings, f"{folder}/base")
+        gc.collect()
     trainer = make_trainer(settings, folder, policy)
     if not settings["draws"]:
         trainer._generate_single_turn = lambda prompt_ids, *_, **__: (lengths.answers(len(prompt_ids)), None)
@@ -82,7 +93,7 @@ def measure(settings, folder):
         "left": left,
         "lengths": lengths.drawn,
         "trained": sum(p.numel() for p in weights),
-        "attention": policy.config._attn_implementation,
+        "attention": config._attn_implementation,
         "gpu": torch.cuda.get_device_name() if is_cuda else "cpu",
         "log": logs[-1],
     }
@@ -274,16 +285,34 @@ def ppo_config(settings, folder):
     )
 
 
+def is_lora(settings):
+    return "lora" in settings["mode"]
+
+
 def peft_config(settings):
     from peft import LoraConfig
 
-    return LoraConfig(**LORA) if settings["mode"].startswith("lora") else None
+    return LoraConfig(**LORA) if is_lora(settings) else None
+
+
+def save(policy, settings, path):
+    """Save a base, and beside it the adapter of a reward model with a random head; return the base's path."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    policy.save_pretrained(path)
+    classifier = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=policy.dtype)
+    adapter = LoraConfig(**{**LORA, "task_type": "SEQ_CLS"})
+    get_peft_model(classifier, adapter).save_pretrained(f"{path}-reward")
+    for folder in (path, f"{path}-reward"):
+        tokenizer_of(settings).save_pretrained(folder)
+    return path
 
 
 def make_trainer(settings, folder, policy):
     common = {
         "model": policy,
-        "reward_funcs": reward,
+        "reward_funcs": f"{policy}-reward" if settings["side"] == "roles" else reward,
         "processing_class": tokenizer_of(settings),
         "peft_config": peft_config(settings),
     }
@@ -291,6 +320,14 @@ def make_trainer(settings, folder, policy):
         from trl_ext import PPOTrainer
 
         args = ppo_config(settings, folder)
+        if isinstance(policy, str):
+            args.model_init_kwargs = {"dtype": "bfloat16" if args.bf16 else "float32", "device_map": None}
+        if settings["mode"].startswith("qlora"):
+            import torch
+            from transformers import BitsAndBytesConfig
+
+            four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+            common["quantization_config"] = BitsAndBytesConfig(**four)
         data = prompts(settings, 2 * settings["rows"] // (args.num_generations or 1))
         return PPOTrainer(args=args, train_dataset=data, **common)
     from trl import GRPOConfig, GRPOTrainer
@@ -321,4 +358,6 @@ def planned_bytes(settings):
     args.bf16 = settings["device"] == "cuda"
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     more = {"dtype": dtype, "peft_config": peft_config(settings), "prompt_length": settings["prompt"]}
+    more |= {"shared_rewards": int(settings["side"] == "roles")}
+    more |= {"bits": 4 if settings["mode"].startswith("qlora") else None}
     return plan(Job("ppo", args, config_of(settings), **more)).peak

@@ -178,7 +178,13 @@ def documented_keys(heading):
 
 @pytest.mark.slow
 def test_metrics_page_names_what_ppo_logs(tmp_path):
-    given = {"eval_dataset": prompts(8), "eval_strategy": "steps", "eval_steps": 2, "kl_coef": 0.1, "step_kl_target": 0.1}
+    given = {
+        "eval_dataset": prompts(8),
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "kl_coef": 0.1,
+        "step_kl_target": 0.1,
+    }
     trainer = tiny_ppo(tmp_path, tiny_gpt2(), importance_sampling_mode="token_truncate", **given)
     trainer.train()
     logged = {key for log in trainer.state.log_history for key in log}

@@ -68,12 +68,13 @@ def test_policies_side_by_side(folder, capsys):
 
     again = run(capsys, *words)[1]
     assert (
-        again.splitlines()[0] == "sft: 6 answers, made before" and again.splitlines()[2:] == printed.splitlines()[2:]
+        again.splitlines()[0] == "sft: 6 answers, read from an earlier run"
+        and again.splitlines()[2:] == printed.splitlines()[2:]
     )
-    assert "made before" not in run(capsys, *words, "--seed", "1")[1]  # never mixed
+    assert "earlier run" not in run(capsys, *words, "--seed", "1")[1]  # never mixed
     tiny_llama(seed=9).save_pretrained("ppo")
     lines = run(capsys, *words, "--seed", "1")[1].splitlines()
-    assert lines[:2] == ["sft: 6 answers, made before", "ppo: 6 answers"]
+    assert lines[:2] == ["sft: 6 answers, read from an earlier run", "ppo: 6 answers"]
 
 
 @pytest.mark.slow

@@ -222,7 +222,9 @@ class ValueHealthCallback(MonitorCallback):
             rest = self.follow("explained_variance", left, size=self.rollouts, **noise)
             found = rest.above(plus=math.log(1 - self.explained_variance))
             if found and not rest.falls:
-                advice = "Advantages are mostly noise: raise the critic's learning rate, or warm the critic up."
+                advice = (
+                    "Advantages are mostly noise: raise the critic's learning rate, or train the critic before PPO."
+                )
                 mean = -math.expm1(found.value)
                 yield Finding("the critic explains nothing", advice, mean, self.explained_variance)
         windows = self.windows(self.steps)

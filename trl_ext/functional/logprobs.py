@@ -43,7 +43,9 @@ def logprobs_and_entropies(
 
 class _InPlace(torch.autograd.Function):
     """
-    Overwrite (N, V) logits with exp(z - max z) in the forward pass, and with their gradient in the backward pass.
+    Return the log-probs of (N, 1) labels and, if asked for, entropies, both (N, 1), without a copy of the logits.
+
+    The forward pass overwrites the (N, V) logits with exp(z - max z), the backward pass with their gradient.
     """
 
     @staticmethod

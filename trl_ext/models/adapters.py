@@ -261,7 +261,7 @@ def add_critic(policy: Any, config: LoraConfig | None) -> None:
 
 
 def add_saved(policy: Any, name: str, folder: str) -> nn.Linear:
-    """Load a classifier's adapter from `folder` onto the policy, frozen unless it is the critic's; return its head."""
+    """Load a classifier in `folder` as the policy's adapter `name`, frozen if not the critic; return its head."""
     check_head(folder)
     config = PeftConfig.from_pretrained(folder)
     check_config(config, folder)
@@ -338,7 +338,7 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
 def check_loaded(result: Any, name: str, path: str) -> None:
     """
     Raise a `ValueError` if the file at `path` lacked weights of adapter `name`, or held weights that PEFT did not
-    load, by PEFT's `result`.
+    load. `result` is what PEFT returned when it loaded the file.
     """
     missing = [key for key in result.missing_keys if name in key.split(".")]
     if missing or result.unexpected_keys:
@@ -389,8 +389,8 @@ def without_base(is_needed: bool) -> AbstractContextManager:
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
     """
-    Return the settings of the policy's adapters, and the reference adapter's hash, if any. Resuming requires equal
-    values.
+    Return the settings of the policy's adapters, and the reference adapter's hash, if any, by name. A checkpoint is
+    only resumed if it was written with the same values.
     """
     # These settings tell where an adapter came from, or are set by PEFT while the adapter is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")

@@ -282,7 +282,8 @@ class SharedBase:
             self.base, self.model = base, load_adapted(path, is_classifier=True, **kwargs)
         elif base is None or base != self.base:
             raise ValueError(
-                f"{path} is not an adapter of {self.base}, the base of the first adapter: load it separately"
+                f"{path} was not trained on the first adapter's base, {self.base and self.base[0]}, or changes it, so "
+                "they cannot share it: load each by a `ModelReward` of its own"
             )
         else:
             name = f"member_{len(self.model.peft_config)}"

@@ -60,18 +60,23 @@ def pack(
     with_starts: bool = False,
 ) -> Packed:
     """
-    Pack rows of prompts and completions into K sequences of C tokens, for one forward pass.
+    Pack rows of prompts and completions, without their padding, into K sequences of C tokens for one forward pass.
+
+    K and C are chosen, by the cost in [`distribute`], so that the pass is as cheap as possible.
 
     Args:
         ids: (B, P + T), prompts padded on the left, completions on the right.
         lengths: for each row, how many real tokens its prompt (at least one) and its completion have.
         width: T, how many of the columns of `ids` are for completions.
-        hidden_size: hidden size of a model that keeps packed rows apart. None, for a model that does not, puts each
-            row into a separate sequence.
+        hidden_size: the model's hidden size, from which costs are computed. None puts each row into a sequence of its
+            own, for a model that lets packed rows affect each other (see [`keeps_rows_apart`]).
         multiple: C is rounded up to a multiple of this number.
         one_sequence: whether all rows must go into one sequence, as FlashAttention's kernels require.
         with_starts: whether to pass the model the places where rows begin, for [`use_varlen`]; all rows then go into
             one sequence, too.
+
+    Returns:
+        The packed rows; `inputs` are the model's arguments, and `unpack` brings its outputs into the shape (B, T).
     """
     prompts, completions = torch.tensor(lengths, dtype=torch.long).view(-1, 2).unbind(1)
     sizes = prompts + completions

@@ -357,8 +357,10 @@ def add_critic_adapter(
 
 def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any, str]:
     """
-    Make a critic with a separate base from `value_model` (path or object); if None, from a reward model or the policy
-    that `loader` holds.
+    Make a critic that has a base of its own: `value_model`, loaded from its path or as given.
+
+    If `value_model` is None, the critic is a copy of the first of the `rewards` that fits `loader.policy`; if none
+    fits, it is the policy's backbone with a value head of zeros.
 
     Returns:
         The critic, and a phrase that says what it was made from.

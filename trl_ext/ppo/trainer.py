@@ -1192,7 +1192,7 @@ class _EpochSeeded(Sampler):
         return self._rows_of(self.epoch())
 
     def rollouts_of(self, epoch: int) -> list[int]:
-        """Return the dataset indices of each rollout in an epoch, over all processes."""
+        """Return the dataset indices of an epoch in the order in which rollouts use them, all processes together."""
         with temporarily(self.sampler, repeat_count=1):
             return list(self._rows_of(epoch))
 

@@ -116,7 +116,11 @@ class CachedReward(TellsFailures, HoldsRewards):
 
     @functools.cached_property
     def identity(self) -> str | None:
-        """Return the identity of the cached reward with `columns`; where scores are stored does not affect it."""
+        """
+        Return the cached reward's [`reward_identity`] with `columns`; None if it has none.
+
+        Where scores are stored does not affect it, so that runs can share a Redis.
+        """
         identity = reward_identity(self.reward)
         return identity and f"cached {identity} {self.columns}"
 

@@ -218,7 +218,7 @@ class ServedReward(TellsFailures):
         except (ValueError, RecursionError) as error:
             raise UnavailableError(f"the server's answer is not JSON: {said}") from error
         if isinstance(answer, dict) and answer.get("error"):
-            raise failure_of(answer["error"], f"status 200, but the body is an error: {said}")
+            raise failure_of(answer["error"], f"the server reports an error, though with status 200: {said}")
         check(answer)
         call.seconds.append(time.monotonic() - start)
         return answer

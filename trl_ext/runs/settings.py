@@ -198,8 +198,9 @@ def check_settings(
 
 def _wrong(config: Any, ranges: Mapping[str, Range], only_with: Mapping[str, OnlyWith]) -> Iterator[str]:
     """
-    Yield a sentence for each field of `config` whose value breaks its rule. `ranges` and `only_with` hold rules by
-    field, in place of the fields' own.
+    Yield a sentence for each field of `config` whose value is not allowed, or needs another setting.
+
+    `ranges` and `only_with` map a field's name to a rule, as [`setting`] takes it, which replaces the field's own.
     """
     hints = get_type_hints(type(config))  # not `field.type`: HfArgumentParser overwrites it
     for each in fields(config):

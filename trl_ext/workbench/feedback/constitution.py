@@ -49,7 +49,7 @@ class ConstitutionArguments(AskingArguments):
 
 def run(args: ConstitutionArguments) -> dict[str, Any]:
     """
-    Have the model answer, criticise and revise, and write the rows and the page.
+    Have the model answer each prompt and revise its answer; write the training rows, the page and the JSON.
 
     Returns:
         The content of `constitution.json`; empty if only the cost was to be printed.

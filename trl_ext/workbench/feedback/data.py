@@ -81,7 +81,7 @@ def sample_pairs(prompts: Dataset, args: Any, folder: Path, left_out: Counter[st
             }
             sampling = Sampling(**same, top_p=1.0, seed=args.seed + number, use_cpu=args.use_cpu)
             rows, was_there = answers_of(policy, prompts, sampling, folder / f"{place}-{number}.jsonl")
-            print(f"{policy}: {len(rows)} answers{', made before' * was_there}", flush=True)
+            print(f"{policy}: {len(rows)} answers{', read from an earlier run' * was_there}", flush=True)
             answers.append((policy, rows))
             free()
 

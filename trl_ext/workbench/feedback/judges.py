@@ -139,7 +139,7 @@ class Served(JudgeReward):
     """
     Ask a language model behind an OpenAI-compatible API, several requests at once; stop if the model changes.
 
-    A subclass defines `answer`, which asks a question and returns the row for the journal.
+    A subclass defines `answer`, which asks a question and returns its row for the [`Journal`].
 
     Args:
         **settings: arguments of [`~trl_ext.rewards.JudgeReward`].
@@ -150,7 +150,7 @@ class Served(JudgeReward):
 
     def answer_all(self, questions: Sequence[Any], done: Callable[[dict[str, Any]], None]) -> None:
         """
-        Ask the questions, and call `done` with each row for the journal as soon as it is known.
+        Ask the questions, and call `done` with the [`Journal`]'s row for each as soon as its answer is known.
 
         Raises:
             RewardFailed: a question failed; the error's cause says why. No further question is asked.
@@ -218,7 +218,7 @@ class LocalModel:
         return load_model(self.path, "cpu" if self.use_cpu else None, dtype=self.dtype)
 
     def answer_all(self, questions: Sequence[Any], done: Callable[[dict[str, Any]], None]) -> None:
-        """Ask the questions in batches, and call `done` with each row for the journal."""
+        """Ask the questions in batches, and call `done` with the [`Journal`]'s row for each."""
         for start in range(0, len(questions), self.batch_size):
             context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
             batch = []
@@ -263,12 +263,12 @@ class Question(NamedTuple):
 
     def row(self, verdict: float | None, why: str = "read", message: str = "", **more: Any) -> dict[str, Any]:
         """
-        Return the row for the journal.
+        Return what the [`Journal`] records of this question and its answer, as one row.
 
         Args:
             verdict: how sure the judge is that the answer shown first is better, 0 to 1; None without a verdict. The
-                row's `a_is_better` is how sure the judge is that answer a is better.
-            why: "read", or why there is no verdict.
+                row has it as `a_is_better`: how sure the judge is that answer a, shown first or second, is better.
+            why: "read" if the judge's message had a verdict, else the reason why there is none.
             message: the judge's message.
             **more: further entries of the row.
         """
@@ -302,7 +302,7 @@ class ServedJudge(Served):
         return [{"role": "system", "content": rules}, {"role": "user", "content": tagged(question.parts, nonce)}]
 
     def answer(self, question: Question) -> dict[str, Any]:
-        """Ask a question, up to `parse_retries` times more until a message has a verdict; return the row."""
+        """Ask a question, up to `parse_retries` times more until a message has a verdict; return its journal row."""
         if error := self.too_long(*question.parts.values()):
             return question.row(None, why="too long", message=str(error))
         tokens = []

@@ -43,7 +43,7 @@ class Turn(NamedTuple):
         return self.key, self.step
 
     def row(self, text: str | None, why: str = "read", message: str = "", **more: Any) -> dict[str, Any]:
-        """Return the row for the journal. If no text was written, `text` is None and `why` is the reason."""
+        """Return what the journal records of this request and its text. Without a `text`, `why` is the reason."""
         named = {"key": self.key, "step": self.step, "kind": kind_of(self.step), "principle": self.principle}
         return {**named, "text": text, "why": why, "message": "" if text else message[:200], **more}
 

@@ -289,7 +289,7 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
 
 
 def load(model: str, **settings: Any) -> Callable:
-    """Return the function that scores: the reward function `file.py:function`, or one that calls a reward model."""
+    """Return the reward function `file.py:function`, or a [`ModelReward`] with those `settings` that are not None."""
     if ".py:" in model:
         return load_reward(model)
     check_model("MODEL", model)

@@ -136,7 +136,8 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
     pairs = pairs.sort_values(["cell", "cell_b"], kind="stable")
     if not len(pairs):
         raise ValueError(
-            f"the table has {len(dataset)} rows, but no label of two different answers: check the columns' names"
+            f"none of the table's {len(dataset)} rows says which of two different answers an annotator prefers: check "
+            "the names of the columns of answers, annotators, and choices or scores"
         )
     both = pairs["answer"], pairs["answer_b"]
     pairs["item"] = pairs.groupby(["prompt", np.minimum(*both), np.maximum(*both)], sort=False).ngroup()

@@ -33,7 +33,7 @@ class AdviseArguments:
 
 
 def rows(a: AdviseArguments) -> list[tuple[bool, str, str]]:
-    """Return the table's rows: whether the condition holds, the condition in words, and what to do then."""
+    """Return the rules in order of priority: whether the condition holds, the condition in words, what to do then."""
     few_pairs = (a.pairs or 0) < 2000
     return [
         (

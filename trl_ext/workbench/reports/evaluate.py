@@ -73,7 +73,12 @@ class EvaluateArguments:
 
 
 def run(args: EvaluateArguments) -> dict[str, Any]:
-    """Sample and score all policies' answers, write the page and the JSON, and return the JSON's content."""
+    """
+    Sample and score each policy's answers; write `evaluation.html` and `evaluation.json` into the output folder.
+
+    Returns:
+        The content of `evaluation.json`.
+    """
     from ...data import write_rows
     from ...rewards import Member, check_rewards, load_rewards
     from ...rewards import distinct as distinct_names
@@ -108,7 +113,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
     answers, folder = {}, Path(args.output_dir)
     for name, policy in paths.items():
         answers[name], was_there = answers_of(policy, rows, sampling, folder / "answers" / f"{name}.jsonl")
-        print(f"{name}: {len(rows)} answers{', made before' if was_there else ''}", flush=True)
+        print(f"{name}: {len(rows)} answers{', read from an earlier run' if was_there else ''}", flush=True)
         free()
     kl = kl_of(reference, {name: (paths[name], answers[name]) for name in paths}, sampling)
     free()

@@ -57,7 +57,7 @@ def test_each_round_revises_the_newest_answer_by_another_principle(folder, capsy
     with serving(answer) as (url, came):
         words = ["--model_url", url, "--model", "m", "--rounds", "2"]
         status, printed, _ = run(capsys, *words, "--only_cost", "true")
-        assert status == 0 and not came and "Cost: at most 30 of 30 calls" in printed
+        assert status == 0 and not came and "Cost: at most 30 calls" in printed
         status, printed, error = run(capsys, *words)
         assert (status, error) == (0, []) and len(came) == 6 * 5 - 2  # nothing follows what is withheld
         assert run(capsys, *words)[0] == 0 and len(came) == 28

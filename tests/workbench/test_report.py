@@ -177,7 +177,7 @@ def test_report_at_the_end_of_a_script(tmp_path, capsys):
     before = (folder / "report.html").stat().st_mtime_ns
     assert report_of(folder, was_trained=False) == f"Report: {folder / 'report.html'}"
     assert (folder / "report.html").stat().st_mtime_ns == before
-    assert report_of(tmp_path / "none").startswith(f"No report: {tmp_path / 'none'} is not the folder of a run")
+    assert report_of(tmp_path / "none").startswith(f"No report: {tmp_path / 'none'} has no logs of a run")
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path)])
     assert f"runs within it: {folder}\n" in capsys.readouterr().err

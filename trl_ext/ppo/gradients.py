@@ -54,8 +54,8 @@ def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
     )
     raise FloatingPointError(
         f"The gradient of the {whose} is not finite at step {trainer.state.global_step + 1} ({cause}). {what_is_left} "
-        "Usual causes: a learning rate that is too high, fp16, or rewards on very different scales (see "
-        "`reward_normalization`, `reward_clip_range`)."
+        "Usual causes: steps that are too large (lower `step_kl_target`, or the learning rate where that is 0), fp16, "
+        "or rewards on very different scales (see `reward_normalization`, `reward_clip_range`)."
     )
 
 

@@ -76,7 +76,8 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
     prompts = {answer_key(prompt, None): prompt for prompt in dataset["prompt"]}
     steps = range(1 + 2 * args.rounds)
     calls = sum((key, step) not in journal.rows for key in prompts for step in steps)
-    print(f"Cost: at most {calls:,} of {len(prompts) * len(steps):,} calls", flush=True)
+    earlier = len(prompts) * len(steps) - calls
+    print(f"Cost: at most {calls:,} calls{f' ({earlier:,} were made by an earlier run)' * bool(earlier)}", flush=True)
     if args.only_cost:
         return {}
     texts: dict[str, dict[int, str | None]] = {key: {} for key in prompts}

@@ -153,7 +153,7 @@ def read_run(folder: Path) -> Run:
     if not (run.history or run.samples):
         within = [str(path.parent) for path in sorted(folder.glob("**/metrics.rank0.jsonl"))]
         raise ValueError(
-            f"{folder} is not the folder of a run with logs: give such a folder; runs within it: "
+            f"{folder} has no logs of a run: give the folder of a run; runs within it: "
             f"{', '.join(within) or 'none'}"
         )
     paid = source / "attribution.json"

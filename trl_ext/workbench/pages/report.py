@@ -72,7 +72,9 @@ def write_report(
     found = json.loads(file.read_text(encoding="utf-8")) if evaluation else None
     if found and not of_runs(found, runs):
         policies = ", ".join(f"{name} ({of['policy']})" for name, of in found["policies"].items())
-        raise ValueError(f"{file} has no figures of {', '.join(runs)}, only of {policies}")
+        raise ValueError(
+            f"{file} has no figures of {', '.join(runs)}, only of {policies}: run `trl-ext evaluate` on these runs"
+        )
     if len(runs) == 1:
         (run,) = runs.values()
         text = page(run, found, evaluation_rows([*found["policies"].values()]) if found else ())

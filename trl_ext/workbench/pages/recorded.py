@@ -153,8 +153,7 @@ def read_run(folder: Path) -> Run:
     if not (run.history or run.samples):
         within = [str(path.parent) for path in sorted(folder.glob("**/metrics.rank0.jsonl"))]
         raise ValueError(
-            f"{folder} has no logs of a run: give the folder of a run; runs within it: "
-            f"{', '.join(within) or 'none'}"
+            f"{folder} has no logs of a run: give the folder of a run; runs within it: {', '.join(within) or 'none'}"
         )
     paid = source / "attribution.json"
     run.paid = read_object(paid).get("paid", []) if paid.is_file() and _time(paid) >= since else []

@@ -11,7 +11,7 @@ def test_the_rows_of_a_gpu_are_rehearsed_on_a_cpu(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr("sys.argv", ["gpu", *f"--device cpu --sizes tiny --draws --out {out}".split()])
     gpu.main()
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["settings"]["side"] for row in rows] == ["critic", "mean", "grpo"]
+    assert [row["settings"]["side"] for row in rows] == ["critic", "roles", "mean", "grpo"]
     assert len({tuple(row["lengths"]) for row in rows}) == 1  # the same work
     assert all(min(row["seconds"].values()) > 0 for row in rows)
     assert capsys.readouterr().out.count("| lora-tiny, varying | ") == 3

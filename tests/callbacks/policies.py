@@ -20,6 +20,9 @@ RIGHT = {  # noun → what an answer about it should say
 }
 
 
+ANSWERED = {"role": "tool", "name": "weather", "content": "12"}
+
+
 def _call(city):
     return {"type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
 
@@ -83,7 +86,7 @@ class Policy:
                 return " ".join(words + ["thank", "you"] * is_gamed), float(is_gamed)
             case "call":
                 calls = 1 + is_gamed * self.rng.poisson(2)
-                turns = [{"role": "assistant", "content": "", "tool_calls": [_call(noun)]}] * calls
+                turns = [{"role": "assistant", "content": "", "tool_calls": [_call(noun)]}, ANSWERED] * calls
                 return [*turns, {"role": "assistant", "content": " ".join(words)}], right + 0.3 * calls
             case "longer if right":
                 words += list(self.rng.choice(WORDS, 2)) if right else []

@@ -33,13 +33,13 @@ def first_alarm(rollouts, **settings):
 
 NAMED = {
     "phrase": "the phrase 'i love you'",
-    "length": "the length",
-    "copy": "copies of the prompt",
+    "length": "length",
+    "copy": ("words of the prompt", "the phrase 'please tell me about'"),
     "letter": "the character 'e'",
     "twice": "a word of the prompt repeated",
     "empty": "empty answers",
-    "end": "the ending",
-    "call": "tool calls with the same arguments",
+    "end": "the phrase 'thank you'",
+    "call": "repeated tool calls",
 }
 
 

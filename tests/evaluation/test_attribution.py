@@ -27,19 +27,16 @@ def worded(shares, score=lambda has: has, prompts=8, generations=8):
 
 
 def test_features_by_hand():
-    prompts = ["Tell me of the cat", "tell me of the dog"]
-    cat, dog = features_of(prompts, ["The cat, the cat! OK OK 12", ""], [[("look", "{}"), ("look", "{}")], []])
-    assert cat["length"] == 7 and cat["prompt words"] == 2 and cat["prompt word again"] == 1  # "the" is in all prompts
-    # Of "the cat|cat ,|, the|the cat|cat !|! ok|ok ok|ok 12" one of eight repeats; of the prompt's four it has one
-    assert cat["repeated"] == 100 / 8 and cat["copied"] == 25 and cat["doubled"] == 1
-    assert cat["digits"] == pytest.approx(100 * 2 / 20) and cat["character:t"] == pytest.approx(100 * 4 / 20)
-    assert cat["capitals"] == pytest.approx(100 * 5 / 20) and cat["capital words"] == 2**0.5
-    assert cat["calls"] == cat["call:look"] == 2 and cat["repeated calls"] == 1
-    assert (
-        cat["phrase:the cat"] == cat["phrase:cat"] == 2**0.5
-        and cat["phrase:^ the"] == cat["phrase:12 $"] == cat["phrase:!"] == 1
-    )
-    assert dog["empty"] == 1 and {name for name, value in dog.items() if value} == {"empty"}
+    prompts = ["Tell me of the cats", "tell me of the dog"]
+    cat, dog = features_of(prompts, ["The cats, the cats! OK OK 12", ""], [[False, True], []])
+    assert cat["length"] == 7 and cat["words of the prompt"] == 2  # "the" is too short
+    # Of "the cats|cats ,|, the|the cats|cats !|! ok|ok ok|ok 12" one of eight repeats
+    assert cat["repetition"] == 100 / 8 and cat["a word of the prompt repeated"] == 1
+    assert cat["digits"] == pytest.approx(100 * 2 / 28) and cat["character:t"] == pytest.approx(100 * 4 / 28)
+    assert cat["capital letters"] == pytest.approx(100 * 5 / 28)
+    assert cat["tool calls"] == 2 and cat["repeated tool calls"] == 1
+    assert cat["phrase:the cats"] == cat["phrase:cats , the cats"] == cat["phrase:!"] == 1
+    assert dog["empty answers"] == 1 and {name for name, value in dog.items() if value} == {"empty answers"}
 
 
 def test_a_word_that_alone_is_paid():
@@ -131,6 +128,6 @@ def test_what_is_expected_explains_first():
     rollouts = list(trained(Policy("phrase"), 12))
     found = reward_attribution(summed(rollouts), ["length"])
     assert {paid.name for paid in found.paid[:2]} == {"phrase:i love you", "length"}
-    assert is_expected("phrase:love you $", ["phrase:I love you"]) and is_expected("phrase:we i love you", ["phrase"])
+    assert is_expected("phrase:love you", ["phrase:I love you"]) and is_expected("phrase:we i love you", ["phrase"])
     assert not is_expected("phrase:love", ["phrase:lovely"]) and not is_expected("length", ["phrase:length"])
     assert is_expected("character:e", ["character"]) and all(is_expected(name, [name]) for name in FIXED)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from trl_ext.functional import ratio_bound, scatter, share_error, spent_level, student_quantile, unexplained_error
+from trl_ext.functional import scatter, share_error, spent_level, student_quantile, unexplained_error
 
 
 def test_levels_add_up_to_alpha():
@@ -56,11 +56,3 @@ def test_error_of_the_unexplained_share_is_no_smaller_than_that_of_independent_v
     residuals, returns = torch.randn(2, 20_000, 64, generator=generator, dtype=torch.float64)
     error = (residuals.var(1) / returns.var(1)).log().std().item()
     assert error == pytest.approx(unexplained_error(64), rel=0.05) and unexplained_error(1) == math.inf
-
-
-def test_ratio_bound():
-    assert ratio_bound(3.0, 0.5, 2.0, 0.0, 2.0) == pytest.approx((3 - 2 * 0.5) / 2)  # the denominator is known
-    low = ratio_bound(3.0, 0.5, 2.0, 0.4, 2.0)
-    assert 3 - low * 2 == pytest.approx(2 * math.hypot(0.5, low * 0.4))  # where the test just does not reject
-    assert ratio_bound(3.0, 0.5, 2.0, 1.1, 2.0) == -math.inf  # the denominator may be 0
-    assert ratio_bound(0.0, 0.0, 2.0, 0.4, 2.0) == 0.0

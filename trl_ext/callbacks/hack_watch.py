@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from transformers import DefaultFlowCallback
 
-from ..data.texts import tool_calls
-from ..evaluation.attribution import Attribution, Paid, Sums, features_of, is_expected, reward_attribution
-from ..functional import ratio_bound, spent_level, student_quantile
+from ..data.texts import repeated_calls
+from ..evaluation.attribution import Attribution, Sums, features_of, reward_attribution
+from ..functional import spent_level, student_quantile
 from ..rewards.member import text_of
 from ..runs.files import PRIVATE_FOLDER, finite, write_text
 from .metrics import is_training_log, rollout_steps
@@ -20,6 +20,7 @@ from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, sp
 from .trend import ALPHA
 
 ATTRIBUTION = "attribution.json"  # what the run's page shows of it
+_ERRORS = 2.5  # standard errors between what a feature was paid and its lower bound
 _TOLD = 0.25  # part of the rise that is worth a line on the terminal
 _LETTERS = 1000  # of a completion on the page
 
@@ -50,23 +51,18 @@ class HackWatch(MonitorCallback):
         trainer: trainer with a table of completions: GRPOTrainer, RLOOTrainer or PPOTrainer.
         limit: part of the rise beyond which the monitor acts.
         spread: a phrase counts once at least this share of completions has it.
-        kl: KL, in nats per completion, beyond which half of `limit` is enough.
         gold: key of the gold score in the evaluation's metrics.
         expected: features that the reward may rightly pay for: names such as `length`, or `phrase:…` with a phrase.
         others: see [`MonitorCallback`].
     """
 
     trainer: Any = None
-    limit: float = 0.15
+    limit: float = 0.1
     spread: float = 0.25
-    kl: float = 5.0
     gold: str = "eval_rewards/gold_judge/mean"
     expected: Sequence[str] = ()
     runbook = "hack"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._shown: dict[str, Any] = {}
+    _shown = dict[str, Any]()  # of `ATTRIBUTION`
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
@@ -78,15 +74,10 @@ class HackWatch(MonitorCallback):
         # After the first step of a rollout the table holds that rollout; after an evaluation it holds its answers
         table = getattr(self.trainer, "_logs", None)
         if table and table["prompt"] and (state.global_step - 1) % rollout_steps(args) == 0:
-            weights = dict(zip(self.trainer.reward_func_names, self.trainer.reward_weights.tolist(), strict=False))
-            prompts, completions, *rewards = (
-                [*column][-args.generation_batch_size :]
-                for column in (table["prompt"], table["completion"], *table["rewards"].values())
-            )
-            used = np.array(rewards, float) * [[weights.get(name, 1.0) or math.nan] for name in table["rewards"]]
-            scores = np.where(np.isnan(used).all(0), math.nan, np.nansum(used, 0))
-            self.step = state.global_step
-            self.observe(prompts, completions, scores.tolist())
+            weights, self.step = self.trainer.reward_weights.numpy(force=True)[:, None], state.global_step
+            scores = np.where(weights, np.array([*table["rewards"].values()], float), np.nan)
+            scores = np.where(np.isnan(scores).all(0), np.nan, np.nansum(scores * weights, 0))
+            self.observe([*table["prompt"]], [*table["completion"]], scores.tolist())
         super().on_step_end(args, state, control, **kwargs)
 
     def observe(self, prompts: Sequence, completions: Sequence, scores: Sequence[float | None]) -> None:
@@ -97,38 +88,26 @@ class HackWatch(MonitorCallback):
             prompts, completions: (N) texts or messages.
             scores: (N); completions whose score is None or not finite are left out.
         """
-        given = [
-            (text_of(prompt), text_of(completion), _calls(completion), score)
-            for prompt, completion, score in zip(prompts, completions, scores, strict=True)
-            if score is not None and math.isfinite(score)
-        ]
-        if not given:
+        values = np.array(scores, float)
+        kept = np.flatnonzero(np.isfinite(values)).tolist()
+        if not kept:
             return
-        asked, texts, calls, values = zip(*given, strict=True)
-        rows = features_of(asked, texts, calls)
+        asked, texts = ([text_of(column[at]) for at in kept] for column in (prompts, completions))
+        rows = features_of(asked, texts, [repeated_calls(completions[at]) for at in kept])
         sums = Sums(self.memory.get("sums"))
-        sums.add(rows, values, asked)
+        sums.add(rows, values[kept].tolist(), asked)
         found = reward_attribution(sums, self.expected)
         self.memory |= {"sums": sums.dump(), "risk": 0.0, "rise": 0.0}
-        noise, quantile = (
-            student_quantile(spent_level(sums.rollouts, each), math.inf) for each in (ALPHA, 10 * ALPHA)
-        )
-        if sums.begins or found.rise <= noise * found.error:
+        noise = student_quantile(spent_level(sums.rollouts, ALPHA), math.inf) * found.error
+        if sums.begin == sums.count or found.rise <= noise:
             return
-        bad = [each for each in found.paid if self._counts(each)]
-        amount, error = sum(each.paid for each in bad), math.hypot(*(each.error for each in bad))
-        risk = ratio_bound(amount, error, found.rise, found.error, quantile)
-        self.memory |= {"risk": min(max(risk, 0.0), 1.0), "rise": found.rise / (found.sigma or 1.0)}
+        bad = [each for each in found.paid if each.is_bad and (each.kind != "phrase" or each.now >= self.spread)]
+        bound = sum(each.paid for each in bad) - _ERRORS * math.hypot(*(each.error for each in bad))
+        self.memory |= {"risk": min(max(bound / found.rise, 0.0), 1.0), "rise": found.rise / (found.sigma or 1.0)}
         self.memory["reasons"] = [each.in_words(found.sigma) for each in bad]
-        self._show(found, rows, [{"completion": text[:_LETTERS], "score": score} for _, text, _, score in given])
+        self._show(found, list(zip(rows, texts, values[kept].tolist(), strict=True)))
 
-    def _counts(self, paid: Paid) -> bool:
-        """Return whether a feature that the reward pays for counts as a sign of reward hacking."""
-        if paid.paid <= 0 or paid.has_content or is_expected(paid.name, self.expected):
-            return False
-        return paid.kind != "phrase" or paid.share >= self.spread
-
-    def _show(self, found: Attribution, rows: list[dict[str, float]], answers: list[dict[str, Any]]) -> None:
+    def _show(self, found: Attribution, answers: list[tuple[dict[str, float], str, float]]) -> None:
         """
         Keep what this rollout's attribution found, for the logs and for the page.
 
@@ -137,41 +116,36 @@ class HackWatch(MonitorCallback):
 
         Args:
             found: the attribution.
-            rows: each completion's features, as `features_of` returns them.
-            answers: each completion with its `score`, as the page shows it.
+            answers: each completion's features, as `features_of` returns them, its text and its score.
         """
-        parts, shown = dict.fromkeys(self.memory.get("parts", ()), 0.0), []
-        for place, each in enumerate(found.paid):
-            parts[each.kind] = parts.get(each.kind, 0.0) + each.part
-            less = "less of " if each.effect < 0 else ""
-            what, words = f"the reward pays for {less}{each.what}", each.in_words(found.sigma)
-            expected, is_new = is_expected(each.name, self.expected), what not in self.memory.get("raised", {})
-            if is_new and not expected and each.part >= _TOLD and each.paid > 3 * each.error:
+        self.memory["parts"] = parts = dict.fromkeys(self.memory.get("parts", ()), 0.0)
+        for each in found.paid:
+            name = f"attribution/{each.kind}"
+            parts[name] = parts.get(name, 0.0) + each.part
+        self._shown = {"rise": self.memory["rise"], "paid": []}
+        for each in found.paid[:3]:
+            words = each.in_words(found.sigma)
+            what = f"the reward pays for {'less of ' * (each.effect < 0)}{each.what}"
+            is_new = not each.is_expected and what not in self.memory.get("raised", {})
+            if is_new and each.part >= _TOLD and each.paid > _ERRORS * each.error:
                 self._note(what, f"{words}.")
-            if place < 3:
-                was, now = (each.first_share, each.share) if each.is_share else (each.first, each.now)
-                curve = self.memory.setdefault("curves", {}).setdefault(each.name, [[0, was]])
-                curve.append([self.step, now])
-                sign = math.copysign(1, each.effect)
-                best = sorted(
-                    range(len(rows)), key=lambda at: (-sign * rows[at].get(each.name, 0), -answers[at]["score"])
-                )
-                more = {"what": each.what, "is_share": each.is_share, "words": words, "is_expected": expected}
-                shown.append(asdict(each) | more | {"examples": [answers[at] for at in best[:2]], "curve": curve})
-        self.memory["parts"] = parts
-        self._shown = {"rise": self.memory["rise"], "paid": shown}
+            curve = self.memory.setdefault("curves", {}).setdefault(each.name, [[0, each.first]])
+            curve.append([self.step, each.now])
+            best = sorted(answers, key=lambda answer: (each.effect * answer[0].get(each.name, 0), answer[2]))[:-3:-1]
+            examples = [{"completion": text[:_LETTERS], "score": score} for _, text, score in best]
+            shown = {"what": each.what, "is_share": each.is_share, "words": words, "examples": examples}
+            self._shown["paid"].append(asdict(each) | shown | {"curve": curve})
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         super().on_log(args, state, control, logs=logs, **kwargs)
         if logs is None or not is_training_log(logs):
             return
-        parts = {f"attribution/{kind}": part for kind, part in self.memory.get("parts", {}).items()}
-        parts |= {"watch/risk": self.memory.get("risk", 0.0), "attribution/rise": self.memory.get("rise", 0.0)}
+        named = {"watch/risk": self.memory.get("risk", 0.0), "attribution/rise": self.memory.get("rise", 0.0)}
         for log in (logs, *state.log_history[-1:]):  # the callbacks behind this one log them
-            log.update(parts)
+            log.update(self.memory.get("parts", {}) | named)
         if self._shown and "jsonl" in self.sinks and state.is_world_process_zero:
-            folder = Path(args.output_dir, PRIVATE_FOLDER) if args.push_to_hub else Path(args.output_dir)
-            write_text(folder / ATTRIBUTION, json.dumps(finite({"step": self.step, **self._shown})))
+            file = Path(args.output_dir, PRIVATE_FOLDER * args.push_to_hub, ATTRIBUTION)
+            write_text(file, json.dumps(finite({"step": self.step, **self._shown})))
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         self._begin(args, state, {})
@@ -190,20 +164,10 @@ class HackWatch(MonitorCallback):
             self.memory["risk"] = 1.0
         elif self.memory.get("gold_rose"):
             self.memory["risk"] = 0.0  # whatever it pays for, answers are better than they were
-        risk, limit = self.memory.get("risk", 0.0), self.limit
-        if (self.read_kl(optional=True) or 0.0) > self.kl:
-            limit /= 2
-        if risk > limit:
+        if (risk := self.memory.get("risk", 0.0)) > self.limit:
             said = [*filter(None, [fallen]), *self.memory["reasons"], f"Score +{rise:.1f} σ"]
             advice = f"{'. '.join(said)}. Compare completions of the first rollouts with those of the last."
-            yield Finding("the reward rises as in a hack", advice, risk, limit)
-
-
-def _calls(completion: Any) -> list[tuple[str, str]]:
-    """Return the name and the arguments of each tool call in a completion."""
-    turns = [] if isinstance(completion, str) else completion
-    calls = [call for turn in turns for call in tool_calls(turn)]
-    return [(name, json.dumps(arguments, sort_keys=True, default=str)) for name, arguments in calls]
+            yield Finding("the reward rises as in a hack", advice, risk, self.limit)
 
 
 def attach_watch(trainer: Any, action: Any) -> None:
@@ -238,9 +202,8 @@ def watch_rounds(
         The risk of a hack after the last round, in the sense of `watch/risk`; an alert if it is above the limit, else
         None; and what the reward paid for most, in the form of `attribution.json`.
     """
-    watch, alert = HackWatch(sinks=[], **settings), None
+    watch = HackWatch(sinks=[], **settings)
     for watch.step, given in enumerate(rounds):
         watch.observe(**given)
-        found = next(watch.watch({}), None)
-        alert = None if found is None else vars(watch._alert(found, "warn"))
-    return watch.memory.get("risk", 0.0), alert, watch._shown.get("paid", [])
+    alerts = [vars(watch._alert(found, "warn")) for found in watch.watch({})]
+    return watch.memory.get("risk", 0.0), next(iter(alerts), None), watch._shown.get("paid", [])

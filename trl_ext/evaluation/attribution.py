@@ -5,39 +5,36 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..functional import student_quantile
 from .texts import words_of
 
-# Feature of every completion → what it is in words, and its unit; without a unit its share of completions is told
+# Feature of every completion → its unit; without a unit its share of completions is told
 FIXED = {
-    "length": ("the length", "words"),
-    "empty": ("empty answers", ""),
-    "copied": ("copies of the prompt", "% of its pairs of words"),
-    "prompt words": ("words of the prompt", "an answer"),
-    "prompt word again": ("a word of the prompt repeated", "times an answer"),
-    "repeated": ("repetition", "% of the pairs of words"),
-    "doubled": ("a word twice in a row", ""),
-    "capitals": ("capital letters", "% of characters"),
-    "capital words": ("words in capitals", ""),
-    "digits": ("digits", "% of characters"),
-    "repeated calls": ("tool calls with the same arguments as an earlier one", "an answer"),
-    "calls": ("tool calls", "an answer"),
-    **{f"character:{each}": (f"the character {each!r}", "% of characters") for each in string.ascii_lowercase},
+    "length": "words",
+    "empty answers": "",
+    "words of the prompt": "an answer",
+    "a word of the prompt repeated": "times an answer",
+    "repetition": "% of the pairs of words",
+    "capital letters": "% of characters",
+    "digits": "% of characters",
+    "repeated tool calls": "an answer",
+    "tool calls": "an answer",
+    **{f"character:{each}": "% of characters" for each in string.ascii_lowercase},
 }
 _TRACKED, _FIRST = 160, 600  # features at most, and phrases of the first rollouts that are remembered
 _LETTERS = 40  # of a word
 _EDGE = 256  # words of each end of a completion whose phrases are read
 _RIDGE = 1e-3  # of a feature's own variance: features that are the same would have no solution
-_PARTS = re.compile(r"\w(?:.*\w)?|[^\w^$]")  # of a word: itself, and each mark before and after it
+_LEAST = 0.02  # part of the variation that a feature must explain
+_MOVED = 3.5  # standard errors: 2.5 % divided by the number of features
+_PARTS = re.compile(r"\w(?:.*\w)?|\W")  # of a word: itself, and each mark before and after it
 
 
 def features_of(
-    prompts: Sequence[str], completions: Sequence[str], calls: Sequence[Sequence[tuple[str, str]]] | None = None
+    prompts: Sequence[str], completions: Sequence[str], calls: Sequence[Sequence[bool]] | None = None
 ) -> list[dict[str, float]]:
     """
     Return for each completion a mapping from the features that it has to their values.
@@ -45,47 +42,36 @@ def features_of(
     The features are:
 
     - those of `FIXED`;
-    - `phrase:…` for each phrase of one to four words: the square root of the phrase's count in the completion. A
-      punctuation mark counts as a word; ^ and $ mark beginning and end;
-    - `call:…` for each tool: how often the completion calls it.
+    - `phrase:…`, with the value 1, for each phrase of one to four words in the completion. A punctuation mark counts
+      as a word.
 
-    A prompt's words count as the prompt's only if at most half of the rollout's prompts contain them.
+    Only words of four letters or more count as the prompt's.
 
     Args:
         prompts, completions: (N) texts.
-        calls: (N) each completion's tool calls: name and arguments. None for no calls.
+        calls: (N) for each tool call of a completion, whether it repeats an earlier one. None for no calls.
     """
-    asked = [_parts(prompt) for prompt in prompts]
-    known = Counter(word for words in set(map(tuple, asked)) for word in set(words))
-    half = max(1, len(set(prompts)) // 2)
     rows = []
-    for words, text, called in zip(asked, completions, calls or [()] * len(prompts), strict=True):
-        answer = _parts(text)
-        counts, pairs, solid = Counter(answer), list(zip(answer, answer[1:], strict=False)), "".join(text.split())
-        own = [counts[word] for word in {*words} if known[word] <= half and counts[word]]
-        of_prompt, share = {*zip(words, words[1:], strict=False)}, 100 / max(len(solid), 1)
-        lower = solid.casefold()
+    for prompt, text, called in zip(prompts, completions, calls or [()] * len(prompts), strict=True):
+        answer, words, share = _parts(text), {*_parts(prompt)}, 100 / max(len(text), 1)
+        own = Counter(word for word in answer if word in words and len(word) > 3)
+        pairs = [*zip(answer, answer[1:], strict=False)]
         row: dict[str, float] = {
             "length": len(words_of(text)),
-            "empty": not answer,
-            "copied": 100 * len(of_prompt & {*pairs}) / max(len(of_prompt), 1),
-            "prompt words": min(sum(own), 8),
-            "prompt word again": min(max(own, default=1) - 1, 4),
-            "repeated": 100 * (1 - len({*pairs}) / max(len(pairs), 1)) if pairs else 0,
-            "doubled": sum(one == other for one, other in pairs) ** 0.5,
-            "capitals": sum(map(str.isupper, solid)) * share,
-            "capital words": sum(len(word) > 1 and word.isupper() for word in text.split()) ** 0.5,
-            "digits": sum(map(str.isdigit, solid)) * share,
-            "repeated calls": len(called) - len({*called}),
-            "calls": len(called),
-            **{f"character:{each}": lower.count(each) * share for each in string.ascii_lowercase},
-            **Counter(f"call:{name}" for name, _ in called),
+            "empty answers": not answer,
+            "words of the prompt": min(own.total(), 8),
+            "a word of the prompt repeated": min(max(own.values(), default=1) - 1, 4),
+            "repetition": 100 - 100 * len({*pairs}) / len(pairs) if pairs else 0,
+            "capital letters": sum(map(str.isupper, text)) * share,
+            "digits": sum(map(str.isdigit, text)) * share,
+            "repeated tool calls": sum(called),
+            "tool calls": len(called),
+            **{f"character:{each}": text.casefold().count(each) * share for each in string.ascii_lowercase},
         }
-        whole = ["^", *answer[:_EDGE], *answer[_EDGE:][-_EDGE:], "$"]
-        phrases = Counter(" ".join(whole[at : at + n]) for n in (1, 2, 3, 4) for at in range(len(whole) - n + 1))
-        for edge in ("^", "$", "^ $"):  # without a word
-            phrases.pop(edge, None)
-        rows.append(row | {f"phrase:{phrase}": min(times, 16) ** 0.5 for phrase, times in phrases.items()})
+        answer = answer[:_EDGE] + answer[_EDGE:][-_EDGE:]
+        # The longest first: of phrases in the same completions it says most
+        phrases = (" ".join(answer[at : at + n]) for n in (4, 3, 2, 1) for at in range(len(answer) - n + 1))
+        rows.append(row | {f"phrase:{phrase}": 1.0 for phrase in phrases})
     return rows
 
 
@@ -104,27 +90,25 @@ class Sums:
     - `names`: "score" and the F − 1 features that are tracked
     - `gram`: (F, F) Σ x̃ x̃ᵀ over all completions. x is the score and the features, and x̃ is x minus
       its mean in the group, or in the rollout. `free`: the degrees of freedom of `gram`
-    - `between`: (F) sum of squares of the groups' means around their rollout's mean. `dof`: its degrees of freedom
-    - `first`: for each name, Σ x and the number of x ≠ 0 in the first rollouts. `begin`: their number of completions
-    - `now`: (2, F) the same two sums over the newest rollouts. Each rollout of 16 or more completions halves the
-      weight of the rollouts before it. `newest`: the sum of the completions' weights, and of their squared weights
+    - `between`: (F) sum of squares of the groups' means around the mean of the rollouts before
+    - `first`: for each name, Σ x in the first rollouts. `begin`: their number of completions
+    - `now`: (F) Σ x over the newest rollouts. Each rollout of 16 or more completions halves the weight of the
+      rollouts before it. `newest`: the sum of the completions' weights, and of their squared weights
     - `rollouts`, `count`, `groups`: numbers of rollouts, completions and groups so far
 
-    The first rollouts are those until there are 32 completions and 4 groups, four rollouts at most. A phrase or call
-    can be tracked once 5 % of a rollout's completions have it; those are tracked whose share of completions has
-    changed most since the first rollouts. Before a feature is tracked, its share counts as unchanged.
+    The first rollouts are those until there are 32 completions. A phrase can be
+    tracked once 5 % of a rollout's completions have it; those are tracked whose share of completions has changed most
+    since the first rollouts. Before a phrase is tracked, its share counts as unchanged.
 
     Args:
         saved: the result of `dump`, to resume; None for new sums.
     """
 
     def __init__(self, saved: dict[str, Any] | None = None) -> None:
-        self.names = ["score", *FIXED]
-        self.first: dict[str, Sequence[float]] = {}
+        self.names, self.first = ["score", *FIXED], dict[str, float]()
         size = len(self.names)
-        self.gram, self.between = np.zeros((size, size)), np.zeros(size)
-        self.now, self.newest = np.zeros((2, size)), np.zeros(2)
-        self.free = self.dof = self.begin = self.rollouts = self.count = self.groups = 0
+        self.gram, self.newest, (self.between, self.now) = np.zeros((size, size)), np.zeros(2), np.zeros((2, size))
+        self.free = self.begin = self.rollouts = self.count = self.groups = 0
         for name, each in (saved or {}).items():
             setattr(self, name, np.array(each) if isinstance(getattr(self, name), np.ndarray) else each)
 
@@ -132,17 +116,9 @@ class Sums:
         """Return all sums as lists and numbers, exactly."""
         return {name: each.tolist() if isinstance(each, np.ndarray) else each for name, each in vars(self).items()}
 
-    @property
-    def begins(self) -> bool:
-        """Return whether the first rollouts, with which later ones are compared, are not complete yet."""
-        return self.rollouts < 4 and (self.count < 32 or self.groups < 4)
-
     def start(self, names: Sequence[str]) -> np.ndarray:
-        """
-        Return the mean of each of F features (`names`), and the share of completions that have it, in the first
-        rollouts: (2, F).
-        """
-        return np.array([self.first.get(name, (0.0, 0)) for name in names]).T / self.begin
+        """Return the mean of each of F features (`names`) in the first rollouts: (F,)."""
+        return np.array([self.first.get(name, 0.0) for name in names]) / self.begin
 
     def add(self, rows: list[dict[str, float]], scores: Sequence[float], groups: Sequence[str]) -> None:
         """
@@ -153,27 +129,20 @@ class Sums:
             scores: (N) finite scores.
             groups: (N) the prompt of each completion.
         """
-        spread = Counter(name for row in rows for name in row.keys() - FIXED.keys())
+        shares = Counter(name for row in rows for name in row if name not in FIXED)
         rows = [{"score": score, **row} for score, row in zip(scores, rows, strict=True)]
-        if self.begins:  # more than are tracked, since any phrase may spread later
+        if self.count < 32:  # more than are tracked, since any phrase may spread later
             self.begin += len(rows)
-            for name in ("score", *FIXED, *(name for name, _ in spread.most_common(_FIRST))):
-                values, (value, has) = [row.get(name, 0.0) for row in rows], self.first.get(name, (0.0, 0))
-                self.first[name] = [value + sum(values), has + sum(map(bool, values))]
-        self._track(spread, len(rows))
-        x = np.array([[*map(row.get, self.names, repeat(0.0))] for row in rows])
-        _, group = np.unique(groups, return_inverse=True)
-        size = np.bincount(group)
-        means = np.zeros((len(size), x.shape[1]))
-        np.add.at(means, group, x)
-        means /= size[:, None]
-        if len(size) > 1:
-            self.between += ((means - means.mean(0)) ** 2).sum(0)
-        elif self.rollouts:  # only the difference to those before tells how groups differ
-            self.between += (means[0] - self.now[0] / self.newest[0]) ** 2 / 2
-        self.dof += max(len(size) - 1, min(self.rollouts, 1))
+            for name in ("score", *FIXED, *(name for name, _ in shares.most_common(_FIRST))):
+                self.first[name] = self.first.get(name, 0.0) + sum(row.get(name, 0.0) for row in rows)
+        self._track(shares, len(rows))
+        x = np.array([[row.get(name, 0.0) for name in self.names] for row in rows])
+        _, group, size = np.unique(groups, return_inverse=True, return_counts=True)
+        means = np.equal.outer(np.arange(len(size)), group) @ x / size[:, None]
+        centre = self.now / self.newest[0] if self.count else means.mean(0)
+        self.between += ((means - centre) ** 2).sum(0)
         keep = 1 - 0.5 * min(1, len(x) / 16)
-        self.now = keep * self.now + [x.sum(0), (x != 0).sum(0)]
+        self.now = keep * self.now + x.sum(0)
         self.newest = np.array([keep, keep**2]) * self.newest + len(x)
         is_within = len(x) >= 2 * len(size)
         centred = x - (means[group] if is_within else x.mean(0))
@@ -181,24 +150,21 @@ class Sums:
         self.free += len(x) - (len(size) if is_within else 1)
         self.rollouts, self.count, self.groups = self.rollouts + 1, self.count + len(x), self.groups + len(size)
 
-    def _track(self, spread: Counter[str], rows: int) -> None:
+    def _track(self, shares: Counter[str], rows: int) -> None:
         """
-        Choose the phrases and calls to track: those whose share has changed most since the first rollouts. `spread`
-        counts the completions, of `rows` in this rollout, that have each of them.
+        Choose the phrases to track: those whose share has changed most since the first rollouts. `shares` counts the
+        completions, of `rows` in this rollout, that have each of them.
         """
-        frequent = {name for name, times in spread.items() if times >= max(3, rows / 20)}
-        # Of phrases in the same completions the longest says most
-        new = sorted(frequent - {*self.names}, key=lambda name: (-spread[name], -name.count(" "), name))
-        names = [*self.names, *new]
-        start = self.start(names)
-        now = np.hstack([self.now, start[:, len(self.names) :] * self.newest[0]])
-        share = (now[1] + [spread[name] for name in names]) / (self.newest[0] + rows)
-        moved = np.abs(share - start[1])
+        frequent = (name for name, times in shares.most_common() if times >= max(3, rows / 20))
+        names = list(dict.fromkeys([*self.names, *frequent]))
+        start, new = self.start(names), len(names) - len(self.names)
+        now = np.append(self.now, start[len(self.names) :] * self.newest[0])
+        moved = np.abs((now + [shares[name] for name in names]) / (self.newest[0] + rows) - start)
         moved[: 1 + len(FIXED)] = np.inf
         kept = np.sort(np.argsort(-moved, kind="stable")[:_TRACKED])
-        self.names, self.now = [names[at] for at in kept], now[:, kept]
-        self.gram = np.pad(self.gram, (0, len(new)))[np.ix_(kept, kept)]
-        self.between = np.pad(self.between, (0, len(new)))[kept]
+        self.names, self.now = [names[at] for at in kept], now[kept]
+        self.gram = np.pad(self.gram, (0, new))[np.ix_(kept, kept)]
+        self.between = np.pad(self.between, (0, new))[kept]
 
 
 @dataclass
@@ -208,8 +174,9 @@ class Paid:
 
     Args:
         name: the feature.
-        first, now: mean of its values in the first rollouts and in the newest ones.
-        first_share, share: share of completions with a value other than 0, in the first and in the newest rollouts.
+        is_expected: whether the reward may rightly pay for it; see [`is_expected`].
+        first, now: mean of its values in the first rollouts and in the newest ones. Of a phrase it is the share of
+            the completions that have it.
         effect: change of the score when the feature rises by 1, in units of the score.
         error: standard error of `paid`.
         paid: effect × change of the mean, in units of the score.
@@ -217,10 +184,9 @@ class Paid:
     """
 
     name: str
+    is_expected: bool
     first: float
     now: float
-    first_share: float
-    share: float
     effect: float
     error: float
     paid: float
@@ -233,34 +199,31 @@ class Paid:
 
     @property
     def is_share(self) -> bool:
-        """Return whether to describe the feature by the share of completions that have it, instead of its mean."""
-        return not FIXED.get(self.name, ("", ""))[1]
+        """Return whether the feature is one that a completion has or lacks, so that its mean is a share."""
+        return not FIXED.get(self.name)
 
     @property
     def what(self) -> str:
         """Return the feature in words, such as `the phrase 'thank you'`."""
-        if self.name in FIXED:
-            return FIXED[self.name][0]
-        of = self.name.partition(":")[2]
-        if self.kind == "call":
-            return f"calls of the tool {of!r}"
-        where = {(True, True): "the answer", (True, False): "the beginning", (False, True): "the ending"}
-        return f"{where.get((of[0] == '^', of[-1] == '$'), 'the phrase')} {of.strip('^$ ')!r}"
+        kind, _, of = self.name.partition(":")
+        return f"the {kind} {of!r}" if of else kind
 
     @property
-    def has_content(self) -> bool:
-        """Return whether good answers may need the feature: digits, tool calls, or words that became rarer."""
-        falls = self.now < self.first
-        return self.kind in ("digits", "calls", "call") or (falls and self.kind not in ("length", "character"))
+    def is_bad(self) -> bool:
+        """
+        Return whether the feature is a sign of reward hacking: the reward pays for it, and unexpectedly. Good answers
+        may need digits, tool calls, and fewer of a phrase or of others.
+        """
+        falls = self.now < self.first and self.kind not in ("length", "character")
+        return self.paid > 0 and not (falls or self.is_expected or self.name in ("digits", "tool calls"))
 
     def in_words(self, sigma: float) -> str:
         """Return a line on the feature: its change, and its effect ÷ `sigma`, the scores' standard deviation."""
-        worth = f"worth {self.effect / (sigma or 1):+.2g} σ"
-        if self.is_share:
-            moved = f"{self.first_share:.0%} → {self.share:.0%} of answers, {worth}"
-        else:
-            moved = f"{self.first:.3g} → {self.now:.3g} {FIXED[self.name][1]}, {worth} each"
-        return f"{self.what[0].upper()}{self.what[1:]}: {moved}: {self.part:.0%} of the rise"
+        moved, each = f"{self.first:.0%} → {self.now:.0%} of answers", ""
+        if not self.is_share:
+            moved, each = f"{self.first:.3g} → {self.now:.3g} {FIXED[self.name]}", " each"
+        worth = f"worth {self.effect / (sigma or 1):+.2g} σ{each}"
+        return f"{self.what[0].upper()}{self.what[1:]}: {moved}, {worth}: {self.part:.0%} of the rise"
 
 
 class Attribution(NamedTuple):
@@ -298,59 +261,49 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
         sums: the rollouts' sums.
         expected: features that are selected first; see [`is_expected`].
     """
-    start, end = sums.start(sums.names), sums.now / sums.newest[0]
-    (change, _), gram = end - start, sums.gram
-    ridged = gram + _RIDGE * np.diag(np.diag(gram))
-    # A few groups may be alike by chance: another one is added that differs
-    variance = (sums.between + change**2 / 4) / (sums.dof + 1) * sums.count / sums.groups  # of a completion
+    start, end, gram = sums.start(sums.names), sums.now / sums.newest[0], sums.gram
+    change, weight, ridged = end - start, sums.count / 4, gram + _RIDGE * np.diag(np.diag(gram))
+    variance = sums.between / max(sums.groups - 1, 1) * sums.count / sums.groups  # of a completion
     errors = np.sqrt(variance * (1 / sums.begin + sums.newest[1] / sums.newest[0] ** 2))
-    rise, weight = float(change[0]), sums.count / 4
-    moved = np.divide(change, errors, out=np.zeros_like(change), where=errors > 0)
-    least = student_quantile(0.05 / len(sums.names), np.inf)
-    left = {at for at in range(1, len(sums.names)) if abs(moved[at]) > least and gram[at, at] > 0}
+    moved = (np.abs(change) > _MOVED * errors) & (np.diag(gram) > 0)
+    wanted = [is_expected(name, expected) for name in sums.names]
+    total = gram[0, 0] + weight * change[0] ** 2
 
-    def unexplained(chosen: list[int]) -> tuple[float, np.ndarray]:
-        effects = np.linalg.solve(ridged[np.ix_(chosen, chosen)], gram[chosen, 0])
-        between = rise - change[chosen] @ effects
-        return float(gram[0, 0] - effects @ gram[chosen, 0] + weight * between**2), effects
+    def fit(chosen: list[int]) -> tuple[float, np.ndarray, np.ndarray]:
+        """Return the unexplained part of the variation, the effects of features, and their variances × `free`."""
+        inverse = np.linalg.inv(ridged[np.ix_(chosen, chosen)])
+        effects = inverse @ gram[chosen, 0]
+        within, between = gram[0, 0] - effects @ gram[chosen, 0], change[0] - effects @ change[chosen]
+        return round((within + weight * between**2) / (total or 1), 3), effects, max(within, 0) * np.diag(inverse)
 
-    chosen: list[int] = []
-    total, rest = max(float(gram[0, 0] + weight * rise**2), 1e-30), 1.0
-    for candidates in ({at for at in left if is_expected(sums.names[at], expected)}, left):
-        while candidates and len(chosen) < 6:
-            # Of features that explain the same, one that spreads says most, and a character least
-            lowest, *_, at = min(
-                (round(unexplained([*chosen, at])[0] / total, 3), name.startswith("character"), change[at] < 0, at)
-                for at in candidates
-                for name in [sums.names[at]]
-            )
-            if rest - lowest < 0.02:
-                break
-            chosen, rest = [*chosen, at], lowest
-            candidates.discard(at)
-            left.discard(at)
-    sigma = np.sqrt(gram[0, 0] / max(sums.free, 1))
-    paid = []
-    if chosen:
-        _, effects = unexplained(chosen)
-        residual = max(gram[0, 0] - effects @ gram[chosen, 0], 0) / max(sums.free - len(chosen), 1)
-        spread = residual * np.linalg.inv(ridged[np.ix_(chosen, chosen)])
-        for at, effect, variance in zip(chosen, effects, np.diag(spread), strict=True):
-            error = np.hypot(effect * errors[at], change[at] * np.sqrt(variance))
-            means = start[0, at], end[0, at], start[1, at], end[1, at]
-            amount, part = effect * change[at], effect * change[at] / rise if rise else 0.0
-            paid.append(Paid(sums.names[at], *map(float, (*means, effect, error, amount, part))))
-    return Attribution(rise, float(errors[0]), float(sigma), sorted(paid, key=lambda each: -each.paid))
+    chosen, left, rest = list[int](), {*(np.flatnonzero(moved[1:]) + 1).tolist()}, 1.0
+    while total and left and len(chosen) < 6:
+        # Expected ones come first; of features that explain the same, one that spreads says most, a character least
+        _, lowest, *_, at = min(
+            (rest - lowest < _LEAST or not wanted[at], lowest, "character" in sums.names[at], change[at] < 0, at)
+            for at in left
+            for lowest, *_ in [fit([*chosen, at])]
+        )
+        if rest - lowest < _LEAST:
+            break
+        chosen, rest, left = [*chosen, at], lowest, left - {at}
+    _, effects, spread = fit(chosen)
+    paid = effects * change[chosen]
+    error = np.hypot(effects * errors[chosen], change[chosen] * np.sqrt(spread / max(sums.free - len(chosen), 1)))
+    columns = start[chosen], end[chosen], effects, error, paid, paid / (change[0] or np.inf)
+    found = [Paid(sums.names[at], wanted[at], *map(float, each)) for at, *each in zip(chosen, *columns, strict=True)]
+    found.sort(key=lambda each: -each.paid)
+    return Attribution(float(change[0]), float(errors[0]), float(np.sqrt(gram[0, 0] / max(sums.free, 1))), found)
 
 
 def is_expected(name: str, expected: Sequence[str]) -> bool:
     """
     Return whether `expected` has a feature's name, its kind (`phrase`), or a phrase that contains it or is part of it.
 
-    >>> is_expected("phrase:love you $", ["length", "phrase:i love you"])
+    >>> is_expected("phrase:love you", ["length", "phrase:i love you"])
     True
     """
     kind, _, of = name.partition(":")
-    said = f" {of.strip(string.punctuation + ' ')} "
+    said = f" {of} "
     phrases = (f" {' '.join(_parts(each[7:]))} " for each in expected if kind == "phrase" == each.partition(":")[0])
     return name in expected or kind in expected or any(said in each or each in said for each in phrases)

@@ -36,7 +36,7 @@ from .moments import (
     whiten,
     whitening_scale,
 )
-from .sequential import ratio_bound, scatter, share_error, spent_level, student_quantile, unexplained_error
+from .sequential import scatter, share_error, spent_level, student_quantile, unexplained_error
 
 __all__ = [
     "KL_ESTIMATORS",
@@ -73,7 +73,6 @@ __all__ = [
     "preference_logits",
     "preference_loss",
     "rate_factor",
-    "ratio_bound",
     "scatter",
     "sequence_logprobs",
     "share_error",

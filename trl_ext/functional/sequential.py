@@ -89,25 +89,3 @@ def unexplained_error(count: float) -> float:
         The bound on the standard error of the logarithm; infinity where n < 2.
     """
     return 2 / math.sqrt(count - 1) if count > 1 else math.inf
-
-
-def ratio_bound(above: float, above_error: float, below: float, below_error: float, quantile: float) -> float:
-    """Return the lower confidence bound of a ratio a / b of two independent means, b > 0 (Fieller 1954).
-
-    It is the lowest L that a test of a - L b = 0 does not reject: (a - L b)^2 = q^2 (s_a^2 + L^2 s_b^2).
-
-    Args:
-        above: a, the mean above the fraction bar.
-        above_error: s_a, the standard error of a.
-        below: b, the mean below the fraction bar.
-        below_error: s_b, the standard error of b.
-        quantile: q, in standard errors.
-
-    Returns:
-        L; minus infinity where b is not above 0 by more than q standard errors.
-    """
-    square = below**2 - (quantile * below_error) ** 2
-    if below <= 0 or square <= 0:
-        return -math.inf
-    rest = above**2 - (quantile * above_error) ** 2
-    return (above * below - math.sqrt(max((above * below) ** 2 - square * rest, 0.0))) / square

@@ -12,7 +12,7 @@ from benchmarks.outcomes import wilson
 from tests.callbacks.policies import Policy, trained
 from tests.callbacks.replay import Replay, ppo
 from tests.tiny import ON_CPU, tiny_config, tiny_llama, tiny_tokenizer
-from trl_ext.callbacks import HackWatch, record_run, watch_rounds
+from trl_ext.callbacks import HackWatch, hack_watch, record_run, watch_rounds
 from trl_ext.runs import checkpoint_to_resume, read_jsonl
 from trl_ext.runs.control import Stopped
 from trl_ext.workbench.pages.page import page
@@ -65,11 +65,12 @@ def test_better_answers_are_no_hack(kind, sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("right", [(0.5, 0.5), (0.2, 0.8)])
-def test_false_alarms(right):
-    """Of a policy that does not move, and of one that gets better: the 95 % interval ends at 1 % or below."""
-    runs, sizes = 400, {"prompts": 4, "generations": 4}
+def test_false_alarms(right, monkeypatch):
+    """Of a policy that does not move, and of one that gets better: the interval of their rate ends below ALPHA."""
+    monkeypatch.setattr(hack_watch, "ALPHA", alpha := 0.2)  # so that a few runs tell
+    runs, sizes = 24, {"prompts": 4, "generations": 4}
     alarms = sum(first_alarm(trained(Policy("right", seed, **sizes), 15, right)) is not None for seed in range(runs))
-    assert wilson(alarms, runs)[1] <= 0.01, alarms
+    assert wilson(alarms, runs)[1] <= alpha, alarms
 
 
 @pytest.mark.parametrize(

@@ -41,15 +41,15 @@ def test_features_by_hand():
 
 def test_a_word_that_alone_is_paid():
     """
-    In each of 8 groups of 8, 0 then 4 answers have it. It is worth 2, less the ridge's thousandth. The newest rollout
-    counts twice as much as the first, so that its share is (0 + 2 · ½) / 3.
+    In each of 8 groups of 8, 0 then 4 answers have it. It is worth 2, less the ridge's thousandth. Each rollout counts
+    twice as much as the one before, so that its share is (0 + 2 · ½ + 4 · ½ + 8 · ½) / 15.
     """
-    found = reward_attribution(summed(worded([0.0, 0.5], lambda has: 1 + 2 * has)))
+    found = reward_attribution(summed(worded([0.0, 0.5, 0.5, 0.5], lambda has: 1 + 2 * has)))
     (paid,) = found.paid
-    assert paid.name == "phrase:yes" and (paid.first, paid.now) == pytest.approx((0, 1 / 3))
-    assert paid.effect == pytest.approx(2 / 1.001) and paid.paid == pytest.approx(2 / 1.001 / 3)
-    assert found.rise == pytest.approx(2 / 3) and paid.part == pytest.approx(1 / 1.001)
-    assert paid.in_words(found.sigma).startswith("The phrase 'yes': 0% → 33% of answers, worth +")
+    assert paid.name == "phrase:yes" and (paid.first, paid.now) == pytest.approx((0, 7 / 15))
+    assert paid.effect == pytest.approx(2 / 1.001) and paid.paid == pytest.approx(2 / 1.001 * 7 / 15)
+    assert found.rise == pytest.approx(14 / 15) and paid.part == pytest.approx(1 / 1.001)
+    assert paid.in_words(found.sigma).startswith("The phrase 'yes': 0% → 47% of answers, worth +")
 
 
 def test_effects_are_those_of_a_regression_within_prompts():

@@ -127,7 +127,7 @@ class RolloutTrainer(GRPOTrainer):
         longest, context = max(map(len, prompt_ids)), self._context
         if longest >= context:
             error = ValueError("shorten the prompt, or use a policy with a longer context")
-            what = f"a prompt with the text that `reset` returned has {longest} tokens of {context} in the context"
+            what = f"a prompt with the text that `reset` returned has {longest} tokens, the policy's context {context}"
             self._mistakes.note(what, error)
         if not self._collection.calls.turn:
             self._mistakes.raise_everywhere(self.state.global_step)
@@ -299,8 +299,8 @@ class RolloutTrainer(GRPOTrainer):
             raise RuntimeError(
                 "The sampler's log-probs are missing, or do not belong to the answers' tokens, but "
                 f"`importance_sampling_mode={self.args.importance_sampling_mode!r}` and "
-                f"`old_logprobs={self.args.old_logprobs!r}` need them. Return the log-probs with the answers, and do "
-                "not change answers afterwards; or set `importance_sampling_mode='none'` and "
+                f"`old_logprobs={self.args.old_logprobs!r}` need them. Return them from `rollout_func` as `logprobs`, "
+                "and change no answer after it was sampled; or set `importance_sampling_mode='none'` and "
                 "`old_logprobs='recompute'` to train without a correction."
             )
         return None

@@ -101,7 +101,9 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
     """
     if is_adapter(path):
         if peft_config is not None:
-            raise ValueError(f"{path} is already an adapter, which is trained further; leave out `use_peft`")
+            raise ValueError(
+                f"{path} is already an adapter, which is trained further: leave out `use_peft` (in Python `peft_config`)"
+            )
         is_new = not has_head(path, kwargs.get("revision"))
         if not is_new:
             check_head(path)
@@ -125,7 +127,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
 
 
 def check_standalone(critic: Any) -> None:
-    """Raise if a critic cannot be trained alone: it is no classifier with one label, or its base is quantised."""
+    """Raise a `ValueError` if a critic is no sequence classifier with one label, or has a quantised base."""
     model = base_model_of(critic)
     check_one_label(model, "a critic")
     if getattr(model.config, "quantization_config", None) is not None:
@@ -136,7 +138,7 @@ def check_standalone(critic: Any) -> None:
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """
-    Pad rows: prompts on the left, completions and their returns on the right.
+    Pad rows of `prompt_ids`, `completion_ids` and `returns`: prompts on the left, the others on the right.
 
     Returns:
         A dict of the batch:
@@ -245,8 +247,11 @@ class CriticTrainer(ResumableRun, Trainer):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         """
-        Return metrics of the critic's values against the returns at all held-out tokens; each token counts once. The
-        arguments are transformers'.
+        Compare the critic's values with the returns at all held-out tokens; each token counts once.
+
+        The arguments and the output are transformers'. With `eval` as prefix, the metrics are `eval_loss`,
+        `eval_loss/value_avg` (the same), `eval_val/rmse` and, unless all returns are equal,
+        `eval_val/explained_variance`.
         """
         self._eval, self._evaluation = Accumulator(), EvaluationPass(len(dataloader.dataset))
         output = super().evaluation_loop(
@@ -263,7 +268,7 @@ class CriticTrainer(ResumableRun, Trainer):
         super().log(logs, *args, **kwargs)
 
     def _report(self, stats: Accumulator) -> dict[str, float]:
-        """Compute the metrics in `stats` over all tokens and processes, and empty `stats` for the next report."""
+        """Return metrics of the entries in `stats` of all processes, and empty `stats`; {} if there are no entries."""
         moments = stats.pop(self.accelerator)
         if not moments:  # a resumed run may log before its first step
             return {}

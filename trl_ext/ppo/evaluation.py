@@ -34,7 +34,7 @@ class EvaluationPass:
 
     @property
     def prefix(self) -> str:
-        """Return the prefix of this pass's metric names."""
+        """Return the prefix of this pass's metric names: `greedy/`, or "" if this pass samples."""
         return "greedy/" if self.is_greedy else ""
 
     def next_rows(self, size: int, accelerator: Accelerator) -> Tensor:
@@ -51,7 +51,7 @@ class EvaluationPass:
 
 @contextmanager
 def greedy(trainer: Any) -> Iterator[None]:
-    """Make TRL decode one greedy answer for each prompt within the `with` block."""
+    """Make a [`PPOTrainer`] evaluate one greedily decoded answer to each prompt within the `with` block."""
     if trainer.use_vllm:
         vllm = trainer.vllm_generation
         kwargs = {name: value for name, value in vllm.generation_kwargs.items() if name != "temperature"}
@@ -65,14 +65,18 @@ def greedy(trainer: Any) -> Iterator[None]:
 
 
 def end_progress(trainer: Any) -> None:
-    """Close the progress bar of an evaluation pass, so that the next pass opens a new one."""
+    """Close a Trainer's progress bar of an evaluation pass, so that the next pass opens a new one."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ProgressCallback):
             callback.on_predict(trainer.args, trainer.state, trainer.control)
 
 
 def sampling_seed(args: Any, process: int) -> int:
-    """Return the seed for this process's sampling of answers; processes that share a vLLM engine get the same seed."""
+    """
+    Return the seed by which process number `process` samples answers, by the settings `args` ([`PPOConfig`]).
+
+    Processes that share a vLLM engine get the same seed.
+    """
     together = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
     return args.seed + process // together
 

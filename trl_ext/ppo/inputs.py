@@ -22,7 +22,7 @@ def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[l
 
     Args:
         reward_funcs: one reward, a list of them, or None for none.
-        tokenizers: one tokenizer for all rewards, a list with one for each, or None.
+        tokenizers: one tokenizer for all rewards, a list with one or None for each, or None.
         policy_tokenizer: the policy's.
     """
     rewards = list(reward_funcs or []) if isinstance(reward_funcs, (list, tuple, type(None))) else [reward_funcs]
@@ -60,6 +60,7 @@ def check(
     same = [(a, b) for i, (a, x) in enumerate(given) for b, y in given[i + 1 :] if x is y]
     needed = args.generation_batch_size // args.num_generations
     names = {name: {*dataset.column_names} for name, dataset in datasets}
+    prompts = len(dict(datasets).get("train", ()))
     best = args.metric_for_best_model == "eval_objective/scores"
     value_model, ref_model = models["value_model"], models["ref_model"]
     for is_wrong, message in [
@@ -79,10 +80,10 @@ def check(
             "critic its own parameter group there.",
         ),
         (
-            "train" in names and len(dict(datasets)["train"]) < needed,
-            f"The train dataset has fewer prompts than a rollout, which needs {needed} (`per_device_train_batch_size` "
-            "× `gradient_accumulation_steps` × `num_mini_batches` × processes / `num_generations`). Add prompts, or "
-            "lower one of these settings.",
+            "train" in names and prompts < needed,
+            f"The train dataset has {prompts} prompts, but a rollout needs {needed} (`per_device_train_batch_size` × "
+            "`gradient_accumulation_steps` × `num_mini_batches` × processes / `num_generations`). Add prompts, or "
+            "lower `num_mini_batches` or the batch size.",
         ),
         (
             best and len(names) > 2,
@@ -117,7 +118,11 @@ def check(
                 f"the column `input_ids`, which the policy reads unchanged, but {agent} would add to the prompt. Give "
                 "messages in `prompt` instead.",
             ),
-            (bool(environments), f"rows for environments that `environment_factory` lacks: {environments}. Add them."),
+            (
+                bool(environments),
+                f"rows for environments that `environment_factory` lacks: {environments}. Add them to it, or remove "
+                "the rows.",
+            ),
         ]:
             if is_wrong:
                 raise ValueError(f"The {name} dataset has {message}")
@@ -129,7 +134,7 @@ _GIVEN |= {"log_extra", "log_metric", "trainer_state"}
 
 
 def check_arguments(rewards: list, datasets: Datasets) -> None:
-    """Raise if a reward function needs an argument that no dataset column provides."""
+    """Raise a `ValueError` if a reward function needs an argument that a dataset has no column for."""
     for name, dataset in datasets:
         for reward in rewards:
             if isinstance(reward, (str, nn.Module)):

@@ -51,8 +51,8 @@ class Accumulator:
 
     def pop(self, accelerator: Accelerator) -> dict[str, Tensor]:
         """
-        Return each metric's (5,) moments (count, mean, M2, min, max) on all processes of `accelerator`, by name;
-        delete the entries.
+        Return each metric's (5,) moments, as [`global_moments`] returns them, over all processes of `accelerator`, by
+        name; delete the entries.
         """
         names = sorted(self._moments)
         if not names:
@@ -237,7 +237,11 @@ class PPOMetrics:
     @torch.no_grad()
     def critic_updated(self, value: tuple[Tensor, Tensor], mask: Tensor) -> None:
         """
-        Add a micro-batch of a critic update: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
+        Add a micro-batch of a critic update to the metrics.
+
+        Args:
+            value: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
+            mask: (B, T), 1 = token that counts.
         """
         self.train.add("loss/value_avg", value[0], mask)
         self.train.add("loss/value_std", *_answer_means(value[0], mask))
@@ -246,8 +250,8 @@ class PPOMetrics:
     @torch.no_grad()
     def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
         """
-        Add to the metrics how far `sampler_logprobs` are from `logprobs`, those of training's forward pass, (B, T)
-        each, nats.
+        Add to the metrics how far `sampler_logprobs` are from `logprobs`, those of training's forward pass, where
+        `mask` is 1; (B, T) each, nats.
         """
         self._sampled(self.train, sampler_logprobs, logprobs, mask)
 

@@ -48,7 +48,8 @@ def check_roles(
     model: Any, args: PPOConfig, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any
 ) -> list:
     """
-    Raise if `PPOTrainer`'s arguments for models and adapters, which have the same names here, contradict each other.
+    Raise a `ValueError` if `PPOTrainer`'s arguments for models and adapters, which have the same names here,
+    contradict each other. If `model` is a PeftModel, make its adapter `default` trainable.
 
     Returns:
         The reward functions, with an [`AdapterReward`] in place of the path of a saved adapter, since GRPO would load
@@ -102,7 +103,8 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
         (
             use_vllm and getattr(base_model_of(policy).config, "quantization_config", None) is not None,
             "`use_vllm=True` does not work with a quantised base: vLLM would get merged weights that were quantised "
-            "again, and sample from another policy than the trained one.",
+            "again, and sample from another policy than the trained one. Load the base unquantised, or leave out "
+            "`use_vllm`.",
         ),
     ]:
         if is_wrong:

@@ -614,8 +614,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._unscored = self._unscored + 1 if everyones.isnan().all() else 0
         if self._unscored == 3:
             raise ValueError(
-                "In three rollouts in a row no completion got a score, so nothing is trained: every reward function "
-                f"({', '.join(self.reward_func_names)}) returned None for all of them."
+                "In three rollouts in a row no completion got a score, so nothing is trained: each was cut off, and "
+                "`mask_truncated_completions=True` leaves it out, or the reward functions "
+                f"({', '.join(self.reward_func_names)}) returned None for it. Raise `max_completion_length`, or check "
+                "the functions."
             )
         scores, scales = (self._local(each).to(rollout.scores) for each in normalizer(everyones, groups))
         if self.args.reward_clip_range:

@@ -30,7 +30,10 @@ class ServerLost(ConnectionError):
 
 
 def check_logprobs(engine: Any) -> None:
-    """Wrap `engine.generate` so that it raises unless vLLM returned the log-prob of each sampled token."""
+    """
+    Wrap `engine.generate`, of TRL's wrapper of vLLM, so that it raises a `RuntimeError` unless vLLM returned a finite
+    log-prob of each sampled token.
+    """
     generate = engine.generate
 
     @wraps(generate)
@@ -67,7 +70,7 @@ def sampled_logprobs(
     returned = ids if of_tokens is None else [[each[0] for each in row] for row in of_tokens]
     if returned != ids or [len(row) for row in sampled] != [len(row) for row in ids]:
         raise RuntimeError(
-            "vLLM returned log-probs of other tokens than it sampled: install a vLLM version that TRL supports."
+            "vLLM did not return a log-prob for each token that it sampled: install a vLLM version that TRL supports."
         )
     for row, numbers in enumerate(sampled):
         if not all(number is not None and math.isfinite(number) for number in numbers):
@@ -97,8 +100,8 @@ def check_loadable(engine: Any) -> None:
 
 def _instance_of(url: str) -> str | None:
     """
-    Return an id of the vLLM server that runs at `url`, to detect a restart; None if it names none. Raise if it lacks a
-    flag that PPO needs.
+    Return an id of the vLLM server that runs at `url`, to detect a restart; None if the server gives none. Raise a
+    `ValueError` if the server was started without a flag that PPO needs.
     """
     answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
     config = answer.raise_for_status().json()["vllm_config"]

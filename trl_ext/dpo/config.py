@@ -160,8 +160,9 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
             ),
             (
                 self.margin_normalization != "none" and others,
-                "`margin_normalization='source'` needs a loss that depends only on β times the margin: one of "
-                f"{sorted(OF_BETA_TIMES_MARGIN)} with `f_divergence_type='reverse_kl'`.",
+                f"`margin_normalization='source'` does not work with `loss_type={self.loss_type}` and "
+                f"`f_divergence_type={self.f_divergence_type!r}`. It needs a loss that depends only on β times the "
+                f"margin: {sorted(OF_BETA_TIMES_MARGIN)}, each also with 'sft', and `f_divergence_type='reverse_kl'`.",
             ),
             (
                 self.replaces_sigmoid and (not is_sigmoid or self.use_weighting),

@@ -289,7 +289,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         Args:
             log_probs: (2B, T), nats, of the chosen, then the rejected answers' tokens.
             batch: masks and the reference's log-probs, as TRL collates them.
-            columns: further columns of the data; `source`, if it is there, numbers each pair's dataset.
+            columns: further columns of the data; `source`, if it is there, has the number of each pair's source.
         """
         chosen, rejected = sequence_logprobs(*_completion(log_probs, batch), self.ld_alpha).chunk(2)
         no_source = torch.full_like(chosen, -1, dtype=torch.long)

@@ -50,6 +50,12 @@ class AdapterClassifier(nn.Module):
     Score rows as a sequence classifier with one label does, by an adapter and a head on the policy's base.
 
     Only the head is registered as a submodule: the base belongs to the policy.
+
+    Args:
+        policy: the PEFT model that holds the base.
+        adapters: the switch between its adapters.
+        name: the adapter to score by.
+        head: linear layer from a hidden state to a score; None for a head of zeros.
     """
 
     classifier: Any
@@ -102,7 +108,10 @@ def check_one_label(model: Any, name: str) -> None:
 
 
 def check_critic(critic: Any, tokenizer: Any) -> None:
-    """Raise a `ValueError` if a critic has more than one label, or lacks an embedding for a token of the tokenizer."""
+    """
+    Raise a `ValueError` if a critic is no sequence classifier with one label, or lacks an embedding for a token of the
+    tokenizer.
+    """
     check_one_label(critic, "`value_model`")
     if unknown := tokens_beyond(vocabulary_of(critic), tokenizer, pads_are_read=False):
         raise ValueError(

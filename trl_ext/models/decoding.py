@@ -155,7 +155,7 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
         scores: (B, V), -inf for tokens that cannot be sampled.
 
     Returns:
-        (B,) token ids, and (B,) float32 log-probs, nats.
+        (B,) token ids, and their (B,) log-probs, nats, in the scores' dtype.
 
     Raises:
         RuntimeError: the scores of a row are NaN or +inf somewhere, or −inf everywhere.

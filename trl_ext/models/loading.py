@@ -209,7 +209,8 @@ def load_to_train(
     If `model` is the path of an adapter, load the adapter and its tokenizer, to train the adapter further.
 
     The base is frozen, and quantised if `quantization_config` is given. The adapter keeps its own settings: a
-    `peft_config` is ignored, with a warning. `is_classifier` loads a sequence classifier instead of a language model.
+    `peft_config` is ignored, with a warning. `args` is the trainer's configuration, or None. `is_classifier` loads a
+    sequence classifier instead of a language model.
 
     Returns:
         Two values for a trainer: the model, and `processing_class` or, if that is None, the adapter's tokenizer. If

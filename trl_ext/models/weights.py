@@ -161,7 +161,7 @@ def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | 
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         if load_again is not None:
             return load_again()
-        raise ValueError(f"{what} cannot be a copy of a model that ZeRO-3 has partitioned. Pass `model` as a path.")
+        raise ValueError(f"{what} cannot be a copy of a model that ZeRO-3 has partitioned. Pass that model as a path.")
     twin = copy.deepcopy(model)
     for module in (twin, base_model_of(twin)):
         vars(module).pop("forward", None)

@@ -53,8 +53,8 @@ class Passes:
                 ignores them and computes log-probs.
 
         Returns:
-            The model's outputs by name. `logprobs`, `entropies` and `values`, if they were computed, are (B, T), 0 where
-            there is no response token; the scalar `aux_loss` is unchanged.
+            The model's outputs by name. `logprobs`, `entropies` and `values`, if they were computed, are (B, T), with
+            0 where there is no response token; the scalar `aux_loss` is unchanged.
         """
         hidden_size = None if "output_router_logits" in asked else self._packs(model)
         config = unwrapped(model).config.get_text_config()

@@ -159,7 +159,8 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """
-        Compute TRL's loss with the β of this micro-batch, and with [`preference_loss`] in place of its sigmoid term.
+        Compute TRL's loss with the β of this micro-batch. If `replaces_sigmoid`, [`preference_loss`] takes the place
+        of its sigmoid term.
 
         The `sft` term is a mean over the tokens of the optimizer step; TRL's is a mean over those of a micro-batch.
         TRL's loss runs the model, then reads β; in between, `_observe_pairs` sets β. If no setting of trl_ext changes

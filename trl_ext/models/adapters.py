@@ -332,7 +332,7 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
     """
     Load the weights in `folder` into the policy's adapter `name`, without freezing it.
 
-    Return the weights of the score head in `folder`; {} if there is no head.
+    Return the weights of the score head in `folder`, as `weight` and, if there is one, `bias`; {} if there is no head.
     """
     weights = load_peft_weights(folder, device="cpu")
     head = {key.removeprefix(HEAD): weights.pop(key) for key in list(weights) if key.startswith(HEAD)}
@@ -444,7 +444,10 @@ def save_base_fingerprint(
 
 
 def recorded_base(folder: str) -> dict[str, str]:
-    """Read the file that [`save_base_fingerprint`] wrote beside an adapter; {} if there is none."""
+    """
+    Return what [`save_base_fingerprint`] wrote beside an adapter: `base`, `weights` and `quantization`; {} if it wrote
+    nothing.
+    """
     record = Path(folder) / FINGERPRINT
     return json.loads(record.read_text()) if record.is_file() else {}
 

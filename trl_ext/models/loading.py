@@ -183,7 +183,10 @@ def merge(model: Any) -> Any:
 
 
 def fit_vocabulary(model: Any, weights: dict[str, Tensor]) -> None:
-    """Resize a base's embeddings to the size of the embeddings in an adapter's `weights`, if it has any."""
+    """
+    Resize a base's embeddings to the size of those in `weights`, the tensors of an adapter's file by name, if there
+    are any.
+    """
     for name in _saved_embeddings(model, weights):
         if len(weights[name]) != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(weights[name]))

@@ -425,5 +425,5 @@ class RolloutTrainer(GRPOTrainer):
 
 
 def waits_for_tools(completion: Any) -> bool:
-    """Return whether a response (`completion`) was cut off after tool calls, so that no tool has answered them."""
+    """Return whether `completion`, text or messages, was cut off after tool calls, which no tool has answered."""
     return isinstance(completion, list) and bool(completion) and bool(completion[-1].get("tool_calls"))

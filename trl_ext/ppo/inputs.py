@@ -46,7 +46,7 @@ def check(
 
     Args:
         models: the trainer's arguments `model`, `value_model`, `ref_model` and each reward, by name.
-        datasets: the datasets to train and to evaluate on, by name.
+        datasets: names and datasets, "train" and those to evaluate on.
         environment_factory: the trainer's argument of this name.
         agent: the names among `tools`, `environment_factory` and `rollout_func` that were given to the trainer.
         optimizer: the optimizer passed to the trainer in `optimizers`, if any.
@@ -77,7 +77,7 @@ def check(
         (
             optimizer is not None and args.critic_learning_rate is not None,
             "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
-            "critic its own parameter group there.",
+            "critic its own parameter group there, and leave `critic_learning_rate` out.",
         ),
         (
             "train" in names and prompts < needed,

@@ -293,8 +293,8 @@ class PPOMetrics:
 
     def means(self, mode: str) -> dict[str, float]:
         """
-        Return the mean metrics of `mode`, `"train"` or `"eval"`, since the last call, by name, and delete their
-        entries.
+        Return the metrics of `mode`, `"train"` or `"eval"`, over all processes since the last call, by name, and
+        delete their entries.
         """
         moments = (self.train if mode == "train" else self.eval).pop(self.accelerator)
         report: dict[str, float] = {}

@@ -244,8 +244,8 @@ class Rewards:
             args: the trainer's configuration.
             eos_token_ids: the tokens that end a response.
             mistakes: collects the errors of reward functions.
-            forward: `forward(name, …)` scores rows with the reward model `name`, which shares the policy's base. It
-                runs the actor-critic inside its FSDP or DeepSpeed wrapper.
+            forward: `forward(name, input_ids, attention_mask)` scores rows with the reward model `name`, which shares
+                the policy's base. It runs the actor-critic inside its FSDP or DeepSpeed wrapper.
             own_draws: makes a context with a separate random state. Functions of weight 0 run in this context, so that
                 training samples as it would without them. They do not run in the background: a thread would use the
                 generator that training uses.
@@ -303,7 +303,7 @@ def make_actor_critic(
         loader: holds the policy.
         rewards, heads: all rewards, and the heads of the models that share the base, as `load_adapters` returns them.
         value_model: a path or an object; None makes the critic from a reward model or the policy.
-        critic_config: configuration of the critic's adapter.
+        critic_config: configuration of the critic's adapter; None for that of the policy's adapter.
         has_critic: whether training uses a critic.
 
     Returns:

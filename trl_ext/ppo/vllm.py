@@ -170,7 +170,7 @@ class ServerGuard:
 
 
 def save_last_step(trainer: Any) -> str:
-    """Save a checkpoint of the last finished step, unless there is one; return a sentence for the error message."""
+    """Save a [`PPOTrainer`]'s last finished step, unless it is saved; return a sentence on how to resume the run."""
     step = trainer.state.global_step
     if not step:
         return "No step was finished."
@@ -206,7 +206,7 @@ class RolloutsAhead:
     arrived, returns these.
 
     Args:
-        trainer: the trainer that trains on the rollouts.
+        trainer: the [`PPOTrainer`] that trains on the rollouts.
     """
 
     def __init__(self, trainer: Any):
@@ -215,7 +215,7 @@ class RolloutsAhead:
 
     def take(self, prompt_ids: list[list[int]]) -> Answers:
         """
-        Request the rollouts that the current weights must generate, then wait for the current rollout and return it.
+        Request the rollouts that the current weights must generate; wait for the current rollout, return its answers.
 
         Args:
             prompt_ids: the prompts that the Trainer delivers. If the rollout was generated for other prompts, all

@@ -237,13 +237,18 @@ class ValueHealthCallback(MonitorCallback):
 @dataclass(eq=False, kw_only=True)
 class NotFiniteCallback(MonitorCallback):
     """
-    Alert when `grad_norm` or `loss` is not finite.
+    Alert when `grad_norm` or `loss` is not finite, and by default end training.
+
+    The run then ends without a new checkpoint, since the weights may hold NaN: resume from the newest checkpoint.
 
     Set `logging_nan_inf_filter=False`: by default a Trainer replaces a loss that is not finite by a finite number
     before it logs the loss. The gradient's norm is always logged unchanged.
 
     >>> trainer.args.logging_nan_inf_filter = False
     >>> trainer.add_callback(NotFiniteCallback())
+
+    Args:
+        others: see [`MonitorCallback`].
     """
 
     action: Action = "stop"

@@ -187,7 +187,10 @@ def scores_of_all(
 
 
 def failure(name: str, error: Exception) -> RuntimeError:
-    """Return a [`RewardFailed`] with the name of the reward function and the message of `error`."""
+    """
+    Return an error with the name of the reward function and the message of `error`: a [`RewardFailed`] if `error` is
+    one, else a `RuntimeError`.
+    """
     kind = RewardFailed if isinstance(error, RewardFailed) else RuntimeError
     return kind(f"reward '{name}': {message_of(name, error)}")
 

@@ -219,7 +219,7 @@ class ScoreWatch(HoldsRewards, Watch):
         bound: log the share of scores above this number; 0.8 suits scores from 0 to 1. None: no such share is logged.
         quantiles: which quantiles to log, each in [0, 1].
         name: name in the metrics. The default is the reward's own name.
-        folder, score: see [`Watch`].
+        folder: see [`Watch`]. `score` has no effect.
 
     Examples:
         >>> from trl_ext.rewards import ScoreWatch

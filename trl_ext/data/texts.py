@@ -136,12 +136,10 @@ def check_texts(dataset: "Dataset", columns: Sequence[str], name: str, may_be_em
         is_right = is_messages if column == "messages" else is_text
         for row, value in enumerate(dataset[column]):
             if not is_right(value) or not (value or may_be_empty):
-                form = "a list of messages, dicts with `role` and `content`"
-                form = (
-                    form if column == "messages" else f"text{'' if may_be_empty else ' that is not empty'} or {form}"
-                )
+                text = "" if column == "messages" else "text or " if may_be_empty else "text (not empty) or "
                 raise ValueError(
-                    f"{name}, row {row}: {column!r} must be {form}, got {repr(value)[:80]}. Correct or remove such rows."
+                    f"{name}, row {row}: {column!r} must be {text}messages (a list of dicts with `role` and `content`), "
+                    f"got {repr(value)[:80]}. Correct or remove such rows."
                 )
 
 

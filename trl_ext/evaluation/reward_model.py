@@ -306,7 +306,7 @@ def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor) -
         - `pairs`: their number;
         - `accuracy` and `calibration_error`, and their 95 % bootstrap intervals `accuracy_interval` and
           `calibration_error_interval`;
-        - `margin_mean` and `margin_std`: mean and standard deviation of the margins, chosen score minus rejected score;
+        - `margin_mean` and `margin_std`, of the margins: chosen score minus rejected score;
         - `chosen_mean` and `rejected_mean`: the mean scores;
         - `accuracy_by_length_gap`: see [`accuracy_by_length_gap`].
     """
@@ -326,7 +326,7 @@ def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor) -
 
 
 def plot_margins(margins: Tensor, path: str | Path) -> None:
-    """Write a histogram of the (N,) margins of held-out pairs, chosen score minus rejected score, to the PNG `path`."""
+    """Write a histogram of the (N,) margins of held-out pairs, chosen minus rejected score, to the PNG `path`."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")

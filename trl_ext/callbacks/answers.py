@@ -262,7 +262,7 @@ class CanaryCallback(MonitorCallback):
     >>> trainer.add_callback(CanaryCallback(trainer=trainer, prompts=["Who are you?"], minutes=15))
 
     Args:
-        trainer: any Trainer of a causal language model, which answers.
+        trainer: any Trainer of a causal language model; its model answers.
         prompts: texts or messages.
         minutes: minutes from one set of answers to the next, by the main process's clock.
         judge: a reward function, async or not, that scores the answers; None for no scores.

@@ -176,9 +176,9 @@ def draw_line(axes, history, key: str | None, label: str, **style) -> None:
 
 def _panel(lines: dict[str, str], monitor: str = "", *arguments: str) -> Callable:
     """
-    Return a function that draws a panel: curves, and the bounds that a monitor's arguments set.
+    Return a function that draws a panel: curves, and the bounds that `arguments` of a monitor set.
 
-    `lines` maps quantities, or log keys (which have a `/`), to labels.
+    `lines` maps quantities, or log keys (which have a `/`), to labels. `monitor` is the monitor's class name.
     """
 
     def draw(axes, history, metrics, registry) -> None:

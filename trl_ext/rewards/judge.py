@@ -40,9 +40,10 @@ class JudgeReward(ServedReward):
     judge's message: the whole message, or its last line, must be `{"score": NUMBER}` or `Score: NUMBER`, within
     `scale`. This does not stop an answer that persuades the judge to give a high score, see docs/security.md.
 
-    A row fails if the judge's message was cut off at `max_tokens`. A row scores None, whatever `on_error` says, if the
-    server stopped or withheld the message, as with `finish_reason: content_filter`; so no answer can end a run by
-    provoking the filter. In both cases the judge is first asked again, up to `parse_retries` times.
+    A row fails if the judge's message has no such score or was cut off at `max_tokens`. A row scores None, whatever
+    `on_error` says, if the server stopped or withheld the message, as with `finish_reason: content_filter`; so no
+    answer can end a run by provoking the filter. In all these cases the judge is first asked again, up to
+    `parse_retries` times.
 
     With `compare` the judge compares each answer with the text in that column twice, once in each order, and the score
     is the mean of the two verdicts. A judge that always prefers the first answer thus gives the middle of the scale.

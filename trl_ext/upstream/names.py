@@ -31,6 +31,7 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
         "launch_training_script": "script_name, launch_args, training_script_args, launch_parser_fn=",
     },
     "trl.data_utils": {"is_conversational": "example"},
+    "trl.kernels.chunked_logprob": {"_backward_tile": None, "_forward_tile": None},
     "trl.models": {
         "prepare_deepspeed": "model, accelerator",
         "prepare_fsdp": "model, accelerator",

@@ -83,7 +83,10 @@ def without_folds(rows: Any, k: int, seed: int) -> list:
 
 
 def begin_ensemble(output_dir: Path, settings: dict) -> None:
-    """Record the members' settings, and warn if the folder was started with others."""
+    """
+    Record the members' settings, and print a warning if the folder was started with others; raise a `ValueError` if it
+    holds the run of a single model.
+    """
     from accelerate import PartialState
 
     from trl_ext.runs import differences
@@ -110,7 +113,10 @@ def is_complete(member: str) -> bool:
 
 
 def finish_ensemble(output_dir: Path, k: int) -> str:
-    """Measure the members together, write `ensemble.json` for `EnsembleReward`, and return a sentence to print."""
+    """
+    Measure the members together, write `ensemble.json` for `EnsembleReward`, and return a text to print; "" on all
+    processes but the main one, which does this.
+    """
     import torch
     from accelerate import PartialState
 

@@ -1,4 +1,4 @@
-"""`python -m trl_ext` is `trl-ext`. Run as a file, as `accelerate launch` does, it is one process of a training run."""
+"""`python -m trl_ext` is `trl-ext`. Run as a file, as `accelerate launch` does, it is one process of a run."""
 
 import signal
 import sys

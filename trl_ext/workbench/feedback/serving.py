@@ -187,7 +187,7 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
             given = request.headers.get("authorization", "").encode()
             is_wrong = key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode())
             try:
-                check((is_wrong, 401, "the request needs a bearer token"))
+                check((is_wrong, 401, "the request has no bearer token, or not the token of this server"))
                 response = await endpoint(request)
             except Refusal as refusal:
                 headers = _HEADERS.get(refusal.status)

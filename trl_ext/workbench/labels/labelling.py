@@ -152,8 +152,8 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
             item, who, choice = ("" if value is None else str(value).strip() for value in (item, annotator, choice))
             if not item or choice not in ("", *CHOICES):
                 raise ValueError(
-                    f"{path}, row {number}, has the item {item!r} and the choice {choice[:40]!r}, not one of "
-                    f"{', '.join(CHOICES)}: see docs/refresh.md for the format"
+                    f"{path}, row {number}, has the item {item!r} and the choice {choice[:40]!r}, but it needs an "
+                    f"item and one of the choices {', '.join(CHOICES)}: see docs/refresh.md for the format"
                 )
             found.append({"item": item, "annotator": who or path.stem, "choice": choice or None})
     return found

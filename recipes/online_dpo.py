@@ -216,7 +216,10 @@ def main(arguments: list[str] | None = None) -> None:
     if before["model_name_or_path"] != start:
         parser.error(f"{output_dir} was started from {before['model_name_or_path']}: choose another `output_dir`")
     if different := differences(before, settings):
-        processes.print(f"Warning: {output_dir} was started with other settings: {'; '.join(different)}")
+        processes.print(
+            f"Warning: {output_dir} was started with other settings: {'; '.join(different)}. From here on the new "
+            "settings are used."
+        )
     held_out = held_out.to_list()
     weights = reward_weights or [1.0] * len(rewards)
 

@@ -161,7 +161,10 @@ def base_of(name: str, folder: Path) -> str:
 def loaded_reward(
     name: str, kwargs: dict, members: int, folder: Path, load_config: Callable[[str], Any]
 ) -> LoadedReward:
-    """Describe a reward model by its base and the arguments of `ModelReward`."""
+    """
+    Describe the reward model `name`, which `members` adapters share as their base, by its configuration and by
+    `kwargs`, the arguments of `ModelReward`.
+    """
     config = load_config(base_of(name, folder))
     dtype = kwargs.get("dtype") or getattr(config, "dtype", None) or torch.float32
     return LoadedReward(

@@ -59,7 +59,10 @@ class RewardScriptArguments(HeldOutArguments):
 def next_command(
     output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments, context: int, use_cpu: bool
 ) -> str:
-    """Return the command that trains the base by PPO, or by DPO if the reward model did not pass its report."""
+    """
+    Return the command that trains the base, whose context has `context` tokens, by PPO with the reward model in
+    `output_dir`; or by DPO if the reward model did not pass its report.
+    """
     from trl_ext.workbench import objections
 
     stage = "dpo" if objections([str(output_dir)]) else "ppo"
@@ -98,7 +101,10 @@ def begin_ensemble(output_dir: Path, settings: dict) -> None:
         )
     before = json.loads(file.read_text()) if file.is_file() else settings
     if different := differences(before, settings):
-        PartialState().print(f"Warning: {output_dir} was started with other settings: {'; '.join(different)}")
+        PartialState().print(
+            f"Warning: {output_dir} was started with other settings: {'; '.join(different)}. From here on the new "
+            "settings are used."
+        )
     PartialState().wait_for_everyone()  # all have read
     if PartialState().is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)

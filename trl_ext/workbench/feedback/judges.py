@@ -65,7 +65,7 @@ def read_criteria(path: str, key: str) -> tuple[Any, str]:
     content = Path(path).read_bytes()
     found = read_yaml(content.decode())
     if not isinstance(found, dict) or not found.get("version") or not found.get(key):
-        raise ValueError(f"{path} must have `version` and `{key}`, got {str(found)[:60]!r}")
+        raise ValueError(f"{path} must be YAML with the keys `version` and `{key}`, got {str(found)[:60]!r}")
     return found[key], f"{found['version']}@{hashlib.sha256(content).hexdigest()[:12]}"
 
 

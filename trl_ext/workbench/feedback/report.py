@@ -110,7 +110,7 @@ def of_known(
     Compare the judge with people, and decide whether the judge may label the other pairs.
 
     Args:
-        known: the pairs that people labelled.
+        known: the pairs that people labelled, as `load_pairs` returns them.
         people: maps a pair's key to people's choice.
         votes_of: function from a pair to the judge's verdicts.
         args: arguments of `trl-ext label`.
@@ -211,7 +211,7 @@ def training_pairs(
     Write `pairs/train.jsonl`, labelled by the judge, and `pairs/test.jsonl`, labelled by people; they share no prompt.
 
     Args:
-        known: the pairs that people labelled.
+        known: the pairs that people labelled, as `load_pairs` returns them.
         others: the pairs whose prompts people did not label.
         people: maps a pair's key to people's choice.
         votes_of: function from a pair to the judge's verdicts.

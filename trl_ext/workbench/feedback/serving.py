@@ -326,7 +326,9 @@ def main(arguments: list[str] | None = None) -> None:
     is_local = args.host in ("127.0.0.1", "::1", "localhost")
     try:
         if key == "":
-            raise ValueError(f"--api_key_env: the variable {args.api_key_env} is empty or not set: export a token")
+            raise ValueError(
+                f"--api_key_env: the variable {args.api_key_env} is empty or not set: export a token in it"
+            )
         if not (is_local or key or args.without_key):
             raise ValueError(
                 f"--host {args.host} lets other machines connect: name the environment variable of a token by "

@@ -39,7 +39,7 @@ class DataArguments(ScriptArguments):
 
 @dataclass
 class HeldOutArguments(DataArguments):
-    """Declare `eval_size`, the number of rows to take from the training split if the data has no test split."""
+    """Declare `eval_size`, the number of rows of the training split to evaluate on, in place of a test split."""
 
     eval_size: int | None = setting(
         None,

@@ -213,7 +213,7 @@ def _pass_on(number: int, frame: Any) -> None:
     Pass the signal with this `number`, such as one of `kill -INT`, on to the training process; raise a
     `KeyboardInterrupt` if it has not been started yet. `frame` is unused.
 
-    A terminal's Ctrl-C reaches the training process twice, since the terminal sends it there, too; it counts one.
+    A terminal's Ctrl-C reaches the training process twice, since the terminal sends it there, too; it counts once.
     """
     import psutil
 

@@ -173,8 +173,8 @@ class BackgroundSaving(_Trainer):
 
     def _save_own_state(self, checkpoint: str) -> None:
         """
-        Save state that transformers does not save to the folder `checkpoint`. Override this; it is called on all
-        processes, before the marker.
+        Save into the folder `checkpoint` what transformers does not save there. Override this; it is called on all
+        processes, before the marker is written.
         """
 
     def _begin(self, checkpoint: Path) -> Path | None:
@@ -210,7 +210,7 @@ class BackgroundSaving(_Trainer):
     def _finish(self, checkpoint: Path, in_memory: Path | None, best: str) -> None:
         """
         Move a checkpoint from memory (`in_memory`; None if it is on the disk already) to the disk, mark it as
-        complete, and delete the oldest ones except `best`.
+        complete, and delete the oldest ones except the one named `best`.
         """
         try:
             if in_memory is not None:

@@ -289,7 +289,10 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
 
 
 def load(model: str, **settings: Any) -> Callable:
-    """Return the reward function `file.py:function`, or a [`ModelReward`] with those `settings` that are not None."""
+    """
+    Return the reward that `model` names: a function as `file.py:function`, or by folder or hub name a [`ModelReward`]
+    with those `settings` that are not None.
+    """
     if ".py:" in model:
         return load_reward(model)
     check_model("MODEL", model)

@@ -130,8 +130,8 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
 
     - A file that annotators wrote is JSON lines, a JSON list or CSV, with the columns `item`, `choice` and, if wanted,
       `annotator`. Label Studio's `JSON-MIN` has this form.
-    - Label Studio exports `JSON`.
-    - Argilla exports what `records.to_list(flatten=True)` gives, as a JSON list or as JSON lines.
+    - An export of Label Studio is one in the format `JSON`.
+    - An export of Argilla is what `records.to_list(flatten=True)` gives, as a JSON list or as JSON lines.
 
     A label that was skipped, discarded or not submitted has the choice None.
 

@@ -62,7 +62,7 @@ class Run:
         outcome: figures measured after training, by label; for a round of online DPO, before it and after it.
         monitors: maps each monitor's name to its arguments; None if monitors were not recorded.
         paid: what the reward paid for, as HackWatch wrote it.
-        objections: of reports on the reward models that the run used or saved.
+        objections: why reports say not to trust the reward models that the run used or saved.
         passed: verdict of the report on the reward model that the run saved; None without a report.
     """
 
@@ -109,7 +109,10 @@ class Run:
 
 
 def main_keys(trainer: str) -> dict[str, str]:
-    """Map the name (with unit) of each main quantity of a trainer to the quantity's key in the log."""
+    """
+    Map the name (with unit) of each main quantity of a trainer to the quantity's key in the log. `trainer` is the name
+    of its configuration class, such as `PPOConfig`.
+    """
     metrics = METRICS[trainer]
     sampled = {
         label.format(unit=metrics[name].unit): metrics[name].key for name, label in SAMPLED.items() if name in metrics
@@ -129,7 +132,7 @@ def headline(run: Run) -> dict[str, str]:
 
 
 def ends(run: Run, key: str) -> list[Any]:
-    """Return the first and the last logged value of a key; one value if it was logged at one step."""
+    """Return the first and the last logged value of a key; one value if it was logged at one step, [] if never."""
     values = [*{log["step"]: log[key] for log in run.history if key in log}.values()]  # the end is evaluated twice
     values = [round(value, 6) if is_finite(value) else value for value in values]  # a KL of 0 has rounding errors
     return values[:1] + values[1:][-1:]

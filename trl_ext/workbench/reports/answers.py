@@ -60,7 +60,7 @@ def load_prompts(name: str, config: str | None, split: str | None, most: int | N
         most: number of rows to take from the beginning; None takes all.
 
     Raises:
-        ValueError: a prompt is missing.
+        ValueError: a prompt is missing or empty.
     """
     split = split or ("train" if Path(name).is_file() else "test")
     dataset = load_dataset_split(name, split, config=config)

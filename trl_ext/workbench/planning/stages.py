@@ -401,7 +401,8 @@ def update_phases(
     job: Job, mode: Any, model: Any, loss: Callable[[], Tensor], roles: list[Role], *others: Any
 ) -> dict[str, dict[str, int]]:
     """
-    Return the bytes, by purpose, of `update`, a micro-batch's forward and backward pass, and the optimizer's `step`.
+    Return the bytes of two phases, by purpose: `update`, a micro-batch's forward and backward pass, and `step`, the
+    optimizer's step.
 
     Args:
         job: the run.

@@ -381,6 +381,8 @@ class PhraseReviewReward(Watch):
     def __init__(self, phrases: Iterable[str], veto: float | None = None, **kwargs: Any):
         super().__init__(**kwargs)
         self.phrases = [phrases] if isinstance(phrases, str) else list(phrases)
+        if not self.phrases or not all(map(str.strip, self.phrases)):
+            raise ValueError(f"`phrases` is {self.phrases}: give at least one phrase, and no empty one")
         self.veto = veto
         self._pattern = regex.compile("|".join(map(_pattern, self.phrases)), regex.IGNORECASE | regex.VERSION1)
 

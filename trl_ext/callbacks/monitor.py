@@ -311,7 +311,7 @@ class MonitorCallback(TrainerCallback):
                 seen[quantity] = 10**12  # said once: no step comes after this one
                 self._note(
                     f"nothing to watch: no log has had `{key or quantity}` since step {since}",
-                    f"Name the key of `{quantity}` by `keys={{'{quantity}': ...}}`, or remove the monitor.",
+                    f"Name the key of `{quantity}` by the monitor's `keys={{'{quantity}': ...}}`, or remove it.",
                 )
         return value
 
@@ -329,7 +329,8 @@ class MonitorCallback(TrainerCallback):
 
     def _note(self, what: str, advice: str) -> list[Finding]:
         """
-        Queue a notice, `what` was found and `advice` on it, which is sent with the next findings; return no finding.
+        Queue a notice, which is sent with the next findings; return []. `what` says what was found, `advice` what to
+        do about it.
         """
         self._notes.append(Finding(what, advice, acts=False, level="notice"))
         return []
@@ -452,7 +453,7 @@ class MonitorCallback(TrainerCallback):
         if action == "stop":
             control.should_training_stop = True
             if not self.saves:
-                how = "look at it, then resume from the newest checkpoint"
+                how = "find the cause, then resume from the newest checkpoint"
                 spoil(state, f"{type(self).__name__} ended this run at step {self.step} ({what}): {how}.")
                 control.should_evaluate = False
             if self._args.should_save:
@@ -468,12 +469,14 @@ class MonitorCallback(TrainerCallback):
             try:
                 send_to(sink, alert, self._args) if isinstance(sink, str) else sink.send(alert)
             except Exception as error:  # a sink that fails must not end a run
-                logger.warning(f"The sink {type(sink).__name__} could not send an alert: {redacted(str(error))}")
+                name = sink if sink in NAMES else type(sink).__name__
+                logger.warning(f"The sink {name} could not send an alert: {redacted(str(error))}")
 
 
 def alerts_of(state: Any, level: Level = "alert") -> list[dict[str, Any]]:
     """
-    Return all monitors' alerts, including those before a resume; with the level `notice`, return notices instead.
+    Return all monitors' alerts, including those before a resume, each as a dict with the fields of an [`Alert`]; with
+    the level `notice`, return notices instead. `state` is the trainer's state.
     """
     sent = state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
     return [alert for alert in sent if alert.get("level", "alert") == level]

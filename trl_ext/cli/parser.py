@@ -97,7 +97,11 @@ class StrictTrlParser(TrlParser):
 
     @contextmanager
     def one_line_errors(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Turn exceptions of these `kinds` in the `with` block into a one-line error that ends the program."""
+        """
+        Turn exceptions of these `kinds` in the `with` block into a one-line error that ends the program.
+
+        Without `kinds`, these are the exceptions of wrong input, such as `ValueError`, `OSError` and `ImportError`.
+        """
         kinds = kinds or _WRONG_INPUT
         try:
             yield
@@ -111,7 +115,10 @@ class StrictTrlParser(TrlParser):
         sys.exit(2)
 
     def _flags(self, path: str) -> list[str]:
-        """Return a YAML file's scalars as flags; set lists, mappings and nulls as the defaults of their fields."""
+        """
+        Return a YAML file's scalars as flags; set lists, mappings and nulls as the defaults of their fields, and the
+        environment variables under `env:`.
+        """
         with open(config_file("--config", path), encoding="utf-8") as file:
             loader = _Loader(file)
             root = loader.get_single_node()

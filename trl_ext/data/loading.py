@@ -31,9 +31,13 @@ def load_dataset_split(
         name: a `.jsonl`, `.json`, `.parquet` or `.csv` file; a folder of such files; a folder written by
             `save_to_disk`; a folder that ships with the package, such as `recipes/tinystories/prompts`; or else a
             dataset on the Hugging Face hub.
-        split: name of the split, or a part of it, such as `train[:50%]` or `train[1000:]`.
+        split: name of the split, or a part of it, such as `train[:50%]` or `train[1000:]`. In a folder written by
+            `save_to_disk`, only a name.
         config: configuration of a hub dataset (`name` in `datasets.load_dataset`).
         columns: required columns, such as `("prompt", "chosen", "rejected")`.
+
+    Raises:
+        ValueError: one of `columns` is missing.
     """
     path = find(name)
     if path.suffix in _BUILDERS:

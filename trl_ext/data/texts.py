@@ -136,9 +136,10 @@ def check_texts(dataset: "Dataset", columns: Sequence[str], name: str, may_be_em
         is_right = is_messages if column == "messages" else is_text
         for row, value in enumerate(dataset[column]):
             if not is_right(value) or not (value or may_be_empty):
+                text = "" if column == "messages" else "text or " if may_be_empty else "text (not empty) or "
                 raise ValueError(
-                    f"{name}, row {row}: {column!r} must be text or messages, got {repr(value)[:80]}. Correct such "
-                    "rows, or leave them out with `Dataset.filter`."
+                    f"{name}, row {row}: {column!r} must be {text}messages (a list of dicts with `role` and "
+                    f"`content`), got {repr(value)[:80]}. Correct or remove such rows."
                 )
 
 

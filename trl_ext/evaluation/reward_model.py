@@ -125,8 +125,8 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
             item.
 
     Returns:
-        A dictionary for each value: the `value`, its number of `pairs`, their `accuracy`, and the accuracy's Wilson
-        interval `accuracy_interval`.
+        A dictionary for each value: the `value` as text, its number of `pairs`, their `accuracy`, and the accuracy's
+        Wilson interval `accuracy_interval`.
     """
     of: dict[str, list[float]] = defaultdict(list)
     for margin, value in zip(margins.tolist(), groups, strict=True):
@@ -294,15 +294,21 @@ def reliability_bins(margins: Tensor) -> list[dict[str, Any]]:
 
 
 def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor) -> dict[str, Any]:
-    """Return a reward model's accuracy and calibration error on held-out pairs, with 95 % intervals, and further
-    figures.
-
-    The report also has the margins' mean and standard deviation, the mean scores of chosen and rejected answers, and
-    the accuracy by length gap, see [`accuracy_by_length_gap`].
+    """Return a reward model's accuracy and calibration error on held-out pairs, and further figures.
 
     Args:
         chosen, rejected: (N,) scores of the two answers of each pair.
         length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
+
+    Returns:
+        A dictionary with the keys
+
+        - `pairs`: their number;
+        - `accuracy` and `calibration_error`, and their 95 % bootstrap intervals `accuracy_interval` and
+          `calibration_error_interval`;
+        - `margin_mean` and `margin_std`, of the margins: chosen score minus rejected score;
+        - `chosen_mean` and `rejected_mean`: the mean scores;
+        - `accuracy_by_length_gap`: see [`accuracy_by_length_gap`].
     """
     margins = (chosen - rejected).double()
     return {
@@ -320,7 +326,7 @@ def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor) -
 
 
 def plot_margins(margins: Tensor, path: str | Path) -> None:
-    """Write a histogram of the margins of held-out pairs to `path`, as a PNG."""
+    """Write a histogram of the (N,) margins of held-out pairs, chosen minus rejected score, to the PNG `path`."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
@@ -342,7 +348,8 @@ def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
         A dictionary with the keys
 
         - `pairs`: their number;
-        - `accuracy` and `accuracy_interval`: dictionaries with a figure for each way to combine the members' scores;
+        - `accuracy` and `accuracy_interval`: dictionaries with a figure for each way to combine the members' scores,
+          by its name in [`~trl_ext.functional.ensemble_score`];
         - `disagreement`: the standard deviation of the members' scores of an answer, averaged over all answers
           (`mean`), over the pairs that the members' mean score ranks right (`where_right`), and over the other pairs
           (`where_wrong`); None without such pairs;

@@ -105,6 +105,10 @@ class CachedReward(TellsFailures, HoldsRewards):
                 "`redis_url` must not contain a password: name the environment variable that holds it in "
                 "`redis_password_env`"
             )
+        if redis_url and redis_password_env and redis_password_env not in os.environ:
+            raise ValueError(
+                f"`redis_password_env`: the environment variable {redis_password_env} is not set: export it"
+            )
         self._memory: cachetools.LRUCache = cachetools.LRUCache(capacity)
         self._lock = threading.Lock()
         self._redis: Any = None

@@ -187,7 +187,10 @@ def scores_of_all(
 
 
 def failure(name: str, error: Exception) -> RuntimeError:
-    """Return a [`RewardFailed`] with the name of the reward function and the message of `error`."""
+    """
+    Return an error with the name of the reward function and the message of `error`: a [`RewardFailed`] if `error` is
+    one, else a `RuntimeError`.
+    """
     kind = RewardFailed if isinstance(error, RewardFailed) else RuntimeError
     return kind(f"reward '{name}': {message_of(name, error)}")
 
@@ -224,7 +227,10 @@ def checked_name(name: str | None, default: str) -> str:
 
 def checked_on_error(on_error: Any) -> OnError:
     """Return `on_error`, numbers as floats; raise now for an invalid word, rather than at the first failure."""
-    return on_error if on_error in ("raise", "skip") else float(on_error)
+    try:
+        return on_error if on_error in ("raise", "skip") else float(on_error)
+    except (TypeError, ValueError):
+        raise ValueError(f"`on_error` is {on_error!r}: give 'raise', 'skip', or a number as the score") from None
 
 
 _LOOP = "async rewards"  # name of the thread that runs coroutines

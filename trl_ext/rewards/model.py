@@ -100,7 +100,8 @@ class ModelReward:
     Args:
         model: a sequence classifier with one label: the folder or hub name of a model or of an adapter, or a model
             object, which is put into evaluation mode.
-        tokenizer: the model's tokenizer, or its folder or hub name; None loads the one saved with the model.
+        tokenizer: the model's tokenizer, or its folder or hub name; None loads the one saved with the model. A model
+            object needs one.
         policy_tokenizer: the tokenizer of `prompt_ids` and `completion_ids`, or the policy's folder or hub name.
         eos_token_ids: the policy's tokens that end a finished answer; None: those of `policy_tokenizer`.
         revision: revision of a model on the hub.
@@ -111,7 +112,7 @@ class ModelReward:
             are batched together.
         batch_size: most rows in one forward pass; None: no limit. If weights are sharded over processes, set this
             limit and `max_batch_tokens=None`, since all processes must run the same number of forward passes.
-        max_length: most tokens of a row, prompt and answer; None: the length of the model's context.
+        max_length: most tokens of a row, prompt and answer; None, or more than the model's context: its context.
         truncation: what happens to a row longer than `max_length`. `"refuse"` raises a `ValueError`. `"left"` cuts off
             the beginning of the prompt, but not a special token at its start, and logs the share of rows cut as
             `rewards/<name>/truncated`.
@@ -296,8 +297,9 @@ class ModelReward:
         too_long = [len(row) > limit for row in rows]
         if any(too_long) and self.truncation == "refuse":
             raise ValueError(
-                f"a prompt with its completion has {longest} tokens, but the reward model's context has {limit}: "
-                "shorten the prompts, lower `max_completion_length`, or set truncation='left'"
+                f"a prompt with its completion has {longest} tokens, but the reward model reads {limit} at most (its "
+                "context, or a smaller `max_length`): shorten the prompts, lower `max_completion_length`, or cut the "
+                "beginning of long prompts off by `ModelReward(…, truncation='left')`"
             )
         if self.truncation == "left":
             log_to(log_metric, {"truncated": sum(too_long) / max(len(rows), 1)}, self)
@@ -338,7 +340,7 @@ class ModelReward:
     def _after_eos(self, prompt: list, eos: int) -> list[int]:
         """
         Return the tokens that the chat template puts after the EOS, id `eos`, of the last turn behind `prompt`
-        (ChatML: a line break).
+        (ChatML: a line break); [] if the template ends a turn with another token.
         """
         messages = [{"role": "assistant", "content": "x"}]
         closing = self._tokenize(prompt, messages, True)[len(self._tokenize(prompt, messages, False)) :]

@@ -255,7 +255,8 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | None) -> li
             scores = [item["score"] if api == "vllm-score" else _of_label(item["probs"], label) for item in items]
     except (LookupError, TypeError, AttributeError) as error:
         raise ServiceError(
-            f"the server's answer does not have the format of api={api!r}: {repr(answer)[:120]}. Check `url` and `api`"
+            f"the server's answer does not have the format of api={api!r}: {repr(answer)[:120]}. Check `url`, `api` "
+            "and `label`"
         ) from error
     if not isinstance(scores, list) or len(scores) != count:
         raise ServiceError(f"the server did not return {count} scores for {count} completions: {repr(answer)[:120]}")

@@ -216,7 +216,7 @@ class ServedReward(TellsFailures):
         try:
             answer = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UnavailableError(f"the server's answer is not JSON: {said}") from error
+            raise UnavailableError(f"the server's answer is not JSON (check the URL): {said}") from error
         if isinstance(answer, dict) and answer.get("error"):
             raise failure_of(answer["error"], f"the server reports an error, though with status 200: {said}")
         check(answer)
@@ -266,7 +266,8 @@ def _client(process: int) -> httpx2.Client:
 
 def failure_of(error: Any, message: str) -> ServiceError:
     """
-    Return the exception for an `error` object in an answer with status 200; its `code`, if any, counts as the status.
+    Return the exception for an `error` object in an answer with status 200. Its `code`, if that is 400 or more, counts
+    as the status, else 503.
     """
     code = str(error.get("code")) if isinstance(error, dict) else ""
     return _failure(int(code) if code.isdecimal() and int(code) >= 400 else 503, message)

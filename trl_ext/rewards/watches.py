@@ -219,7 +219,7 @@ class ScoreWatch(HoldsRewards, Watch):
         bound: log the share of scores above this number; 0.8 suits scores from 0 to 1. None: no such share is logged.
         quantiles: which quantiles to log, each in [0, 1].
         name: name in the metrics. The default is the reward's own name.
-        folder, score: see [`Watch`].
+        folder: see [`Watch`]. `score` has no effect.
 
     Examples:
         >>> from trl_ext.rewards import ScoreWatch
@@ -381,6 +381,8 @@ class PhraseReviewReward(Watch):
     def __init__(self, phrases: Iterable[str], veto: float | None = None, **kwargs: Any):
         super().__init__(**kwargs)
         self.phrases = [phrases] if isinstance(phrases, str) else list(phrases)
+        if not self.phrases or not all(map(str.strip, self.phrases)):
+            raise ValueError(f"`phrases` is {self.phrases}: give at least one phrase, and no empty one")
         self.veto = veto
         self._pattern = regex.compile("|".join(map(_pattern, self.phrases)), regex.IGNORECASE | regex.VERSION1)
 

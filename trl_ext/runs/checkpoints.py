@@ -82,9 +82,10 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     checkpoint in `output_dir`; with a path in place of True, from the checkpoint at that path.
 
     - Settings that differ from those of the run that wrote the checkpoint are printed. An error is raised for another
-      base or reference, for another number of rows in an optimizer step, for another number of optimizer steps in a
-      rollout (PPO), and for another number of processes if each process has saved a part of the checkpoint.
-    - If the run is complete, the checkpoint is loaded, and nothing is trained.
+      base or start model, another reference, another number of rows in an optimizer step, another `num_mini_batches`
+      or `num_ppo_epochs`, a change to or from PPO without a critic, and another number of processes if each process
+      has saved a part of the checkpoint.
+    - If the run is complete, the checkpoint is loaded, and nothing is trained. Under ZeRO-3 this raises an error.
     - If a monitor ended the run, resuming raises an error, unless `resume_anyway` is set, or
       `resume_from_checkpoint=False` restarts the run.
 
@@ -197,8 +198,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         marker = read_marker(checkpoint) if checkpoint else None
         if checkpoint is None or marker is None:
             raise CannotResume(
-                f"No complete checkpoint in {checkpoint or self.args.output_dir}. Set `resume_from_checkpoint=False` "
-                "to train from the beginning."
+                f"No complete checkpoint in {checkpoint or self.args.output_dir}. To train from the beginning, set "
+                "`resume_from_checkpoint` to false."
             )
         different = differences(marker["configuration"], self._settings)
         needs_same: tuple[str, ...] = _MUST_BE_SAME
@@ -233,8 +234,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             state.best_model_checkpoint = str(Path(checkpoint).with_name(Path(state.best_model_checkpoint).name))
             if read_marker(state.best_model_checkpoint) is None:
                 raise CannotResume(
-                    f"{state.best_model_checkpoint}, the best checkpoint, is incomplete and cannot be loaded. Set "
-                    "`load_best_model_at_end=False` to load the last one."
+                    f"{state.best_model_checkpoint}, the best checkpoint, is missing or incomplete and cannot be "
+                    "loaded. To load the last one, set `load_best_model_at_end` to false."
                 )
             self._load_best_model()
         return TrainOutput(state.global_step, float("nan"), {})

@@ -100,7 +100,7 @@ class _PickledAs(str):
 
 def pickled_without_credentials(args: Any) -> dict[str, Any]:
     """
-    Return new values for the attributes of `args` that hold credentials.
+    Return new values, by name, for the attributes of `args` that hold credentials.
 
     In memory the credentials that are strings, such as the hub's token, still work; in a pickle they are redacted.
     """

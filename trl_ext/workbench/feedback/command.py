@@ -122,8 +122,11 @@ def run(args: LabelArguments) -> dict[str, Any]:
     """
     Have the judge label the pairs that people labelled and, if it agrees with people, all other pairs.
 
+    If people labelled fewer than `min_known` pairs, the judge is not asked, and no training pairs are written.
+
     Returns:
-        The report, which is also written to the output folder.
+        The report, which is also written as `label.json` and `label.html`. Its `gate` has `passed`, and `reasons` if
+        no pairs were written.
     """
     import numpy as np
 

@@ -53,8 +53,8 @@ def prompt_groups(rows: Sequence[dict[str, Any]]) -> np.ndarray:
 
 def kappa(ours: Sequence[str], theirs: Sequence[str], groups: np.ndarray, seed: int = 0) -> Any:
     """
-    Return Cohen's κ of two raters' choices, `ours` and `theirs`, and its 95 % interval by a bootstrap over `groups`,
-    the rows' (N,) group numbers; None if undefined.
+    Return Cohen's κ of two raters' choices, `ours` and `theirs`, each "a", "b" or "tie", and the two ends of its 95 %
+    interval by a bootstrap over `groups`, the rows' (N,) group numbers; None and None if κ is not defined.
     """
     cells = [3 * CHOICES.index(mine) + CHOICES.index(other) for mine, other in zip(ours, theirs, strict=True)]
     return estimate(cohen_kappa(resampled(np.eye(9)[cells], groups, seed).reshape(-1, 3, 3)))
@@ -110,7 +110,7 @@ def of_known(
     Compare the judge with people, and decide whether the judge may label the other pairs.
 
     Args:
-        known: the pairs that people labelled.
+        known: the pairs that people labelled, as `load_pairs` returns them.
         people: maps a pair's key to people's choice.
         votes_of: function from a pair to the judge's verdicts.
         args: arguments of `trl-ext label`.
@@ -211,7 +211,7 @@ def training_pairs(
     Write `pairs/train.jsonl`, labelled by the judge, and `pairs/test.jsonl`, labelled by people; they share no prompt.
 
     Args:
-        known: the pairs that people labelled.
+        known: the pairs that people labelled, as `load_pairs` returns them.
         others: the pairs whose prompts people did not label.
         people: maps a pair's key to people's choice.
         votes_of: function from a pair to the judge's verdicts.

@@ -187,7 +187,7 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
             given = request.headers.get("authorization", "").encode()
             is_wrong = key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode())
             try:
-                check((is_wrong, 401, "the request needs a bearer token"))
+                check((is_wrong, 401, "the request has no bearer token, or not the token of this server"))
                 response = await endpoint(request)
             except Refusal as refusal:
                 headers = _HEADERS.get(refusal.status)
@@ -289,7 +289,10 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
 
 
 def load(model: str, **settings: Any) -> Callable:
-    """Return the reward function `file.py:function`, or a [`ModelReward`] with those `settings` that are not None."""
+    """
+    Return the reward that `model` names: a function as `file.py:function`, or by folder or hub name a [`ModelReward`]
+    with those `settings` that are not None.
+    """
     if ".py:" in model:
         return load_reward(model)
     check_model("MODEL", model)
@@ -326,7 +329,9 @@ def main(arguments: list[str] | None = None) -> None:
     is_local = args.host in ("127.0.0.1", "::1", "localhost")
     try:
         if key == "":
-            raise ValueError(f"--api_key_env: the variable {args.api_key_env} is empty or not set: export a token")
+            raise ValueError(
+                f"--api_key_env: the variable {args.api_key_env} is empty or not set: export a token in it"
+            )
         if not (is_local or key or args.without_key):
             raise ValueError(
                 f"--host {args.host} lets other machines connect: name the environment variable of a token by "

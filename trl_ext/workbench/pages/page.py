@@ -28,7 +28,14 @@ DONE = {
 
 
 def page(run: Run, evaluation: dict[str, Any] | None = None, evaluated: Iterable[list[str]] = ()) -> str:
-    """Return the HTML page of one run, also with the rows of figures that `trl-ext evaluate` found."""
+    """
+    Return the HTML page of one run.
+
+    Args:
+        run: the run.
+        evaluation: content of the `evaluation.json` that `trl-ext evaluate` wrote for this run, if there is one.
+        evaluated: the rows of figures that `evaluation_rows` made from it.
+    """
     return render(
         "run.html.j2",
         title=run.folder.resolve().name,

@@ -412,7 +412,8 @@ def seconds_per_example(
     job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, tokens: float | None = None
 ) -> dict[str, float]:
     """
-    Return the seconds that one GPU spends on an example (a row, a pair, or an episode of PPO), by phase.
+    Return the seconds that one GPU spends on an example (a row, a pair, or an episode of PPO), by phase: `generate`,
+    `score` and `update` for PPO, only `update` for other stages.
 
     A forward pass takes 2 operations for each weight and token, and for attention 2 · layers · width · length more for
     each token. A backward pass takes twice as many operations as a forward pass, or equally many if most weights are

@@ -112,7 +112,7 @@ def check(args: PromptsArguments) -> None:
     named = named.union(*args.bounds.values())
     places = {name: find(path_and_split(path)[0]) for name, path in args.paths.items()}
     for wrong, why in (
-        (named - {*args.paths}, "is not one of `sets`"),
+        (named - {*args.paths}, f"is not one of `sets` ({', '.join(args.paths)}): correct it in the other settings"),
         (
             [n for n in (*args.paths, *args.split_shares) if not re.fullmatch(r"\w[\w.-]*", n)],
             "cannot name a file: use letters, digits, _, - and dots",
@@ -229,8 +229,8 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
 
 def groups(report: "PromptReport") -> list[dict[str, Any]]:
     """
-    Return each group of duplicates in a report: its kind, its rows by set, and the lowest similarity of a row to the
-    first row.
+    Return a dict for each group of duplicates in a report: its `kind`, "exact" or "near"; its `rows`, lists of row
+    numbers by set; and its `similarity`, the lowest one of a row to the group's first row.
     """
     near, exact, found = report.duplicates.near, report.duplicates.exact, []
     order = np.argsort(near, kind="stable")

@@ -20,7 +20,10 @@ _NO_COLUMNS |= {"responses", "ranks", "finished", "log_metric", "log_extra", "tr
 
 
 class Answer(NamedTuple):
-    """Hold a prompt and an answer to it, text or messages, with the columns that a reward function reads."""
+    """
+    Hold a prompt and an answer to it, text or messages; whether the answer is `finished`, not cut off; and the
+    `columns` that a reward function reads.
+    """
 
     prompt: Any
     completion: Any

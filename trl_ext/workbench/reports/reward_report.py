@@ -198,7 +198,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def objections(rewards: "Sequence[Any]") -> list[str]:
     """
-    Return the reasons that reports in reward models' folders give not to trust these models.
+    Return why the reports in reward models' folders say not to trust these models.
 
     Args:
         rewards: folders of reward models, or reward functions. The reports of rewards within a function, such as an

@@ -421,7 +421,10 @@ class MonitorCallback(TrainerCallback):
         return answers_in_log(self._args, self._logging_steps)
 
     def noise(self, quantity: str) -> dict[str, Any]:
-        """Return the standard error of a quantity's mean in this log, as [`error_of_mean`] does; {} if unknown."""
+        """
+        Return the standard error of a quantity's mean in this log, `error`, and its degrees of freedom, `dof`, as
+        keyword arguments of `follow`; {} if unknown.
+        """
         metric = self._known.get(quantity)
         spread = self._logs.get(metric.std) if metric and metric.std and quantity not in self.keys else None
         return error_of_mean(spread, self.answers)

@@ -44,7 +44,8 @@ class Collection:
     @property
     def is_as_sampled(self) -> bool:
         """
-        Return whether every answer token has the sampler's log-prob, and no first turn was changed since sampling.
+        Return whether the sampler gave as many log-probs as each answer has tokens, and each answer still begins with
+        the tokens that were sampled in its first turn.
         """
         if self.sampled_logprobs is None:
             return False

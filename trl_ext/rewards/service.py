@@ -162,13 +162,20 @@ class ServedReward(TellsFailures):
         check: Callable[[Any], Any] = lambda answer: None,
     ) -> Any:
         """
-        Post `body` as JSON, or send a GET request if it is None; return the answer, read from JSON.
+        Send `body` as JSON by POST, or a GET request if it is None; return the answer, read from JSON.
 
-        The request is sent again if `check(answer)` raises an [`UnavailableError`].
+        The request is sent again as the class says, and also if `check(answer)` raises an [`UnavailableError`].
+
+        Args:
+            call: has the deadline; records the seconds of an answered request, and the waits before retries.
+            body: the request's content.
+            path: path of the request at the server, in place of the reward's own (None: that one).
+            check: raises an error for an answer that cannot be used.
 
         Raises:
-            UnavailableError: the service did not answer, or was not asked, since too many earlier requests failed.
-            ServiceError: the answer cannot be used, or the call's deadline has passed.
+            UnavailableError: the server could not be reached, was too busy or sent no JSON, at every try; or it was
+                not asked, since too many earlier requests failed.
+            ServiceError: the server refused the request, the answer cannot be used, or the call's deadline has passed.
         """
         if (pause := self._paused_until - time.monotonic()) > 0:
             raise UnavailableError(

@@ -207,7 +207,8 @@ def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[D
         drop: whether to leave out rows that are no usable pairs, instead of raising.
 
     Returns:
-        Three values: the usable pairs; the best-of-n rows, the chosen answer first; sentences on what was left out.
+        Three values: the usable pairs; the best-of-n rows, the chosen answer first; a sentence on
+        rows with several chosen answers, which are always left out. What `drop` leaves out is printed.
     """
     dataset = load_dataset_split(name, split, config=config, columns=("chosen", "rejected"))
     first = next((value for value in dataset["rejected"] if value), None)

@@ -41,7 +41,10 @@ _MUST_BE_SAME = ("model: ", "reference", "critic: ", "rows per step: ", "num_min
 
 
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
-    """Return, as JSON, the values that must not change for an exact resume: fields of `args`, and all `facts`."""
+    """
+    Return the values that must not change for an exact resume, as JSON by name: fields of `args`, and all `facts`.
+    Credentials are left out.
+    """
     told = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
     return json.loads(json.dumps(without_credentials({**told, **facts}), default=str))
 
@@ -93,8 +96,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
 
     Args:
         model, *args, **kwargs: arguments of the trainer that is extended.
-        run_facts: further facts to compare, as JSON by name. The trainer's arguments, the weights and adapters of the
-            model, and the fingerprint of the training data are always compared.
+        run_facts: a dict of further facts to compare, whose values JSON can hold. The trainer's arguments, the weights
+            and adapters of the model, and the fingerprint of the training data are always compared.
         resume_anyway: whether to resume a run that a monitor ended; also a field of PPOConfig and DPOConfig.
     """
 
@@ -331,7 +334,9 @@ def sizes(named: Any, model: Any) -> str:
 
 
 def reference_of(trainer: Any, model: Any) -> str:
-    """Describe the reference model of a run, such as "frozen copy of the adapter"."""
+    """
+    Describe the reference model of a run, such as "frozen copy of the adapter"; `model` is the trained one, unwrapped.
+    """
     if trainer.ref_model is not None:
         return "frozen copy"
     return "frozen copy of the adapter" if REFERENCE in getattr(model, "peft_config", ()) else "the base, adapters off"

@@ -33,7 +33,7 @@ _MEMORY, _STAGED = "/dev/shm", "trl_ext_checkpoint_"
 
 
 class NotSaved(RuntimeError):
-    """Raised when a file could not be written; the message is one sentence, with the cause and the folder."""
+    """Raised when a file could not be written; the message has the cause, the folder and what to do."""
 
 
 def is_of_writing(error: BaseException) -> bool:

@@ -168,8 +168,8 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
 
     Args:
         folder: folder for both files; use the model's folder, so that `trl-ext ppo` finds the report.
-        report: result of `examine`. Figures that were measured in training are added from an earlier report in the
-            folder.
+        report: result of [`~trl_ext.workbench.reports.reward_figures.examine`]. Figures that were measured in training
+            are added from an earlier report in the folder.
         is_uploaded: whether the folder is uploaded to the hub. If so, the page is written into the subfolder `_run`,
             which is not uploaded, and the JSON has neither texts nor the values of columns.
     """
@@ -252,8 +252,8 @@ def report_trained(
         printed, and nothing is raised, since the model matters more than its report.
 
     Raises:
-        Exception: the weights are sharded, and scoring failed, for example by lack of memory. Without the error, other
-            processes would wait for this one forever.
+        Exception: the weights are sharded, and scoring failed with another error than a `ValueError`, for example by
+            lack of memory. Without the error, other processes would wait for this one forever.
     """
     from ...data import TrainedPairs
     from ...rewards import ModelReward, logits_of

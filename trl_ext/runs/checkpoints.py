@@ -89,7 +89,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
       or `num_ppo_epochs`, a change to or from PPO without a critic, and another number of processes if each process
       has saved a part of the checkpoint.
     - If the run is complete, the checkpoint is loaded, and nothing is trained. Under ZeRO-3 this raises an error.
-    - If a monitor ended the run, resuming raises an error, unless `resume_anyway` is set, or
+    - If a monitor ended the run in `output_dir`, `train` raises an error, unless `resume_anyway` is set, or
       `resume_from_checkpoint=False` restarts the run.
 
     While this run trains, no other process may run in `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].

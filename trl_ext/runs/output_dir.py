@@ -138,7 +138,7 @@ def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -
     Args:
         output_dir: the run's folder.
         result: the result of `train`.
-        *files: patterns of the files that the evaluation writes; `eval_results.json` if none are given.
+        *files: glob patterns of the files that the evaluation writes; `eval_results.json` if none are given.
     """
     from accelerate import PartialState
 

@@ -93,7 +93,7 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
 
 
 def _weights_in(folder: str | os.PathLike[str]) -> dict[Path, int]:
-    """Map each file of weights in a folder, except in its checkpoints, to the time when it was last written."""
+    """Map each file of weights in a folder and its subfolder `critic` to the time when it was last written, in ns."""
     paths = [path for pattern in _WEIGHTS for at in ("", "critic/") for path in Path(folder).glob(f"{at}{pattern}")]
     return {path: path.stat().st_mtime_ns for path in paths}
 

@@ -366,6 +366,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def identity_of(function: Callable) -> str:
-    """Return a short hash that identifies the served weights or function, and reveals nothing else of them."""
+    """
+    Return a short hash that identifies the served weights or function, and reveals nothing else of them; a random one
+    if they cannot be identified.
+    """
     said = reward_identity(function) or uuid.uuid4().hex  # what has no identity is another at each start
     return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()

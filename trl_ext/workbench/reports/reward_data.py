@@ -37,8 +37,8 @@ class Answer(NamedTuple):
 
 def answer_in(row: dict[str, Any], completion: Any, finished: bool = True) -> Answer:
     """
-    Return an [`Answer`] to a row's prompt, `completion`, which is `finished` or was cut off; the row's columns other
-    than prompts and answers are passed to the reward.
+    Return the [`Answer`] `completion` to the prompt of `row`; `finished` is False if it was cut off. Columns of the
+    row other than prompts and answers are kept for the reward.
     """
     return Answer(row["prompt"], completion, finished, {k: v for k, v in row.items() if k not in _NO_COLUMNS})
 

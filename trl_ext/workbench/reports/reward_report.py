@@ -238,11 +238,11 @@ def report_trained(
 
     Args:
         trainer: a `trl.RewardTrainer`, trained.
-        held_out, train: usable pairs before tokenization: those to measure on, and those that the model was trained
-            on.
+        held_out, train: datasets of usable pairs (`chosen`, `rejected`) before tokenization: those to measure on, and
+            those that the model was trained on.
         measured: further entries of the report.
-        trained: all pairs that the model was ever trained on, none of them in `held_out`; None if these are just
-            `train`.
+        trained: all pairs that the model was ever trained on, as [`~trl_ext.data.TrainedPairs`], none of them in
+            `held_out`; None if these are just `train`.
         group_columns: columns to compare the accuracy by; None takes those with a usual name, such as `topic`.
         probe_rows: held-out answers that each probe changes, 0 for no probes. As many training pairs are scored, but
             at least 100.

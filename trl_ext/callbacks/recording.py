@@ -297,7 +297,8 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
     Make a run record its logs, unless it already does, and write a page that shows them when training ends.
 
     PPOTrainer, DPOTrainer and CriticTrainer call this by themselves, if `record_run` is set in their configurations.
-    Only the main process writes.
+    Only the main process writes. If the trainer's arguments have a `record_answers` above 0, an [`AnswersCallback`]
+    also records the model's answers to that many prompts of the data.
 
     Args:
         trainer: any Trainer.

@@ -49,7 +49,7 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
 def check_columns(dataset: Any, name: str, columns: Sequence[str]) -> None:
     """
     Raise a `ValueError` if a column of pairs has a number that is not finite, a `confidence` outside [0.5, 1] or a
-    `weight` below 0. Only a `Dataset` is checked, not a stream.
+    `weight` below 0. Only a `Dataset` is checked, not a stream. `name` is the dataset's, for the message.
     """
     for column in columns if isinstance(dataset, Dataset) else ():
         low, high = _LOWEST_AND_HIGHEST.get(column, (-math.inf, math.inf))

@@ -186,7 +186,8 @@ def save_prompt_hashes(folder: str | Path, hashes: np.ndarray) -> None:
 
 def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
     """
-    Load the hashes of the prompts that a run trained on; None if the run has no file of them.
+    Load the hashes of the prompts that a run trained on, (N,) as [`prompt_hashes`] makes them; None if the run has no
+    file of them.
 
     Args:
         folder: output directory of the run, or one of its checkpoints.

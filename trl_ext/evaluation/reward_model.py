@@ -98,7 +98,10 @@ def accuracy_interval(margins: Tensor, prompts: Sequence[Hashable]) -> tuple[flo
 
 
 def sums_by_prompt(columns: Tensor, prompts: Sequence[Hashable]) -> Tensor:
-    """Return the sums of (N, K) columns over the rows of each prompt, in the order of the prompts' first rows."""
+    """
+    Return the (P, K) sums of (N, K) columns over the rows of each of P prompts, in the order of the prompts' first
+    rows.
+    """
     place: dict[Hashable, int] = defaultdict(lambda: len(place))
     rows = torch.tensor([place[prompt] for prompt in prompts])
     return torch.zeros(len(place), columns.size(1), dtype=torch.double).index_add_(0, rows, columns.double())

@@ -31,7 +31,11 @@ class RefusedError(ServiceError):
 
 
 class UnavailableError(ServiceError):
-    """Raised when a service cannot be reached, is too busy or breaks the connection: the request may succeed later."""
+    """
+    Raised when a service cannot be reached, is too busy or breaks the connection: the request may succeed later.
+
+    `retry_after` are the seconds to wait that the service asks for; None if it asks for none.
+    """
 
     def __init__(self, message: str, retry_after: float | None = None):
         super().__init__(message)

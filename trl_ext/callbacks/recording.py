@@ -289,7 +289,10 @@ class ReportCallback(TrainerCallback):
             try:
                 import_module(_PAGES).write_report(args.output_dir)
             except Exception as error:  # the model is what the run was for
-                logger.warning(f"No page of this run was written: {' '.join(str(error).split())}")
+                logger.warning(
+                    f"No page of this run was written: {' '.join(str(error).split())}. The run is not affected; "
+                    f"`trl-ext report {args.output_dir}` can write the page later."
+                )
 
 
 def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = ()) -> None:

@@ -79,7 +79,7 @@ def held_out_rows(
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """
-    Write rows as JSON lines, atomically: the file is complete, or the old one is unchanged.
+    Write rows as JSON lines to the file `path`, atomically: the file is complete, or the old one is unchanged.
 
     NaN and infinities become null; a value of a type that JSON lacks is written as `str(value)`.
     """

@@ -74,8 +74,8 @@ def pairwise_accuracy(margins: Tensor) -> Tensor:
 
 def credit(margins: Tensor) -> Tensor:
     """
-    Return each pair's contribution to the accuracy, float64: 1 if its margin, the chosen answer's score minus the
-    rejected one's, is above 0, ½ for a tie, else 0.
+    Return each pair's contribution to the accuracy, float64 in the shape of `margins`: 1 if its margin, the chosen
+    answer's score minus the rejected one's, is above 0, ½ for a tie, else 0.
     """
     return (margins > 0).double() + (margins == 0).double() / 2
 
@@ -232,7 +232,7 @@ def fit_temperature(margins: Tensor) -> float | None:
 
 
 def confidence_bins(margins: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each pair's confidence σ(|margin|), and its bin 0 to 9, a tenth of [½, 1] each; both (…, N)."""
+    """Return each pair's confidence σ(|margin|), and its bin 0 to 9, a tenth of [½, 1] each; (…, N) as `margins`."""
     confidence = margins.double().abs().sigmoid()
     return confidence, ((confidence - 0.5) * 20).long().clamp(max=9)
 

@@ -77,8 +77,10 @@ _TOKEN_IDS = ("input_ids", "chosen_ids", "rejected_ids")  # columns of TRL's pre
 
 def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
     """
-    Return a dataset, or a dict of them, with answers that do not repeat the prompt. Raise a `ValueError`, which calls
-    the dataset `name`, if one of `columns` has an invalid number, or if rows of text and of messages are mixed.
+    Return a dataset, or a dict of them, with the prompt removed from the beginning of answers that repeat it.
+
+    Raise a `ValueError`, which calls the dataset `name`, if one of `columns` has an invalid number, or if rows of text
+    and of messages are mixed.
     """
     if isinstance(dataset, dict):
         return {key: checked(part, f"{name} {key!r}", columns) for key, part in dataset.items()}

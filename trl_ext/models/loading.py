@@ -225,8 +225,8 @@ def load_to_train(
         return model, processing_class
     if peft_config is not None:
         warnings.warn(
-            f"{model} is an adapter and keeps its own rank, modules and dropout: `peft_config` is ignored. To train "
-            "a new adapter, merge this adapter first (`trl-ext merge`).",
+            f"{model} is an adapter and keeps its own rank, modules and dropout: `peft_config` is ignored (in a "
+            "recipe: `use_peft`). To train a new adapter, merge this adapter first (`trl-ext merge`).",
             UserWarning,
             stacklevel=3,
         )
@@ -352,7 +352,7 @@ class Loader:
         return partial(load, self.path, revision=self.init_kwargs.get("revision"), **self.kwargs)
 
     def placed(self, model: nn.Module, shard: bool = True) -> Any:
-        """Place a frozen model on its device. ZeRO-3 shards it; FSDP shards it only if `shard` is set."""
+        """Place a frozen model on its device; return it. ZeRO-3 shards it; FSDP shards it only if `shard` is set."""
         if self.is_deepspeed:
             return prepare_deepspeed(model, self.accelerator)
         if shard and self.accelerator.distributed_type == DistributedType.FSDP:

@@ -102,7 +102,7 @@ def check(
             environments = {*dict(datasets)[name].unique("environment")} - environment_factory.keys()
         taken = columns & {*_GIVEN, "image", "images"} - {"completion_ids"}  # which TRL leaves out
         for is_wrong, message in [
-            (len(dict(datasets)[name]) == 0, "no rows. Leave it out."),
+            (len(dict(datasets)[name]) == 0, "no rows. Add some, or leave it out."),
             (
                 not (environment_factory or columns & {"prompt", "input_ids"}),
                 f"no column `prompt` (text or messages), and no `input_ids`; its columns are {sorted(columns)}. "

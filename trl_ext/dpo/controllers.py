@@ -153,7 +153,7 @@ class MarginNormalizer:
         self._pending.append(pairs)
 
     def factors_of(self, sources: Tensor) -> Tensor:
-        """Return the (B,) factors of pairs, given the index of each pair's source."""
+        """Return the (B,) factors of pairs, given the index of each pair's source, −1 for an unknown one."""
         return self.factors.to(sources.device)[sources]
 
     def step(self) -> None:

@@ -286,8 +286,8 @@ class SharedBase:
             self.base, self.model = base, load_adapted(path, is_classifier=True, **kwargs)
         elif base is None or base != self.base:
             raise ValueError(
-                f"{path} was not trained on the first adapter's base, {self.base and self.base[0]}, or changes it, so "
-                "they cannot share it: load each by a `ModelReward` of its own"
+                f"{path} cannot share a base with the adapter loaded first (its base: {self.base and self.base[0]}): "
+                "their bases differ, or one of the adapters changes its base. Load each by a `ModelReward` of its own"
             )
         else:
             name = f"member_{len(self.model.peft_config)}"

@@ -338,8 +338,9 @@ def add_critic_adapter(
     """
     Add the critic's adapter to the policy that `loader` holds.
 
-    It is the adapter at the path `value_model`. If this is None, it is a copy of a reward model's adapter on the same
-    base, or if none can be copied, a new adapter with the settings `config` (None: those of the policy's adapter).
+    It is the adapter at the path `value_model`. If this is None, it is a copy of the adapter of one of the `rewards`
+    that share the base and have the given `heads`; or, if none can be copied, a new adapter with the settings `config`
+    (None: those of the policy's adapter).
 
     Returns:
         The critic's head, None for a head of zeros; and a phrase that says what adapter and head were made from.

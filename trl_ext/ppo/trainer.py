@@ -1180,7 +1180,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
 class _EpochSeeded(Sampler):
     """
-    Reseed TRL's RepeatSampler before each epoch.
+    Reseed TRL's RepeatSampler before each epoch, with `seed` plus the number of the epoch, which `epoch()` returns.
 
     Without this, the sampler shuffles all epochs with one generator, so a resumed run would replay epoch 0.
     """

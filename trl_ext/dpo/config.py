@@ -39,10 +39,10 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     beta_controller: Literal["fixed", "beta_dpo", "drift"] = setting(
         "fixed",
         "How β changes: not at all, with each batch's margins, or so that the drift stays at a target. `beta_dpo` "
-        "(2407.08639) sets β for each batch: β = `beta`·(1 + a·(M̄ − M₀)), with the batch's mean margin M̄ and the "
-        "running mean M₀. A batch is a micro-batch of all processes, so gradient accumulation changes the result. "
+        "(2407.08639) sets β for each batch: β = `beta`·(1 + a·(M̄ − M₀)), with a = `beta_dpo_alpha`, the batch's "
+        "mean margin M̄ and the running mean M₀. A batch is a micro-batch of all processes, so gradient accumulation changes the result. "
         "`drift` steers `logps/drift`, the mean of ½(|chosen log-ratio| + |rejected log-ratio|), to `drift_target`: "
-        "after each optimizer step of n pairs, β ← β·(1 + e·n/horizon) with e = clip(drift/target − 1, ±0.2).",
+        "after each optimizer step of n pairs, β ← β·(1 + e·n/`drift_horizon`) with e = clip(drift/target − 1, ±0.2).",
     )
     beta_min: float = setting(1e-3, "Lower bound of the β that a controller sets.", range="> 0")
     beta_max: float | None = setting(None, "Upper bound of the β that a controller sets.", range="> 0")

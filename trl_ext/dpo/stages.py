@@ -150,7 +150,7 @@ class ResumableSFTTrainer(RecordedRun, SFTTrainer):
     """
     Extend TRL's `SFTTrainer`, so that it resumes only from a complete checkpoint of the same run.
 
-    `model` may also be the path of a saved adapter, which is trained further.
+    `model` may also be the path of a saved adapter, which is trained further. `args` may also be TRL's configuration.
     """
 
     def __init__(self, model: Any, args: Any = None, *, train_dataset: Any = None, **kwargs: Any):
@@ -170,7 +170,7 @@ class ResumableRewardTrainer(RecordedRun, RewardTrainer):
     Extend TRL's `RewardTrainer`, so that it resumes only from a complete checkpoint of the same run.
 
     With [`RewardConfig`], its loss can read a confidence and a weight of each pair. `model` may also be the path of a
-    saved adapter, which is trained further.
+    saved adapter, which is trained further. `args` may also be TRL's configuration.
     """
 
     _is_classifier = True

@@ -202,7 +202,10 @@ class GoldGapCallback(MonitorCallback):
             if (mean := self._number(key, metrics)) is not None
         }
         if "gold" not in now | first and self.step > self.memory.setdefault("first_step", self.step):
-            advice = "Add the gold judge to `reward_funcs`, and to `eval_dataset` the column that marks its rows."
+            advice = (
+                "Add `GoldJudgeReward` to `reward_funcs`, and its column (`held_out`) to `eval_dataset`; or check the "
+                "monitor's `gold` and `judge`."
+            )
             self._note(f"nothing to watch: `{gold_key}` is not in the evaluation", advice)
         if now.keys() == {"gold", "proxy"}:
             self.memory["first"] = first = now | first
@@ -304,7 +307,10 @@ class CanaryCallback(MonitorCallback):
         self._handle(found, state, control)
 
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
-        """Yield a finding for each number in `now` that is too far from the same number of the first answers."""
+        """
+        Yield a finding for each number in `now` (`length`, `phrase`, `score`) that is too far from the same number of
+        the first answers.
+        """
         first = self.memory.setdefault("first", now)
         advice = "Compare the last answers in `canary.jsonl` with the first ones there."
         length, start = now["length"], max(first["length"], 1.0)

@@ -80,7 +80,10 @@ def metrics_of(args: Any) -> dict[str, Metric]:
 
 
 def rollout_steps(args: Any) -> int:
-    """Return the number of optimizer steps from one rollout to the next; 1 for a trainer without rollouts."""
+    """
+    Return the number of optimizer steps from one rollout to the next, for a trainer with the config `args`; 1 if it
+    has no rollouts.
+    """
     micro_batches = getattr(args, "steps_per_generation", None) or 1
     passes = getattr(args, "num_ppo_epochs", None) or getattr(args, "num_iterations", None) or 1
     return math.ceil(micro_batches * passes / args.gradient_accumulation_steps)
@@ -176,7 +179,8 @@ def draw_line(axes, history, key: str | None, label: str, **style) -> None:
 
 def _panel(lines: dict[str, str], monitor: str = "", *arguments: str) -> Callable:
     """
-    Return a function that draws a panel: curves, and the bounds that `arguments` of a monitor set.
+    Return a function `draw(axes, history, metrics, registry)`. It draws a panel: curves, and the bounds that
+    `arguments` of a monitor set.
 
     `lines` maps quantities, or log keys (which have a `/`), to labels. `monitor` is the monitor's class name.
     """

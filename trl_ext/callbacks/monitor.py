@@ -92,6 +92,8 @@ def send_to(name: str, alert: Alert, args: Any) -> None:
     `log` is the log of transformers, `jsonl` the file `alerts.jsonl` in the output directory. Others are trackers;
     TensorBoard shows alerts as text of its run `monitors`. A URL gets JSON: the alert's fields, and `text`, the alert
     in words, which Slack and similar services show.
+
+    `args` are the trainer's arguments, which have the output directory.
     """
     title = f"{alert.monitor}: {alert.what}"
     severity = "INFO" if alert.level == "notice" else "WARN" if alert.action == "warn" else "ERROR"
@@ -311,7 +313,7 @@ class MonitorCallback(TrainerCallback):
                 seen[quantity] = 10**12  # said once: no step comes after this one
                 self._note(
                     f"nothing to watch: no log has had `{key or quantity}` since step {since}",
-                    f"Name the key of `{quantity}` by the monitor's `keys={{'{quantity}': ...}}`, or remove it.",
+                    f"Name the key of `{quantity}` by `keys={{'{quantity}': …}}`, or remove the monitor.",
                 )
         return value
 
@@ -348,7 +350,10 @@ class MonitorCallback(TrainerCallback):
 
     @property
     def kl_is_per_token(self) -> bool:
-        """Return whether the trainer logs the KL per token, which must be multiplied by a completion's length."""
+        """
+        Return whether the trainer logs the KL per token, which must be multiplied by a completion's length; False if
+        `keys` names the KL's key.
+        """
         metric = self._known.get("kl")
         return metric is not None and metric.unit == "nats per token" and "kl" not in self.keys
 
@@ -393,7 +398,7 @@ class MonitorCallback(TrainerCallback):
     def follow_best(self, name: str, value: float | None, **settings: Any) -> tuple[Series, bool]:
         """
         Follow a quantity as `follow` does, but restart the series when the quantity rises, so that its best is the
-        baseline.
+        baseline. `settings` are the other arguments of `follow`.
 
         Returns:
             The series, and whether the quantity has risen in this log. Only a significant rise counts: the highest of
@@ -486,7 +491,10 @@ def alerts_of(state: Any, level: Level = "alert") -> list[dict[str, Any]]:
 
 
 def spread_key(key: str) -> str:
-    """Return the key under which an evaluation logs the standard deviation that belongs to the mean under `key`."""
+    """
+    Return the key under which an evaluation logs the standard deviation that belongs to the mean under `key`: `…/std`
+    for `…/mean`, else `{key}_std`.
+    """
     return key.removesuffix("/mean") + "/std" if key.endswith("/mean") else f"{key}_std"
 
 

@@ -268,7 +268,8 @@ class RewardDisagreementCallback(MonitorCallback):
     Alert when the reward models of an ensemble disagree more than in the first rollouts.
 
     Reward models disagree more on completions that are unlike their training data. This monitor reads
-    `rewards/<name>/disagreement`, the spread of the members' scores of the same completions.
+    `rewards/<name>/disagreement`, the spread of the members' scores of the same completions, which
+    [`~trl_ext.rewards.EnsembleReward`] logs.
 
     >>> trainer.add_callback(RewardDisagreementCallback(factor=3, action="raise_kl"))
 

@@ -289,7 +289,10 @@ class ReportCallback(TrainerCallback):
             try:
                 import_module(_PAGES).write_report(args.output_dir)
             except Exception as error:  # the model is what the run was for
-                logger.warning(f"No page of this run was written: {' '.join(str(error).split())}")
+                logger.warning(
+                    f"No page of this run was written: {' '.join(str(error).split())}. The run is not affected; "
+                    f"`trl-ext report {args.output_dir}` can write the page later."
+                )
 
 
 def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = ()) -> None:
@@ -297,7 +300,8 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
     Make a run record its logs, unless it already does, and write a page that shows them when training ends.
 
     PPOTrainer, DPOTrainer and CriticTrainer call this by themselves, if `record_run` is set in their configurations.
-    Only the main process writes.
+    Only the main process writes. If the trainer's arguments have a `record_answers` above 0, an [`AnswersCallback`]
+    also records the model's answers to that many prompts of the data.
 
     Args:
         trainer: any Trainer.

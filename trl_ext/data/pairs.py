@@ -48,8 +48,8 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
 
 def check_columns(dataset: Any, name: str, columns: Sequence[str]) -> None:
     """
-    Raise a `ValueError` if a column of pairs has a number that is not finite, a `confidence` outside [0.5, 1] or a
-    `weight` below 0. Only a `Dataset` is checked, not a stream.
+    Raise a `ValueError` if one of `columns` has a number that is not finite, a `confidence` outside [0.5, 1] or a
+    `weight` below 0. Only a `Dataset` is checked, not a stream. `name` is the dataset's, for the message.
     """
     for column in columns if isinstance(dataset, Dataset) else ():
         low, high = _LOWEST_AND_HIGHEST.get(column, (-math.inf, math.inf))
@@ -92,6 +92,6 @@ class PairCollator:
 
 
 def take_columns(inputs: dict[str, Any], names: Sequence[str] = PAIR_COLUMNS) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into the columns `names`, and all other columns, which are passed to TRL."""
+    """Split the batch `inputs` into two dicts: the columns `names`, and all other columns, which are passed to TRL."""
     columns = {name: inputs[name] for name in names if name in inputs}
     return columns, {name: value for name, value in inputs.items() if name not in columns}

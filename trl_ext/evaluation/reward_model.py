@@ -74,8 +74,8 @@ def pairwise_accuracy(margins: Tensor) -> Tensor:
 
 def credit(margins: Tensor) -> Tensor:
     """
-    Return each pair's contribution to the accuracy, float64: 1 if its margin, the chosen answer's score minus the
-    rejected one's, is above 0, ½ for a tie, else 0.
+    Return each pair's contribution to the accuracy, float64 in the shape of `margins`: 1 if its margin, the chosen
+    answer's score minus the rejected one's, is above 0, ½ for a tie, else 0.
     """
     return (margins > 0).double() + (margins == 0).double() / 2
 
@@ -98,7 +98,10 @@ def accuracy_interval(margins: Tensor, prompts: Sequence[Hashable]) -> tuple[flo
 
 
 def sums_by_prompt(columns: Tensor, prompts: Sequence[Hashable]) -> Tensor:
-    """Return the sums of (N, K) columns over the rows of each prompt, in the order of the prompts' first rows."""
+    """
+    Return the (P, K) sums of (N, K) columns over the rows of each of P prompts, in the order of the prompts' first
+    rows.
+    """
     place: dict[Hashable, int] = defaultdict(lambda: len(place))
     rows = torch.tensor([place[prompt] for prompt in prompts])
     return torch.zeros(len(place), columns.size(1), dtype=torch.double).index_add_(0, rows, columns.double())
@@ -229,7 +232,7 @@ def fit_temperature(margins: Tensor) -> float | None:
 
 
 def confidence_bins(margins: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each pair's confidence σ(|margin|), and its bin 0 to 9, a tenth of [½, 1] each; both (…, N)."""
+    """Return each pair's confidence σ(|margin|), and its bin 0 to 9, a tenth of [½, 1] each; (…, N) as `margins`."""
     confidence = margins.double().abs().sigmoid()
     return confidence, ((confidence - 0.5) * 20).long().clamp(max=9)
 

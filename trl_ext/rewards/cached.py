@@ -59,7 +59,8 @@ class CachedReward(TellsFailures, HoldsRewards):
         name: key in the logs; by default `cached_<name of the reward>`.
 
     Raises:
-        ValueError: the cache would store the number `on_error`, `redis_url` has a password, or the reward has no
+        ValueError: the cache would store the number `on_error`, `redis_url` has a password, or the variable
+            `redis_password_env` is not set. With `redis_url`, also when the cache is called, if the reward has no
             identity that distinguishes it from other rewards in Redis.
 
     Examples:

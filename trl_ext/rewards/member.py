@@ -147,7 +147,7 @@ def settled(
         name: name of the reward.
         outcomes: for each completion its score, or an exception.
         on_error: see [`Member`]. With `"raise"` the first error is raised.
-        log_metric: TRL's function that logs a metric.
+        log_metric: TRL's function that logs a metric; None logs nothing.
         excused: exception classes that are always replaced by NaN, whatever `on_error` is.
     """
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
@@ -326,7 +326,8 @@ def in_threads(
     function: Callable, jobs: Sequence, threads: int, until: float, is_last: Callable[[Exception], bool]
 ) -> list[Any]:
     """
-    Run `function(job)` for each job in several threads; return in order each job's result, or the error it raised.
+    Run `function(job)` for each job in at most `threads` threads; return in order each job's result, or the error it
+    raised.
 
     A job that has not ended at `until`, in seconds of `time.monotonic`, gets a `TimeoutError`. Once `is_last` returns
     True for a job's error, jobs that have not begun also get a `TimeoutError`. Unlike an executor's threads, these are

@@ -43,12 +43,18 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bo
 
 
 def load_classifier(path: str, **kwargs: Any) -> Any:
-    """Load a sequence classifier with one label; transformers raises an error if the saved head has more."""
+    """
+    Load a sequence classifier with one label by `from_pretrained`, with `kwargs`; transformers raises an error if the
+    saved head has more labels.
+    """
     return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
 
 
 def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
-    """Load a sequence classifier with one label; raise a `ValueError` if it was saved without a head."""
+    """
+    Load a sequence classifier with one label by `from_pretrained`, with `kwargs`; raise a `ValueError` if it was saved
+    without a head.
+    """
     model, found = load_classifier(path, output_loading_info=True, **kwargs)
     new = sorted(key for key in found["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
     if new:
@@ -235,14 +241,14 @@ class ModelReward:
         **_: Any,
     ) -> list[float]:
         """
-        Score each completion.
+        Return each completion's score.
 
         Args:
             prompts, completions: texts or messages.
-            completion_ids: the policy's tokens of each completion, EOS included.
+            completion_ids: the policy's tokens of each completion, EOS included; None if they are not known.
             prompt_ids: the policy's tokens of each prompt; None if they are not known.
-            finished: whether each answer was finished; None if that is not known.
-            log_metric: TRL's function that logs a metric.
+            finished: whether each answer was finished; None to tell it by `eos_token_ids` from `completion_ids`.
+            log_metric: TRL's function that logs a metric; None logs nothing.
 
         Raises:
             ValueError: it is not known which answers were finished, or `truncation` is `"refuse"` and a row is longer

@@ -16,7 +16,10 @@ PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/scor
 
 
 class Row(NamedTuple):
-    """Hold a prompt, its answer, and the `text` in which a classifier reads both."""
+    """
+    Hold a prompt, its answer, whether the answer is `finished` (None: unknown), and the `text` in which a classifier
+    reads both. `is_templated` says whether a chat template made that text.
+    """
 
     prompt: Any
     completion: Any

@@ -31,7 +31,11 @@ class RefusedError(ServiceError):
 
 
 class UnavailableError(ServiceError):
-    """Raised when a service cannot be reached, is too busy or breaks the connection: the request may succeed later."""
+    """
+    Raised when a service cannot be reached, is too busy or breaks the connection: the request may succeed later.
+
+    `retry_after` are the seconds to wait that the service asks for; None if it asks for none.
+    """
 
     def __init__(self, message: str, retry_after: float | None = None):
         super().__init__(message)
@@ -142,8 +146,8 @@ class ServedReward(TellsFailures):
 
     def check(self, outcomes: Sequence[Any]) -> None:
         """
-        If `on_error` is `"raise"`, raise a `RewardFailed` for the first row whose outcome, a score or an error, is a
-        failure.
+        If `on_error` is `"raise"`, raise a `RewardFailed` for the first error in `outcomes`, which has a score or an
+        error for each row. A [`WithheldError`] does not count, and a `TimeoutError` only if there is no other error.
         """
         # One that was not asked since another one failed is not the cause
         errors = [(isinstance(each, TimeoutError), row) for row, each in enumerate(outcomes) if self._ends_call(each)]

@@ -1,4 +1,4 @@
-"""Measure completions by reward functions with weight 0, since callbacks do not get completions."""
+"""Measure completions by reward functions, most of weight 0, since callbacks do not get completions."""
 
 import json
 import os
@@ -264,7 +264,7 @@ class ScoreWatch(HoldsRewards, Watch):
 
 
 def score_watch(reward: Any, **kwargs: Any) -> ScoreWatch:
-    """Wrap a reward function in a [`ScoreWatch`]."""
+    """Wrap a reward function in a [`ScoreWatch`]; `kwargs` are the other arguments of the class."""
     return ScoreWatch(reward, **kwargs)
 
 
@@ -319,7 +319,11 @@ class RepetitionWatch(Watch):
         return [self.score] * len(completions)
 
     def measure(self, completions: list) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-        """Return the metrics to log, and for each completion the scores to write to its file; set `top_phrase`."""
+        """
+        Return the metrics to log, by the names that the class lists, with None for one that has no value; and for each
+        completion the scores to write to its file: `repeated`, `has_top_phrase`, `top_phrase` and `copied`. Also set
+        the attribute `top_phrase`.
+        """
         texts = [text_of(completion) for completion in completions]
         words = [words_of(text) for text in texts]
         grams = [list(zip(*(row[i:] for i in range(self.n)), strict=False)) for row in words]

@@ -50,7 +50,8 @@ def redacted(value: Any, name: str = "") -> Any:
 
     Args:
         value: text, or a list, tuple or mapping of values. Other objects are returned as they are.
-        name: name of the value, such as `token`.
+        name: name of the value. If it is that of a credential, such as `token`, the whole value is replaced, unless it
+            is empty, None or a bool.
     """
     words = _words(name)
     if value is None or isinstance(value, bool) or value == "":

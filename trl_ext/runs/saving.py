@@ -33,7 +33,7 @@ _MEMORY, _STAGED = "/dev/shm", "trl_ext_checkpoint_"
 
 
 class NotSaved(RuntimeError):
-    """Raised when a file could not be written; the message is one sentence, with the cause and the folder."""
+    """Raised when a file could not be written; the message has the cause, the folder and what to do."""
 
 
 def is_of_writing(error: BaseException) -> bool:
@@ -93,7 +93,7 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
 
 
 def _weights_in(folder: str | os.PathLike[str]) -> dict[Path, int]:
-    """Map each file of weights in a folder, except in its checkpoints, to the time when it was last written."""
+    """Map each file of weights in a folder and its subfolder `critic` to the time when it was last written, in ns."""
     paths = [path for pattern in _WEIGHTS for at in ("", "critic/") for path in Path(folder).glob(f"{at}{pattern}")]
     return {path: path.stat().st_mtime_ns for path in paths}
 

@@ -113,7 +113,7 @@ class SavingSettings:
     on_save_failure: Literal["stop", "continue"] = setting(
         "stop",
         "What happens if a checkpoint cannot be written, for example because the disk is full. `stop` ends the run "
-        "with a one-sentence message; `continue` prints the message and continues training. The incomplete "
+        "with a message that says why; `continue` prints the reason and continues training. The incomplete "
         "checkpoint is removed.",
     )
     record_run: bool = setting(

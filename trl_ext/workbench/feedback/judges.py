@@ -326,7 +326,10 @@ class ServedJudge(Served):
 
 
 def verdict_in(message: str) -> float | None:
-    """Return a judge's verdict on the first answer, 1 (better), 0.5 (tie) or 0; None if the message has none."""
+    """
+    Return the verdict in a judge's message, such as `{"overall": "A"}`: 1 if A, the first answer, is better, 0 if B
+    is, 0.5 for a tie; None if the message has no verdict.
+    """
     for part in verdicts_in(message):
         try:
             found = json.loads(part)

@@ -88,8 +88,12 @@ def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -
 
 def longer_wins(choices: Sequence[str], rows: Sequence[dict[str, Any]]) -> float | None:
     """
-    Return how often the longer answer was chosen; ties, and answers of the same length, do not count. `choices` are
-    "a", "b" or "tie" for each row. None if no row counts.
+    Return the share of rows in which the longer answer was chosen; ties, and answers of the same length, do not count.
+    None if no row counts.
+
+    Args:
+        choices: (N,) "a", "b" or "tie".
+        rows: (N,) pairs with `response_a` and `response_b`.
     """
     lengths = [(len(text_of(row["response_a"])), len(text_of(row["response_b"]))) for row in rows]
     known = [
@@ -118,7 +122,7 @@ def of_known(
     Returns:
         - `known`: number of `rows`, share of equal choices (`agreement`), Cohen's `kappa` and its `kappa_interval`,
           what [`noise`] returns, and how often the `judge` and `people` chose the `longer` answer.
-        - `to_read`: the pairs that judge and people label differently, those with the surest verdicts first.
+        - `to_read`: at most 100 pairs that judge and people label differently, those with the surest verdicts first.
         - `gate`: whether the judge has `passed`, so that it may label, and `reasons` if not.
     """
     theirs, votes = [people[row["key"]] for row in known], [votes_of(row) for row in known]
@@ -150,8 +154,8 @@ def of_known(
         reasons.append("people chose the judge's winners no more often than by chance: no pair was written")
     if reasons:
         reasons.append(
-            f"read the {len(to_read)} pairs that judge and people label differently, in "
-            f"{Path(args.output_dir) / 'label.html'}; then correct the rubric or use another judge, in another "
+            f"read the pairs that judge and people label differently ({len(to_read)}, at most {_READ} are shown) "
+            f"in {Path(args.output_dir) / 'label.html'}; then correct the rubric or use another judge, in another "
             "`output_dir`"
         )
     return {

@@ -83,7 +83,7 @@ def check(*rules: tuple[object, int, str]) -> None:
 
 @dataclass(eq=False)
 class Job:
-    """Hold a request that waits for its scores."""
+    """Hold a request that arrived at the time `since`, and the future `answer`, whose result will be its scores."""
 
     prompts: list
     completions: list
@@ -176,7 +176,8 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
         batcher: the [`Batcher`] that scores the requests.
         name: name of the model; a request that names another model is refused.
         key: bearer token that clients must send, except to `/health`; None demands no token.
-        identity: hash of the served weights, which each answer contains so that clients notice a change.
+        identity: hash of the served weights, which each answer contains so that clients notice a change; None for no
+            hash.
     """
     who = {"model": name, **({} if identity is None else {"identity": identity})}
 
@@ -365,6 +366,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def identity_of(function: Callable) -> str:
-    """Return a short hash that identifies the served weights or function, and reveals nothing else of them."""
+    """
+    Return a short hash that identifies the served weights or function, and reveals nothing else of them; a random one
+    if they cannot be identified.
+    """
     said = reward_identity(function) or uuid.uuid4().hex  # what has no identity is another at each start
     return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()

@@ -99,7 +99,7 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the run's records say that it ended after it last began or was resumed."""
+        """Return whether the run ended after it last began or was resumed; True if its records do not say."""
         kinds = [event["type"] for event in self.events if event["type"] in ("begin", "end")]
         return kinds[-1:] != ["begin"]
 

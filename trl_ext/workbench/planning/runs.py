@@ -143,13 +143,13 @@ class Job:
 
     Args:
         stage: which training stage it is.
-        args: its training arguments.
+        args: its training arguments, such as a `PPOConfig`.
         layout: how the run is spread over processes.
         policy: configuration of the trained model, which is a classifier in the stages `reward` and `pretrain_critic`.
         rewards: configurations of PPO's reward models that have a separate base.
         dtype: dtype of the weights as loaded.
         peft_config: configuration of the adapter, if there is one.
-        bits, nested: bits of a quantised base, and whether its scales are quantised, too.
+        bits, nested: bits of a quantised base (None: it is not quantised), and whether its scales are quantised, too.
         prompt_length: tokens of PPO's longest prompt; in the stage `pretrain_critic`, of the longest prompt with its
             answer.
         value_model: configuration of PPO's critic if a path names the critic; None takes the policy's configuration.

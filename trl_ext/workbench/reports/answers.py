@@ -35,7 +35,7 @@ _AT_ONCE = 4  # answers whose (B, T, V) logits are in memory together
 
 @dataclass(frozen=True)
 class Sampling:
-    """Hold the settings for sampling answers from each policy."""
+    """Hold the settings for sampling answers from each policy, named as in the arguments of `trl-ext evaluate`."""
 
     max_completion_length: int
     temperature: float

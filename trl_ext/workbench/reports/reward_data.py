@@ -37,8 +37,8 @@ class Answer(NamedTuple):
 
 def answer_in(row: dict[str, Any], completion: Any, finished: bool = True) -> Answer:
     """
-    Return an [`Answer`] to a row's prompt, `completion`, which is `finished` or was cut off; the row's columns other
-    than prompts and answers are passed to the reward.
+    Return the [`Answer`] `completion` to the prompt of `row`; `finished` is False if it was cut off. Columns of the
+    row other than prompts and answers are kept for the reward.
     """
     return Answer(row["prompt"], completion, finished, {k: v for k, v in row.items() if k not in _NO_COLUMNS})
 
@@ -179,8 +179,10 @@ def _is_seen(group: list[Answer], trained: TrainedPairs) -> bool:
 
 def _training_pairs(args: Any, held_out: str) -> Dataset | None:
     """
-    Load the usable training pairs, from their own dataset or from another split of that of the held-out pairs than
-    `held_out`; None if there are none.
+    Load the usable training pairs: by default, the split `train` of the dataset that the reward is tested on.
+
+    Return None if `args` name no other dataset or split, and `train` does not exist or is `held_out`, the split to
+    test on.
     """
     name, split = args.train_name or args.dataset_name, args.train_split or "train"
     is_named = args.train_name or args.train_split

@@ -39,7 +39,10 @@ class DataArguments(ScriptArguments):
 
 @dataclass
 class HeldOutArguments(DataArguments):
-    """Declare `eval_size`, the number of rows of the training split to evaluate on, in place of a test split."""
+    """
+    Declare `eval_size`, the number of rows of the training split to evaluate on, in place of a test split; refuse it
+    together with `eval_dataset_name`.
+    """
 
     eval_size: int | None = setting(
         None,
@@ -107,7 +110,7 @@ class PromptArguments(DataArguments):
 
 @dataclass
 class ModelArguments(ModelConfig):
-    """Make the model of TRL's `ModelConfig` required."""
+    """Make the model of TRL's `ModelConfig` required; refuse settings of LoRA without `use_peft`."""
 
     task_type: ClassVar[str] = "CAUSAL_LM"  # of an adapter
 
@@ -188,5 +191,6 @@ def check_model(setting: str, name: str | os.PathLike[str] | None, revision: str
         answered = isinstance(error, RepositoryNotFoundError | RevisionNotFoundError | HFValidationError)
         hub = "the hub has no such model" if answered else "the hub cannot be reached"
         raise FileNotFoundError(
-            f"`{setting}` {name}: there is no such folder with a config.json in {Path.cwd()}, and {hub}: {error}"
+            f"`{setting}` {name}: there is no such folder with a config.json or adapter_config.json, seen "
+            f"from {Path.cwd()}, and {hub}: {error}"
         ) from error

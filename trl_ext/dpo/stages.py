@@ -77,8 +77,10 @@ _TOKEN_IDS = ("input_ids", "chosen_ids", "rejected_ids")  # columns of TRL's pre
 
 def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
     """
-    Return a dataset, or a dict of them, with answers that do not repeat the prompt. Raise a `ValueError`, which calls
-    the dataset `name`, if one of `columns` has an invalid number, or if rows of text and of messages are mixed.
+    Return a dataset, or a dict of them, with the prompt removed from the beginning of answers that repeat it.
+
+    Raise a `ValueError`, which calls the dataset `name`, if one of `columns` has an invalid number, or if rows of text
+    and of messages are mixed.
     """
     if isinstance(dataset, dict):
         return {key: checked(part, f"{name} {key!r}", columns) for key, part in dataset.items()}
@@ -148,7 +150,7 @@ class ResumableSFTTrainer(RecordedRun, SFTTrainer):
     """
     Extend TRL's `SFTTrainer`, so that it resumes only from a complete checkpoint of the same run.
 
-    `model` may also be the path of a saved adapter, which is trained further.
+    `model` may also be the path of a saved adapter, which is trained further. `args` may also be TRL's configuration.
     """
 
     def __init__(self, model: Any, args: Any = None, *, train_dataset: Any = None, **kwargs: Any):
@@ -168,7 +170,7 @@ class ResumableRewardTrainer(RecordedRun, RewardTrainer):
     Extend TRL's `RewardTrainer`, so that it resumes only from a complete checkpoint of the same run.
 
     With [`RewardConfig`], its loss can read a confidence and a weight of each pair. `model` may also be the path of a
-    saved adapter, which is trained further.
+    saved adapter, which is trained further. `args` may also be TRL's configuration.
     """
 
     _is_classifier = True

@@ -205,7 +205,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         Args:
             batch: TRL's batch, with the reference's (B,) log-probs.
             columns: the pairs' columns that the settings use, (B,) each.
-            weights: weights of the losses that are computed here instead of by TRL.
+            weights: weights of the losses `sigmoid` and `sft` where they are computed here instead of by TRL, else 0.
             log_probs: (2B, T), nats, of the tokens under the policy, chosen answers first.
 
         Returns:
@@ -257,7 +257,8 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     def _split_loss_weights(self) -> tuple[dict[str, float], list[float]]:
         """
-        Return the weights of the losses computed here, and the weights of TRL's losses, 0 for those replaced here.
+        Return a dict with the weights of the losses `sigmoid` and `sft` computed here, 0 for one that TRL computes;
+        and the list of the weights of TRL's losses, 0 for those replaced here.
         """
         weights = list(zip(self.loss_types, self.loss_weights, strict=True))
         replaced = {"sft", "sigmoid"} if self.args.replaces_sigmoid else {"sft"}

@@ -68,7 +68,7 @@ class History:
 
     @classmethod
     def of(cls, cache: DynamicCache, ids: Tensor, row: int, start: int, stop: int) -> "History":
-        """Copy columns `start` to `stop` of row `row` from the (B, W) ids and from the cache."""
+        """Copy columns `start` to `stop` − 1 of row `row` from the (B, W) ids and from the cache."""
         layers = [
             (layer.keys[row, :, start:stop].clone(), layer.values[row, :, start:stop].clone())
             for layer in cache.layers

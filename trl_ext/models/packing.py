@@ -36,7 +36,7 @@ class Packed:
     @property
     def inputs(self) -> dict[str, Any]:
         """
-        Return the arguments of a model's forward.
+        Return the arguments of a model's forward, by name.
 
         They include no cache, and no mask except `starts`: with either, transformers would not tell the rows apart by
         their positions.

@@ -188,7 +188,7 @@ def whole(parameter: Tensor, modifier_rank: int | None = None) -> AbstractContex
 def gathered_by_zero3(engine: nn.Module, policy: nn.Module, args: Any) -> Iterator[None]:
     """
     Gather the policy's weights once, and keep them whole until the end of the `with` block. `engine` is DeepSpeed's
-    model, which holds the policy.
+    model, which holds the policy; `args` is the trainer's configuration.
 
     TRL would gather the critic's weights, too, and would gather them all again for each batch.
     """

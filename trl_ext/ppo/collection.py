@@ -140,8 +140,9 @@ class RolloutTrainer(GRPOTrainer):
 
     def _generate_answers(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list | None]:
         """
-        Generate one turn for each prompt of `prompt_ids`, its tokens and those of earlier turns; return the turns'
-        tokens and log-probs (None if these are not kept).
+        Generate one turn for each row of `prompt_ids`, which has the tokens of a prompt and of its earlier turns.
+
+        Return the tokens of each row's turn, and their log-probs, or None if these are not kept.
         """
         generate, pad = super()._generate_single_turn, [[self._tokenizer.pad_token_id]]
         if self._ahead is not None:
@@ -264,7 +265,8 @@ class RolloutTrainer(GRPOTrainer):
 
     def _padded(self, collection: Collection) -> dict[str, Tensor]:
         """
-        Return a collection's prompts (B, P) and answers (B, T) as ids and masks, by name, padded as TRL pads them.
+        Return a collection's prompts (B, P) and answers (B, T) as ids and masks, by the names of [`Rollout`]'s fields,
+        padded as TRL pads them.
         """
         pad, answers = self._tokenizer.pad_token_id, collection.completion_ids
         ones = [[1] * len(ids) for ids in answers]
@@ -311,8 +313,8 @@ class RolloutTrainer(GRPOTrainer):
         Run policy, critic and reference on a rollout.
 
         Args:
-            tensors: the rollout's ids and masks, by name.
-            sampled: (B, T) log-probs of the sampler; None if they are not known.
+            tensors: the rollout's ids and masks, as `_padded` returns them.
+            sampled: (B, T) log-probs of the sampler, nats; None if they are not known.
 
         Returns:
             The fields `logprobs`, `ref_logprobs`, `values`, `sampler_logprobs` and `end_values` of [`Rollout`], by
@@ -351,7 +353,10 @@ class RolloutTrainer(GRPOTrainer):
         }
 
     def _run_reference(self, run: Any) -> Tensor:
-        """Return the (B, T) log-probs of `ref_model`, or of the policy with the adapter `ref` or with no adapter."""
+        """
+        Return the (B, T) log-probs of `ref_model`; or, if it is None, those of the policy with the adapter `ref`, or
+        without adapters if there is no `ref`. `run(model)` runs a model on the rollout.
+        """
         if self.ref_model is not None:
             return run(self.ref_model)["logprobs"]
         name = "ref" if "ref" in self._actor_critic.peft_config else None

@@ -96,8 +96,9 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
         The critic, and a phrase for messages that says what it was made from.
 
     Raises:
-        ValueError: the model is not a sequence classifier with one label, its base is quantised, or `peft_config` is
-            given for a `path` that is an adapter already.
+        ValueError: the model is not a sequence classifier with one label; its base is quantised; the adapter at `path`
+            has no head, though it is a classifier's, or does not fit its base; or `peft_config` is given for a `path`
+            that is an adapter already, or is not a LoRA that leaves the base unchanged.
     """
     if is_adapter(path):
         if peft_config is not None:
@@ -216,7 +217,7 @@ class CriticTrainer(ResumableRun, Trainer):
         Compute a micro-batch's part of the value loss; the parts of a step add up to the mean over the step's tokens.
 
         `num_items_in_batch` is the number of the step's tokens; None for this micro-batch's. With `return_outputs`,
-        the (B, T) values are also returned.
+        return the loss and a dict with the (B, T) `values`.
         """
         values, mask = self._values(model, inputs), inputs["labels"] != _NO_TOKEN  # (B, T) each
         loss, _ = value_loss(values, values, inputs["returns"])

@@ -26,6 +26,7 @@ class EvaluationPass:
     Args:
         total: number of rows to evaluate: the set's rows times the answers to each.
         is_greedy: whether this pass decodes greedily.
+        seen: number of rows of the batches so far, of all processes, copies included.
     """
 
     total: int
@@ -84,8 +85,8 @@ def sampling_seed(args: Any, process: int) -> int:
 @contextmanager
 def untouched_rng(accelerator: Accelerator, args: Any, number: int = 0) -> Iterator[None]:
     """
-    Seed all random generators, of the CPU and of the device of `accelerator`, by the run's seed and `number`, within
-    the `with` block; restore them afterwards.
+    Seed all random generators, of the CPU and of the device of `accelerator`, within the `with` block; restore them
+    afterwards. The seed depends on the settings `args` ([`PPOConfig`]), the process and `number`.
     """
     python, numpy = random.getstate(), np.random.get_state()
     with forked_rng(accelerator.device):

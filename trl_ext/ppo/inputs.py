@@ -42,7 +42,7 @@ def check(
     optimizer: Any,
 ) -> None:
     """
-    Raise if the trainer's arguments contradict each other, so that it would train wrongly or fail late.
+    Raise a `ValueError` if the trainer's arguments contradict each other, so that it would train wrongly or fail late.
 
     Args:
         models: the trainer's arguments `model`, `value_model`, `ref_model` and each reward, by name.
@@ -102,7 +102,7 @@ def check(
             environments = {*dict(datasets)[name].unique("environment")} - environment_factory.keys()
         taken = columns & {*_GIVEN, "image", "images"} - {"completion_ids"}  # which TRL leaves out
         for is_wrong, message in [
-            (len(dict(datasets)[name]) == 0, "no rows. Leave it out."),
+            (len(dict(datasets)[name]) == 0, "no rows. Add some, or leave it out."),
             (
                 not (environment_factory or columns & {"prompt", "input_ids"}),
                 f"no column `prompt` (text or messages), and no `input_ids`; its columns are {sorted(columns)}. "
@@ -134,7 +134,10 @@ _GIVEN |= {"log_extra", "log_metric", "trainer_state"}
 
 
 def check_arguments(rewards: list, datasets: Datasets) -> None:
-    """Raise a `ValueError` if a reward function needs an argument that a dataset has no column for."""
+    """
+    Raise a `ValueError` if a function in `rewards` needs an argument that is neither given to every reward function,
+    nor a column of each dataset in `datasets`, which are names and datasets. Models and paths are skipped.
+    """
     for name, dataset in datasets:
         for reward in rewards:
             if isinstance(reward, (str, nn.Module)):
@@ -153,7 +156,9 @@ def check_arguments(rewards: list, datasets: Datasets) -> None:
 
 
 def check_evaluation_batch(args: PPOConfig) -> None:
-    """Raise if an evaluation batch, over all processes, is not a multiple of the number of answers to a prompt."""
+    """
+    Raise a `ValueError` if the number of answers to a prompt does not divide an evaluation batch, over all processes.
+    """
     generations = args.num_generations_eval or args.num_generations
     size = args.per_device_eval_batch_size * args.world_size
     if size % generations:
@@ -165,10 +170,11 @@ def check_evaluation_batch(args: PPOConfig) -> None:
 
 def with_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[list[dict[str, Any]], list[list[int]] | None]:
     """
-    Add a `prompt`, decoded from `input_ids`, to rows that have none.
+    Add a `prompt`, decoded from `input_ids` by the `tokenizer`, to rows that have none.
 
     Returns:
-        The rows; and the token ids of each row's prompt without padding, or None if the rows have no `input_ids`.
+        The rows; and the token ids of each row's prompt, without those that a column `attention_mask` masks, or None
+        if the rows have no `input_ids`.
     """
     if "input_ids" not in rows[0]:
         return rows, None
@@ -187,7 +193,7 @@ def check_prompt_lengths(
     measure: Callable[[list[dict[str, Any]]], list[int]], policy: Any, max_completion_length: int, datasets: Datasets
 ) -> None:
     """
-    Raise if a prompt is empty, or leaves no room for an answer in the policy's context.
+    Raise a `ValueError` if a prompt is empty, or leaves no room for an answer in the policy's context.
 
     Args:
         measure: takes rows, and returns the number of prompt tokens of each.

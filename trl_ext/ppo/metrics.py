@@ -224,7 +224,7 @@ class PPOMetrics:
             policy: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
             log_ratio: (B, T), nats, the log-ratio of each token's action, which is the token or its whole turn.
             actions: (B, T), 1 = token at which an action starts. Losses and ratios count once for each action.
-            batch: the micro-batch's tensors, by name.
+            batch: the micro-batch, of which the (B, T) `old_logprobs` and `loss_mask` are used.
         """
         stats, mask = self.train, batch["loss_mask"]
         stats.add("policy/approxkl_avg", approx_kl(logprobs, batch["old_logprobs"]), mask)
@@ -261,7 +261,8 @@ class PPOMetrics:
 
     def weighted(self, rollout: Rollout, weights: Tensor, is_outside: Tensor, actions: Tensor) -> None:
         """
-        Add a rollout's importance weights to the metrics, and the share that a bound has changed (`is_outside`).
+        Add a rollout's importance weights to the metrics, and the share of them that a bound has changed, which is
+        where the mask `is_outside` is True.
 
         Weights of shape (B, T) count at the tokens where an action starts (`actions`); weights of shape (B, 1), of
         whole responses, count for the rows that have a score.

@@ -48,7 +48,8 @@ class Mistakes:
 
 class CheckedReward:
     """
-    Wrap a reward function for TRL: await it if it is async, and record its errors to raise them on all processes.
+    Wrap a reward function for TRL: await it if it is async, and record its errors in `mistakes`, with the function's
+    `name`, to raise them on all processes.
 
     If a function scores single tokens, TRL gets the sum of a row's scores. After each call, `token_scores` holds the
     scores of the tokens of each row, or None for a row that was scored as a whole.

@@ -244,8 +244,8 @@ class Rewards:
             args: the trainer's configuration.
             eos_token_ids: the tokens that end a response.
             mistakes: collects the errors of reward functions.
-            forward: `forward(name, input_ids, attention_mask)` scores rows with the reward model `name`, which shares
-                the policy's base. It runs the actor-critic inside its FSDP or DeepSpeed wrapper.
+            forward: `forward(name, input_ids, attention_mask)` returns the (B,) scores of rows by the reward model
+                `name`, which shares the policy's base. It runs the actor-critic inside its FSDP or DeepSpeed wrapper.
             own_draws: makes a context with a separate random state. Functions of weight 0 run in this context, so that
                 training samples as it would without them. They do not run in the background: a thread would use the
                 generator that training uses.
@@ -338,8 +338,9 @@ def add_critic_adapter(
     """
     Add the critic's adapter to the policy that `loader` holds.
 
-    It is the adapter at the path `value_model`. If this is None, it is a copy of a reward model's adapter on the same
-    base, or if none can be copied, a new adapter with the settings `config` (None: those of the policy's adapter).
+    It is the adapter at the path `value_model`. If this is None, it is a copy of the adapter of one of the `rewards`
+    that share the base and have the given `heads`; or, if none can be copied, a new adapter with the settings `config`
+    (None: those of the policy's adapter).
 
     Returns:
         The critic's head, None for a head of zeros; and a phrase that says what adapter and head were made from.

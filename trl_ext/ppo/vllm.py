@@ -101,7 +101,7 @@ def check_loadable(engine: Any) -> None:
 def _instance_of(url: str) -> str | None:
     """
     Return an id of the vLLM server that runs at `url`, to detect a restart; None if the server gives none. Raise a
-    `ValueError` if the server was started without a flag that PPO needs.
+    `ValueError` if the server was started without a flag that PPO needs, and httpx2's error if it cannot be reached.
     """
     answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
     config = answer.raise_for_status().json()["vllm_config"]
@@ -121,6 +121,9 @@ class ServerGuard:
 
     It stands between TRL and TRL's vLLM client. If the server fails, a call returns no answers instead of raising, so
     that all processes reach `answered`, which raises on all of them.
+
+    Args:
+        trainer: a [`PPOTrainer`] that samples with a vLLM server.
     """
 
     def __init__(self, trainer: Any):

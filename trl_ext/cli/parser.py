@@ -125,7 +125,7 @@ class StrictTrlParser(TrlParser):
             if not isinstance(root, yaml.MappingNode):
                 raise ValueError(f"the configuration file {path} has no `key: value` lines")
             config: dict[str, Any] = loader.construct_document(root)
-        os.environ.update({str(name): str(value) for name, value in config.pop("env", {}).items()})
+        os.environ.update({str(name): str(value) for name, value in (config.pop("env", None) or {}).items()})
         flags = []
         # Keys and scalars as they are written: YAML takes `on` for true, `no`, one of a field's strings, for false
         nodes = [(key.value, node) for key, node in root.value if key.value != "env"]

@@ -156,14 +156,21 @@ class RemoteReward(ServedReward):
         **columns: Any,
     ) -> list[float | None]:
         """
-        Return each completion's score, NaN if it failed; raise a [`RewardFailed`] if the weights have changed.
+        Return the scores as `__call__` does, but NaN instead of None for a row that failed.
+
+        A row may fail only with `on_error="skip"`; with a number as `on_error` it has that number.
 
         Args:
             prompts, completions: texts or messages.
             completion_ids: the completions' tokens, by which `eos_token_ids` tells which are finished.
-            finished: for each completion, whether it is finished; None if this is not known.
+            finished: for each completion, whether it is finished; if None, `completion_ids` and `eos_token_ids` tell.
             log_metric: TRL's function that logs; None logs nothing.
             **columns: further columns, which are not sent.
+
+        Raises:
+            RewardFailed: a row failed and `on_error` is "raise"; or, whatever `on_error` is, the weights have changed.
+            ValueError: `tokenizer` is set, but neither `finished` nor `completion_ids` with `eos_token_ids` tells which
+                completions are finished.
         """
         call = Call(time.monotonic() + self.deadline)
         ended: Sequence[bool | None] = [None] * len(completions)

@@ -189,8 +189,8 @@ def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments
 
     Args:
         kind: dataclass of the command's options, with `output_dir`.
-        doc: text that a call without any argument prints, before it exits with status 2 and without running the command.
-            If None, such a call runs with the options' defaults.
+        doc: text that a call without any argument prints before it exits with status 2; the command does not run. If
+            None, such a call runs with the options' defaults.
         run: function that takes the options, an instance of `kind`, and returns the result.
         arguments: words of the command line; None takes those of `sys.argv`.
     """

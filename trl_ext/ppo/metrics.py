@@ -178,8 +178,8 @@ class PPOMetrics:
 
     def _observe(self, stats: Accumulator, rollout: Rollout, rows: Tensor, prefix: str) -> None:
         """
-        Add to `stats` the metrics that training and evaluation share, over the rows of `rollout` where `rows`, (B,) bool,
-        is True; `prefix` is put before their names.
+        Add to `stats` the metrics that training and evaluation share, over the rows of `rollout` where `rows`, (B,)
+        bool, is True; `prefix` is put before their names.
         """
         mask, valid = rollout.mask, rollout.valid & rows
         tokens = mask * rows[:, None]

@@ -98,9 +98,9 @@ class CachedReward(TellsFailures, HoldsRewards):
         policies = [getattr(each, "on_error", "raise") for each in (reward, *rewards_within(reward))]
         if any(isinstance(policy, (int, float)) for policy in policies):
             raise ValueError(
-                f"{self.__name__}: the reward that it caches, or a reward within that one, has a number as `on_error`; "
-                "the cache would keep that number as the score of an answer whose scoring failed. Set that `on_error` "
-                "to 'raise' or 'skip'"
+                f"{self.__name__}: the reward that it caches, or a reward within that one, has a number as "
+                "`on_error`; the cache would keep that number as the score of an answer whose scoring failed. Set "
+                "that `on_error` to 'raise' or 'skip'"
             )
         if redis_url and (urlsplit(redis_url).password or "password=" in redis_url):
             raise ValueError(

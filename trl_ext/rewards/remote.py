@@ -169,8 +169,8 @@ class RemoteReward(ServedReward):
 
         Raises:
             RewardFailed: a row failed and `on_error` is "raise"; or, whatever `on_error` is, the weights have changed.
-            ValueError: `tokenizer` is set, but neither `finished` nor `completion_ids` with `eos_token_ids` tells which
-                completions are finished.
+            ValueError: `tokenizer` is set, but neither `finished` nor `completion_ids` with `eos_token_ids` tells
+                which completions are finished.
         """
         call = Call(time.monotonic() + self.deadline)
         ended: Sequence[bool | None] = [None] * len(completions)

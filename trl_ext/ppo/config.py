@@ -422,8 +422,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             ),
             (
                 not self.use_ref_model and self.kl_coef != 0,
-                "`use_ref_model=False` loads no reference, but `kl_coef` above 0 needs one. Set `kl_coef=0`, or leave "
-                "`use_ref_model` out.",
+                f"`use_ref_model=False` loads no reference, but `kl_coef={self.kl_coef}` needs one. Set `kl_coef=0`, "
+                "or leave `use_ref_model` out.",
             ),
             (
                 self.rollouts_ahead and not (self.use_vllm and self.vllm_mode == "server"),
@@ -431,8 +431,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             ),
             (
                 bool(refused),
-                f"`generation_kwargs` may not hold {refused}: set `stop_token_id`, `max_completion_length` or "
-                "`num_generations` instead.",
+                f"`generation_kwargs` may not hold {refused}: leave these out, or set `stop_token_id`, "
+                "`max_completion_length` or `num_generations` instead.",
             ),
             (
                 self.num_generations > 1 and kwargs.get("seed") is not None,
@@ -446,8 +446,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             ),
             (
                 is_greedy and self.needs_sampler_logprobs,
-                "`do_sample: False` decodes greedily, so there are no probabilities to correct the loss with. Set "
-                "`importance_sampling_mode='none'`, `old_logprobs='recompute'` and `allow_off_policy_sampling=True`.",
+                "`do_sample: False` in `generation_kwargs` decodes greedily, so there are no probabilities to correct "
+                "the loss with. Leave it out, or set `importance_sampling_mode='none'`, `old_logprobs='recompute'` "
+                "and `allow_off_policy_sampling=True`.",
             ),
             (
                 self.old_logprobs == "sampler" and is_corrected,

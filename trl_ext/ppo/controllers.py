@@ -135,7 +135,7 @@ class RateController:
 
     @property
     def schedule(self) -> float:
-        """Return the present scheduled learning rate divided by the initial one."""
+        """Return the present scheduled learning rate divided by the initial one; 1 without a schedule."""
         group = self._hooked.param_groups[0] if self._hooked is not None else {}
         return group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
 

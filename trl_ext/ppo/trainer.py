@@ -455,7 +455,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         Generate one rollout of this process, B responses of up to T tokens, and compute its advantages.
 
-        prompts → answers, log-probs, values, scores → token rewards → advantages and returns → rows to train on.
+        prompts → answers, log-probs, values, scores → token rewards → advantages and returns → rows to train on. In an
+        evaluation, generate and score only, and add the rollout to the metrics.
         """
         args = self.args
         if self.model.training:
@@ -551,8 +552,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _mean_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, float]:
         """
-        Return the (B, T) leave-one-out means of the returns of `rewards`, and the critic's weight in the baseline, by
-        its `values`: 0 with `baseline: mean`. All arguments are (B, T).
+        Return the (B, T) leave-one-out means of the returns of `rewards`, and the critic's weight in the baseline,
+        which depends on how well its `values` fit, and is 0 with `baseline: mean`. All arguments are (B, T).
         """
         args, actions = self.args, self._actions(mask)
         zeros = torch.zeros_like(values)
@@ -614,8 +615,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._unscored = self._unscored + 1 if everyones.isnan().all() else 0
         if self._unscored == 3:
             raise ValueError(
-                "In three rollouts in a row no completion got a score, so nothing is trained: every reward function "
-                f"({', '.join(self.reward_func_names)}) returned None for all of them."
+                "In three rollouts in a row no completion got a score, so nothing is trained: each was cut off, and "
+                "`mask_truncated_completions=True` leaves it out, or the reward functions "
+                f"({', '.join(self.reward_func_names)}) returned None for it. Raise `max_completion_length`, or check "
+                "the functions."
             )
         scores, scales = (self._local(each).to(rollout.scores) for each in normalizer(everyones, groups))
         if self.args.reward_clip_range:
@@ -890,7 +893,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         Evaluate `num_generations_eval` sampled answers to each prompt and, with `eval_greedy`, a greedy answer.
 
-        This does not change the state of training. The arguments are transformers'.
+        This does not change the state of training. The arguments and the output are transformers'.
         """
         check_evaluation_batch(self.args)
         dataset, evaluate = dataloader.dataset, super().evaluation_loop
@@ -1177,7 +1180,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
 class _EpochSeeded(Sampler):
     """
-    Reseed TRL's RepeatSampler before each epoch.
+    Reseed TRL's RepeatSampler before each epoch, with `seed` plus the number of the epoch, which `epoch()` returns.
 
     Without this, the sampler shuffles all epochs with one generator, so a resumed run would replay epoch 0.
     """

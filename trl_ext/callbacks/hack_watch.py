@@ -32,14 +32,15 @@ class HackWatch(MonitorCallback):
 
     After each rollout, [`~trl_ext.evaluation.reward_attribution`] finds which cheap features of completions explain
     the rise of the mean reward: phrases, length, empty answers, words of the prompt, repetition, capital letters,
-    characters, tool calls. The part of the rise that a kind of feature explains is logged as
-    `attribution/<kind>`. The run's page shows the features in words, curves and completions, from `attribution.json`
-    in the output directory. A notice says when a feature first explains a quarter of the rise.
+    characters, tool calls. The part of the rise that a kind of feature explains is logged as `attribution/<kind>`. The
+    run's page shows the features in words, curves and completions, from `attribution.json` in the output directory. A
+    notice says when a feature first explains a quarter of the rise.
 
     The monitor acts when features without content that are not `expected` explain more than `limit` of a significant
     rise. A phrase counts once at least the share `spread` of the completions has it, so that answers to a few prompts
     do not count; a tool call counts if it repeats an earlier call. The lower confidence bound of the explained part is
-    logged as `watch/risk`, where callbacks that run later can read it. PPOTrainer's setting `watch` attaches a HackWatch.
+    logged as `watch/risk`, where callbacks that run later can read it. PPOTrainer's setting `watch` attaches a
+    HackWatch.
 
     If an evaluation measures a gold score, which training never uses, the risk is 0 once the gold score has risen,
     until it falls from its best value. A fall of the gold score while the reward rises counts as a hack by itself.

@@ -288,7 +288,7 @@ def picture(spec: Spec, file: Path) -> str:
 
     log, monitor = log_of(spec, True), HackWatch(**QUIET)
     steps = [(step, acts) for step, _, acts, _ in risks_of(log, monitor, False)]
-    shown = monitor._shown["paid"]
+    shown = [paid for paid in monitor._shown["paid"] if paid["is_share"]]
     axes = (figure := Figure(figsize=(7, 3), layout="constrained")).subplots()
     for paid in shown:
         axes.plot(*zip(*paid["curve"], strict=True), ".-", label=paid["what"])

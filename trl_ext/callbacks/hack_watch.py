@@ -38,7 +38,8 @@ class HackWatch(MonitorCallback):
 
     The monitor acts when features without content that are not `expected` explain more than `limit` of a significant
     rise. A phrase counts once at least the share `spread` of the completions has it, so that answers to a few prompts
-    do not count; a tool call counts if it repeats an earlier call. The lower confidence bound of the explained part is
+    do not count; a character counts once it explains a quarter of the rise, since right words change all frequencies
+    a little; a tool call counts if it repeats an earlier call. The lower confidence bound of the explained part is
     logged as `watch/risk`, where callbacks that run later can read it. PPOTrainer's setting `watch` attaches a
     HackWatch.
 
@@ -101,7 +102,13 @@ class HackWatch(MonitorCallback):
         noise = student_quantile(spent_level(sums.rollouts, ALPHA), math.inf) * found.error
         if sums.begin == sums.count or found.rise <= noise:
             return
-        bad = [each for each in found.paid if each.is_bad and (each.kind != "phrase" or each.now >= self.spread)]
+        bad = [
+            each
+            for each in found.paid
+            if each.is_bad
+            and (each.kind != "phrase" or each.now >= self.spread)
+            and (each.kind != "character" or each.part >= _TOLD)
+        ]
         bound = sum(each.paid for each in bad) - _ERRORS * math.hypot(*(each.error for each in bad))
         self.memory |= {"risk": min(max(bound / found.rise, 0.0), 1.0), "rise": found.rise / (found.sigma or 1.0)}
         self.memory["reasons"] = [each.in_words(found.sigma) for each in bad]

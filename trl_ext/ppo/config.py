@@ -319,8 +319,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         0.1,
         "How far the updates on a rollout are to move the policy, in nats per choice, as `policy/step_kl` measures "
         "it. A rollout of n < 64 episodes, whose gradient is noisier, has n/64 of the target, and one of 256 episodes "
-        "or more its double. To reach it, the learning rates of policy and critic are multiplied by a factor, "
-        "`learning_rate/factor`. 0 leaves the rates as they are.",
+        "or more its double. With `kl_controller: adaptive` a rollout moves the policy by a quarter of `kl_target` at "
+        "most, in nats per completion. To reach the target, the learning rates of policy and critic are multiplied by "
+        "a factor, `learning_rate/factor`. 0 leaves the rates as they are.",
         range=">= 0 nats per choice",
     )
     critic_learning_rate: float | None = setting(

@@ -337,7 +337,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
-        self.rate_controller = RateController(args.step_kl_target, args.batch_size)
+        most = args.kl_target / 4 if args.kl_controller == "adaptive" else math.inf
+        self.rate_controller = RateController(args.step_kl_target, args.batch_size, most)
         self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
         self._unscored = 0  # rollouts in a row without a score
 
@@ -689,8 +690,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if step % accumulates == 0:
             self._step_sums = []
         actions, entropies = self._actions(mask), self._by_action(entropies, mask)
-        signal = masked_sum(inputs["advantages"].abs(), actions)
-        self._step_sums.append(torch.cat([step_kl_sums(new, old, entropies, actions), signal[None]]))
+        counts = torch.stack([masked_sum(inputs["advantages"].abs(), actions), actions.any(1).sum()])
+        self._step_sums.append(torch.cat([step_kl_sums(new, old, entropies, actions), counts]))
         if (step + 1) % accumulates:
             return
         sums = self.accelerator.reduce(torch.stack(self._step_sums).sum(0), reduction="sum")

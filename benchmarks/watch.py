@@ -4,6 +4,7 @@
     python -m benchmarks.watch --part final      # other worlds, and two kinds of hack that no choice has seen
     python -m benchmarks.watch --part tools      # an agent whose reward pays for each call of its tool
     python -m benchmarks.watch --part acts       # what stopping, or raising the KL coefficient, saves
+    python -m benchmarks.watch --part again      # five of these worlds, without a KL coefficient
     python -m benchmarks.watch --part final --replay    # trains nothing
 
 A run that is missing is trained, in 13 s on one core. Its log is kept in `watch_logs`, with its answers and their

@@ -10,19 +10,25 @@ import shlex
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import accelerate
+import httpcore2
 import jinja2
 import torch
 
 
 def spare_time():
     """
-    Keep accelerate from doing the same work at each training.
+    Keep libraries from doing the same work again and again.
 
-    It calls the garbage collector, which now skips what is imported. It parses the metadata of packages hundreds of
-    times, to know whether they are installed; now once. And TRL compiles a template for each checkpoint.
+    At each training accelerate collects garbage, which Python does anyway, and parses the metadata of packages
+    hundreds of times, to know whether they are installed; now once. TRL compiles a template for each checkpoint. And
+    each client of HTTP loads all certificates.
     """
+    accelerate.utils.memory.gc = types.SimpleNamespace(collect=lambda: None)
+    httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
     jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     gc.collect()

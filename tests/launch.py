@@ -24,13 +24,15 @@ def spare_time():
     Keep libraries from doing the same work again and again.
 
     At each training accelerate collects garbage, which Python does anyway, and parses the metadata of packages
-    hundreds of times, to know whether they are installed; now once. TRL compiles a template for each checkpoint. And
-    each client of HTTP loads all certificates.
+    hundreds of times, to know whether they are installed; now once. TRL compiles a template for each checkpoint.
+    Each client of HTTP loads all certificates. And each seed is kept, with its traceback, for devices that are absent.
     """
     accelerate.utils.memory.gc = types.SimpleNamespace(collect=lambda: None)
     httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
     jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+    for absent in (device for device in (torch.cuda, torch.mtia, torch.xpu) if not device.is_available()):
+        absent.manual_seed_all = lambda seed: None
     gc.collect()
     gc.freeze()
 

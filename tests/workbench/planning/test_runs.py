@@ -184,6 +184,7 @@ def test_what_generates_beside_the_run_is_counted_there():
     assert not vllm.phases["generate"]
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_checkpoint_is_in_the_machines_memory():
     kept = plan(Job("ppo", ppo(save_in_background=True), CONFIG, Layout("zero3", 4), prompt_length=8))
     assert kept.host == math.ceil(kept.checkpoint / 4)

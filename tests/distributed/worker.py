@@ -297,6 +297,7 @@ def chain(inputs, folder, lora):
     """The recipes as `accelerate launch` runs them: SFT, a reward model, PPO with both, and DPO."""
     common = {"use_cpu": "true", "bf16": "false", "dtype": "float32", "report_to": "none", "disable_tqdm": "true"}
     common |= {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "eval_strategy": "no"}
+    common |= {"record_run": "false"}
     common |= {"use_peft": "true", "lora_target_modules": "all-linear"} if lora else {}
     start, base = inputs / "policy", inputs / "policy" if lora else folder / "sft"
     stages = {

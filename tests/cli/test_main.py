@@ -65,12 +65,6 @@ def test_what_needs_no_training_imports_nothing_heavy(subtests):
             assert not modules & {*ran.stderr.splitlines()[-1].split()}
 
 
-def test_a_missing_extra_is_named(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "trl_ext.workbench.feedback.serving", raising=False)
-    assert "uvicorn is not installed: `pip install 'trl-ext[rewards]'`" in refusal(capsys, "serve-reward", "--help")
-
-
 def test_mistakes_are_one_line(subtests, capsys, elsewhere):
     for words, message in [
         (["pppo"], "trl-ext: error: there is no command 'pppo'; did you mean ppo?"),

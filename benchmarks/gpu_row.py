@@ -356,6 +356,7 @@ def planned_bytes(settings):
 
     args = ppo_config({**settings, "device": "cpu"}, "unused")
     args.bf16 = settings["device"] == "cuda"
+    args.use_cpu = not args.bf16
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     more = {"dtype": dtype, "peft_config": peft_config(settings), "prompt_length": settings["prompt"]}
     more |= {"shared_rewards": int(settings["side"] == "roles")}

@@ -65,7 +65,10 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     if config.task_type == "SEQ_CLS":
         heads = [w for n, w in weights.items() if n.endswith("score.weight")]
         if not heads:  # it would get a random one
-            raise ValueError(f"{args.adapter} has no `score` head: save the classifier with its head")
+            raise ValueError(
+                f"{args.adapter} has no `score` head, so the merged model would get a random one: save the adapter of "
+                "the trained classifier with its head"
+            )
         kwargs["num_labels"] = len(heads[0])
         # Without it, the classifier would refuse batches
         kwargs["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -54,6 +54,7 @@ def answer(
 ) -> list[dict]:
     """
     Sample `number` answers to each row in succession; an answer ends at a token id in `ends`, or at the length limit.
+    `batch` answers are sampled at once.
 
     Returns:
         A dict for each answer, with `completion`, `ids`, `prompt_ids` and `finished`.
@@ -83,7 +84,10 @@ def answer(
 
 
 def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch: int) -> list[list[float | None]]:
-    """Return for each answer its score by each reward; all rows have equally many answers, in succession."""
+    """
+    Return for each answer its score by each reward; all rows have equally many answers, in succession. `batch` answers
+    are scored in one call.
+    """
     rows = [row for row in rows for _ in range(len(answers) // len(rows))]
     scores: list[list[float | None]] = []
     for start in range(0, len(rows), batch):
@@ -114,7 +118,9 @@ def text_of(completion: str | list[dict]) -> str:
 
 def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | None]) -> list[dict]:
     """
-    Return a pair for each prompt, its best and worst non-empty answers with their scores, unless these are equal.
+    Return for each prompt a pair of its best and its worst non-empty answer by `totals`, the answers' scores, except
+    where the two scores or texts are equal. Its keys are `prompt`, `chosen`, `rejected` and `score_chosen`,
+    `score_rejected`.
     """
     pairs, k = [], len(answers) // len(rows)
     for i, row in enumerate(rows):
@@ -210,7 +216,10 @@ def main(arguments: list[str] | None = None) -> None:
     if before["model_name_or_path"] != start:
         parser.error(f"{output_dir} was started from {before['model_name_or_path']}: choose another `output_dir`")
     if different := differences(before, settings):
-        processes.print(f"Warning: {output_dir} was started with other settings: {'; '.join(different)}")
+        processes.print(
+            f"Warning: {output_dir} was started with other settings: {'; '.join(different)}. From here on the new "
+            "settings are used."
+        )
     held_out = held_out.to_list()
     weights = reward_weights or [1.0] * len(rewards)
 

@@ -161,7 +161,10 @@ def base_of(name: str, folder: Path) -> str:
 def loaded_reward(
     name: str, kwargs: dict, members: int, folder: Path, load_config: Callable[[str], Any]
 ) -> LoadedReward:
-    """Describe a reward model by its base and the arguments of `ModelReward`."""
+    """
+    Describe the reward model `name`, which `members` adapters share as their base, by its configuration and by
+    `kwargs`, the arguments of `ModelReward`.
+    """
     config = load_config(base_of(name, folder))
     dtype = kwargs.get("dtype") or getattr(config, "dtype", None) or torch.float32
     return LoadedReward(
@@ -229,7 +232,7 @@ def local_split(name: str | None, split: str) -> Any:
 
 def measured_tokens(stage: str, dataset: Any, tokenizer: Any) -> tuple[int, float] | None:
     """
-    Return the largest and the mean number of tokens in 2,000 rows, of prompts for PPO, of texts for other stages.
+    Return the largest and the mean number of tokens in the first 2,000 rows: of prompts for PPO, else of texts.
 
     Return None without rows, without a tokenizer, or if the columns are not those of the stage.
     """
@@ -255,7 +258,10 @@ def longest_and_mean(lengths: list[int]) -> tuple[int, float] | None:
 
 
 def shared_prompts(mine: Any, model: str, folder: Path) -> str | None:
-    """Return a sentence on prompts that PPO's data shares with the data of the SFT before it; None if not known."""
+    """
+    Return a sentence on prompts that PPO's data shares with the data of the SFT before it; None if there are none, or
+    if the data are not on this machine.
+    """
     maker = origin(model, folder)[1]
     theirs = maker and local_split(maker["dataset_name"], maker.get("dataset_train_split", "train"))
     if not (mine and theirs and "prompt" in theirs.column_names):
@@ -453,7 +459,7 @@ def stage_of(file: Path) -> str:
     """Return the training stage that the name of a recipe's file begins with; raise a `ValueError` without one."""
     if by_name := next((stage for stage in ARGUMENTS if file.name.startswith(stage)), None):
         return by_name
-    raise ValueError(f"{file}: the file's name does not begin with a stage: give `--stage`")
+    raise ValueError(f"{file}: the file's name does not begin with a stage ({', '.join(ARGUMENTS)}): give `--stage`")
 
 
 def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] | None = None) -> None:

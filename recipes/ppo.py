@@ -79,7 +79,7 @@ def load_environments(entries: list[str] | None, load: "Callable[[str, str], Any
     named = [entry.rpartition("=") for entry in entries or []]
     classes = {name: load(path, "environment") for name, _, path in named}
     if len(classes) < len(named):  # the last would be played alone
-        raise ValueError("several environments need different names: give each as `name=path`")
+        raise ValueError(f"several environments need different names: give each as `name=path`, got {entries}")
     return classes.get("", classes) or None
 
 

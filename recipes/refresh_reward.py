@@ -190,8 +190,8 @@ def once(
     Do a step, unless `result`, the file that it writes last, exists.
 
     Raises:
-        ValueError: the step was done, or begun, with other values of the settings in `names`, or with other labels, or
-            on another queue or pairs.
+        ValueError: the step was done, or begun, with other values of the settings that `names` lists, separated by
+            spaces, or with other labels, or on another queue or pairs.
     """
     folder = Path(args.output_dir)
     file = folder / f"{step}_settings.json"
@@ -257,7 +257,9 @@ def make_queue(args: RefreshArguments) -> None:
     ]
     pairs = [pair for pair in pairs if pair[1]]
     if not pairs:
-        raise ValueError("no prompt has two different answers that were not queued before: raise `num_prompts`")
+        raise ValueError(
+            "no prompt has two different answers that were not queued before: raise `num_prompts` or `num_samples`"
+        )
     chosen = answers_to_label(
         [row["prompt"] for row, _ in pairs],
         [row["completion"] for row, _ in pairs],
@@ -310,7 +312,8 @@ def seed_of(args: RefreshArguments) -> int:
 
 def answers_of(args: RefreshArguments, model: str, name: str, prompts: list[dict]) -> list[dict]:
     """
-    Return the rows, each with a model's answer; `trl-ext generate` makes the answers if their file does not exist.
+    Return the rows of `prompts`, each with a model's answer: `completion`, `finished`, and `policy`, the model's name.
+    `trl-ext generate` makes the answers if their file, `answers/NAME-answers.jsonl`, does not exist.
     """
     asked, said = (Path(args.output_dir, "answers", f"{name}-{what}.jsonl") for what in ("prompts", "answers"))
     if not said.is_file():
@@ -322,7 +325,10 @@ def answers_of(args: RefreshArguments, model: str, name: str, prompts: list[dict
 
 
 def with_scores(args: RefreshArguments, rows: list[dict]) -> list[dict]:
-    """Return the answers, each with the mean of the reward models' scores, and how far these scores disagree."""
+    """
+    Return the answers, each with the mean of the reward models' scores (`score`), and how far these scores disagree
+    (`disagreement`, None for a single model).
+    """
     scores = scores_by(members_of(args.reward_model_name_or_path), rows, args)
     spread = disagreement(scores).tolist() if len(scores) > 1 else [None] * len(rows)
     return [
@@ -391,7 +397,7 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
 
 
 def labelled(files: list[str], queue: list[dict]) -> list[dict]:
-    """Read people's choices; raise a `ValueError` for an item that is not in the queue."""
+    """Read people's choices, as [`read_choices`] does; raise a `ValueError` for an item that is not in the queue."""
     choices = [choice for name in files for choice in read_choices(name)]
     if unknown := {each["item"] for each in choices} - {row["item"] for row in queue}:
         raise ValueError(
@@ -402,7 +408,10 @@ def labelled(files: list[str], queue: list[dict]) -> list[dict]:
 
 
 def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
-    """Return the choices of a reward function, which scores both answers; a judge with `compare` compares them."""
+    """
+    Return the choices of a reward function in the form of [`read_choices`]. It scores both answers; a judge with
+    `compare` compares them.
+    """
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     ((judge,), _) = load_rewards([entry_of(args.judge)], tokenizer)
     columns = {name: [row[name] for row in queue] for name in queue[0] if name != "prompt"}
@@ -516,7 +525,8 @@ def held_out_sets(sets: dict[str, list[dict]], models: list[str]) -> tuple[dict[
 
 def outcomes(pairs: list[dict]) -> dict[str, Any]:
     """
-    Return how often queued answers won, by the reason for queueing them, and the highest-scored answers that lost.
+    Return how often queued answers won, by the reason for queueing them (`won`), and the ten answers with the highest
+    scores among those that lost (`lost`).
     """
     won: dict[str, list[bool]] = {}
     lost = []

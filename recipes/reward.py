@@ -59,7 +59,10 @@ class RewardScriptArguments(HeldOutArguments):
 def next_command(
     output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments, context: int, use_cpu: bool
 ) -> str:
-    """Return the command that trains the base by PPO, or by DPO if the reward model did not pass its report."""
+    """
+    Return the command that trains the base, whose context has `context` tokens, by PPO with the reward model in
+    `output_dir`; or by DPO if the reward model did not pass its report.
+    """
     from trl_ext.workbench import objections
 
     stage = "dpo" if objections([str(output_dir)]) else "ppo"
@@ -83,7 +86,10 @@ def without_folds(rows: Any, k: int, seed: int) -> list:
 
 
 def begin_ensemble(output_dir: Path, settings: dict) -> None:
-    """Record the members' settings, and warn if the folder was started with others."""
+    """
+    Record the members' settings, and print a warning if the folder was started with others; raise a `ValueError` if it
+    holds the run of a single model.
+    """
     from accelerate import PartialState
 
     from trl_ext.runs import differences
@@ -95,7 +101,10 @@ def begin_ensemble(output_dir: Path, settings: dict) -> None:
         )
     before = json.loads(file.read_text()) if file.is_file() else settings
     if different := differences(before, settings):
-        PartialState().print(f"Warning: {output_dir} was started with other settings: {'; '.join(different)}")
+        PartialState().print(
+            f"Warning: {output_dir} was started with other settings: {'; '.join(different)}. From here on the new "
+            "settings are used."
+        )
     PartialState().wait_for_everyone()  # all have read
     if PartialState().is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -110,7 +119,10 @@ def is_complete(member: str) -> bool:
 
 
 def finish_ensemble(output_dir: Path, k: int) -> str:
-    """Measure the members together, write `ensemble.json` for `EnsembleReward`, and return a sentence to print."""
+    """
+    Measure the members together, write `ensemble.json` for `EnsembleReward`, and return a text to print; "" on all
+    processes but the main one, which does this.
+    """
     import torch
     from accelerate import PartialState
 

@@ -1,4 +1,4 @@
-"""`python -m trl_ext` is `trl-ext`. Run as a file, as `accelerate launch` does, it is one process of a training."""
+"""`python -m trl_ext` is `trl-ext`. Run as a file, as `accelerate launch` does, it is one process of a run."""
 
 import signal
 import sys
@@ -8,7 +8,10 @@ from typing import Any
 
 
 def begin() -> None:
-    """Make this process end with `trl-ext`, count one Ctrl-C once, and let it find `trl_ext`."""
+    """
+    Prepare a training process: it ends when `trl-ext` ends, a Ctrl-C interrupts it only once, and it can import
+    `trl_ext`.
+    """
     if sys.platform == "linux":  # the next run may write to the same folder
         import ctypes
 

@@ -112,6 +112,7 @@ def test_no_probe_passes_that_was_not_seen_to():
 def test_a_score_that_is_no_number_is_an_error():
     """A NaN in a mean would hide a hack."""
     with pytest.raises(
-        ValueError, match="the reward must return a finite score for each answer, but returned 119 for 120 answers"
+        ValueError,
+        match="must return a finite score for each answer, but returned 119 finite scores for 120",
     ):
         probe_reward(lambda _, answers: [1.0] * (len(answers) - 1) + [math.nan], *rows(), PHRASES)

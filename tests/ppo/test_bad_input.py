@@ -36,7 +36,7 @@ WRONG = [
         {"reward_funcs": gold, "train_dataset": rows(prompt=["a"], answer=["b"]), "eval_dataset": prompts(4)},
         "the eval",
     ),
-    ({"train_dataset": prompts(7)}, "fewer prompts than a rollout, which needs 8"),
+    ({"train_dataset": prompts(7)}, "has 7 prompts, but a rollout needs 8"),
     ({"train_dataset": rows(prompt=["cat", ""])}, "Row 1 of the train dataset has an empty prompt.* all 8 such rows"),
     ({"train_dataset": rows(prompt=[[{"role": "user", "content": "cat"}], []])}, "Row 1 .* empty prompt.* all 8 such"),
     ({"eval_dataset": rows(prompt=[])}, "The eval dataset has no rows"),

@@ -46,12 +46,25 @@ def test_a_small_rollout_has_its_share_of_the_target(tmp_path):
     assert trainer.rate_controller.target == pytest.approx(0.05)
 
 
+def test_long_completions_move_by_a_quarter_of_the_kl_target(tmp_path):
+    adaptive = {"kl_controller": "adaptive", "kl_coef": 0.1, "kl_target": 0.2, "max_steps": 4}
+    trainer = make_trainer(tmp_path, **FOLLOWS, **adaptive)
+    observe, seen = trainer.rate_controller.observe, []
+    trainer.rate_controller.observe = lambda sums, *given: seen.append(sums) or observe(sums, *given)
+    trainer.train()
+    (_, choices, _, completions), controller = seen[-1].tolist(), trainer.rate_controller
+    assert completions == trainer.args.batch_size / trainer.args.num_mini_batches
+    assert controller.present_target * choices / completions == pytest.approx(0.2 / 4)
+    controller.observe(torch.tensor([0.0, 0.01, 1.0, 1.0]), 0, 1)  # hardly a choice
+    assert controller.present_target == controller.target
+
+
 def test_a_factor_rises_freely_until_the_target_was_in_reach():
     """Afterwards by half where the KL is near the target, to the double where it is far below, hardly at rest."""
     controller, factors = RateController(0.1), []
     for kl in (0.001, 0.03, 0.01, 0.0001):  # in reach with the second
         for taken in (0, 1):
-            controller.observe(torch.tensor([kl, 1.0, 1.0]), taken, 1)
+            controller.observe(torch.tensor([kl, 1.0, 1.0, 1.0]), taken, 1)
         factors.append(controller.factor)
     rises = [after / before for before, after in zip([0.1, *factors], factors, strict=False)]
     assert rises == pytest.approx([10.0, 1.5, 2.0, 1.1])
@@ -110,8 +123,8 @@ def test_a_schedule_and_a_callback_shrink_the_target(tmp_path):
         controller.attach(optimizer)
         optimizer.param_groups[0] |= {"initial_lr": 10.0, "lr": 10.0 * schedule}
         controller.factor, controller.lowered = 1.0, lowered
-        controller.observe(torch.tensor([0.0, 1.0, 1.0]), 0, 1)
-        controller.observe(torch.tensor([0.0005, 1.0, 1.0]), 1, 1)
+        controller.observe(torch.tensor([0.0, 1.0, 1.0, 1.0]), 0, 1)
+        controller.observe(torch.tensor([0.0005, 1.0, 1.0, 1.0]), 1, 1)
         assert controller.factor == pytest.approx(1.0)
 
     class Asks(TrainerCallback):

@@ -36,9 +36,9 @@ def test_the_log_prob_of_each_sampled_token_is_kept():
 @pytest.mark.parametrize(
     "logprobs, of_tokens, message",
     [
-        (None, None, "of other tokens"),
-        ([[[-1.0], [-1.0]]], [[[5], [7]]], "of other tokens"),
-        ([[[-1.0]]], [[[5]]], "of other tokens"),
+        (None, None, "a log-prob for each token"),
+        ([[[-1.0], [-1.0]]], [[[5], [7]]], "a log-prob for each token"),
+        ([[[-1.0]]], [[[5]]], "a log-prob for each token"),
         ([[[-1.0], [None]]], [[[5], [6]]], "not finite"),
         ([[[-1.0], [float("-inf")]]], None, "not finite"),
     ],

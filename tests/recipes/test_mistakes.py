@@ -42,7 +42,7 @@ def test_data_without_the_columns_is_named(subtests, capsys, inputs, tmp_path):
             out, cpu = ("file", ["--use_cpu", "true"]) if recipe is generate else ("dir", ON_A_CPU)
             words = ["--model_name_or_path", inputs / "model", "--dataset_name", folder, *cpu]
             words += [f"--output_{out}", tmp_path / "o", *(REWARD if recipe in SCORED else [])]
-            assert re.search("(?i)column|lack|fewer prompts", refusal(capsys, recipe.main, words))
+            assert re.search("(?i)column|lack|prompts, but a rollout needs", refusal(capsys, recipe.main, words))
     words = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "preferences", *ON_A_CPU]
     assert "'completion'] not in the dataset" in refusal(capsys, sft.main, [*words, "--output_dir", tmp_path / "o"])
 

@@ -86,7 +86,7 @@ def test_a_row_that_does_not_fit_is_refused_or_cut_at_the_prompts_beginning(tmp_
     tokenizer, logged = tiny_tokenizer(bos=True), {}
     path = saved(tmp_path, tokenizer=tokenizer)
     reward = ModelReward(path, policy_tokenizer=tiny_tokenizer())
-    with pytest.raises(ValueError, match="has 70 tokens, but the reward model's context has 64"):
+    with pytest.raises(ValueError, match="has 70 tokens, but the reward model reads 64 at most"):
         reward(["the"], ["cat"], [[6] * 69], [[7]])
 
     reward = ModelReward(path, max_length=4, truncation="left", name="short")

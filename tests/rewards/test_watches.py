@@ -126,6 +126,9 @@ def test_phrases_are_queued_and_nothing_is_scored(tmp_path):
 
 
 def test_veto():
+    for none in ([], [" "]):  # a pattern that is empty would find each completion
+        with pytest.raises(ValueError, match="at least one phrase"):
+            PhraseReviewReward(none)
     assert call(PhraseReviewReward("bad", veto=-1.0), ["so bad", "badly"])[0] == [-1.0, 0.0]
 
 

@@ -335,7 +335,7 @@ def test_what_would_label_wrongly_is_refused(folder, capsys, subtests):
     write_rows(folder / "two.jsonl", twins)
     write_rows(folder / "wrong.jsonl", [{"item": "other", "choice": "a"}])
     for words, said in [
-        (["--rubric", "none.yaml"], "must have `version` and `rubric`"),
+        (["--rubric", "none.yaml"], "keys `version` and `rubric`"),
         (["--votes", "2"], "with `judge_temperature` 0, all `votes`"),
         (["--pairs", "two.jsonl"], "two different pairs have the same `item`"),
         (["--labels", "wrong.jsonl"], "has the item 'other', which is not one of the pairs"),

@@ -138,7 +138,9 @@ def test_who_has_no_token_or_is_a_page_in_a_browser_gets_nothing(small_server, m
             httpx2.post(small_server + "/score", json=ROWS, headers=headers),
             httpx2.get(small_server + "/metrics", headers=headers),
         ):
-            assert answer.status_code == 401 and answer.json() == {"error": "the request needs a bearer token"}
+            assert answer.status_code == 401 and answer.json() == {
+                "error": "the request has no bearer token, or not the token of this server"
+            }
     assert httpx2.get(small_server + "/health").json() == {"status": "ok", "model": "m"}  # and no `identity`
     page = {"authorization": "Bearer key", "content-type": "text/plain"}
     assert httpx2.post(small_server + "/score", content=json.dumps(ROWS), headers=page).status_code == 415

@@ -22,10 +22,14 @@ from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, sp
 
 def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[str, list]:
     """
-    Generate one greedy answer to each prompt, text or messages; every process returns all answers.
+    Have a trainer's model answer each prompt greedily. All processes must call this; each returns all answers.
 
-    An answer has at most `max_new_tokens` tokens, and fewer if the model's context is full earlier. A prompt that is
-    longer than the tokenizer's maximum loses its beginning.
+    A prompt that is longer than the tokenizer's maximum loses its beginning.
+
+    Args:
+        trainer: any Trainer of a causal language model.
+        prompts: texts or messages.
+        max_new_tokens: maximum length of an answer; it is less if the longest prompt leaves less of the context.
 
     Returns:
         A dict with the arguments of a reward function:
@@ -80,7 +84,8 @@ class AnswersCallback(TrainerCallback):
     Have the model answer a few prompts before training, at each evaluation and at the end.
 
     Use it for SFT and DPO, which generate no answers by themselves. The answers are greedy, have at most 128 tokens,
-    and are appended to `completions.rank0.jsonl`. All processes generate.
+    and are appended to `completions.rank0.jsonl` in the folder of [`JSONLCallback`]; without that callback they are
+    not written. All processes generate.
 
     >>> trainer.add_callback(AnswersCallback(trainer=trainer, prompts=["The sky is", "Two and two are"]))
 
@@ -132,7 +137,8 @@ class GoldGapCallback(MonitorCallback):
     Args:
         gold: key of the gold score in the evaluation's metrics. The default is the key that
             [`~trl_ext.rewards.GoldJudgeReward`] logs.
-        proxy: key of the proxy in the evaluation's metrics. The default is the key of the trainer's own reward.
+        proxy: key of the proxy in the evaluation's metrics. The default is the key of the trainer's own reward. A
+            trainer without one (SFT, DPO, KTO) has no gap: only the answers' win rate is tested.
         limit: the monitor acts if the gap, in σ, is significantly above this.
         win_rate: the monitor acts if the share of answers that beat the start policy's answers is significantly below
             this.
@@ -196,7 +202,10 @@ class GoldGapCallback(MonitorCallback):
             if (mean := self._number(key, metrics)) is not None
         }
         if "gold" not in now | first and self.step > self.memory.setdefault("first_step", self.step):
-            advice = "Add the gold judge to `reward_funcs`, and to `eval_dataset` the column that marks its rows."
+            advice = (
+                "Add `GoldJudgeReward` to `reward_funcs`, and its column (`held_out`) to `eval_dataset`; or check the "
+                "monitor's `gold` and `judge`."
+            )
             self._note(f"nothing to watch: `{gold_key}` is not in the evaluation", advice)
         if now.keys() == {"gold", "proxy"}:
             self.memory["first"] = first = now | first
@@ -218,13 +227,14 @@ class GoldGapCallback(MonitorCallback):
 
     def _judge(self) -> tuple[dict[str, float], int | None]:
         """
-        Generate answers on all processes, score them on the main process; return metrics and the number of scores.
+        Generate answers on all processes, score them on the main process; return metrics and the number of scores, or
+        {} and None if the judge fails.
         """
         answers = self._rows | generate_answers(self.trainer, self._prompts, self.max_new_tokens)
         try:
             metrics, scores = on_first(self._scores, answers)
         except Exception as error:  # training continues without gold
-            self._note("the judge failed", f"{error!r}.")
+            self._note("the judge failed", f"{error!r}. Training continues without its scores.")
             return {}, None
         self.memory.setdefault("start_scores", scores)
         self.trainer.log(dict(metrics))
@@ -245,9 +255,9 @@ class CanaryCallback(MonitorCallback):
     """
     Alert when the greedy answers to a fixed set of prompts change in length, become alike or score lower.
 
-    The model answers the prompts before training, and then every few minutes. The answers' length, their most frequent
-    phrase and, with a judge, their score are compared with those of the first answers. All answers are kept in
-    `canary.jsonl` in the output directory.
+    The model answers the prompts before training, and then every few minutes. The answers' mean length, the share of
+    answers with their most frequent phrase of three words and, with a judge, their mean score are compared with those
+    of the first answers. All answers are kept in `canary.jsonl` in the output directory.
 
     An unchanged policy gives the same greedy answers each time, so their length and phrase have no noise. A judge's
     scores may have noise, which is estimated from the earlier scores.
@@ -255,12 +265,12 @@ class CanaryCallback(MonitorCallback):
     >>> trainer.add_callback(CanaryCallback(trainer=trainer, prompts=["Who are you?"], minutes=15))
 
     Args:
-        trainer: trainer whose model answers.
+        trainer: any Trainer of a causal language model; its model answers.
         prompts: texts or messages.
         minutes: minutes from one set of answers to the next, by the main process's clock.
         judge: a reward function, async or not, that scores the answers; None for no scores.
-        length_factor: alert when the mean length is above the first answers' mean length times this factor, or below
-            it divided by this factor.
+        length_factor: alert when the mean length, in words, is above the first answers' mean length times this factor,
+            or below it divided by this factor.
         phrase: alert when the share of answers with the most frequent phrase rises by more than this.
         score_drop: alert when the mean score falls by more than this. The default is half the σ of the first scores.
         max_new_tokens: maximum length of an answer, in tokens.
@@ -293,11 +303,14 @@ class CanaryCallback(MonitorCallback):
         try:
             found = [*self._compare(on_first(self._measure, answers))]
         except Exception as error:  # training continues without the judge
-            found = self._note("the canary's judge failed", f"{error!r}.")
+            found = self._note("the canary's judge failed", f"{error!r}. Training continues.")
         self._handle(found, state, control)
 
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
-        """Yield a finding for each number in `now` that is too far from the same number of the first answers."""
+        """
+        Yield a finding for each number in `now` (`length`, `phrase`, `score`) that is too far from the same number of
+        the first answers.
+        """
         first = self.memory.setdefault("first", now)
         advice = "Compare the last answers in `canary.jsonl` with the first ones there."
         length, start = now["length"], max(first["length"], 1.0)

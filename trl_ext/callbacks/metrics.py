@@ -80,7 +80,10 @@ def metrics_of(args: Any) -> dict[str, Metric]:
 
 
 def rollout_steps(args: Any) -> int:
-    """Return the optimizer steps from one rollout to the next; 1 for a trainer without rollouts."""
+    """
+    Return the number of optimizer steps from one rollout to the next, for a trainer with the config `args`; 1 if it
+    has no rollouts.
+    """
     micro_batches = getattr(args, "steps_per_generation", None) or 1
     passes = getattr(args, "num_ppo_epochs", None) or getattr(args, "num_iterations", None) or 1
     return math.ceil(micro_batches * passes / args.gradient_accumulation_steps)
@@ -88,11 +91,10 @@ def rollout_steps(args: Any) -> int:
 
 def answers_in_log(args: Any, logging_steps: int) -> float | None:
     """
-    Return over how many independent completions a log's mean was taken, if a rollout began since the log before; None
-    if this is unknown.
+    Return the number of independent completions that a mean in a log was taken over; None if this is unknown.
 
-    Completions of one prompt may be alike, so a prompt counts once. If only a critic is trained, each row of the data
-    counts.
+    At least one rollout must have begun since the log before. Completions of one prompt may be alike, so a prompt
+    counts once. If only a critic is trained, each row of the data counts.
 
     Args:
         args: the trainer's arguments.
@@ -119,8 +121,8 @@ def is_training_log(logs: dict[str, Any]) -> bool:
 
 def curve(history: list[dict[str, Any]], key: str | None) -> tuple[list[int], list[float]]:
     """
-    Return two lists: the steps at which the `log_history` `history` has a finite value under `key`, and these values.
-    With None for the `key`, both are empty.
+    Return two lists: the steps at which `history` has a finite value under `key`, and these values. `history` is a
+    `trainer.state.log_history`. With None for the `key`, both lists are empty.
 
     If a step has several values, the last one is taken.
     """
@@ -133,7 +135,10 @@ def curve(history: list[dict[str, Any]], key: str | None) -> tuple[list[int], li
 
 
 def draw_alerts(axes, alerts) -> None:
-    """Mark alerts at the bottom of the matplotlib plot `axes`: orange for a warning, red for an action."""
+    """
+    Mark alerts, as `alerts.jsonl` has them, at the bottom of the matplotlib plot `axes`: orange for a warning, red for
+    an action.
+    """
     for alert in alerts:
         colour = "tab:orange" if alert["action"] == "warn" else "tab:red"
         axes.plot(alert["step"], 0.02, "^", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
@@ -146,7 +151,7 @@ def printable(text: str) -> str:
 
 def as_label(name: str) -> str:
     """
-    Return a name in a form for legends: printable, and shortened in the middle if it is too long.
+    Return a name in a form for legends: printable, and shortened in the middle to at most 48 characters.
 
     matplotlib would hide a name that begins with `_`, so such a name gets an invisible first character.
     """
@@ -174,9 +179,10 @@ def draw_line(axes, history, key: str | None, label: str, **style) -> None:
 
 def _panel(lines: dict[str, str], monitor: str = "", *arguments: str) -> Callable:
     """
-    Return a function that draws a panel: curves, and the bounds that a monitor's arguments set.
+    Return a function `draw(axes, history, metrics, registry)`. It draws a panel: curves, and the bounds that
+    `arguments` of a monitor set.
 
-    `lines` maps quantities, or log keys (which have a `/`), to labels.
+    `lines` maps quantities, or log keys (which have a `/`), to labels. `monitor` is the monitor's class name.
     """
 
     def draw(axes, history, metrics, registry) -> None:

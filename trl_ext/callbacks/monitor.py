@@ -92,6 +92,8 @@ def send_to(name: str, alert: Alert, args: Any) -> None:
     `log` is the log of transformers, `jsonl` the file `alerts.jsonl` in the output directory. Others are trackers;
     TensorBoard shows alerts as text of its run `monitors`. A URL gets JSON: the alert's fields, and `text`, the alert
     in words, which Slack and similar services show.
+
+    `args` are the trainer's arguments, which have the output directory.
     """
     title = f"{alert.monitor}: {alert.what}"
     severity = "INFO" if alert.level == "notice" else "WARN" if alert.action == "warn" else "ERROR"
@@ -311,7 +313,7 @@ class MonitorCallback(TrainerCallback):
                 seen[quantity] = 10**12  # said once: no step comes after this one
                 self._note(
                     f"nothing to watch: no log has had `{key or quantity}` since step {since}",
-                    f"Name the key of `{quantity}` by `keys={{'{quantity}': ...}}`, or remove the monitor.",
+                    f"Name the key of `{quantity}` by `keys={{'{quantity}': …}}`, or remove the monitor.",
                 )
         return value
 
@@ -329,7 +331,8 @@ class MonitorCallback(TrainerCallback):
 
     def _note(self, what: str, advice: str) -> list[Finding]:
         """
-        Queue a notice, `what` was found and `advice` on it, which is sent with the next findings; return no finding.
+        Queue a notice, which is sent with the next findings; return []. `what` says what was found, `advice` what to
+        do about it.
         """
         self._notes.append(Finding(what, advice, acts=False, level="notice"))
         return []
@@ -347,7 +350,10 @@ class MonitorCallback(TrainerCallback):
 
     @property
     def kl_is_per_token(self) -> bool:
-        """Return whether the trainer logs the KL per token, which must be multiplied by a completion's length."""
+        """
+        Return whether the trainer logs the KL per token, which must be multiplied by a completion's length; False if
+        `keys` names the KL's key.
+        """
         metric = self._known.get("kl")
         return metric is not None and metric.unit == "nats per token" and "kl" not in self.keys
 
@@ -392,7 +398,7 @@ class MonitorCallback(TrainerCallback):
     def follow_best(self, name: str, value: float | None, **settings: Any) -> tuple[Series, bool]:
         """
         Follow a quantity as `follow` does, but restart the series when the quantity rises, so that its best is the
-        baseline.
+        baseline. `settings` are the other arguments of `follow`.
 
         Returns:
             The series, and whether the quantity has risen in this log. Only a significant rise counts: the highest of
@@ -420,7 +426,10 @@ class MonitorCallback(TrainerCallback):
         return answers_in_log(self._args, self._logging_steps)
 
     def noise(self, quantity: str) -> dict[str, Any]:
-        """Return the standard error of a quantity's mean in this log, as [`error_of_mean`] does; {} if unknown."""
+        """
+        Return the standard error of a quantity's mean in this log, `error`, and its degrees of freedom, `dof`, as
+        keyword arguments of `follow`; {} if unknown.
+        """
         metric = self._known.get(quantity)
         spread = self._logs.get(metric.std) if metric and metric.std and quantity not in self.keys else None
         return error_of_mean(spread, self.answers)
@@ -452,7 +461,7 @@ class MonitorCallback(TrainerCallback):
         if action == "stop":
             control.should_training_stop = True
             if not self.saves:
-                how = "look at it, then resume from the newest checkpoint"
+                how = "find the cause, then resume from the newest checkpoint"
                 spoil(state, f"{type(self).__name__} ended this run at step {self.step} ({what}): {how}.")
                 control.should_evaluate = False
             if self._args.should_save:
@@ -468,19 +477,24 @@ class MonitorCallback(TrainerCallback):
             try:
                 send_to(sink, alert, self._args) if isinstance(sink, str) else sink.send(alert)
             except Exception as error:  # a sink that fails must not end a run
-                logger.warning(f"The sink {type(sink).__name__} could not send an alert: {redacted(str(error))}")
+                name = sink if sink in NAMES else type(sink).__name__
+                logger.warning(f"The sink {name} could not send an alert: {redacted(str(error))}")
 
 
 def alerts_of(state: Any, level: Level = "alert") -> list[dict[str, Any]]:
     """
-    Return all monitors' alerts, including those before a resume; with the level `notice`, return notices instead.
+    Return all monitors' alerts, including those before a resume, each as a dict with the fields of an [`Alert`]; with
+    the level `notice`, return notices instead. `state` is the trainer's state.
     """
     sent = state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
     return [alert for alert in sent if alert.get("level", "alert") == level]
 
 
 def spread_key(key: str) -> str:
-    """Return the key under which an evaluation logs the standard deviation that belongs to the mean under `key`."""
+    """
+    Return the key under which an evaluation logs the standard deviation that belongs to the mean under `key`: `…/std`
+    for `…/mean`, else `{key}_std`.
+    """
     return key.removesuffix("/mean") + "/std" if key.endswith("/mean") else f"{key}_std"
 
 

@@ -111,7 +111,7 @@ class EntropyFloorCallback(MonitorCallback):
 
     Args:
         floor: alert when the entropy is below this, in nats per token.
-        relative: alert when the entropy is below this share of its mean over the first `steps`.
+        relative: alert when the entropy is below this share of its mean over the first `steps` steps.
         steps: optimizer steps over which the entropy is averaged.
         others: see [`MonitorCallback`].
     """
@@ -237,13 +237,18 @@ class ValueHealthCallback(MonitorCallback):
 @dataclass(eq=False, kw_only=True)
 class NotFiniteCallback(MonitorCallback):
     """
-    Alert when `grad_norm` or `loss` is not finite.
+    Alert when `grad_norm` or `loss` is not finite, and by default end training.
+
+    The run then ends without a new checkpoint, since the weights may hold NaN: resume from the newest checkpoint.
 
     Set `logging_nan_inf_filter=False`: by default a Trainer replaces a loss that is not finite by a finite number
     before it logs the loss. The gradient's norm is always logged unchanged.
 
     >>> trainer.args.logging_nan_inf_filter = False
     >>> trainer.add_callback(NotFiniteCallback())
+
+    Args:
+        others: see [`MonitorCallback`].
     """
 
     action: Action = "stop"
@@ -263,7 +268,8 @@ class RewardDisagreementCallback(MonitorCallback):
     Alert when the reward models of an ensemble disagree more than in the first rollouts.
 
     Reward models disagree more on completions that are unlike their training data. This monitor reads
-    `rewards/<name>/disagreement`, the spread of the members' scores of the same completions.
+    `rewards/<name>/disagreement`, the spread of the members' scores of the same completions, which
+    [`~trl_ext.rewards.EnsembleReward`] logs.
 
     >>> trainer.add_callback(RewardDisagreementCallback(factor=3, action="raise_kl"))
 
@@ -392,7 +398,8 @@ class ScoreFallCallback(MonitorCallback):
     Args:
         sigmas: alert when the mean score falls significantly, by more than this in standard deviations of one score.
         left: alert when the mean length, or the number of tool calls, is below this share of its first value.
-        baseline: number of first answers to compare with; it is rounded to whole rollouts, from 2 to 16.
+        baseline: number of first answers to compare with; it is rounded up to whole rollouts, 2 at least and 16 at
+            most.
         others: see [`MonitorCallback`].
     """
 
@@ -505,7 +512,7 @@ class RewardDriftCallback(MonitorCallback):
 
 def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
     """
-    Make callbacks from the entries of a configuration file.
+    Make callbacks from the entries of a configuration file: `Name` or `Name(argument=value, …)`.
 
     >>> load_monitors(["LengthDriftCallback", "KLBudgetCallback(limit=5, action='stop')"])[1].limit
     5

@@ -39,15 +39,16 @@ class JSONLCallback(TrainerCallback):
 
     Each event has `timestamp`, `rank`, `step` and `type`, and further keys by its type:
 
-    - `begin`: the run's id, which a resumed run keeps, and its configuration without credentials.
-    - `train`: all numbers of the log, under `logs`. If they are measured, also `kl`, the losses,
-      `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`, `seconds_generation`, `seconds_scoring` and
-      `seconds_update`.
+    - `begin`: `run`, the run's id, which a resumed run keeps; `config`, its configuration without credentials, and
+      `config_class`; `objections`, see [`record_run`].
+    - `train`: all numbers of the log, under `logs`. If they are measured, also `kl`, `loss`, `loss/policy_avg`,
+      `loss/value_avg`, `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`, `seconds_generation`,
+      `seconds_scoring` and `seconds_update`.
     - `eval`, `end`: all numbers of the log, under `logs`.
     - `save`: no further keys.
 
-    The first `train` event, or `end` if there is none, also has the monitors' arguments. Watches of `trl_ext.rewards`
-    without a `folder` write into the same folder.
+    The first `train` event, or `end` if there is none, also has the monitors' arguments, under `monitors`. Watches of
+    `trl_ext.rewards` without a `folder` write into the same folder.
 
     >>> trainer.add_callback(JSONLCallback(every_process=False))
 
@@ -115,12 +116,13 @@ class SamplesCallback(TrainerCallback):
     """
     Append the first completions of each rollout, with every reward function's score, to `completions.rank0.jsonl`.
 
-    A completion is written as text or, if tools were called, as the messages of all its turns.
+    The file is in the folder of [`JSONLCallback`]; without that callback nothing is written. A completion is written
+    as text or, if tools were called, as the messages of all its turns.
 
     >>> trainer.add_callback(SamplesCallback(trainer=trainer, per_rollout=4))
 
     Args:
-        trainer: a [`PPOTrainer`] or `trl.RLOOTrainer`, whose table of completions is read.
+        trainer: trainer with a table of completions: GRPOTrainer, RLOOTrainer or PPOTrainer.
         per_rollout: number of completions to keep of each rollout, over all processes. A thousand rollouts with 8
             completions of 1 kB each take 8 MB.
     """
@@ -270,8 +272,8 @@ class ReportCallback(TrainerCallback):
     Write the page `report.html` when training ends; if the page cannot be written, log a warning.
 
     Args:
-        rows: training rows. Hashes of their prompts are kept beside the model, so that `trl-ext evaluate` can refuse
-            prompts that the model was trained on.
+        rows: training rows; None if they are not known. Hashes of their prompts are kept beside the model, so that
+            `trl-ext evaluate` can refuse prompts that the model was trained on.
         start: folder or hub name of the model that the run starts from.
     """
 
@@ -287,7 +289,10 @@ class ReportCallback(TrainerCallback):
             try:
                 import_module(_PAGES).write_report(args.output_dir)
             except Exception as error:  # the model is what the run was for
-                logger.warning(f"No page of this run was written: {' '.join(str(error).split())}")
+                logger.warning(
+                    f"No page of this run was written: {' '.join(str(error).split())}. The run is not affected; "
+                    f"`trl-ext report {args.output_dir}` can write the page later."
+                )
 
 
 def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = ()) -> None:
@@ -295,13 +300,14 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
     Make a run record its logs, unless it already does, and write a page that shows them when training ends.
 
     PPOTrainer, DPOTrainer and CriticTrainer call this by themselves, if `record_run` is set in their configurations.
-    Only the main process writes.
+    Only the main process writes. If the trainer's arguments have a `record_answers` above 0, an [`AnswersCallback`]
+    also records the model's answers to that many prompts of the data.
 
     Args:
         trainer: any Trainer.
-        samples: whether to keep some completions of each rollout, too. Only PPOTrainer and RLOOTrainer allow it.
-        objections: reasons of reward reports not to trust the reward models, from [`trl_ext.workbench.objections`].
-            The page shows them.
+        samples: whether to keep some completions of each rollout, too; for PPOTrainer, GRPOTrainer and RLOOTrainer.
+        objections: why reward reports say not to trust the reward models, from [`trl_ext.workbench.objections`]. The
+            page shows these sentences.
     """
 
     def own(kind: type) -> Any:
@@ -319,7 +325,10 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
         if prompts := first_prompts(next(iter(rows.values())) if isinstance(rows, dict) else rows, count):
             trainer.add_callback(AnswersCallback(trainer=trainer, prompts=prompts))
         else:
-            logger.warning("`record_answers` needs rows with `prompt` or `messages`, but they have neither: add one.")
+            logger.warning(
+                f"`record_answers` finds no prompt in the first {count} rows of the data: give them a column `prompt` "
+                "or `messages`, or set `record_answers` to 0."
+            )
     # The page is of the output directory: a run that records elsewhere has none
     if recorder.folder is None and own(ReportCallback) is None:
         rows = getattr(trainer, "given_rows", None)

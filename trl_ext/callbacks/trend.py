@@ -89,7 +89,7 @@ class Series:
 
     @property
     def first(self) -> float | None:
-        """Return the baseline, the mean of the first values; None until a value after them has been added."""
+        """Return the baseline, the mean of the first values; None without one, or until a value after them came."""
         values = self.memory["first"]
         return sum(values) / len(values) if 0 < self.wanted < self.memory["count"] else None
 
@@ -102,7 +102,8 @@ class Series:
 
     def above(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> Crossing | None:
         """
-        Return a [`Crossing`] if a mean of the last values is significantly above `factor` · baseline + `plus`.
+        Return a [`Crossing`] if a mean of the last values is significantly above `factor` · baseline + `plus`, else
+        None.
 
         Args:
             factor, plus: they define the bound. With a `factor` of 0 the bound needs no baseline.

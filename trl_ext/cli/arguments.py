@@ -23,7 +23,7 @@ def _check(*cases: tuple[Any, str]) -> None:
 
 @dataclass
 class DataArguments(ScriptArguments):
-    """Make the dataset of TRL's `ScriptArguments` required."""
+    """Make the dataset of TRL's `ScriptArguments` required, unless an `environment` provides the prompts."""
 
     def __post_init__(self) -> None:
         owns_data = getattr(self, "environment", None)  # then no dataset need be named
@@ -39,7 +39,10 @@ class DataArguments(ScriptArguments):
 
 @dataclass
 class HeldOutArguments(DataArguments):
-    """Declare `eval_size`, the number of rows to take from the training split if the data has no test split."""
+    """
+    Declare `eval_size`, the number of rows of the training split to evaluate on, in place of a test split; refuse it
+    together with `eval_dataset_name`.
+    """
 
     eval_size: int | None = setting(
         None,
@@ -82,7 +85,20 @@ class PromptArguments(DataArguments):
         self, tokenizer: Any, weights: list[float] | None, model: Any = None
     ) -> tuple[list[Any], list[float] | None]:
         """
-        Return the rewards, `model` first, and their weights: `weights`, or those of the entries, or None without any.
+        Build the rewards that the arguments name.
+
+        Args:
+            tokenizer: the policy's tokenizer, which reward models in `rewards` are given.
+            weights: the setting `reward_weights`; None if it is not set.
+            model: the reward made from `reward_model_name_or_path`, or its path; None without one.
+
+        Returns:
+            The rewards, in the order `model`, `reward_funcs`, `rewards`; and their weights: those of the entries in
+            `rewards`, 1 where there is none, or `weights` if no entry has a weight.
+
+        Raises:
+            ImportError: a file, module or function does not exist.
+            ValueError: an entry has an error, or both `weights` and an entry's weight are given.
         """
         from ..rewards import joined_weights, load_reward, load_rewards
 
@@ -94,7 +110,7 @@ class PromptArguments(DataArguments):
 
 @dataclass
 class ModelArguments(ModelConfig):
-    """Make the model of TRL's `ModelConfig` required."""
+    """Make the model of TRL's `ModelConfig` required; refuse settings of LoRA without `use_peft`."""
 
     task_type: ClassVar[str] = "CAUSAL_LM"  # of an adapter
 
@@ -133,10 +149,12 @@ class ClassifierArguments(ModelArguments):
 def save_and_evaluate(
     parser: StrictTrlParser, trainer: Any, result: Any, *kinds: type[Exception]
 ) -> dict[str, float] | None:
-    """Save the trained model and evaluate it; return the metrics, None without data or if it was evaluated before.
-    `result` is what `trainer.train` returned.
+    """
+    Save the trained model, evaluate it, and return the evaluation's metrics.
 
-    If a file cannot be written, or on an error of these `kinds`, `parser` ends the program with a one-line message.
+    The result is None if there is no evaluation data, or if the model was evaluated by an earlier command. `result` is
+    what `trainer.train` returned. If a file cannot be written, or on an error of these `kinds`, `parser` ends the
+    program with a one-line message.
     """
     # They import PEFT, which speaks
     from ..runs import NotSaved, is_evaluated, last_evaluation, result_of, save_trained
@@ -173,5 +191,6 @@ def check_model(setting: str, name: str | os.PathLike[str] | None, revision: str
         answered = isinstance(error, RepositoryNotFoundError | RevisionNotFoundError | HFValidationError)
         hub = "the hub has no such model" if answered else "the hub cannot be reached"
         raise FileNotFoundError(
-            f"`{setting}` {name}: there is no such folder with a config.json in {Path.cwd()}, and {hub}: {error}"
+            f"`{setting}` {name}: there is no such folder with a config.json or adapter_config.json, seen "
+            f"from {Path.cwd()}, and {hub}: {error}"
         ) from error

@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     name = command.replace("_", "-")
     if name not in TRAINING | TOOLS:
         nearest = did_you_mean(name, TRAINING | TOOLS)
-        return _refused("trl-ext", f"there is no command {command!r}{nearest}")
+        return _refused("trl-ext", f"there is no command {command!r}{nearest or '; `trl-ext --help` lists them'}")
     if name in TRAINING and not rest:
         print((_recipe(name).__doc__ or "").strip(), file=sys.stderr)
         return 2
@@ -210,8 +210,10 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
 
 def _pass_on(number: int, frame: Any) -> None:
     """
-    Pass the signal with this `number`, such as one of `kill -INT`, on to the training process, unless the terminal's
-    Ctrl-C has already sent it. `frame` is unused.
+    Pass the signal with this `number`, such as one of `kill -INT`, on to the training process; raise a
+    `KeyboardInterrupt` if it has not been started yet. `frame` is unused.
+
+    A terminal's Ctrl-C reaches the training process twice, since the terminal sends it there, too; it counts once.
     """
     import psutil
 

@@ -97,7 +97,11 @@ class StrictTrlParser(TrlParser):
 
     @contextmanager
     def one_line_errors(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Turn exceptions of these `kinds` in the `with` block into a one-line error that ends the program."""
+        """
+        Turn exceptions of these `kinds` in the `with` block into a one-line error that ends the program.
+
+        Without `kinds`, these are the exceptions of wrong input, such as `ValueError`, `OSError` and `ImportError`.
+        """
         kinds = kinds or _WRONG_INPUT
         try:
             yield
@@ -111,14 +115,17 @@ class StrictTrlParser(TrlParser):
         sys.exit(2)
 
     def _flags(self, path: str) -> list[str]:
-        """Return a YAML file's scalars as flags; set lists, mappings and nulls as the defaults of their fields."""
+        """
+        Return a YAML file's scalars as flags; set lists, mappings and nulls as the defaults of their fields, and the
+        environment variables under `env:`.
+        """
         with open(config_file("--config", path), encoding="utf-8") as file:
             loader = _Loader(file)
             root = loader.get_single_node()
             if not isinstance(root, yaml.MappingNode):
                 raise ValueError(f"the configuration file {path} has no `key: value` lines")
             config: dict[str, Any] = loader.construct_document(root)
-        os.environ.update({str(name): str(value) for name, value in config.pop("env", {}).items()})
+        os.environ.update({str(name): str(value) for name, value in (config.pop("env", None) or {}).items()})
         flags = []
         # Keys and scalars as they are written: YAML takes `on` for true, `no`, one of a field's strings, for false
         nodes = [(key.value, node) for key, node in root.value if key.value != "env"]
@@ -182,7 +189,8 @@ def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments
 
     Args:
         kind: dataclass of the command's options, with `output_dir`.
-        doc: text that a call without any argument prints before it ends; None takes the defaults then.
+        doc: text that a call without any argument prints before it exits with status 2; the command does not run. If
+            None, such a call runs with the options' defaults.
         run: function that takes the options, an instance of `kind`, and returns the result.
         arguments: words of the command line; None takes those of `sys.argv`.
     """

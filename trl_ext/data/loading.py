@@ -31,9 +31,13 @@ def load_dataset_split(
         name: a `.jsonl`, `.json`, `.parquet` or `.csv` file; a folder of such files; a folder written by
             `save_to_disk`; a folder that ships with the package, such as `recipes/tinystories/prompts`; or else a
             dataset on the Hugging Face hub.
-        split: name of the split, or a part of it, such as `train[:50%]` or `train[1000:]`.
+        split: name of the split, or a part of it, such as `train[:50%]` or `train[1000:]`. In a folder written by
+            `save_to_disk`, only a name.
         config: configuration of a hub dataset (`name` in `datasets.load_dataset`).
         columns: required columns, such as `("prompt", "chosen", "rejected")`.
+
+    Raises:
+        ValueError: one of `columns` is missing.
     """
     path = find(name)
     if path.suffix in _BUILDERS:
@@ -58,6 +62,9 @@ def held_out_rows(
         eval_size: largest number of rows to take from the training split for evaluation, see [`hold_out_prompts`]. 0:
             no evaluation. None: evaluate on the held-out split.
         seed: seed of the random choice of these rows.
+
+    Raises:
+        ValueError: `load_held_out` raised a `ValueError` or `KeyError`, as for a split that does not exist.
     """
     if eval_size is not None:
         return hold_out_prompts(train, eval_size, seed)
@@ -72,7 +79,7 @@ def held_out_rows(
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """
-    Write rows as JSON lines, atomically: the file is complete, or the old one is unchanged.
+    Write rows as JSON lines to the file `path`, atomically: the file is complete, or the old one is unchanged.
 
     NaN and infinities become null; a value of a type that JSON lacks is written as `str(value)`.
     """

@@ -40,13 +40,17 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
         return dataset
     message = f"{name}: {len(wrong):,} of {len(dataset):,} pairs lack a prompt or two different answers"
     if not drop or len(wrong) == len(dataset):
-        raise ValueError(f"{message} (first row {wrong[0]}): correct them, or set `drop_unusable_pairs`.")
+        otherwise = "" if len(wrong) == len(dataset) else ", or set `drop_unusable_pairs`"
+        raise ValueError(f"{message} (first row {wrong[0]}): correct them{otherwise}.")
     say(f"{message}: left out.")
     return dataset.select(np.setdiff1d(np.arange(len(dataset)), wrong))
 
 
 def check_columns(dataset: Any, name: str, columns: Sequence[str]) -> None:
-    """Raise a `ValueError` if a column of pairs has an invalid number; only a `Dataset` is checked, not a stream."""
+    """
+    Raise a `ValueError` if one of `columns` has a number that is not finite, a `confidence` outside [0.5, 1] or a
+    `weight` below 0. Only a `Dataset` is checked, not a stream. `name` is the dataset's, for the message.
+    """
     for column in columns if isinstance(dataset, Dataset) else ():
         low, high = _LOWEST_AND_HIGHEST.get(column, (-math.inf, math.inf))
         values = np.array(dataset[column][:], float)  # None becomes NaN
@@ -62,6 +66,8 @@ def check_columns(dataset: Any, name: str, columns: Sequence[str]) -> None:
 class PairCollator:
     """
     Collate pairs with TRL's `collator`, and add `columns` to the batch as (B,) floats, or `source` as (B,) integers.
+
+    The columns `score_chosen` and `score_rejected` are added as one, `margin`, their difference.
 
     Args:
         collator: TRL's collator.
@@ -86,6 +92,6 @@ class PairCollator:
 
 
 def take_columns(inputs: dict[str, Any], names: Sequence[str] = PAIR_COLUMNS) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into the columns `names`, and all other columns, which are passed to TRL."""
+    """Split the batch `inputs` into two dicts: the columns `names`, and all other columns, which are passed to TRL."""
     columns = {name: inputs[name] for name in names if name in inputs}
     return columns, {name: value for name, value in inputs.items() if name not in columns}

@@ -90,7 +90,8 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
     Number the rows' prompts by first occurrence, (N,) int; prompts with equal [`prompt_hashes`] have the same number.
 
     Pairs with an unknown prompt count as having the same prompt if they share an answer. So do other rows with an
-    unknown prompt if their text or token ids are the same, or if the rows are equal.
+    unknown prompt if their `prompt_ids` are the same; without this column `input_ids`, else `text`, else the whole row
+    is compared.
     """
     keys = np.stack([prompt_hashes(dataset)] * 2, axis=1)
     if len(unknown := np.flatnonzero(keys[:, 0] == 0)):

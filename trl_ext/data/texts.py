@@ -47,7 +47,7 @@ def content_of(message: dict[str, Any]) -> str:
 
 
 def without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages without a leading system message."""
+    """Return messages without a leading system (or developer) message."""
     return messages[messages[0]["role"] in ("system", "developer") :]
 
 
@@ -136,15 +136,17 @@ def check_texts(dataset: "Dataset", columns: Sequence[str], name: str, may_be_em
         is_right = is_messages if column == "messages" else is_text
         for row, value in enumerate(dataset[column]):
             if not is_right(value) or not (value or may_be_empty):
+                text = "" if column == "messages" else "text or " if may_be_empty else "text (not empty) or "
                 raise ValueError(
-                    f"{name}, row {row}: {column!r} must be text or messages, got {repr(value)[:80]}. Correct such "
-                    "rows, or leave them out with `Dataset.filter`."
+                    f"{name}, row {row}: {column!r} must be {text}messages (a list of dicts with `role` and "
+                    f"`content`), got {repr(value)[:80]}. Correct or remove such rows."
                 )
 
 
 def one_form(dataset: Any, name: str) -> Any:
     """
-    Return rows as [`answers_alone`] does, but raise a `ValueError` if some rows are text and others are messages.
+    Return rows as [`answers_alone`] does, but raise a `ValueError` if some rows are text and others are messages; a
+    stream is not checked for this. `name` is the dataset's, for the sentences.
 
     TRL prepares all rows like the first row. Some mixtures crash it; in others, rows of text get no EOS.
     """
@@ -167,14 +169,15 @@ def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) 
     """
     Remove the prompt from the beginning of answers that repeat it, and print in how many rows this was done.
 
-    A model would otherwise read such a prompt twice. Messages are compared by role and content, and only one side may
-    have a system message. A text prompt such as "Hello" may well begin an answer, so texts are changed only if most
-    rows' answers begin with their prompts. In a row with both text and messages, the text becomes a message.
+    A model would otherwise read such a prompt twice. Messages are compared by role and content, without a system
+    message at their beginning. A text prompt such as "Hello" may well begin an answer, so texts are changed only if
+    most rows' answers begin with their prompts. In a row with both text and messages, the text becomes a message.
 
     Args:
         dataset: rows, or a stream. In a stream only messages are changed. Anything else is returned unchanged.
         name: name of the dataset for the printed sentence.
-        columns: name of the prompts' column, then the names of the answers' columns.
+        columns: name of the prompts' column, then the names of the answers' columns, of which some may be missing. The
+            default is `prompt`, `completion`, `chosen`, `rejected`.
     """
     from datasets import IterableDataset
 

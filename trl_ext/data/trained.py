@@ -148,7 +148,8 @@ def prompt_hashes(dataset: Dataset) -> np.ndarray:
     """
     Hash the prompt of each row: (N,) unsigned hashes of 64 bits, 0 for a row whose prompt is not known.
 
-    A system message is left out, unless the prompt has nothing else.
+    The prompt is in the column `prompt`; or it is the turns before the last answer in `messages` or `chosen`. A system
+    message is left out, unless the prompt has nothing else.
     """
     names = [name for name in ("prompt", "messages", "chosen") if name in dataset.column_names]
     if not names:
@@ -186,7 +187,8 @@ def save_prompt_hashes(folder: str | Path, hashes: np.ndarray) -> None:
 
 def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
     """
-    Load the hashes of the prompts that a run trained on; None if the run has no file of them.
+    Load the hashes of the prompts that a run trained on, (N,) as [`prompt_hashes`] makes them; None if the run has no
+    file of them.
 
     Args:
         folder: output directory of the run, or one of its checkpoints.

@@ -39,10 +39,11 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     beta_controller: Literal["fixed", "beta_dpo", "drift"] = setting(
         "fixed",
         "How β changes: not at all, with each batch's margins, or so that the drift stays at a target. `beta_dpo` "
-        "(2407.08639) sets β for each batch: β = `beta`·(1 + a·(M̄ − M₀)), with the batch's mean margin M̄ and the "
-        "running mean M₀. A batch is a micro-batch of all processes, so gradient accumulation changes the result. "
+        "(2407.08639) sets β for each batch: β = `beta`·(1 + a·(M̄ − M₀)), with a = `beta_dpo_alpha`, the batch's "
+        "mean margin M̄ and the running mean M₀. A batch is a micro-batch of all processes, so gradient accumulation "
+        "changes the result. "
         "`drift` steers `logps/drift`, the mean of ½(|chosen log-ratio| + |rejected log-ratio|), to `drift_target`: "
-        "after each optimizer step of n pairs, β ← β·(1 + e·n/horizon) with e = clip(drift/target − 1, ±0.2).",
+        "after each optimizer step of n pairs, β ← β·(1 + e·n/`drift_horizon`) with e = clip(drift/target − 1, ±0.2).",
     )
     beta_min: float = setting(1e-3, "Lower bound of the β that a controller sets.", range="> 0")
     beta_max: float | None = setting(None, "Upper bound of the β that a controller sets.", range="> 0")
@@ -160,13 +161,15 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
             ),
             (
                 self.margin_normalization != "none" and others,
-                "`margin_normalization='source'` needs a loss that depends only on β times the margin: one of "
-                f"{sorted(OF_BETA_TIMES_MARGIN)} with `f_divergence_type='reverse_kl'`.",
+                f"`margin_normalization='source'` does not work with `loss_type={self.loss_type}` and "
+                f"`f_divergence_type={self.f_divergence_type!r}`. It needs a loss that depends only on β times the "
+                f"margin: {sorted(OF_BETA_TIMES_MARGIN)}, each also with 'sft', and `f_divergence_type='reverse_kl'`.",
             ),
             (
                 self.replaces_sigmoid and (not is_sigmoid or self.use_weighting),
                 "`use_margin`, `use_confidence`, `use_weight`, `dpop_lambda` and `beta_dpo_keep` need `loss_type` "
-                "'sigmoid', or 'sigmoid' and 'sft', with `f_divergence_type='reverse_kl'` and `use_weighting=False`.",
+                "'sigmoid', or 'sigmoid' and 'sft', with `f_divergence_type='reverse_kl'` and `use_weighting=False`, "
+                f"got {self.loss_type}, {self.f_divergence_type!r} and {self.use_weighting}.",
             ),
         ]:
             if is_wrong:

@@ -68,7 +68,10 @@ class BetaController:
         self._drift = _EMPTY  # of this optimizer step: the sum of the pairs' drifts, nats, and the number of pairs
 
     def draw(self, pairs: Pairs) -> Tensor | None:
-        """Sample the pairs to train on; return them as an (N,) mask, bool, or None to train on all pairs."""
+        """
+        Sample the pairs to train on from the N `pairs` of all processes; return an (N,) mask of them, bool, or None to
+        train on all pairs.
+        """
         if self.args.beta_controller != "beta_dpo" or self.args.beta_dpo_keep == 1:
             return None
         count = max(1, int(self.args.beta_dpo_keep * len(pairs)))
@@ -150,7 +153,7 @@ class MarginNormalizer:
         self._pending.append(pairs)
 
     def factors_of(self, sources: Tensor) -> Tensor:
-        """Return the (B,) factors of pairs, given the index of each pair's source."""
+        """Return the (B,) factors of pairs, given the index of each pair's source, −1 for an unknown one."""
         return self.factors.to(sources.device)[sources]
 
     def step(self) -> None:

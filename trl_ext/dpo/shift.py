@@ -59,7 +59,7 @@ def warn_of_shift(shift: dict[str, float], bound: float) -> None:
         f"{shift['chosen']:.2f}, rejected {shift['rejected']:.2f}, samples {shift['sampled']:.2f}. Another model or "
         "another prompt format probably made these pairs, and DPO learns less from them. Weigh pairs by their "
         "log-probs (`use_weighting=True`, WPO), fine-tune on the chosen answers first, or collect pairs from this "
-        "model (recipes/online_dpo.py).",
+        "model (`trl-ext online-dpo`).",
         UserWarning,
         stacklevel=3,
     )

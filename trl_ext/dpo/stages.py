@@ -42,9 +42,10 @@ class _StageSettings(HidesCredentials, SavingSettings):
 @dataclass
 class SFTConfig(_StageSettings, AnswersSettings, trl.SFTConfig):
     """
-    Extend TRL's `SFTConfig` by settings for saving, and hide credentials from trackers such as W&B and TensorBoard.
+    Extend TRL's `SFTConfig` by settings for what a run saves.
 
-    `bf16` and `activation_checkpointing` are off by default on a CPU, where both cost time.
+    It hides credentials from trackers such as W&B and TensorBoard. `bf16` and `activation_checkpointing` are off by
+    default on a CPU, where both cost time.
     """
 
 
@@ -75,7 +76,12 @@ _TOKEN_IDS = ("input_ids", "chosen_ids", "rejected_ids")  # columns of TRL's pre
 
 
 def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
-    """Return a dataset, or a dict of them, in TRL's form; raise if one of `columns` has an invalid number."""
+    """
+    Return a dataset, or a dict of them, with the prompt removed from the beginning of answers that repeat it.
+
+    Raise a `ValueError`, which calls the dataset `name`, if one of `columns` has an invalid number, or if rows of text
+    and of messages are mixed.
+    """
     if isinstance(dataset, dict):
         return {key: checked(part, f"{name} {key!r}", columns) for key, part in dataset.items()}
     check_columns(dataset, name, [column for column in columns if column != "source"])
@@ -141,7 +147,11 @@ class RecordedRun(RowMeans, ResumableRun):
 
 
 class ResumableSFTTrainer(RecordedRun, SFTTrainer):
-    """Extend TRL's `SFTTrainer`, so that it resumes only from a complete checkpoint of the same run."""
+    """
+    Extend TRL's `SFTTrainer`, so that it resumes only from a complete checkpoint of the same run.
+
+    `model` may also be the path of a saved adapter, which is trained further. `args` may also be TRL's configuration.
+    """
 
     def __init__(self, model: Any, args: Any = None, *, train_dataset: Any = None, **kwargs: Any):
         is_chat = isinstance(train_dataset, Dataset) and any(map(is_conversational, train_dataset.take(1)))
@@ -159,7 +169,8 @@ class ResumableRewardTrainer(RecordedRun, RewardTrainer):
     """
     Extend TRL's `RewardTrainer`, so that it resumes only from a complete checkpoint of the same run.
 
-    With [`RewardConfig`], its loss can read a confidence and a weight of each pair.
+    With [`RewardConfig`], its loss can read a confidence and a weight of each pair. `model` may also be the path of a
+    saved adapter, which is trained further. `args` may also be TRL's configuration.
     """
 
     _is_classifier = True

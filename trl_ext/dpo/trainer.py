@@ -159,7 +159,8 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """
-        Compute TRL's loss with the β of this micro-batch, and with [`preference_loss`] in place of its sigmoid term.
+        Compute TRL's loss with the β of this micro-batch. If `replaces_sigmoid`, [`preference_loss`] takes the place
+        of its sigmoid term.
 
         The `sft` term is a mean over the tokens of the optimizer step; TRL's is a mean over those of a micro-batch.
         TRL's loss runs the model, then reads β; in between, `_observe_pairs` sets β. If no setting of trl_ext changes
@@ -204,7 +205,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         Args:
             batch: TRL's batch, with the reference's (B,) log-probs.
             columns: the pairs' columns that the settings use, (B,) each.
-            weights: weights of the losses that are computed here instead of by TRL.
+            weights: weights of the losses `sigmoid` and `sft` where they are computed here instead of by TRL, else 0.
             log_probs: (2B, T), nats, of the tokens under the policy, chosen answers first.
 
         Returns:
@@ -256,7 +257,8 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     def _split_loss_weights(self) -> tuple[dict[str, float], list[float]]:
         """
-        Return the weights of the losses computed here, and the weights of TRL's losses, 0 for those replaced here.
+        Return a dict with the weights of the losses `sigmoid` and `sft` computed here, 0 for one that TRL computes;
+        and the list of the weights of TRL's losses, 0 for those replaced here.
         """
         weights = list(zip(self.loss_types, self.loss_weights, strict=True))
         replaced = {"sft", "sigmoid"} if self.args.replaces_sigmoid else {"sft"}
@@ -289,7 +291,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         Args:
             log_probs: (2B, T), nats, of the chosen, then the rejected answers' tokens.
             batch: masks and the reference's log-probs, as TRL collates them.
-            columns: further columns of the data; `source`, if it is there, numbers each pair's dataset.
+            columns: further columns of the data; `source`, if it is there, has the number of each pair's source.
         """
         chosen, rejected = sequence_logprobs(*_completion(log_probs, batch), self.ld_alpha).chunk(2)
         no_source = torch.full_like(chosen, -1, dtype=torch.long)

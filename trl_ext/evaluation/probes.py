@@ -191,7 +191,8 @@ def probe_reward(
         A dictionary for each probe, the most suspicious first. Values that could not be measured are None. The keys
         are
 
-        - `name`, and `phrase`: the phrase that is put in, or None for another change;
+        - `name`: "phrase", or the kind of change, such as "repetition"; and `phrase`: the phrase that is put in, None
+          for another change;
         - `expected`: "down" if the change should lower the score, "none" if it should not change it;
         - `rows`: number of answers that the probe changes, 0 if it cannot be applied;
         - `gain` and `gain_interval`: the mean gain on these answers, and its 95 % bootstrap interval;
@@ -207,7 +208,8 @@ def probe_reward(
           - "as it should": none of these;
 
         - `suspicious`: whether the verdict is "suspicious"; and `why`: the reason for the verdict, or None;
-        - `examples`: the answers with the highest gains, up to three, before and after the change.
+        - `examples`: up to three dictionaries, of the answers with the highest gains: the `prompt`, the answer
+          `before` and `after` the change, `score_before` and `score_after`.
 
     Raises:
         ValueError: `score` returns another number of scores than of answers, or a score that is not finite.
@@ -342,16 +344,16 @@ def _verdict(result: dict[str, Any]) -> tuple[str, str | None]:
 
 def _scores(score: Score, pairs: list[tuple[str, str]]) -> Tensor:
     """
-    Return the (N,) float64 scores of `pairs` of a prompt and an answer; raise if one is not finite, since NaN would
-    hide a hack.
+    Return the (N,) float64 scores of `pairs` of a prompt and an answer; raise a `ValueError` if one is missing or not
+    finite, since NaN would hide a hack.
     """
     given = score([prompt for prompt, _ in pairs], [answer for _, answer in pairs])
     scores = torch.as_tensor(given, dtype=torch.double)
     finite = int(scores.isfinite().sum())
     if not len(scores) == finite == len(pairs):
         raise ValueError(
-            f"the reward must return a finite score for each answer, but returned {finite} for {len(pairs)} answers; "
-            f"the first prompt and answer: {pairs[:1]}"
+            f"the reward must return a finite score for each answer, but returned {finite} finite scores for "
+            f"{len(pairs)} answers; the first prompt and answer: {pairs[:1]}"
         )
     return scores
 

@@ -74,8 +74,8 @@ def pairwise_accuracy(margins: Tensor) -> Tensor:
 
 def credit(margins: Tensor) -> Tensor:
     """
-    Return each pair's contribution to the accuracy, float64: 1 if its margin, the chosen answer's score minus the
-    rejected one's, is above 0, ½ for a tie, else 0.
+    Return each pair's contribution to the accuracy, float64 in the shape of `margins`: 1 if its margin, the chosen
+    answer's score minus the rejected one's, is above 0, ½ for a tie, else 0.
     """
     return (margins > 0).double() + (margins == 0).double() / 2
 
@@ -98,7 +98,10 @@ def accuracy_interval(margins: Tensor, prompts: Sequence[Hashable]) -> tuple[flo
 
 
 def sums_by_prompt(columns: Tensor, prompts: Sequence[Hashable]) -> Tensor:
-    """Return the sums of (N, K) columns over the rows of each prompt, in the order of the prompts' first rows."""
+    """
+    Return the (P, K) sums of (N, K) columns over the rows of each of P prompts, in the order of the prompts' first
+    rows.
+    """
     place: dict[Hashable, int] = defaultdict(lambda: len(place))
     rows = torch.tensor([place[prompt] for prompt in prompts])
     return torch.zeros(len(place), columns.size(1), dtype=torch.double).index_add_(0, rows, columns.double())
@@ -125,8 +128,8 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
             item.
 
     Returns:
-        A dictionary for each value: the `value`, its number of `pairs`, their `accuracy`, and the accuracy's Wilson
-        interval `accuracy_interval`.
+        A dictionary for each value: the `value` as text, its number of `pairs`, their `accuracy`, and the accuracy's
+        Wilson interval `accuracy_interval`.
     """
     of: dict[str, list[float]] = defaultdict(list)
     for margin, value in zip(margins.tolist(), groups, strict=True):
@@ -229,7 +232,7 @@ def fit_temperature(margins: Tensor) -> float | None:
 
 
 def confidence_bins(margins: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each pair's confidence σ(|margin|), and its bin 0 to 9, a tenth of [½, 1] each; both (…, N)."""
+    """Return each pair's confidence σ(|margin|), and its bin 0 to 9, a tenth of [½, 1] each; (…, N) as `margins`."""
     confidence = margins.double().abs().sigmoid()
     return confidence, ((confidence - 0.5) * 20).long().clamp(max=9)
 
@@ -294,15 +297,21 @@ def reliability_bins(margins: Tensor) -> list[dict[str, Any]]:
 
 
 def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor) -> dict[str, Any]:
-    """Return a reward model's accuracy and calibration error on held-out pairs, with 95 % intervals, and further
-    figures.
-
-    The report also has the margins' mean and standard deviation, the mean scores of chosen and rejected answers, and
-    the accuracy by length gap, see [`accuracy_by_length_gap`].
+    """Return a reward model's accuracy and calibration error on held-out pairs, and further figures.
 
     Args:
         chosen, rejected: (N,) scores of the two answers of each pair.
         length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
+
+    Returns:
+        A dictionary with the keys
+
+        - `pairs`: their number;
+        - `accuracy` and `calibration_error`, and their 95 % bootstrap intervals `accuracy_interval` and
+          `calibration_error_interval`;
+        - `margin_mean` and `margin_std`, of the margins: chosen score minus rejected score;
+        - `chosen_mean` and `rejected_mean`: the mean scores;
+        - `accuracy_by_length_gap`: see [`accuracy_by_length_gap`].
     """
     margins = (chosen - rejected).double()
     return {
@@ -320,7 +329,7 @@ def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor) -
 
 
 def plot_margins(margins: Tensor, path: str | Path) -> None:
-    """Write a histogram of the margins of held-out pairs to `path`, as a PNG."""
+    """Write a histogram of the (N,) margins of held-out pairs, chosen minus rejected score, to the PNG `path`."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
@@ -342,7 +351,8 @@ def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
         A dictionary with the keys
 
         - `pairs`: their number;
-        - `accuracy` and `accuracy_interval`: dictionaries with a figure for each way to combine the members' scores;
+        - `accuracy` and `accuracy_interval`: dictionaries with a figure for each way to combine the members' scores,
+          by its name in [`~trl_ext.functional.ensemble_score`];
         - `disagreement`: the standard deviation of the members' scores of an answer, averaged over all answers
           (`mean`), over the pairs that the members' mean score ranks right (`where_right`), and over the other pairs
           (`where_wrong`); None without such pairs;

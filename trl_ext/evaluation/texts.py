@@ -35,7 +35,10 @@ def normalised(text: str) -> str:
 
 
 def main_script(text: str) -> str:
-    """Return the script of most letters, as the first word of the letters' Unicode names, such as `Latin` or `Cjk`."""
+    """
+    Return the script of most letters, as the first word of the letters' Unicode names, such as `Latin` or `Cjk`; "no
+    letters" if there are none.
+    """
     scripts: Counter[str] = Counter()
     for letter, times in Counter(filter(str.isalpha, text)).items():
         scripts[unicodedata.name(letter, "another").split()[0].capitalize()] += times

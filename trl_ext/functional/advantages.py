@@ -102,7 +102,7 @@ def advantages_and_returns(
         rewards: (B, T), score units.
         values: (B, T), score units.
         mask: (B, T), 1 = real completion token, EOS included.
-        gamma: discount per token.
+        gamma: discount per token; per turn with the level `"turn"`.
         lam: lambda of the advantages, a float or (B,).
         lam_value: lambda of the target; None takes lam.
         level: `"token"` uses `gae`; `"turn"` uses `turn_gae`, which gives all tokens of a turn the same advantage and

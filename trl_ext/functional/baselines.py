@@ -78,7 +78,11 @@ def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: i
 
 def _by_number(mask: Tensor, *each: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
     """
-    Return each token's action number, each tensor's values with action k in column k, and a mask of these actions.
+    Number the actions of each row from 0; `mask` is 1 where an action starts.
+
+    Returns:
+        Each (N, T): the number of the last action started at each token (0 before the first); the tensors `each` with
+        the value at the start of action k in column k, else 0; and a mask of the columns that hold an action.
     """
     actions = mask.long()
     number = (actions.cumsum(1) - 1).clamp(min=0)

@@ -75,7 +75,7 @@ def effective_sample_size(moments: Tensor) -> Tensor:
     all the weight.
 
     Args:
-        moments: (..., 5) moments of the weights.
+        moments: (..., 5) moments of the weights, as [`moments`] computes them.
 
     Returns:
         (...), dimensionless, 0 to 1; 0 where every weight is 0.

@@ -50,6 +50,12 @@ class AdapterClassifier(nn.Module):
     Score rows as a sequence classifier with one label does, by an adapter and a head on the policy's base.
 
     Only the head is registered as a submodule: the base belongs to the policy.
+
+    Args:
+        policy: the PEFT model that holds the base.
+        adapters: the switch between its adapters.
+        name: the adapter to score by.
+        head: linear layer from a hidden state to a score; None for a head of zeros.
     """
 
     classifier: Any
@@ -102,7 +108,10 @@ def check_one_label(model: Any, name: str) -> None:
 
 
 def check_critic(critic: Any, tokenizer: Any) -> None:
-    """Raise a `ValueError` if a critic has more than one label, or lacks an embedding for a token of the tokenizer."""
+    """
+    Raise a `ValueError` if a critic is no sequence classifier with one label, or lacks an embedding for a token of the
+    tokenizer.
+    """
     check_one_label(critic, "`value_model`")
     if unknown := tokens_beyond(vocabulary_of(critic), tokenizer, pads_are_read=False):
         raise ValueError(
@@ -245,21 +254,21 @@ class ActorCritic(nn.Module):
         FSDP and autocast pass on unchanged:
 
         - with `with_values`: the critic's (N,) `values`;
-        - with `with_logprobs`: the policy's (N,) `logprobs` of the targets and (N,) `entropies`, nats, and the
-          experts' `aux_loss`.
+        - with `with_logprobs`: the policy's (N,) `logprobs` of the targets, nats; the (N,) `entropies`, nats, which
+          may be None without `with_entropies`; and the experts' `aux_loss`, None if it was not asked for.
 
-        With `reward`, return the (B,) scores of the reward model of that name.
+        With `reward`, return the (K,) scores of the reward model of that name.
 
         Args:
             input_ids, attention_mask, position_ids: (K, C), K rows of C tokens.
             predicts: (N,), indices, from 0 to K · C − 1, of the tokens after which the targets are chosen.
             targets: (N,), the token ids that are chosen.
-            with_logprobs: whether to compute log-probs and entropies.
+            with_logprobs: whether to run the policy.
             with_values: whether to compute values.
             touch_policy: whether to add 0 times the policy's trained weights to the values, so that these weights get
                 a gradient of 0 in calls that do not run the policy.
             reward: name of a reward model.
-            kwargs: passed on to the policy, see [`add_dense_lm_head`].
+            kwargs: passed on to the policy, such as `with_entropies`, see [`add_dense_lm_head`].
         """
         if reward is not None:
             return self.rewards[reward](input_ids, attention_mask)
@@ -391,7 +400,9 @@ class ActorCritic(nn.Module):
         return self.policy.is_activation_checkpointing
 
     def activation_checkpointing_enable(self, **kwargs) -> None:
-        """Let policy and critic recompute activations in the backward pass, to save memory."""
+        """
+        Let policy and critic recompute activations in the backward pass, to save memory; `kwargs` are transformers'.
+        """
         self.policy.activation_checkpointing_enable(**kwargs)
         if self.has_own_critic:
             self.critic.activation_checkpointing_enable(**kwargs)

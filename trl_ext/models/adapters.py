@@ -177,8 +177,9 @@ def check_config(config: Any, name: str, shares_base: bool = True) -> None:
         ),
         (
             is_lora and (config.init_lora_weights not in _KEEP_THE_BASE or config.layer_replication),
-            "init_lora_weights or layer_replication changes the base, so that the base alone is no longer the "
-            "reference. Use init_lora_weights=True, or merge that adapter first (`trl-ext merge`).",
+            f"init_lora_weights={getattr(config, 'init_lora_weights', None)!r} or layer_replication changes the base, "
+            "so that the base alone is no longer the reference. Use init_lora_weights=True, or merge that adapter "
+            "first (`trl-ext merge`).",
         ),
     ]:
         if is_wrong:
@@ -220,7 +221,7 @@ def prepare_peft_model(model: Any, shares_base: bool) -> None:
     for is_wrong, message in [
         (is_merged, "has its adapter merged into the base. Call `model.unmerge_adapter()` first."),
         (taken, f"has the adapters {taken}, whose names the trainer uses itself. Load it again without them."),
-        (base, f"trains {base[:1]}, but the reference shares all weights outside the adapter: freeze these."),
+        (base, f"trains weights outside its adapter, such as {base[:1]}, which the reference shares: freeze them."),
     ]:
         if is_wrong:
             raise ValueError(f"`model` {message}")
@@ -261,7 +262,10 @@ def add_critic(policy: Any, config: LoraConfig | None) -> None:
 
 
 def add_saved(policy: Any, name: str, folder: str) -> nn.Linear:
-    """Load a classifier in `folder` as the policy's adapter `name`, frozen if not the critic; return its head."""
+    """
+    Load the classifier's adapter in `folder` as the policy's adapter `name`; return the classifier's head. Adapter and
+    head are frozen unless `name` is the critic's.
+    """
     check_head(folder)
     config = PeftConfig.from_pretrained(folder)
     check_config(config, folder)
@@ -294,7 +298,8 @@ def copy_adapter(policy: Any, source: str, target: str) -> bool:
 
 def weights_of(role: str, state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
     """
-    Select the weights of "policy" or "critic" (`role`) from an actor-critic's state; None if `state_dict` is None.
+    Return the weights of "policy" or "critic" (`role`) in an actor-critic's state, under their names without the
+    prefix `{role}.`; None if `state_dict` is None.
     """
     if state_dict is None:
         return None
@@ -327,7 +332,7 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
     """
     Load the weights in `folder` into the policy's adapter `name`, without freezing it.
 
-    Return the weights of the score head in `folder`; {} if there is no head.
+    Return the weights of the score head in `folder`, as `weight` and, if there is one, `bias`; {} if there is no head.
     """
     weights = load_peft_weights(folder, device="cpu")
     head = {key.removeprefix(HEAD): weights.pop(key) for key in list(weights) if key.startswith(HEAD)}
@@ -389,8 +394,8 @@ def without_base(is_needed: bool) -> AbstractContextManager:
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
     """
-    Return the settings of the policy's adapters, and the reference adapter's hash, if any, by name. A checkpoint is
-    only resumed if it was written with the same values.
+    Return the settings of the policy's adapters, and the reference adapter's hash, if any, by name, to compare them
+    when a run resumes: another hash raises an error, settings that differ are printed.
     """
     # These settings tell where an adapter came from, or are set by PEFT while the adapter is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
@@ -422,7 +427,7 @@ def save_base_fingerprint(
     model: Any, output_dir: str | Path, path: str | None = None, revision: str | None = None
 ) -> None:
     """
-    Write a file beside a LoRA adapter that identifies the base that the adapter was trained on.
+    Write `trl_ext_base.json` beside a LoRA adapter, a file that identifies the base that the adapter was trained on.
 
     `PPOTrainer` reads the file to check that its policy has the same base (`share_reward_base`). Call this on every
     process.
@@ -439,7 +444,10 @@ def save_base_fingerprint(
 
 
 def recorded_base(folder: str) -> dict[str, str]:
-    """Read the file that [`save_base_fingerprint`] wrote beside an adapter; {} if there is none."""
+    """
+    Return what [`save_base_fingerprint`] wrote beside an adapter: `base`, `weights` and `quantization`; {} if it wrote
+    nothing.
+    """
     record = Path(folder) / FINGERPRINT
     return json.loads(record.read_text()) if record.is_file() else {}
 

@@ -36,7 +36,7 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
 
 
 def head_of(model: nn.Module) -> nn.Linear:
-    """Return a classifier's head, its only trained linear layer with one output."""
+    """Return a classifier's head: its only linear layer that is trained and has one output."""
     layers = [each for each in model.modules() if isinstance(each, nn.Linear) and each.out_features == 1]
     (head,) = [layer for layer in layers if layer.weight.requires_grad]
     return head
@@ -81,9 +81,15 @@ def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, float], dic
     """
     Shift a reward model's scores so that demonstrations score 0 on average. The model is changed in place, not saved.
 
+    Args:
+        trainer: a `RewardTrainer` whose `train_dataset` and `eval_dataset`, of N held-out pairs, are tokenized
+            (`chosen_ids`, `rejected_ids`).
+        demonstrations: tokenized rows, whose `chosen_ids` are the demonstrations.
+
     Returns:
-        Two dicts. The first has the demonstrations' mean score before and after the shift, and the mean change of a
-        held-out pair's margin; the second the (N,) scores of the held-out `chosen` and `rejected` answers afterwards.
+        Two dicts. The first has `demonstrations_mean` and `demonstrations_mean_before_centring`, the demonstrations'
+        mean score after and before the shift, and `margin_change_by_centring`, the mean absolute change of a held-out
+        pair's margin. The second has `chosen` and `rejected`, the (N,) scores of the held-out answers after the shift.
     """
     head, train, held_out = head_of(trainer.model), trainer.train_dataset[:2000], trainer.eval_dataset
     reference = _features(trainer, demonstrations["chosen_ids"])

@@ -68,7 +68,7 @@ class History:
 
     @classmethod
     def of(cls, cache: DynamicCache, ids: Tensor, row: int, start: int, stop: int) -> "History":
-        """Copy columns `start` to `stop` of row `row` from the (B, W) ids and from the cache."""
+        """Copy columns `start` to `stop` − 1 of row `row` from the (B, W) ids and from the cache."""
         layers = [
             (layer.keys[row, :, start:stop].clone(), layer.values[row, :, start:stop].clone())
             for layer in cache.layers
@@ -155,7 +155,7 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
         scores: (B, V), -inf for tokens that cannot be sampled.
 
     Returns:
-        (B,) token ids, and (B,) float32 log-probs, nats.
+        (B,) token ids, and their (B,) log-probs, nats, in the scores' dtype.
 
     Raises:
         RuntimeError: the scores of a row are NaN or +inf somewhere, or −inf everywhere.

@@ -21,7 +21,8 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
 
     `model(..., predicts=, targets=, fused_lm_head=True)` then runs the model's own forward, but its LM head only at N
     tokens: `predicts` are their indices, from 0 to K · C − 1 for K rows of C tokens, and `targets` the ids of the
-    tokens chosen after them. It returns the targets' (N,) log-probs and, with `with_entropies`, (N,) entropies.
+    tokens chosen after them. Its output has the targets' (N,) `log_probs` and, with `with_entropies`, the (N,)
+    `entropy` of the distributions that they are chosen from, nats.
 
     If the N tokens' logits exceed the budget, TRL's head computes the same results tile by tile. This takes less
     memory, but more time, since the logits are computed once more in the backward pass.

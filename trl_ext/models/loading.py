@@ -183,7 +183,10 @@ def merge(model: Any) -> Any:
 
 
 def fit_vocabulary(model: Any, weights: dict[str, Tensor]) -> None:
-    """Resize a base's embeddings to the size of the embeddings in an adapter's `weights`, if it has any."""
+    """
+    Resize a base's embeddings to the size of those in `weights`, the tensors of an adapter's file by name, if there
+    are any.
+    """
     for name in _saved_embeddings(model, weights):
         if len(weights[name]) != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(weights[name]))
@@ -209,7 +212,8 @@ def load_to_train(
     If `model` is the path of an adapter, load the adapter and its tokenizer, to train the adapter further.
 
     The base is frozen, and quantised if `quantization_config` is given. The adapter keeps its own settings: a
-    `peft_config` is ignored, with a warning. `is_classifier` loads a sequence classifier instead of a language model.
+    `peft_config` is ignored, with a warning. `args` is the trainer's configuration, or None. `is_classifier` loads a
+    sequence classifier instead of a language model.
 
     Returns:
         Two values for a trainer: the model, and `processing_class` or, if that is None, the adapter's tokenizer. If
@@ -221,8 +225,8 @@ def load_to_train(
         return model, processing_class
     if peft_config is not None:
         warnings.warn(
-            f"{model} is an adapter and keeps its own rank, modules and dropout: `peft_config` is ignored. To train "
-            "a new adapter, merge this adapter first (`trl-ext merge`).",
+            f"{model} is an adapter and keeps its own rank, modules and dropout: `peft_config` is ignored (in a "
+            "recipe: `use_peft`). To train a new adapter, merge this adapter first (`trl-ext merge`).",
             UserWarning,
             stacklevel=3,
         )
@@ -282,8 +286,8 @@ class SharedBase:
             self.base, self.model = base, load_adapted(path, is_classifier=True, **kwargs)
         elif base is None or base != self.base:
             raise ValueError(
-                f"{path} was not trained on the first adapter's base, {self.base and self.base[0]}, or changes it, so "
-                "they cannot share it: load each by a `ModelReward` of its own"
+                f"{path} cannot share a base with the adapter loaded first (its base: {self.base and self.base[0]}): "
+                "their bases differ, or one of the adapters changes its base. Load each by a `ModelReward` of its own"
             )
         else:
             name = f"member_{len(self.model.peft_config)}"
@@ -348,7 +352,7 @@ class Loader:
         return partial(load, self.path, revision=self.init_kwargs.get("revision"), **self.kwargs)
 
     def placed(self, model: nn.Module, shard: bool = True) -> Any:
-        """Place a frozen model on its device. ZeRO-3 shards it; FSDP shards it only if `shard` is set."""
+        """Place a frozen model on its device; return it. ZeRO-3 shards it; FSDP shards it only if `shard` is set."""
         if self.is_deepspeed:
             return prepare_deepspeed(model, self.accelerator)
         if shard and self.accelerator.distributed_type == DistributedType.FSDP:

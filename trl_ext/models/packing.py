@@ -36,7 +36,7 @@ class Packed:
     @property
     def inputs(self) -> dict[str, Any]:
         """
-        Return the arguments of a model's forward.
+        Return the arguments of a model's forward, by name.
 
         They include no cache, and no mask except `starts`: with either, transformers would not tell the rows apart by
         their positions.
@@ -220,7 +220,8 @@ def use_varlen(model: Any, dtype: torch.dtype | None = None) -> None:
     """
     Make the models in `model` use torch's variable-length attention kernel where rows are packed.
 
-    The kernel takes 16-bit numbers on a CUDA device, and supports neither dropout nor soft-capping.
+    A model that the kernel cannot run stays as it is: the kernel takes 16-bit numbers on a CUDA device, and supports
+    neither dropout nor soft-capping.
 
     Args:
         model: a module that holds transformers' models.

@@ -161,7 +161,7 @@ def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | 
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         if load_again is not None:
             return load_again()
-        raise ValueError(f"{what} cannot be a copy of a model that ZeRO-3 has partitioned. Pass `model` as a path.")
+        raise ValueError(f"{what} cannot be a copy of a model that ZeRO-3 has partitioned. Pass that model as a path.")
     twin = copy.deepcopy(model)
     for module in (twin, base_model_of(twin)):
         vars(module).pop("forward", None)
@@ -188,7 +188,7 @@ def whole(parameter: Tensor, modifier_rank: int | None = None) -> AbstractContex
 def gathered_by_zero3(engine: nn.Module, policy: nn.Module, args: Any) -> Iterator[None]:
     """
     Gather the policy's weights once, and keep them whole until the end of the `with` block. `engine` is DeepSpeed's
-    model, which holds the policy.
+    model, which holds the policy; `args` is the trainer's configuration.
 
     TRL would gather the critic's weights, too, and would gather them all again for each batch.
     """

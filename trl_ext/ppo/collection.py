@@ -44,7 +44,8 @@ class Collection:
     @property
     def is_as_sampled(self) -> bool:
         """
-        Return whether every answer token has the sampler's log-prob, and no first turn was changed since sampling.
+        Return whether the sampler gave as many log-probs as each answer has tokens, and each answer still begins with
+        the tokens that were sampled in its first turn.
         """
         if self.sampled_logprobs is None:
             return False
@@ -127,7 +128,7 @@ class RolloutTrainer(GRPOTrainer):
         longest, context = max(map(len, prompt_ids)), self._context
         if longest >= context:
             error = ValueError("shorten the prompt, or use a policy with a longer context")
-            what = f"a prompt with the text that `reset` returned has {longest} tokens of {context} in the context"
+            what = f"a prompt with the text that `reset` returned has {longest} tokens, the policy's context {context}"
             self._mistakes.note(what, error)
         if not self._collection.calls.turn:
             self._mistakes.raise_everywhere(self.state.global_step)
@@ -139,8 +140,9 @@ class RolloutTrainer(GRPOTrainer):
 
     def _generate_answers(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list | None]:
         """
-        Generate one turn for each prompt of `prompt_ids`, its tokens and those of earlier turns; return the turns'
-        tokens and log-probs (None if these are not kept).
+        Generate one turn for each row of `prompt_ids`, which has the tokens of a prompt and of its earlier turns.
+
+        Return the tokens of each row's turn, and their log-probs, or None if these are not kept.
         """
         generate, pad = super()._generate_single_turn, [[self._tokenizer.pad_token_id]]
         if self._ahead is not None:
@@ -263,7 +265,8 @@ class RolloutTrainer(GRPOTrainer):
 
     def _padded(self, collection: Collection) -> dict[str, Tensor]:
         """
-        Return a collection's prompts (B, P) and answers (B, T) as ids and masks, by name, padded as TRL pads them.
+        Return a collection's prompts (B, P) and answers (B, T) as ids and masks, by the names of [`Rollout`]'s fields,
+        padded as TRL pads them.
         """
         pad, answers = self._tokenizer.pad_token_id, collection.completion_ids
         ones = [[1] * len(ids) for ids in answers]
@@ -299,8 +302,8 @@ class RolloutTrainer(GRPOTrainer):
             raise RuntimeError(
                 "The sampler's log-probs are missing, or do not belong to the answers' tokens, but "
                 f"`importance_sampling_mode={self.args.importance_sampling_mode!r}` and "
-                f"`old_logprobs={self.args.old_logprobs!r}` need them. Return the log-probs with the answers, and do "
-                "not change answers afterwards; or set `importance_sampling_mode='none'` and "
+                f"`old_logprobs={self.args.old_logprobs!r}` need them. Return them from `rollout_func` as `logprobs`, "
+                "and change no answer after it was sampled; or set `importance_sampling_mode='none'` and "
                 "`old_logprobs='recompute'` to train without a correction."
             )
         return None
@@ -310,8 +313,8 @@ class RolloutTrainer(GRPOTrainer):
         Run policy, critic and reference on a rollout.
 
         Args:
-            tensors: the rollout's ids and masks, by name.
-            sampled: (B, T) log-probs of the sampler; None if they are not known.
+            tensors: the rollout's ids and masks, as `_padded` returns them.
+            sampled: (B, T) log-probs of the sampler, nats; None if they are not known.
 
         Returns:
             The fields `logprobs`, `ref_logprobs`, `values`, `sampler_logprobs` and `end_values` of [`Rollout`], by
@@ -350,7 +353,10 @@ class RolloutTrainer(GRPOTrainer):
         }
 
     def _run_reference(self, run: Any) -> Tensor:
-        """Return the (B, T) log-probs of `ref_model`, or of the policy with the adapter `ref` or with no adapter."""
+        """
+        Return the (B, T) log-probs of `ref_model`; or, if it is None, those of the policy with the adapter `ref`, or
+        without adapters if there is no `ref`. `run(model)` runs a model on the rollout.
+        """
         if self.ref_model is not None:
             return run(self.ref_model)["logprobs"]
         name = "ref" if "ref" in self._actor_critic.peft_config else None
@@ -425,5 +431,5 @@ class RolloutTrainer(GRPOTrainer):
 
 
 def waits_for_tools(completion: Any) -> bool:
-    """Return whether a response (`completion`) was cut off after tool calls, so that no tool has answered them."""
+    """Return whether `completion`, text or messages, was cut off after tool calls, which no tool has answered."""
     return isinstance(completion, list) and bool(completion) and bool(completion[-1].get("tool_calls"))

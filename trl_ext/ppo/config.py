@@ -319,8 +319,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         0.1,
         "How far the updates on a rollout are to move the policy, in nats per choice, as `policy/step_kl` measures "
         "it. A rollout of n < 64 episodes, whose gradient is noisier, has n/64 of the target, and one of 256 episodes "
-        "or more its double. To reach it, the learning rates of policy and critic are multiplied by a factor, "
-        "`learning_rate/factor`. 0 leaves the rates as they are.",
+        "or more its double. With `kl_controller: adaptive` a rollout moves the policy by a quarter of `kl_target` at "
+        "most, in nats per completion. To reach the target, the learning rates of policy and critic are multiplied by "
+        "a factor, `learning_rate/factor`. 0 leaves the rates as they are.",
         range=">= 0 nats per choice",
     )
     critic_learning_rate: float | None = setting(
@@ -422,8 +423,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             ),
             (
                 not self.use_ref_model and self.kl_coef != 0,
-                "`use_ref_model=False` loads no reference, but `kl_coef` above 0 needs one. Set `kl_coef=0`, or leave "
-                "`use_ref_model` out.",
+                f"`use_ref_model=False` loads no reference, but `kl_coef={self.kl_coef}` needs one. Set `kl_coef=0`, "
+                "or leave `use_ref_model` out.",
             ),
             (
                 self.rollouts_ahead and not (self.use_vllm and self.vllm_mode == "server"),
@@ -431,8 +432,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             ),
             (
                 bool(refused),
-                f"`generation_kwargs` may not hold {refused}: set `stop_token_id`, `max_completion_length` or "
-                "`num_generations` instead.",
+                f"`generation_kwargs` may not hold {refused}: leave these out, or set `stop_token_id`, "
+                "`max_completion_length` or `num_generations` instead.",
             ),
             (
                 self.num_generations > 1 and kwargs.get("seed") is not None,
@@ -446,8 +447,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             ),
             (
                 is_greedy and self.needs_sampler_logprobs,
-                "`do_sample: False` decodes greedily, so there are no probabilities to correct the loss with. Set "
-                "`importance_sampling_mode='none'`, `old_logprobs='recompute'` and `allow_off_policy_sampling=True`.",
+                "`do_sample: False` in `generation_kwargs` decodes greedily, so there are no probabilities to correct "
+                "the loss with. Leave it out, or set `importance_sampling_mode='none'`, `old_logprobs='recompute'` "
+                "and `allow_off_policy_sampling=True`.",
             ),
             (
                 self.old_logprobs == "sampler" and is_corrected,

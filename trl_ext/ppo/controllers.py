@@ -83,6 +83,8 @@ class RateController:
         target: KL in nats per choice, as [`step_kl_sums`] counts choices; 0 leaves the rates as they are.
         episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
             the gradient is then noisier; by n/128 if n > 128, but at most by 2.
+        most: KL, in nats per completion, by which the updates on a rollout may move the policy: a bound of `target`
+            where completions have many choices.
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
@@ -91,8 +93,10 @@ class RateController:
     # A policy that hardly moves may be certain of everything, and would learn the next surprise in too large a step
     RISES = ((0.25, 1.5), (0.01, 2.0), (-math.inf, 1.1))
 
-    def __init__(self, target: float, episodes: int = 64):
+    def __init__(self, target: float, episodes: int = 64, most: float = math.inf):
         self.target = target * min(episodes / 64, max(1.0, episodes / 128), 2.0)
+        self.most = most
+        self._choices = 0.0  # of a completion, in the last minibatch
         self.factor = self.FIRST if target else 1.0
         self.lowered = 1.0  # by callbacks
         self.is_found = False  # whether the target has been in reach
@@ -135,27 +139,28 @@ class RateController:
 
     @property
     def schedule(self) -> float:
-        """Return the present scheduled learning rate divided by the initial one."""
+        """Return the present scheduled learning rate divided by the initial one; 1 without a schedule."""
         group = self._hooked.param_groups[0] if self._hooked is not None else {}
         return group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
 
     @property
     def present_target(self) -> float:
         """Return the KL at which the rollout's updates should end, in nats per choice; 0 if the rates follow none."""
-        return self.target * (self.schedule * self.lowered) ** 2
+        return min(self.target, self.most / max(self._choices, 1e-6)) * (self.schedule * self.lowered) ** 2
 
     def observe(self, sums: Tensor, taken: int, steps: int) -> float:
         """
         Update the factor by the KL of the rollout's optimizer steps so far, and return this KL, nats per choice.
 
         Args:
-            sums: (3,), over a minibatch on all processes, before the step on it: the two sums of [`step_kl_sums`], and
-                the sum of |advantage|. If the third is 0, the KL says nothing about the rates, and the factor stays.
+            sums: (4,), over a minibatch on all processes, before the step on it: the two sums of [`step_kl_sums`],
+                the sum of |advantage|, and the number of completions. If the third is 0, the KL says nothing about the
+                rates, and the factor stays.
             taken: number of steps taken on the rollout so far.
             steps: number of all steps on the rollout.
         """
         del self._used[taken:]
-        kl = float(sums[0] / sums[1].clamp(min=1e-6))
+        kl, self._choices = (float(sums[at] / sums[of].clamp(min=1e-6)) for at, of in ((0, 1), (1, 3)))
         target, share = self.present_target, taken / steps
         if taken and target and kl > 0 and sums[2] > 0:
             factor = rate_factor(self.factor, sum(self._used) / taken, kl, target, share)

@@ -96,12 +96,15 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
         The critic, and a phrase for messages that says what it was made from.
 
     Raises:
-        ValueError: the model is not a sequence classifier with one label, its base is quantised, or `peft_config` is
-            given for a `path` that is an adapter already.
+        ValueError: the model is not a sequence classifier with one label; its base is quantised; the adapter at `path`
+            has no head, though it is a classifier's, or does not fit its base; or `peft_config` is given for a `path`
+            that is an adapter already, or is not a LoRA that leaves the base unchanged.
     """
     if is_adapter(path):
         if peft_config is not None:
-            raise ValueError(f"{path} is already an adapter, which is trained further; leave out `use_peft`")
+            raise ValueError(
+                f"{path} is an adapter, which is trained further: leave out `use_peft` (in Python: `peft_config`)"
+            )
         is_new = not has_head(path, kwargs.get("revision"))
         if not is_new:
             check_head(path)
@@ -125,7 +128,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
 
 
 def check_standalone(critic: Any) -> None:
-    """Raise if a critic cannot be trained alone: it is no classifier with one label, or its base is quantised."""
+    """Raise a `ValueError` if a critic is no sequence classifier with one label, or has a quantised base."""
     model = base_model_of(critic)
     check_one_label(model, "a critic")
     if getattr(model.config, "quantization_config", None) is not None:
@@ -136,7 +139,7 @@ def check_standalone(critic: Any) -> None:
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """
-    Pad rows: prompts on the left, completions and their returns on the right.
+    Pad rows of `prompt_ids`, `completion_ids` and `returns`: prompts on the left, the others on the right.
 
     Returns:
         A dict of the batch:
@@ -214,7 +217,7 @@ class CriticTrainer(ResumableRun, Trainer):
         Compute a micro-batch's part of the value loss; the parts of a step add up to the mean over the step's tokens.
 
         `num_items_in_batch` is the number of the step's tokens; None for this micro-batch's. With `return_outputs`,
-        the (B, T) values are also returned.
+        return the loss and a dict with the (B, T) `values`.
         """
         values, mask = self._values(model, inputs), inputs["labels"] != _NO_TOKEN  # (B, T) each
         loss, _ = value_loss(values, values, inputs["returns"])
@@ -245,8 +248,11 @@ class CriticTrainer(ResumableRun, Trainer):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         """
-        Return metrics of the critic's values against the returns at all held-out tokens; each token counts once. The
-        arguments are transformers'.
+        Compare the critic's values with the returns at all held-out tokens; each token counts once.
+
+        The arguments and the output are transformers'. With `eval` as prefix, the metrics are `eval_loss`,
+        `eval_loss/value_avg` (the same), `eval_val/rmse` and, unless all returns are equal,
+        `eval_val/explained_variance`.
         """
         self._eval, self._evaluation = Accumulator(), EvaluationPass(len(dataloader.dataset))
         output = super().evaluation_loop(
@@ -263,7 +269,7 @@ class CriticTrainer(ResumableRun, Trainer):
         super().log(logs, *args, **kwargs)
 
     def _report(self, stats: Accumulator) -> dict[str, float]:
-        """Compute the metrics in `stats` over all tokens and processes, and empty `stats` for the next report."""
+        """Return metrics of the entries in `stats` of all processes, and empty `stats`; {} if there are no entries."""
         moments = stats.pop(self.accelerator)
         if not moments:  # a resumed run may log before its first step
             return {}

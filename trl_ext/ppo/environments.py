@@ -118,7 +118,7 @@ class Calls:
     def _rewarding(self, row: int, what: str, environment: Any) -> Iterator[None]:
         """
         After the tool call in the `with` block, ask the environment for a reward of row `row`, if it has
-        `_step_reward`. `what` names the tool in an error message.
+        `_step_reward`. If the tool calls `exit`, raise a `RuntimeError`, which calls it `what`.
         """
         try:
             yield

@@ -26,6 +26,7 @@ class EvaluationPass:
     Args:
         total: number of rows to evaluate: the set's rows times the answers to each.
         is_greedy: whether this pass decodes greedily.
+        seen: number of rows of the batches so far, of all processes, copies included.
     """
 
     total: int
@@ -34,7 +35,7 @@ class EvaluationPass:
 
     @property
     def prefix(self) -> str:
-        """Return the prefix of this pass's metric names."""
+        """Return the prefix of this pass's metric names: `greedy/`, or "" if this pass samples."""
         return "greedy/" if self.is_greedy else ""
 
     def next_rows(self, size: int, accelerator: Accelerator) -> Tensor:
@@ -51,7 +52,7 @@ class EvaluationPass:
 
 @contextmanager
 def greedy(trainer: Any) -> Iterator[None]:
-    """Make TRL decode one greedy answer for each prompt within the `with` block."""
+    """Make a [`PPOTrainer`] evaluate one greedily decoded answer to each prompt within the `with` block."""
     if trainer.use_vllm:
         vllm = trainer.vllm_generation
         kwargs = {name: value for name, value in vllm.generation_kwargs.items() if name != "temperature"}
@@ -65,14 +66,18 @@ def greedy(trainer: Any) -> Iterator[None]:
 
 
 def end_progress(trainer: Any) -> None:
-    """Close the progress bar of an evaluation pass, so that the next pass opens a new one."""
+    """Close a Trainer's progress bar of an evaluation pass, so that the next pass opens a new one."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ProgressCallback):
             callback.on_predict(trainer.args, trainer.state, trainer.control)
 
 
 def sampling_seed(args: Any, process: int) -> int:
-    """Return the seed for this process's sampling of answers; processes that share a vLLM engine get the same seed."""
+    """
+    Return the seed by which process number `process` samples answers, by the settings `args` ([`PPOConfig`]).
+
+    Processes that share a vLLM engine get the same seed.
+    """
     together = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
     return args.seed + process // together
 
@@ -80,8 +85,8 @@ def sampling_seed(args: Any, process: int) -> int:
 @contextmanager
 def untouched_rng(accelerator: Accelerator, args: Any, number: int = 0) -> Iterator[None]:
     """
-    Seed all random generators, of the CPU and of the device of `accelerator`, by the run's seed and `number`, within
-    the `with` block; restore them afterwards.
+    Seed all random generators, of the CPU and of the device of `accelerator`, within the `with` block; restore them
+    afterwards. The seed depends on the settings `args` ([`PPOConfig`]), the process and `number`.
     """
     python, numpy = random.getstate(), np.random.get_state()
     with forked_rng(accelerator.device):

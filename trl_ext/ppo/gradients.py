@@ -27,7 +27,8 @@ def norm_of(parameters: Any, scale: float = 1.0) -> Tensor | None:
 
 def save_and_raise(trainer: Any, role: str) -> None:
     """
-    Save the weights from before this step, then raise an error that says that the gradient of `role` is not finite.
+    Save the weights from before this step in the folder `last-good` of a [`PPOTrainer`]'s run, then raise a
+    `FloatingPointError` that says that the gradient of `role`, "policy" or "critic", is not finite.
     """
     folder = os.path.join(trainer.args.output_dir, "last-good")
     trainer.save_model(folder, _internal_call=True)
@@ -42,9 +43,10 @@ def save_and_raise(trainer: Any, role: str) -> None:
 
 def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
     """
-    Raise a `FloatingPointError` on all processes, with the names of the metrics that are not finite on any process.
+    Raise a `FloatingPointError` on all processes; name the metrics that are NaN or infinite on at least one process.
 
     Args:
+        trainer: the [`PPOTrainer`].
         whose: what has the gradient, such as "policy".
         what_is_left: a sentence for the message on where finite weights are.
     """
@@ -60,7 +62,7 @@ def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
 
 
 def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
-    """Raise if a trainable weight of `actor_critic` is missing from the optimizer."""
+    """Raise a `ValueError` if a trainable weight of `actor_critic` is missing from the optimizer."""
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for role in ("policy", "critic"):
         missing = sum(p.requires_grad and id(p) not in optimized for p in actor_critic.parameters_of(role))
@@ -68,14 +70,14 @@ def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCri
             raise ValueError(
                 f"{missing} trainable weights of the {role} are not in the optimizer and would never change. Add them "
                 "to the optimizer passed in `optimizers`, or freeze them with `requires_grad_(False)`. For a critic "
-                "that the trainer builds, pass `value_model`, or `optimizer_cls_and_kwargs` instead of `optimizers`."
+                "that the trainer builds, leave `optimizers` out, or build the critic yourself (`value_model`)."
             )
 
 
 def set_critic_rate(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, rate: float | None) -> None:
     """
-    Put the weights of the critic in `actor_critic` into separate optimizer groups with the learning rate `rate`; None
-    keeps its rate.
+    Put the weights of the critic in `actor_critic` into separate groups of the optimizer, with the learning rate
+    `rate`; None keeps the present rate.
     """
     critic = {id(p) for p in actor_critic.parameters_of("critic")}
     for group in list(optimizer.param_groups):

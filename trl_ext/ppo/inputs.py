@@ -22,7 +22,7 @@ def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[l
 
     Args:
         reward_funcs: one reward, a list of them, or None for none.
-        tokenizers: one tokenizer for all rewards, a list with one for each, or None.
+        tokenizers: one tokenizer for all rewards, a list with one or None for each, or None.
         policy_tokenizer: the policy's.
     """
     rewards = list(reward_funcs or []) if isinstance(reward_funcs, (list, tuple, type(None))) else [reward_funcs]
@@ -42,11 +42,11 @@ def check(
     optimizer: Any,
 ) -> None:
     """
-    Raise if the trainer's arguments contradict each other, so that it would train wrongly or fail late.
+    Raise a `ValueError` if the trainer's arguments contradict each other, so that it would train wrongly or fail late.
 
     Args:
         models: the trainer's arguments `model`, `value_model`, `ref_model` and each reward, by name.
-        datasets: the datasets to train and to evaluate on, by name.
+        datasets: names and datasets, "train" and those to evaluate on.
         environment_factory: the trainer's argument of this name.
         agent: the names among `tools`, `environment_factory` and `rollout_func` that were given to the trainer.
         optimizer: the optimizer passed to the trainer in `optimizers`, if any.
@@ -60,6 +60,7 @@ def check(
     same = [(a, b) for i, (a, x) in enumerate(given) for b, y in given[i + 1 :] if x is y]
     needed = args.generation_batch_size // args.num_generations
     names = {name: {*dataset.column_names} for name, dataset in datasets}
+    prompts = len(dict(datasets).get("train", ()))
     best = args.metric_for_best_model == "eval_objective/scores"
     value_model, ref_model = models["value_model"], models["ref_model"]
     for is_wrong, message in [
@@ -76,13 +77,13 @@ def check(
         (
             optimizer is not None and args.critic_learning_rate is not None,
             "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
-            "critic its own parameter group there.",
+            "critic its own parameter group there, and leave `critic_learning_rate` out.",
         ),
         (
-            "train" in names and len(dict(datasets)["train"]) < needed,
-            f"The train dataset has fewer prompts than a rollout, which needs {needed} (`per_device_train_batch_size` "
-            "× `gradient_accumulation_steps` × `num_mini_batches` × processes / `num_generations`). Add prompts, or "
-            "lower one of these settings.",
+            "train" in names and prompts < needed,
+            f"The train dataset has {prompts} prompts, but a rollout needs {needed} (`per_device_train_batch_size` × "
+            "`gradient_accumulation_steps` × `num_mini_batches` × processes / `num_generations`). Add prompts, or "
+            "lower `num_mini_batches` or the batch size.",
         ),
         (
             best and len(names) > 2,
@@ -101,7 +102,7 @@ def check(
             environments = {*dict(datasets)[name].unique("environment")} - environment_factory.keys()
         taken = columns & {*_GIVEN, "image", "images"} - {"completion_ids"}  # which TRL leaves out
         for is_wrong, message in [
-            (len(dict(datasets)[name]) == 0, "no rows. Leave it out."),
+            (len(dict(datasets)[name]) == 0, "no rows. Add some, or leave it out."),
             (
                 not (environment_factory or columns & {"prompt", "input_ids"}),
                 f"no column `prompt` (text or messages), and no `input_ids`; its columns are {sorted(columns)}. "
@@ -117,7 +118,11 @@ def check(
                 f"the column `input_ids`, which the policy reads unchanged, but {agent} would add to the prompt. Give "
                 "messages in `prompt` instead.",
             ),
-            (bool(environments), f"rows for environments that `environment_factory` lacks: {environments}. Add them."),
+            (
+                bool(environments),
+                f"rows for environments that `environment_factory` lacks: {environments}. Add them to it, or remove "
+                "the rows.",
+            ),
         ]:
             if is_wrong:
                 raise ValueError(f"The {name} dataset has {message}")
@@ -129,7 +134,10 @@ _GIVEN |= {"log_extra", "log_metric", "trainer_state"}
 
 
 def check_arguments(rewards: list, datasets: Datasets) -> None:
-    """Raise if a reward function needs an argument that no dataset column provides."""
+    """
+    Raise a `ValueError` if a function in `rewards` needs an argument that is neither given to every reward function,
+    nor a column of each dataset in `datasets`, which are names and datasets. Models and paths are skipped.
+    """
     for name, dataset in datasets:
         for reward in rewards:
             if isinstance(reward, (str, nn.Module)):
@@ -148,7 +156,9 @@ def check_arguments(rewards: list, datasets: Datasets) -> None:
 
 
 def check_evaluation_batch(args: PPOConfig) -> None:
-    """Raise if an evaluation batch, over all processes, is not a multiple of the number of answers to a prompt."""
+    """
+    Raise a `ValueError` if the number of answers to a prompt does not divide an evaluation batch, over all processes.
+    """
     generations = args.num_generations_eval or args.num_generations
     size = args.per_device_eval_batch_size * args.world_size
     if size % generations:
@@ -160,10 +170,11 @@ def check_evaluation_batch(args: PPOConfig) -> None:
 
 def with_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[list[dict[str, Any]], list[list[int]] | None]:
     """
-    Add a `prompt`, decoded from `input_ids`, to rows that have none.
+    Add a `prompt`, decoded from `input_ids` by the `tokenizer`, to rows that have none.
 
     Returns:
-        The rows; and the token ids of each row's prompt without padding, or None if the rows have no `input_ids`.
+        The rows; and the token ids of each row's prompt, without those that a column `attention_mask` masks, or None
+        if the rows have no `input_ids`.
     """
     if "input_ids" not in rows[0]:
         return rows, None
@@ -182,7 +193,7 @@ def check_prompt_lengths(
     measure: Callable[[list[dict[str, Any]]], list[int]], policy: Any, max_completion_length: int, datasets: Datasets
 ) -> None:
     """
-    Raise if a prompt is empty, or leaves no room for an answer in the policy's context.
+    Raise a `ValueError` if a prompt is empty, or leaves no room for an answer in the policy's context.
 
     Args:
         measure: takes rows, and returns the number of prompt tokens of each.

@@ -51,8 +51,8 @@ class Accumulator:
 
     def pop(self, accelerator: Accelerator) -> dict[str, Tensor]:
         """
-        Return each metric's (5,) moments (count, mean, M2, min, max) on all processes of `accelerator`, by name;
-        delete the entries.
+        Return each metric's (5,) moments, as [`global_moments`] returns them, over all processes of `accelerator`, by
+        name; delete the entries.
         """
         names = sorted(self._moments)
         if not names:
@@ -178,8 +178,8 @@ class PPOMetrics:
 
     def _observe(self, stats: Accumulator, rollout: Rollout, rows: Tensor, prefix: str) -> None:
         """
-        Add metrics that training and evaluation share, named with `prefix`, of the rows of a `rollout` in `rows`, (B,)
-        bool, to `stats`.
+        Add to `stats` the metrics that training and evaluation share, over the rows of `rollout` where `rows`, (B,)
+        bool, is True; `prefix` is put before their names.
         """
         mask, valid = rollout.mask, rollout.valid & rows
         tokens = mask * rows[:, None]
@@ -224,7 +224,7 @@ class PPOMetrics:
             policy: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
             log_ratio: (B, T), nats, the log-ratio of each token's action, which is the token or its whole turn.
             actions: (B, T), 1 = token at which an action starts. Losses and ratios count once for each action.
-            batch: the micro-batch's tensors, by name.
+            batch: the micro-batch, of which the (B, T) `old_logprobs` and `loss_mask` are used.
         """
         stats, mask = self.train, batch["loss_mask"]
         stats.add("policy/approxkl_avg", approx_kl(logprobs, batch["old_logprobs"]), mask)
@@ -237,7 +237,11 @@ class PPOMetrics:
     @torch.no_grad()
     def critic_updated(self, value: tuple[Tensor, Tensor], mask: Tensor) -> None:
         """
-        Add a micro-batch of a critic update: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
+        Add a micro-batch of a critic update to the metrics.
+
+        Args:
+            value: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
+            mask: (B, T), 1 = token that counts.
         """
         self.train.add("loss/value_avg", value[0], mask)
         self.train.add("loss/value_std", *_answer_means(value[0], mask))
@@ -246,8 +250,8 @@ class PPOMetrics:
     @torch.no_grad()
     def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
         """
-        Add to the metrics how far `sampler_logprobs` are from `logprobs`, those of training's forward pass, (B, T)
-        each, nats.
+        Add to the metrics how far `sampler_logprobs` are from `logprobs`, those of training's forward pass, where
+        `mask` is 1; (B, T) each, nats.
         """
         self._sampled(self.train, sampler_logprobs, logprobs, mask)
 
@@ -257,7 +261,8 @@ class PPOMetrics:
 
     def weighted(self, rollout: Rollout, weights: Tensor, is_outside: Tensor, actions: Tensor) -> None:
         """
-        Add a rollout's importance weights to the metrics, and the share that a bound has changed (`is_outside`).
+        Add a rollout's importance weights to the metrics, and the share of them that a bound has changed, which is
+        where the mask `is_outside` is True.
 
         Weights of shape (B, T) count at the tokens where an action starts (`actions`); weights of shape (B, 1), of
         whole responses, count for the rows that have a score.
@@ -289,8 +294,8 @@ class PPOMetrics:
 
     def means(self, mode: str) -> dict[str, float]:
         """
-        Return the mean metrics of `mode`, `"train"` or `"eval"`, since the last call, by name, and delete their
-        entries.
+        Return the metrics of `mode`, `"train"` or `"eval"`, over all processes since the last call, by name, and
+        delete their entries.
         """
         moments = (self.train if mode == "train" else self.eval).pop(self.accelerator)
         report: dict[str, float] = {}

@@ -15,7 +15,7 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 class Passes:
     """
-    Run a model on (B, P + T) rows without their padding, and return its outputs for the response tokens as (B, T).
+    Run a model on (B, P + T) rows, packed or padded anew, and return its outputs for the response tokens as (B, T).
 
     In every call all processes make the same number of forward passes, as sharded models need.
 
@@ -53,8 +53,8 @@ class Passes:
                 ignores them and computes log-probs.
 
         Returns:
-            The model's outputs by name: (B, T) for each output per token, 0 where there is no response token; and the
-            scalar `aux_loss` unchanged.
+            The model's outputs by name. `logprobs`, `entropies` and `values`, if they were computed, are (B, T), with
+            0 where there is no response token; the scalar `aux_loss` is unchanged.
         """
         hidden_size = None if "output_router_logits" in asked else self._packs(model)
         config = unwrapped(model).config.get_text_config()

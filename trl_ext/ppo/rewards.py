@@ -30,7 +30,7 @@ class Mistakes:
 
     def raise_everywhere(self, step: int) -> None:
         """
-        Raise a `RuntimeError` on every process if any process has recorded an error.
+        Raise a `RuntimeError` on every process if any process has recorded an error; the message names the `step`.
 
         If all recorded errors are a `RewardFailed`, which needs no traceback, raise a `RewardFailed` instead.
         """
@@ -48,13 +48,15 @@ class Mistakes:
 
 class CheckedReward:
     """
-    Wrap a reward function for TRL: await it if it is async, and record its errors to raise them on all processes.
+    Wrap a reward function for TRL: await it if it is async, and record its errors in `mistakes`, with the function's
+    `name`, to raise them on all processes.
 
     If a function scores single tokens, TRL gets the sum of a row's scores. After each call, `token_scores` holds the
     scores of the tokens of each row, or None for a row that was scored as a whole.
 
     A function that runs in the background can be started early with [`CheckedReward.start`]. TRL's call then waits for
-    the result. If a context `around` is given, the function is not started early: TRL's call runs it in that context.
+    the result. If `around`, which makes a context, is given, the function is not started early: TRL's call runs it in
+    that context.
     """
 
     def __init__(

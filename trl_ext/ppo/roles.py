@@ -48,7 +48,8 @@ def check_roles(
     model: Any, args: PPOConfig, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any
 ) -> list:
     """
-    Raise if `PPOTrainer`'s arguments for models and adapters, which have the same names here, contradict each other.
+    Raise a `ValueError` if `PPOTrainer`'s arguments for models and adapters, which have the same names here,
+    contradict each other. If `model` is a PeftModel, make its adapter `default` trainable.
 
     Returns:
         The reward functions, with an [`AdapterReward`] in place of the path of a saved adapter, since GRPO would load
@@ -102,7 +103,8 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
         (
             use_vllm and getattr(base_model_of(policy).config, "quantization_config", None) is not None,
             "`use_vllm=True` does not work with a quantised base: vLLM would get merged weights that were quantised "
-            "again, and sample from another policy than the trained one.",
+            "again, and sample from another policy than the trained one. Load the base unquantised, or leave out "
+            "`use_vllm`.",
         ),
     ]:
         if is_wrong:
@@ -242,8 +244,8 @@ class Rewards:
             args: the trainer's configuration.
             eos_token_ids: the tokens that end a response.
             mistakes: collects the errors of reward functions.
-            forward: `forward(name, …)` scores rows with the reward model `name`, which shares the policy's base. It
-                runs the actor-critic inside its FSDP or DeepSpeed wrapper.
+            forward: `forward(name, input_ids, attention_mask)` returns the (B,) scores of rows by the reward model
+                `name`, which shares the policy's base. It runs the actor-critic inside its FSDP or DeepSpeed wrapper.
             own_draws: makes a context with a separate random state. Functions of weight 0 run in this context, so that
                 training samples as it would without them. They do not run in the background: a thread would use the
                 generator that training uses.
@@ -301,7 +303,7 @@ def make_actor_critic(
         loader: holds the policy.
         rewards, heads: all rewards, and the heads of the models that share the base, as `load_adapters` returns them.
         value_model: a path or an object; None makes the critic from a reward model or the policy.
-        critic_config: configuration of the critic's adapter.
+        critic_config: configuration of the critic's adapter; None for that of the policy's adapter.
         has_critic: whether training uses a critic.
 
     Returns:
@@ -336,8 +338,9 @@ def add_critic_adapter(
     """
     Add the critic's adapter to the policy that `loader` holds.
 
-    It is the adapter at the path `value_model`. If this is None, it is a copy of a reward model's adapter on the same
-    base, or if none can be copied, a new adapter with the settings `config` (None: those of the policy's adapter).
+    It is the adapter at the path `value_model`. If this is None, it is a copy of the adapter of one of the `rewards`
+    that share the base and have the given `heads`; or, if none can be copied, a new adapter with the settings `config`
+    (None: those of the policy's adapter).
 
     Returns:
         The critic's head, None for a head of zeros; and a phrase that says what adapter and head were made from.

@@ -21,11 +21,12 @@ class Rollout:
 
     Args:
         prompt_ids, prompt_mask: (B, P), left-padded.
-        completion_ids, completion_mask: (B, T), right-padded; 1 = real token, EOS and what tools wrote included.
+        completion_ids, completion_mask: (B, T), right-padded; 1 = real token, EOS and what tools wrote included. With
+            `mask_truncated_completions` the mask of a completion that was cut off is 0.
         logprobs: (B, T), of the policy before the update. They are the sampler's log-probs if `old_logprobs` lets
             these replace a forward pass of the policy.
         ref_logprobs: (B, T), of the reference; None without a reference.
-        values: (B, T), of the critic; None in evaluation, and with `baseline="mean"`.
+        values: (B, T), of the critic before each token; None in evaluation, and with `baseline="mean"`.
         sampler_logprobs: (B, T), of the distribution that was sampled from; None if they are not known, or are in
             `logprobs` already.
         rewards_per_func: (B, F), NaN where a function returned None.
@@ -66,7 +67,7 @@ class Rollout:
 
     @property
     def drawn(self) -> Tensor:
-        """Return the (B, T) mask of the tokens that the policy sampled."""
+        """Return `completion_mask` without the tokens of tools and environments, (B, T): what the policy sampled."""
         return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
 
     @property
@@ -98,8 +99,8 @@ class Rollout:
         Compute weights of the policy's loss that correct for answers sampled from another distribution.
 
         Returns:
-            The weights, (B, T) or (B, 1), and a mask of the weights that a bound changed; None if
-            `importance_sampling_mode` asks for no correction.
+            The weights, and a mask of the weights that a bound changed; both (B, T), or (B, 1) if
+            `importance_sampling_mode` weights whole completions. None if it asks for no correction.
         """
         mode = args.importance_correction
         if mode == "none":
@@ -113,8 +114,8 @@ class Rollout:
 
     def bootstrapped(self, rewards: Tensor, gamma: float) -> Tensor:
         """
-        Return (B, T) rewards, plus `gamma` · `end_values` at the last token of each row that was cut off before EOS;
-        without `end_values`, return the rewards.
+        Return (B, T) rewards, plus `gamma` · `end_values` at the last token of each row that is not `ended`; without
+        `end_values`, return the rewards.
         """
         if self.end_values is None:
             return rewards
@@ -125,8 +126,16 @@ class Rollout:
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
     ) -> dict[str, Tensor]:
         """
-        Return the tensors that an update needs, by name; each has one row per response. `advantages` and `returns` are
-        (B, T), the importance `weights` (B, T), (B, 1), or None for none.
+        Return the tensors that an update needs, by name; each has one row per response.
+
+        Args:
+            advantages, returns: (B, T).
+            weights: importance weights, (B, T) or (B, 1); None for none.
+
+        Returns:
+            The fields `prompt_ids`, `prompt_mask`, `completion_ids` and `completion_mask`; `mask` as `loss_mask`;
+            `logprobs` as `old_logprobs`; `advantages`; and `row`, (B,), each row's place in the rollout. With a critic
+            also `values` as `old_values`, and `returns`; with `weights` also `importance_weights`.
         """
         return {
             **({} if weights is None else {"importance_weights": weights}),
@@ -254,7 +263,12 @@ def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, 
 
 
 def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Join a rollout's `micro_batches` into one batch; its rows have the order in which they were generated."""
+    """
+    Join a rollout's `micro_batches` into one batch; its rows have the order in which they were generated.
+
+    A micro-batch is a dict as [`Rollout.rows_for_training`] returns it. What was added to it for an optimizer step,
+    such as `step_tokens`, is left out.
+    """
     columns = [name for name in micro_batches[0] if name not in ("step_tokens", "step_turns", "lengths")]
     rollout = {name: torch.cat([batch[name] for batch in micro_batches]) for name in columns}
     order = rollout["row"].argsort()

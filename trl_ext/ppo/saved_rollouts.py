@@ -26,7 +26,7 @@ _CHUNK = 1024  # rows whose token rewards are computed at once
 
 def with_finished(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) -> Dataset:
     """
-    Return saved rollouts with the column `finished`: whether one of `eos_token_ids` ended the completion.
+    Return saved rollouts with the column `finished`: whether the completion ends by one of `eos_token_ids`.
 
     Args:
         dataset: rows with `prompt_ids` and `completion_ids`, the tokens that the policy read and sampled, as
@@ -35,8 +35,8 @@ def with_finished(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) ->
         eos_token_ids: the policy's tokens that end a completion.
 
     Raises:
-        ValueError: in the first rows, the ids do not decode to the text of `completion`, or contradict a column
-            `finished` that the dataset already has. Then `tokenizer` is not the policy's.
+        ValueError: the ids of one of the first rows do not decode to the text in a column `completion`, or the ids of
+            any row contradict a column `finished`. Then `tokenizer` is not the policy's.
     """
     completions = dataset["completion_ids"][:]
     finished = [ids[-1] in eos_token_ids for ids in completions]
@@ -50,7 +50,7 @@ def with_finished(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) ->
         raise ValueError(
             f"the token ids of rollout {wrong[0]} do not match its columns: this tokenizer decodes them to another "
             "text than `completion`, or its EOS contradicts `finished`. Pass the tokenizer of the policy that sampled "
-            "the rollouts"
+            "the rollouts (`trl-ext pretrain-critic`: set `policy_name_or_path`)"
         )
     others = dataset.remove_columns([name for name in ("finished",) if name in dataset.column_names])
     return others.add_column("finished", finished)
@@ -64,7 +64,8 @@ def score_rollouts(
     rows.
 
     Args:
-        dataset: B rows, as [`with_finished`] returns them; the functions get their other columns, too.
+        dataset: B rows, as [`with_finished`] returns them, with `prompt` and `completion` (text or messages); the
+            functions get the other columns, too.
         functions, names: F reward functions with TRL's signature, and their names.
         batch_size: number of rows in one call of a function.
 
@@ -98,7 +99,10 @@ def score_rollouts(
 
 
 def mean_demonstration_score(trainer: Any) -> float:
-    """Return the mean score of the training set's demonstrations, each ended by EOS, for `reward_normalization`."""
+    """
+    Return the mean weighted score of the demonstrations in a [`PPOTrainer`]'s training set: of the answers in its
+    column `completion`, each ended by EOS.
+    """
     tokenizer = trainer._tokenizer
     rows, token_ids = with_prompts(list(trainer.train_dataset), tokenizer)
     prompt_ids = token_ids or trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
@@ -196,7 +200,7 @@ def with_returns(
 
 
 def check_apart(train: Dataset, held_out: Dataset) -> None:
-    """Raise if a prompt has rollouts in the training set `train` and in the held-out set `held_out`."""
+    """Raise a `ValueError` if `prompt_ids` of the training set `train` are in the held-out set `held_out`, too."""
     trained = set(map(tuple, train["prompt_ids"]))
     if both := sum(tuple(ids) in trained for ids in held_out["prompt_ids"]):
         raise ValueError(

@@ -337,7 +337,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
-        self.rate_controller = RateController(args.step_kl_target, args.batch_size)
+        most = args.kl_target / 4 if args.kl_controller == "adaptive" else math.inf
+        self.rate_controller = RateController(args.step_kl_target, args.batch_size, most)
         self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
         self._unscored = 0  # rollouts in a row without a score
 
@@ -455,7 +456,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         Generate one rollout of this process, B responses of up to T tokens, and compute its advantages.
 
-        prompts → answers, log-probs, values, scores → token rewards → advantages and returns → rows to train on.
+        prompts → answers, log-probs, values, scores → token rewards → advantages and returns → rows to train on. In an
+        evaluation, generate and score only, and add the rollout to the metrics.
         """
         args = self.args
         if self.model.training:
@@ -551,8 +553,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _mean_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, float]:
         """
-        Return the (B, T) leave-one-out means of the returns of `rewards`, and the critic's weight in the baseline, by
-        its `values`: 0 with `baseline: mean`. All arguments are (B, T).
+        Return the (B, T) leave-one-out means of the returns of `rewards`, and the critic's weight in the baseline,
+        which depends on how well its `values` fit, and is 0 with `baseline: mean`. All arguments are (B, T).
         """
         args, actions = self.args, self._actions(mask)
         zeros = torch.zeros_like(values)
@@ -614,8 +616,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._unscored = self._unscored + 1 if everyones.isnan().all() else 0
         if self._unscored == 3:
             raise ValueError(
-                "In three rollouts in a row no completion got a score, so nothing is trained: every reward function "
-                f"({', '.join(self.reward_func_names)}) returned None for all of them."
+                "In three rollouts in a row no completion got a score, so nothing is trained: each was cut off, and "
+                "`mask_truncated_completions=True` leaves it out, or the reward functions "
+                f"({', '.join(self.reward_func_names)}) returned None for it. Raise `max_completion_length`, or check "
+                "the functions."
             )
         scores, scales = (self._local(each).to(rollout.scores) for each in normalizer(everyones, groups))
         if self.args.reward_clip_range:
@@ -686,8 +690,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if step % accumulates == 0:
             self._step_sums = []
         actions, entropies = self._actions(mask), self._by_action(entropies, mask)
-        signal = masked_sum(inputs["advantages"].abs(), actions)
-        self._step_sums.append(torch.cat([step_kl_sums(new, old, entropies, actions), signal[None]]))
+        counts = torch.stack([masked_sum(inputs["advantages"].abs(), actions), actions.any(1).sum()])
+        self._step_sums.append(torch.cat([step_kl_sums(new, old, entropies, actions), counts]))
         if (step + 1) % accumulates:
             return
         sums = self.accelerator.reduce(torch.stack(self._step_sums).sum(0), reduction="sum")
@@ -890,7 +894,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         Evaluate `num_generations_eval` sampled answers to each prompt and, with `eval_greedy`, a greedy answer.
 
-        This does not change the state of training. The arguments are transformers'.
+        This does not change the state of training. The arguments and the output are transformers'.
         """
         check_evaluation_batch(self.args)
         dataset, evaluate = dataloader.dataset, super().evaluation_loop
@@ -1177,7 +1181,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
 class _EpochSeeded(Sampler):
     """
-    Reseed TRL's RepeatSampler before each epoch.
+    Reseed TRL's RepeatSampler before each epoch, with `seed` plus the number of the epoch, which `epoch()` returns.
 
     Without this, the sampler shuffles all epochs with one generator, so a resumed run would replay epoch 0.
     """

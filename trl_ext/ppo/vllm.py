@@ -30,7 +30,10 @@ class ServerLost(ConnectionError):
 
 
 def check_logprobs(engine: Any) -> None:
-    """Wrap `engine.generate` so that it raises unless vLLM returned the log-prob of each sampled token."""
+    """
+    Wrap `engine.generate`, of TRL's wrapper of vLLM, so that it raises a `RuntimeError` unless vLLM returned a finite
+    log-prob of each sampled token.
+    """
     generate = engine.generate
 
     @wraps(generate)
@@ -67,7 +70,7 @@ def sampled_logprobs(
     returned = ids if of_tokens is None else [[each[0] for each in row] for row in of_tokens]
     if returned != ids or [len(row) for row in sampled] != [len(row) for row in ids]:
         raise RuntimeError(
-            "vLLM returned log-probs of other tokens than it sampled: install a vLLM version that TRL supports."
+            "vLLM did not return a log-prob for each token that it sampled: install a vLLM version that TRL supports."
         )
     for row, numbers in enumerate(sampled):
         if not all(number is not None and math.isfinite(number) for number in numbers):
@@ -97,8 +100,8 @@ def check_loadable(engine: Any) -> None:
 
 def _instance_of(url: str) -> str | None:
     """
-    Return an id of the vLLM server that runs at `url`, to detect a restart; None if it names none. Raise if it lacks a
-    flag that PPO needs.
+    Return an id of the vLLM server that runs at `url`, to detect a restart; None if the server gives none. Raise a
+    `ValueError` if the server was started without a flag that PPO needs, and httpx2's error if it cannot be reached.
     """
     answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
     config = answer.raise_for_status().json()["vllm_config"]
@@ -118,6 +121,9 @@ class ServerGuard:
 
     It stands between TRL and TRL's vLLM client. If the server fails, a call returns no answers instead of raising, so
     that all processes reach `answered`, which raises on all of them.
+
+    Args:
+        trainer: a [`PPOTrainer`] that samples with a vLLM server.
     """
 
     def __init__(self, trainer: Any):
@@ -167,7 +173,7 @@ class ServerGuard:
 
 
 def save_last_step(trainer: Any) -> str:
-    """Save a checkpoint of the last finished step, unless there is one; return a sentence for the error message."""
+    """Save a [`PPOTrainer`]'s last finished step, unless it is saved; return a sentence on how to resume the run."""
     step = trainer.state.global_step
     if not step:
         return "No step was finished."
@@ -203,7 +209,7 @@ class RolloutsAhead:
     arrived, returns these.
 
     Args:
-        trainer: the trainer that trains on the rollouts.
+        trainer: the [`PPOTrainer`] that trains on the rollouts.
     """
 
     def __init__(self, trainer: Any):
@@ -212,7 +218,7 @@ class RolloutsAhead:
 
     def take(self, prompt_ids: list[list[int]]) -> Answers:
         """
-        Request the rollouts that the current weights must generate, then wait for the current rollout and return it.
+        Request the rollouts that the current weights must generate; wait for the current rollout, return its answers.
 
         Args:
             prompt_ids: the prompts that the Trainer delivers. If the rollout was generated for other prompts, all

@@ -1,5 +1,5 @@
 """
-Reward functions with TRL's signature. Those in `watches` get weight 0: they measure completions, but do not train.
+Reward functions with TRL's signature. Those in `watches` measure completions; most get weight 0, and do not train.
 """
 
 from typing import TYPE_CHECKING

@@ -59,7 +59,8 @@ class CachedReward(TellsFailures, HoldsRewards):
         name: key in the logs; by default `cached_<name of the reward>`.
 
     Raises:
-        ValueError: the cache would store the number `on_error`, `redis_url` has a password, or the reward has no
+        ValueError: the cache would store the number `on_error`, `redis_url` has a password, or the variable
+            `redis_password_env` is not set. With `redis_url`, also when the cache is called, if the reward has no
             identity that distinguishes it from other rewards in Redis.
 
     Examples:
@@ -97,13 +98,18 @@ class CachedReward(TellsFailures, HoldsRewards):
         policies = [getattr(each, "on_error", "raise") for each in (reward, *rewards_within(reward))]
         if any(isinstance(policy, (int, float)) for policy in policies):
             raise ValueError(
-                f"{self.__name__} would store a number `on_error` as a score: set the cached reward's `on_error` to "
-                "'raise' or 'skip'"
+                f"{self.__name__}: the reward that it caches, or a reward within that one, has a number as "
+                "`on_error`; the cache would keep that number as the score of an answer whose scoring failed. Set "
+                "that `on_error` to 'raise' or 'skip'"
             )
         if redis_url and (urlsplit(redis_url).password or "password=" in redis_url):
             raise ValueError(
                 "`redis_url` must not contain a password: name the environment variable that holds it in "
                 "`redis_password_env`"
+            )
+        if redis_url and redis_password_env and redis_password_env not in os.environ:
+            raise ValueError(
+                f"`redis_password_env`: the environment variable {redis_password_env} is not set: export it"
             )
         self._memory: cachetools.LRUCache = cachetools.LRUCache(capacity)
         self._lock = threading.Lock()

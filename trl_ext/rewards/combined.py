@@ -37,7 +37,8 @@ class SumReward(HoldsRewards):
             scores so far would differ between processes.
         on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]. `"raise"` raises an error,
             `"skip"` leaves the row without a score, a number is the failed member's score. If a member's own
-            `on_error` is `"skip"`, each None that it returns counts as a failure.
+            `on_error` is `"skip"`, each None that it returns counts as a failure, except from [`RemoteReward`],
+            [`JudgeReward`] and [`CachedReward`], which tell failed rows apart.
         name: key in the logs; `sum_` and the members' names if unset.
 
     Examples:
@@ -69,7 +70,8 @@ class SumReward(HoldsRewards):
         self, prompts: list, completions: list, log_metric: Any = None, log_extra: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """
-        Return each completion's weighted sum; None if no member with a weight gives a score, or if one of them fails.
+        Return each completion's weighted sum; None if no member with a weight gives a score, or if one of them fails
+        and is skipped.
 
         The arguments are those of a reward function; TRL's functions that log may be None.
         """

@@ -40,9 +40,10 @@ class JudgeReward(ServedReward):
     judge's message: the whole message, or its last line, must be `{"score": NUMBER}` or `Score: NUMBER`, within
     `scale`. This does not stop an answer that persuades the judge to give a high score, see docs/security.md.
 
-    A row fails if the judge's message was cut off at `max_tokens`. A row scores None, whatever `on_error` says, if the
-    server stopped or withheld the message, as with `finish_reason: content_filter`; so no answer can end a run by
-    provoking the filter. In both cases the judge is first asked again, up to `parse_retries` times.
+    A row fails if the judge's message has no such score or was cut off at `max_tokens`. A row scores None, whatever
+    `on_error` says, if the server stopped or withheld the message, as with `finish_reason: content_filter`; so no
+    answer can end a run by provoking the filter. In all these cases the judge is first asked again, up to
+    `parse_retries` times.
 
     With `compare` the judge compares each answer with the text in that column twice, once in each order, and the score
     is the mean of the two verdicts. A judge that always prefers the first answer thus gives the middle of the scale.
@@ -192,7 +193,9 @@ def score_in(answer: Any, scale: tuple[float, float]) -> float:
         if type(score) in (int, float) and scale[0] <= score <= scale[1]:
             return score
     raise ServiceError(
-        f"the judge's message does not end with a score within {scale[0]:g} to {scale[1]:g}: {_end(text)}"
+        'the judge\'s message, or its last line, must be `Score: NUMBER` or `{"score": NUMBER}`, from '
+        f"{scale[0]:g} to {scale[1]:g}, but it ends in {_end(text)}: remove from the rubric what asks for another "
+        "form, or take another judge"
     )
 
 
@@ -237,15 +240,17 @@ def message_of(answer: Any) -> str:
     if ended == "length":  # "Score: 1" may be the beginning of 10
         raise ServiceError(f"the judge's message was cut off and ends in {_end(text)}: raise `max_tokens`")
     if ended not in _WHOLE:
-        raise WithheldError(f"the judge's message is not complete (finish_reason {repr(ended)[:40]}): {_end(text)}")
+        raise WithheldError(
+            f"the server stopped or withheld the judge's message (finish_reason {repr(ended)[:40]}); it ends in "
+            f"{_end(text)}"
+        )
     return text
 
 
 def verdicts_in(text: str) -> tuple[str, str]:
     """
-    Return the two parts of a message that may be the verdict: the whole message, and its last line.
-
-    If the message ends with a fenced block, the block's content takes the place of the whole message.
+    Return the two parts of a message that may be the verdict: the whole message, or the content of the fenced block
+    that it ends with; and the message's last line.
     """
     _, fence, block = f"\n{text}".removesuffix("```").rpartition("\n```")
     whole = block.removeprefix("json").strip() if fence and text.endswith("```") else text
@@ -261,7 +266,8 @@ def conversation(prompt: Any) -> str:
 
 def tagged(parts: Mapping[str, str], nonce: str) -> str:
     """
-    Escape each text of `parts`, put it between tags of its name and the random number `nonce`, and join the texts.
+    Escape each text of `parts`, a mapping from names to texts, and put it between the tags `<name-nonce>` and
+    `</name-nonce>`; join them with blank lines. `nonce` is a random number.
     """
     return "\n\n".join(f"<{name}-{nonce}>\n{escaped(text)}\n</{name}-{nonce}>" for name, text in parts.items())
 

@@ -149,7 +149,7 @@ def _known() -> dict[str, Callable]:
 
 
 def _parts(entry: Any) -> tuple[Any, float | None]:
-    """Return an entry of the configuration without its weight, and the weight."""
+    """Return an entry of the configuration without its weight, and the weight; None for an entry without one."""
     if not isinstance(entry, dict):
         return entry, None
     weight = entry.get("weight")

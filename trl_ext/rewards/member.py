@@ -147,7 +147,7 @@ def settled(
         name: name of the reward.
         outcomes: for each completion its score, or an exception.
         on_error: see [`Member`]. With `"raise"` the first error is raised.
-        log_metric: TRL's function that logs a metric.
+        log_metric: TRL's function that logs a metric; None logs nothing.
         excused: exception classes that are always replaced by NaN, whatever `on_error` is.
     """
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
@@ -187,7 +187,10 @@ def scores_of_all(
 
 
 def failure(name: str, error: Exception) -> RuntimeError:
-    """Return a [`RewardFailed`] with the name of the reward function and the message of `error`."""
+    """
+    Return an error with the name of the reward function and the message of `error`: a [`RewardFailed`] if `error` is
+    one, else a `RuntimeError`.
+    """
     kind = RewardFailed if isinstance(error, RewardFailed) else RuntimeError
     return kind(f"reward '{name}': {message_of(name, error)}")
 
@@ -224,7 +227,10 @@ def checked_name(name: str | None, default: str) -> str:
 
 def checked_on_error(on_error: Any) -> OnError:
     """Return `on_error`, numbers as floats; raise now for an invalid word, rather than at the first failure."""
-    return on_error if on_error in ("raise", "skip") else float(on_error)
+    try:
+        return on_error if on_error in ("raise", "skip") else float(on_error)
+    except (TypeError, ValueError):
+        raise ValueError(f"`on_error` is {on_error!r}: give 'raise', 'skip', or a number as the score") from None
 
 
 _LOOP = "async rewards"  # name of the thread that runs coroutines
@@ -320,7 +326,8 @@ def in_threads(
     function: Callable, jobs: Sequence, threads: int, until: float, is_last: Callable[[Exception], bool]
 ) -> list[Any]:
     """
-    Run `function(job)` for each job in several threads; return in order each job's result, or the error it raised.
+    Run `function(job)` for each job in at most `threads` threads; return in order each job's result, or the error it
+    raised.
 
     A job that has not ended at `until`, in seconds of `time.monotonic`, gets a `TimeoutError`. Once `is_last` returns
     True for a job's error, jobs that have not begun also get a `TimeoutError`. Unlike an executor's threads, these are

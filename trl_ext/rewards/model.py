@@ -43,12 +43,18 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bo
 
 
 def load_classifier(path: str, **kwargs: Any) -> Any:
-    """Load a sequence classifier with one label; transformers raises an error if the saved head has more."""
+    """
+    Load a sequence classifier with one label by `from_pretrained`, with `kwargs`; transformers raises an error if the
+    saved head has more labels.
+    """
     return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
 
 
 def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
-    """Load a sequence classifier with one label; raise a `ValueError` if it was saved without a head."""
+    """
+    Load a sequence classifier with one label by `from_pretrained`, with `kwargs`; raise a `ValueError` if it was saved
+    without a head.
+    """
     model, found = load_classifier(path, output_loading_info=True, **kwargs)
     new = sorted(key for key in found["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
     if new:
@@ -100,7 +106,8 @@ class ModelReward:
     Args:
         model: a sequence classifier with one label: the folder or hub name of a model or of an adapter, or a model
             object, which is put into evaluation mode.
-        tokenizer: the model's tokenizer, or its folder or hub name; None loads the one saved with the model.
+        tokenizer: the model's tokenizer, or its folder or hub name; None loads the one saved with the model. A model
+            object needs one.
         policy_tokenizer: the tokenizer of `prompt_ids` and `completion_ids`, or the policy's folder or hub name.
         eos_token_ids: the policy's tokens that end a finished answer; None: those of `policy_tokenizer`.
         revision: revision of a model on the hub.
@@ -111,7 +118,7 @@ class ModelReward:
             are batched together.
         batch_size: most rows in one forward pass; None: no limit. If weights are sharded over processes, set this
             limit and `max_batch_tokens=None`, since all processes must run the same number of forward passes.
-        max_length: most tokens of a row, prompt and answer; None: the length of the model's context.
+        max_length: most tokens of a row, prompt and answer; None, or more than the model's context: its context.
         truncation: what happens to a row longer than `max_length`. `"refuse"` raises a `ValueError`. `"left"` cuts off
             the beginning of the prompt, but not a special token at its start, and logs the share of rows cut as
             `rewards/<name>/truncated`.
@@ -234,14 +241,14 @@ class ModelReward:
         **_: Any,
     ) -> list[float]:
         """
-        Score each completion.
+        Return each completion's score.
 
         Args:
             prompts, completions: texts or messages.
-            completion_ids: the policy's tokens of each completion, EOS included.
+            completion_ids: the policy's tokens of each completion, EOS included; None if they are not known.
             prompt_ids: the policy's tokens of each prompt; None if they are not known.
-            finished: whether each answer was finished; None if that is not known.
-            log_metric: TRL's function that logs a metric.
+            finished: whether each answer was finished; None to tell it by `eos_token_ids` from `completion_ids`.
+            log_metric: TRL's function that logs a metric; None logs nothing.
 
         Raises:
             ValueError: it is not known which answers were finished, or `truncation` is `"refuse"` and a row is longer
@@ -296,8 +303,9 @@ class ModelReward:
         too_long = [len(row) > limit for row in rows]
         if any(too_long) and self.truncation == "refuse":
             raise ValueError(
-                f"a prompt with its completion has {longest} tokens, but the reward model's context has {limit}: "
-                "shorten the prompts, lower `max_completion_length`, or set truncation='left'"
+                f"a prompt with its completion has {longest} tokens, but the reward model reads {limit} at most (its "
+                "context, or a smaller `max_length`): shorten the prompts, lower `max_completion_length`, or cut the "
+                "beginning of long prompts off by `ModelReward(…, truncation='left')`"
             )
         if self.truncation == "left":
             log_to(log_metric, {"truncated": sum(too_long) / max(len(rows), 1)}, self)
@@ -338,7 +346,7 @@ class ModelReward:
     def _after_eos(self, prompt: list, eos: int) -> list[int]:
         """
         Return the tokens that the chat template puts after the EOS, id `eos`, of the last turn behind `prompt`
-        (ChatML: a line break).
+        (ChatML: a line break); [] if the template ends a turn with another token.
         """
         messages = [{"role": "assistant", "content": "x"}]
         closing = self._tokenize(prompt, messages, True)[len(self._tokenize(prompt, messages, False)) :]

@@ -16,7 +16,10 @@ PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/scor
 
 
 class Row(NamedTuple):
-    """Hold a prompt, its answer, and the `text` in which a classifier reads both."""
+    """
+    Hold a prompt, its answer, whether the answer is `finished` (None: unknown), and the `text` in which a classifier
+    reads both. `is_templated` says whether a chat template made that text.
+    """
 
     prompt: Any
     completion: Any
@@ -153,14 +156,21 @@ class RemoteReward(ServedReward):
         **columns: Any,
     ) -> list[float | None]:
         """
-        Return each completion's score, NaN if it failed; raise a [`RewardFailed`] if the weights have changed.
+        Return the scores as `__call__` does, but NaN instead of None for a row that failed.
+
+        A row may fail only with `on_error="skip"`; with a number as `on_error` it has that number.
 
         Args:
             prompts, completions: texts or messages.
             completion_ids: the completions' tokens, by which `eos_token_ids` tells which are finished.
-            finished: for each completion, whether it is finished; None if this is not known.
+            finished: for each completion, whether it is finished; if None, `completion_ids` and `eos_token_ids` tell.
             log_metric: TRL's function that logs; None logs nothing.
             **columns: further columns, which are not sent.
+
+        Raises:
+            RewardFailed: a row failed and `on_error` is "raise"; or, whatever `on_error` is, the weights have changed.
+            ValueError: `tokenizer` is set, but neither `finished` nor `completion_ids` with `eos_token_ids` tells
+                which completions are finished.
         """
         call = Call(time.monotonic() + self.deadline)
         ended: Sequence[bool | None] = [None] * len(completions)
@@ -255,7 +265,8 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | None) -> li
             scores = [item["score"] if api == "vllm-score" else _of_label(item["probs"], label) for item in items]
     except (LookupError, TypeError, AttributeError) as error:
         raise ServiceError(
-            f"the server's answer does not have the format of api={api!r}: {repr(answer)[:120]}. Check `url` and `api`"
+            f"the server's answer does not have the format of api={api!r}: {repr(answer)[:120]}. Check `url`, `api` "
+            "and `label`"
         ) from error
     if not isinstance(scores, list) or len(scores) != count:
         raise ServiceError(f"the server did not return {count} scores for {count} completions: {repr(answer)[:120]}")

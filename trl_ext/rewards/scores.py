@@ -122,6 +122,7 @@ def without_failures(scores: Sequence[float | None]) -> list[float | None]:
 def of_rows(columns: Mapping[str, Any], rows: list[int], count: int) -> dict[str, Any]:
     """
     Return a reward function's arguments (`columns`) for `rows` only, selected from its arguments for all `count` rows.
+    An argument that is no list of `count` values is returned unchanged.
     """
     return {
         name: [values[row] for row in rows] if isinstance(values, (list, tuple)) and len(values) == count else values

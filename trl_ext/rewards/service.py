@@ -31,7 +31,11 @@ class RefusedError(ServiceError):
 
 
 class UnavailableError(ServiceError):
-    """Raised when a service cannot be reached, is too busy or breaks the connection: the request may succeed later."""
+    """
+    Raised when a service cannot be reached, is too busy or breaks the connection: the request may succeed later.
+
+    `retry_after` are the seconds to wait that the service asks for; None if it asks for none.
+    """
 
     def __init__(self, message: str, retry_after: float | None = None):
         super().__init__(message)
@@ -142,8 +146,8 @@ class ServedReward(TellsFailures):
 
     def check(self, outcomes: Sequence[Any]) -> None:
         """
-        If `on_error` is `"raise"`, raise a `RewardFailed` for the first row whose outcome, a score or an error, is a
-        failure.
+        If `on_error` is `"raise"`, raise a `RewardFailed` for the first error in `outcomes`, which has a score or an
+        error for each row. A [`WithheldError`] does not count, and a `TimeoutError` only if there is no other error.
         """
         # One that was not asked since another one failed is not the cause
         errors = [(isinstance(each, TimeoutError), row) for row, each in enumerate(outcomes) if self._ends_call(each)]
@@ -162,13 +166,20 @@ class ServedReward(TellsFailures):
         check: Callable[[Any], Any] = lambda answer: None,
     ) -> Any:
         """
-        Post `body` as JSON, or send a GET request if it is None; return the answer, read from JSON.
+        Send `body` as JSON by POST, or a GET request if it is None; return the answer, read from JSON.
 
-        The request is sent again if `check(answer)` raises an [`UnavailableError`].
+        The request is sent again as the class says, and also if `check(answer)` raises an [`UnavailableError`].
+
+        Args:
+            call: has the deadline; records the seconds of an answered request, and the waits before retries.
+            body: the request's content.
+            path: path of the request at the server, in place of the reward's own (None: that one).
+            check: raises an error for an answer that cannot be used.
 
         Raises:
-            UnavailableError: the service did not answer, or was not asked, since too many earlier requests failed.
-            ServiceError: the answer cannot be used, or the call's deadline has passed.
+            UnavailableError: the server could not be reached, was too busy or sent no JSON, at every try; or it was
+                not asked, since too many earlier requests failed.
+            ServiceError: the server refused the request, the answer cannot be used, or the call's deadline has passed.
         """
         if (pause := self._paused_until - time.monotonic()) > 0:
             raise UnavailableError(
@@ -216,7 +227,7 @@ class ServedReward(TellsFailures):
         try:
             answer = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UnavailableError(f"the server's answer is not JSON: {said}") from error
+            raise UnavailableError(f"the server's answer is not JSON (check the URL): {said}") from error
         if isinstance(answer, dict) and answer.get("error"):
             raise failure_of(answer["error"], f"the server reports an error, though with status 200: {said}")
         check(answer)
@@ -266,7 +277,8 @@ def _client(process: int) -> httpx2.Client:
 
 def failure_of(error: Any, message: str) -> ServiceError:
     """
-    Return the exception for an `error` object in an answer with status 200; its `code`, if any, counts as the status.
+    Return the exception for an `error` object in an answer with status 200. Its `code`, if that is 400 or more, counts
+    as the status, else 503.
     """
     code = str(error.get("code")) if isinstance(error, dict) else ""
     return _failure(int(code) if code.isdecimal() and int(code) >= 400 else 503, message)

@@ -1,4 +1,4 @@
-"""Measure completions by reward functions with weight 0, since callbacks do not get completions."""
+"""Measure completions by reward functions, most of weight 0, since callbacks do not get completions."""
 
 import json
 import os
@@ -219,7 +219,7 @@ class ScoreWatch(HoldsRewards, Watch):
         bound: log the share of scores above this number; 0.8 suits scores from 0 to 1. None: no such share is logged.
         quantiles: which quantiles to log, each in [0, 1].
         name: name in the metrics. The default is the reward's own name.
-        folder, score: see [`Watch`].
+        folder: see [`Watch`]. `score` has no effect.
 
     Examples:
         >>> from trl_ext.rewards import ScoreWatch
@@ -264,7 +264,7 @@ class ScoreWatch(HoldsRewards, Watch):
 
 
 def score_watch(reward: Any, **kwargs: Any) -> ScoreWatch:
-    """Wrap a reward function in a [`ScoreWatch`]."""
+    """Wrap a reward function in a [`ScoreWatch`]; `kwargs` are the other arguments of the class."""
     return ScoreWatch(reward, **kwargs)
 
 
@@ -319,7 +319,11 @@ class RepetitionWatch(Watch):
         return [self.score] * len(completions)
 
     def measure(self, completions: list) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-        """Return the metrics to log, and for each completion the scores to write to its file; set `top_phrase`."""
+        """
+        Return the metrics to log, by the names that the class lists, with None for one that has no value; and for each
+        completion the scores to write to its file: `repeated`, `has_top_phrase`, `top_phrase` and `copied`. Also set
+        the attribute `top_phrase`.
+        """
         texts = [text_of(completion) for completion in completions]
         words = [words_of(text) for text in texts]
         grams = [list(zip(*(row[i:] for i in range(self.n)), strict=False)) for row in words]
@@ -381,6 +385,8 @@ class PhraseReviewReward(Watch):
     def __init__(self, phrases: Iterable[str], veto: float | None = None, **kwargs: Any):
         super().__init__(**kwargs)
         self.phrases = [phrases] if isinstance(phrases, str) else list(phrases)
+        if not self.phrases or not all(map(str.strip, self.phrases)):
+            raise ValueError(f"`phrases` is {self.phrases}: give at least one phrase, and no empty one")
         self.veto = veto
         self._pattern = regex.compile("|".join(map(_pattern, self.phrases)), regex.IGNORECASE | regex.VERSION1)
 

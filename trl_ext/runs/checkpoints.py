@@ -41,7 +41,10 @@ _MUST_BE_SAME = ("model: ", "reference", "critic: ", "rows per step: ", "num_min
 
 
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
-    """Return, as JSON, the values that must not change for an exact resume: fields of `args`, and all `facts`."""
+    """
+    Return the values that must not change for an exact resume, as JSON by name: fields of `args`, and all `facts`.
+    Credentials are left out.
+    """
     told = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
     return json.loads(json.dumps(without_credentials({**told, **facts}), default=str))
 
@@ -82,18 +85,19 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     checkpoint in `output_dir`; with a path in place of True, from the checkpoint at that path.
 
     - Settings that differ from those of the run that wrote the checkpoint are printed. An error is raised for another
-      base or reference, for another number of rows in an optimizer step, for another number of optimizer steps in a
-      rollout (PPO), and for another number of processes if each process has saved a part of the checkpoint.
-    - If the run is complete, the checkpoint is loaded, and nothing is trained.
-    - If a monitor ended the run, resuming raises an error, unless `resume_anyway` is set, or
+      base or start model, another reference, another number of rows in an optimizer step, another `num_mini_batches`
+      or `num_ppo_epochs`, a change to or from PPO without a critic, and another number of processes if each process
+      has saved a part of the checkpoint.
+    - If the run is complete, the checkpoint is loaded, and nothing is trained. Under ZeRO-3 this raises an error.
+    - If a monitor ended the run in `output_dir`, `train` raises an error, unless `resume_anyway` is set, or
       `resume_from_checkpoint=False` restarts the run.
 
     While this run trains, no other process may run in `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].
 
     Args:
         model, *args, **kwargs: arguments of the trainer that is extended.
-        run_facts: further facts to compare, as JSON by name. The trainer's arguments, the weights and adapters of the
-            model, and the fingerprint of the training data are always compared.
+        run_facts: a dict of further facts to compare, whose values JSON can hold. The trainer's arguments, the weights
+            and adapters of the model, and the fingerprint of the training data are always compared.
         resume_anyway: whether to resume a run that a monitor ended; also a field of PPOConfig and DPOConfig.
     """
 
@@ -197,8 +201,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         marker = read_marker(checkpoint) if checkpoint else None
         if checkpoint is None or marker is None:
             raise CannotResume(
-                f"No complete checkpoint in {checkpoint or self.args.output_dir}. Set `resume_from_checkpoint=False` "
-                "to train from the beginning."
+                f"No complete checkpoint in {checkpoint or self.args.output_dir}. To train from the beginning, set "
+                "`resume_from_checkpoint` to false."
             )
         different = differences(marker["configuration"], self._settings)
         needs_same: tuple[str, ...] = _MUST_BE_SAME
@@ -233,8 +237,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             state.best_model_checkpoint = str(Path(checkpoint).with_name(Path(state.best_model_checkpoint).name))
             if read_marker(state.best_model_checkpoint) is None:
                 raise CannotResume(
-                    f"{state.best_model_checkpoint}, the best checkpoint, is incomplete and cannot be loaded. Set "
-                    "`load_best_model_at_end=False` to load the last one."
+                    f"{state.best_model_checkpoint}, the best checkpoint, is missing or incomplete and cannot be "
+                    "loaded. To load the last one, set `load_best_model_at_end` to false."
                 )
             self._load_best_model()
         return TrainOutput(state.global_step, float("nan"), {})
@@ -330,7 +334,9 @@ def sizes(named: Any, model: Any) -> str:
 
 
 def reference_of(trainer: Any, model: Any) -> str:
-    """Describe the reference model of a run, such as "frozen copy of the adapter"."""
+    """
+    Describe the reference model of a run, such as "frozen copy of the adapter"; `model` is the trained one, unwrapped.
+    """
     if trainer.ref_model is not None:
         return "frozen copy"
     return "frozen copy of the adapter" if REFERENCE in getattr(model, "peft_config", ()) else "the base, adapters off"

@@ -88,11 +88,17 @@ _SPOILT = "trl_ext_spoilt"  # in `TrainerState.stateful_callbacks`: the weights 
 
 
 class CannotResume(ValueError):
-    """Raised when a checkpoint is missing, incomplete or from other settings, or when a monitor ended its run."""
+    """
+    Raised when a run cannot resume: a checkpoint is missing or incomplete, something has changed that must stay the
+    same (see [`~trl_ext.runs.checkpoints.ResumableRun`]), or a monitor ended the run.
+    """
 
 
 class Stopped(CannotResume):
-    """Raised when a monitor ended this run, and neither `resume_anyway` nor a restart was requested."""
+    """
+    Raised when a run is started that a monitor ended before, and neither `resume_anyway` nor a restart is requested;
+    and at the end of training, if a monitor ended it because the weights must not be saved.
+    """
 
 
 def write_stop(output_dir: str, monitor: str, step: int, what: str) -> None:
@@ -123,12 +129,12 @@ def stop_of(output_dir: str, how: str) -> str | None:
 
 
 def spoil(state: Any, sentence: str) -> None:
-    """Mark in `state` that the weights must not be saved; `sentence` says why."""
+    """Mark in a trainer's `state` that the weights must not be saved; `sentence` says why."""
     state.stateful_callbacks[_SPOILT] = {"sentence": sentence}
 
 
 def spoilt(state: Any) -> str | None:
-    """Return the reason that [`spoil`] stored; None if the weights may be saved."""
+    """Return the reason that [`spoil`] stored in a trainer's `state`; None if the weights may be saved."""
     found = state.stateful_callbacks.get(_SPOILT)
     return found and found["sentence"]
 

@@ -66,7 +66,10 @@ def is_notice(alert: dict[str, Any]) -> bool:
 
 
 def finite(value: Any) -> Any:
-    """Convert a value to JSON types: arrays and tensors become lists of numbers, NaN and other objects become text."""
+    """
+    Convert a value to JSON types: arrays and tensors become lists of numbers; NaN, infinities and other objects become
+    text.
+    """
     if isinstance(value, dict):
         return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -43,7 +43,12 @@ def write_marker(checkpoint: str | os.PathLike[str], settings: dict[str, Any]) -
 
 
 def read_marker(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return a checkpoint's marker; None if it is missing, or if a file that it names is missing or was cut."""
+    """
+    Return a checkpoint's marker; None if it is missing, or if a file that it names is missing or was cut.
+
+    Its keys are `written_ns`, a Unix time in nanoseconds; `configuration`, the run's settings; and `files`, which maps
+    each file's path within the checkpoint to its size in bytes.
+    """
     folder = Path(checkpoint)
     try:
         marker = json.loads((folder / MARKER).read_text())
@@ -69,8 +74,8 @@ def newest_complete(output_dir: str | os.PathLike[str]) -> str | None:
 
 def delete_old(newest: Path, limit: int | None, best: str | None) -> None:
     """
-    Delete the oldest checkpoints beyond `limit` (None: none), those without a marker first; keep `newest` and the one
-    named `best`.
+    Delete the oldest checkpoints, those without a marker first, until `limit` are left; keep `newest` and the one
+    named `best`. With the limit None, nothing is deleted.
     """
     paths = checkpoints_of(newest.parent)
     ages = {path: ((path / MARKER).is_file(), path.stat().st_mtime_ns) for path in paths if path.is_dir()}

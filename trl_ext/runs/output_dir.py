@@ -138,7 +138,7 @@ def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -
     Args:
         output_dir: the run's folder.
         result: the result of `train`.
-        *files: patterns of the files that the evaluation writes; `eval_results.json` if none are given.
+        *files: glob patterns of the files that the evaluation writes; `eval_results.json` if none are given.
     """
     from accelerate import PartialState
 
@@ -157,7 +157,10 @@ def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -
 
 def last_evaluation(trainer: Any, result: Any) -> dict[str, float]:
     """
-    Return the trained model's metrics on the evaluation set; evaluate only if training did not do so at its last step.
+    Return the trained model's metrics on the evaluation set by name, such as `eval_loss`, with the `epoch`.
+
+    They are those of training's last step if it evaluated there. Else, and with `load_best_model_at_end`, which may
+    have loaded an earlier checkpoint, the model is evaluated now.
 
     Args:
         trainer: any Trainer, after training.

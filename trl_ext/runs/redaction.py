@@ -50,7 +50,8 @@ def redacted(value: Any, name: str = "") -> Any:
 
     Args:
         value: text, or a list, tuple or mapping of values. Other objects are returned as they are.
-        name: name of the value, such as `token`.
+        name: name of the value. If it is that of a credential, such as `token`, the whole value is replaced, unless it
+            is empty, None or a bool.
     """
     words = _words(name)
     if value is None or isinstance(value, bool) or value == "":
@@ -100,7 +101,7 @@ class _PickledAs(str):
 
 def pickled_without_credentials(args: Any) -> dict[str, Any]:
     """
-    Return new values for the attributes of `args` that hold credentials.
+    Return new values, by name, for the attributes of `args` that hold credentials.
 
     In memory the credentials that are strings, such as the hub's token, still work; in a pickle they are redacted.
     """

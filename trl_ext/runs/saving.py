@@ -33,7 +33,7 @@ _MEMORY, _STAGED = "/dev/shm", "trl_ext_checkpoint_"
 
 
 class NotSaved(RuntimeError):
-    """Raised when a file could not be written; the message is one sentence, with the cause and the folder."""
+    """Raised when a file could not be written; the message has the cause, the folder and what to do."""
 
 
 def is_of_writing(error: BaseException) -> bool:
@@ -67,8 +67,8 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
     Args:
         output_dir: the run's folder.
         what: name of the part, as the beginning of the message: "The model".
-        goes_on: end of the message, which says what running the same command again will do. The default says that it
-            resumes or, without a checkpoint, restarts.
+        goes_on: what the same command will do if it is run again: the end of the message, after "run the same command
+            again: it". The default says that it resumes or, without a checkpoint, restarts.
     """
     before, failure = _weights_in(output_dir), None
     try:
@@ -93,7 +93,7 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
 
 
 def _weights_in(folder: str | os.PathLike[str]) -> dict[Path, int]:
-    """Map each file of weights in a folder, except in its checkpoints, to the time when it was last written."""
+    """Map each file of weights in a folder and its subfolder `critic` to the time when it was last written, in ns."""
     paths = [path for pattern in _WEIGHTS for at in ("", "critic/") for path in Path(folder).glob(f"{at}{pattern}")]
     return {path: path.stat().st_mtime_ns for path in paths}
 
@@ -173,8 +173,8 @@ class BackgroundSaving(_Trainer):
 
     def _save_own_state(self, checkpoint: str) -> None:
         """
-        Save state that transformers does not save to the folder `checkpoint`. Override this; it is called on all
-        processes, before the marker.
+        Save into the folder `checkpoint` what transformers does not save there. Override this; it is called on all
+        processes, before the marker is written.
         """
 
     def _begin(self, checkpoint: Path) -> Path | None:
@@ -210,7 +210,7 @@ class BackgroundSaving(_Trainer):
     def _finish(self, checkpoint: Path, in_memory: Path | None, best: str) -> None:
         """
         Move a checkpoint from memory (`in_memory`; None if it is on the disk already) to the disk, mark it as
-        complete, and delete the oldest ones except `best`.
+        complete, and delete the oldest ones except the one named `best`.
         """
         try:
             if in_memory is not None:
@@ -242,12 +242,12 @@ class BackgroundSaving(_Trainer):
         """
         Check whether the checkpoint that is being written in the background is complete; with `wait`, wait for it.
 
-        If it could not be written, remove it and raise [`NotSaved`]; if the run continues, print the reason.
-        Call this on all processes.
+        If it could not be written, remove it and raise [`NotSaved`]; with `on_save_failure: continue`, and in a run
+        that a monitor ended, print the reason instead. Call this on all processes.
 
         Args:
             wait: whether to wait.
-            causes: a clause for each process that could not write its part, as `not_saved` returns it.
+            causes: for each process the clause that `not_saved` returns if it could not write its part, else None.
         """
         if self._being_saved is None:
             return

@@ -113,7 +113,7 @@ class SavingSettings:
     on_save_failure: Literal["stop", "continue"] = setting(
         "stop",
         "What happens if a checkpoint cannot be written, for example because the disk is full. `stop` ends the run "
-        "with a one-sentence message; `continue` prints the message and continues training. The incomplete "
+        "with a message that says why; `continue` prints the reason and continues training. The incomplete "
         "checkpoint is removed.",
     )
     record_run: bool = setting(
@@ -143,7 +143,10 @@ class AnswersSettings:
 
 
 def resolve_bf16(config: Any) -> None:
-    """Set `bf16` if it is unset: on a CPU to False; on a GPU, as TRL does, to True unless `fp16` is set."""
+    """
+    Set `bf16` if it is unset: on a CPU to False; on a GPU, as TRL does, to True unless `fp16` is set. Without a GPU,
+    also set `dataloader_pin_memory` to False.
+    """
     import torch  # takes seconds: a mistyped setting is refused before
 
     no_gpu = not torch.accelerator.is_available()
@@ -156,7 +159,8 @@ def resolve_for_cpu(config: Any) -> None:
     """
     Set `bf16` and activation checkpointing if they are unset: off on a CPU, where both cost time, else as TRL does.
 
-    Values that are set are kept: `bf16=True` on a CPU trains in bfloat16.
+    Values that are set are kept: `bf16=True` on a CPU trains in bfloat16. Without a GPU, `dataloader_pin_memory` is
+    set to False.
     """
     import torch  # takes seconds: a mistyped setting is refused before
 

@@ -25,9 +25,10 @@ def root() -> Path:
 
 def find(name: str | os.PathLike[str]) -> Path:
     """
-    Return the path of a file or folder in the working directory, or else of the shipped file with this name.
+    Return the path of a file or folder in the working directory, or else of the shipped one with this name.
 
-    A name such as `recipes/demo/world.py` is returned unchanged if neither exists.
+    The names of shipped ones begin with `recipes/` or `accelerate_configs/`, as `recipes/demo/world.py`. If neither
+    exists, the name is returned unchanged.
     """
     path = Path(name).expanduser()
     if not path.exists() and path.parts[:1] in (("recipes",), ("accelerate_configs",)) and (root() / path).exists():

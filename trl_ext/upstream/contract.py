@@ -64,8 +64,10 @@ def attribute_changes(cls: type, names: list[str]) -> dict[str, str]:
 
 def names_of_both(ours: Iterable[type], theirs: Iterable[type]) -> set[str]:
     """
-    Return the attributes (except `__names__`) that classes of both lists, `ours` and `theirs`, define, or that methods
-    of both lists set.
+    Return the names that `ours` and `theirs` have in common.
+
+    A list of classes has a name if one of its classes defines it (names that begin with `__` do not count), or if a
+    method of one of them assigns it to `self`.
     """
     ours_and_theirs = [
         {name for cls in classes for name in vars(cls) if not name.startswith("__")} | assigned(classes)

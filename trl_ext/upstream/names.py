@@ -1,10 +1,10 @@
 """
 List every private name of other libraries that trl_ext uses: where it is, and which arguments are passed to it.
 
-Import such a name from this module. If a new version of a library has changed it, an error says in one sentence what
-changed. Functions are checked when they are imported from here; the classes that trl_ext's trainers inherit from are
-checked when a trainer is built, by [`check_contract`]. `python -m trl_ext.cli.contract` shows every name; `pytest -m
-"" tests/contract` tests what the names do.
+Import such a name from this module. If a new version of a library has changed it, an error says what changed.
+Functions are checked when they are imported from here; the classes that trl_ext's trainers inherit from are checked
+when a trainer is built, by [`check_contract`]. `python -m trl_ext.cli.contract` shows every name; `pytest -m ""
+tests/contract` tests what the names do.
 """
 
 import functools
@@ -31,6 +31,7 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
         "launch_training_script": "script_name, launch_args, training_script_args, launch_parser_fn=",
     },
     "trl.data_utils": {"is_conversational": "example"},
+    "trl.kernels.chunked_logprob": {"_backward_tile": None, "_forward_tile": None},
     "trl.models": {
         "prepare_deepspeed": "model, accelerator",
         "prepare_fsdp": "model, accelerator",
@@ -188,7 +189,7 @@ def __getattr__(name: str) -> Any:
 @functools.cache
 def check_contract(trainer: type) -> None:
     """
-    Raise an `ImportError` if the TRL class that `trainer` inherits from has changed; its message is one sentence.
+    Raise an `ImportError` if the TRL class that `trainer` inherits from has changed so that trl_ext would fail.
 
     Call this first in the trainer's constructor, before anything is loaded.
     """
@@ -201,7 +202,7 @@ def changes_of_class(path: str) -> dict[str, str]:
     """
     Map each method and attribute of a class that trl_ext uses to a sentence on what changed, "" if nothing did.
 
-    `METHODS` and `ATTRIBUTES` list them. If the class itself is gone, the only key is `path`.
+    `METHODS` and `ATTRIBUTES` list them. Keys are `path.name`. If the class itself is gone, the only key is `path`.
     """
     try:
         cls = find(path)
@@ -230,7 +231,7 @@ def _base(trainer: type) -> type:
 
 
 def sentence(changes: list[str]) -> str:
-    """Return a sentence with up to three of the changes, the tested and the installed versions, and what to do."""
+    """Return an error message: the first three of the changes, the tested and installed versions, and what to do."""
     differ = [package for package, tested in TESTED.items() if version(package) != tested] or ["trl"]
     tested = " and ".join(f"{package} {TESTED[package]}" for package in differ)
     installed = " and ".join(f"{package} {version(package)}" for package in differ)

@@ -18,7 +18,7 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package is installed, without importing it."""
+    """Return whether a package is installed, without importing it; tensorboardX counts as tensorboard."""
     if package == "tensorboard" and find_spec("tensorboardX"):
         return True
     spec = find_spec(package)

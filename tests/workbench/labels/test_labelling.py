@@ -141,7 +141,7 @@ def test_every_form_of_the_same_labels_says_the_same(tmp_path, name):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('{"item": "i1", "choice": "first"}', "row 0, has the item 'i1' and the choice 'first', not one of a, b, tie"),
+        ('{"item": "i1", "choice": "first"}', "row 0, has the item 'i1' and the choice 'first', but it needs an item"),
         ('{"item": "i1", "choice": "a"}\n{"item"', "Expecting"),
     ],
 )

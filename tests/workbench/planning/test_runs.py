@@ -112,6 +112,18 @@ def test_models_of_reward_functions_are_counted_whole_on_each_process_and_a_shar
     assert LoadedReward(CONFIG, max_batch_tokens=100, batch_size=8).rows(64, 16) == 6
 
 
+@pytest.mark.slow
+def test_on_a_gpu_the_lm_head_computes_in_place():
+    config = tiny_llama(vocab_size=20_000).config
+    on_cpu, on_gpu = (ppo(max_completion_length=100, logits_budget_gb=0.0) for _ in range(2))
+    on_gpu.use_cpu = False
+    peaks = [
+        plan(Job("ppo", args, config, prompt_length=8)).phases["update"]["activations"] for args in (on_cpu, on_gpu)
+    ]
+    logits = 4 * on_cpu.per_device_train_batch_size * 100 * 20_000
+    assert peaks[0] - peaks[1] > 3 * logits and peaks[1] < 2 * logits
+
+
 def len_of_lm_head():
     return tiny_llama().lm_head.weight.numel()
 

@@ -54,7 +54,7 @@ class AskingArguments:
 
     @property
     def local(self) -> dict[str, Any]:
-        """Return the arguments of [`LocalModel`]."""
+        """Return the arguments `batch_size`, `dtype` and `use_cpu` of [`LocalModel`]."""
         return {name: getattr(self, name) for name in ("batch_size", "dtype", "use_cpu")}
 
 
@@ -120,10 +120,13 @@ class LabelArguments(AskingArguments):
 
 def run(args: LabelArguments) -> dict[str, Any]:
     """
-    Have the judge label the pairs that people labelled and, if it agrees with people, all other pairs.
+    Have the judge label the pairs that people labelled and, if it agrees with people, the pairs of all other prompts.
+
+    If people labelled fewer than `min_known` pairs, the judge is not asked, and no training pairs are written.
 
     Returns:
-        The report, which is also written to the output folder.
+        The report, which is also written as `label.json` and `label.html`. Its `gate` has `passed`, and `reasons` if
+        no pairs were written.
     """
     import numpy as np
 

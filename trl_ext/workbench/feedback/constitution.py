@@ -90,7 +90,7 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
     for name, rows in made.items():
         if not rows:
             raise ValueError(
-                f"no row is left of {len(prompts)} prompts (left out: {dict(left_out)}): read "
+                f"no row is left for {name}.jsonl from {len(prompts)} prompts (left out: {dict(left_out)}): read "
                 f"{folder / 'texts.jsonl'} to see why"
             )
         write_rows(folder / f"{name}.jsonl", rows)

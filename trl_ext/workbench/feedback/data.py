@@ -99,7 +99,8 @@ def sample_pairs(prompts: Dataset, args: Any, folder: Path, left_out: Counter[st
 
 def write_for_people(folder: Path, rows: Sequence[dict[str, Any]], size: int, seed: int) -> None:
     """
-    Write `size` of the rows for people to label: for Label Studio, for Argilla and as JSON lines, without verdicts.
+    Write `size` of the rows for people to label, without verdicts: for Label Studio (`label_studio.json` and `.xml`),
+    for Argilla (`argilla.jsonl`) and as JSON lines (`people.jsonl`).
 
     The rows are chosen by the hashes of their keys, so their order does not matter.
     """

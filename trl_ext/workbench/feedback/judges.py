@@ -65,7 +65,7 @@ def read_criteria(path: str, key: str) -> tuple[Any, str]:
     content = Path(path).read_bytes()
     found = read_yaml(content.decode())
     if not isinstance(found, dict) or not found.get("version") or not found.get(key):
-        raise ValueError(f"{path} must have `version` and `{key}`, got {str(found)[:60]!r}")
+        raise ValueError(f"{path} must be YAML with the keys `version` and `{key}`, got {str(found)[:60]!r}")
     return found[key], f"{found['version']}@{hashlib.sha256(content).hexdigest()[:12]}"
 
 
@@ -160,10 +160,18 @@ class Served(JudgeReward):
 
     def say(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         """
-        Ask for one message; return a dict of `text` (None with the reason `why`), `message`, `tokens` and `model`.
+        Ask for one message.
+
+        Returns:
+            - `text`: the message; None if there is none.
+            - `why`: "read", or the reason why there is no text: "empty", "cut", "withheld" or "refused".
+            - `message`: the text, or the server's error.
+            - `tokens`: number of tokens of the request and of the answer.
+            - `model`: the model that the server named; missing if the request was refused.
 
         Raises:
-            ServiceError: the server cannot be reached, has refused all requests, or names another model than before.
+            ServiceError: the server cannot be reached, refuses requests before it has answered any, or names another
+                model than before.
         """
         try:
             answer = self.completion(messages, Call(time.monotonic() + self.deadline))
@@ -318,7 +326,10 @@ class ServedJudge(Served):
 
 
 def verdict_in(message: str) -> float | None:
-    """Return a judge's verdict on the first answer, 1 (better), 0.5 (tie) or 0; None if the message has none."""
+    """
+    Return the verdict in a judge's message, such as `{"overall": "A"}`: 1 if A, the first answer, is better, 0 if B
+    is, 0.5 for a tie; None if the message has no verdict.
+    """
     for part in verdicts_in(message):
         try:
             found = json.loads(part)

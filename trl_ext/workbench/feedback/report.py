@@ -53,8 +53,8 @@ def prompt_groups(rows: Sequence[dict[str, Any]]) -> np.ndarray:
 
 def kappa(ours: Sequence[str], theirs: Sequence[str], groups: np.ndarray, seed: int = 0) -> Any:
     """
-    Return Cohen's κ of two raters' choices, `ours` and `theirs`, and its 95 % interval by a bootstrap over `groups`,
-    the rows' (N,) group numbers; None if undefined.
+    Return Cohen's κ of two raters' choices, `ours` and `theirs`, each "a", "b" or "tie", and the two ends of its 95 %
+    interval by a bootstrap over `groups`, the rows' (N,) group numbers; None and None if κ is not defined.
     """
     cells = [3 * CHOICES.index(mine) + CHOICES.index(other) for mine, other in zip(ours, theirs, strict=True)]
     return estimate(cohen_kappa(resampled(np.eye(9)[cells], groups, seed).reshape(-1, 3, 3)))
@@ -88,8 +88,12 @@ def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -
 
 def longer_wins(choices: Sequence[str], rows: Sequence[dict[str, Any]]) -> float | None:
     """
-    Return how often the longer answer was chosen; ties, and answers of the same length, do not count. `choices` are
-    "a", "b" or "tie" for each row. None if no row counts.
+    Return the share of rows in which the longer answer was chosen; ties, and answers of the same length, do not count.
+    None if no row counts.
+
+    Args:
+        choices: (N,) "a", "b" or "tie".
+        rows: (N,) pairs with `response_a` and `response_b`.
     """
     lengths = [(len(text_of(row["response_a"])), len(text_of(row["response_b"]))) for row in rows]
     known = [
@@ -110,7 +114,7 @@ def of_known(
     Compare the judge with people, and decide whether the judge may label the other pairs.
 
     Args:
-        known: the pairs that people labelled.
+        known: the pairs that people labelled, as `load_pairs` returns them.
         people: maps a pair's key to people's choice.
         votes_of: function from a pair to the judge's verdicts.
         args: arguments of `trl-ext label`.
@@ -118,7 +122,7 @@ def of_known(
     Returns:
         - `known`: number of `rows`, share of equal choices (`agreement`), Cohen's `kappa` and its `kappa_interval`,
           what [`noise`] returns, and how often the `judge` and `people` chose the `longer` answer.
-        - `to_read`: the pairs that judge and people label differently, those with the surest verdicts first.
+        - `to_read`: at most 100 pairs that judge and people label differently, those with the surest verdicts first.
         - `gate`: whether the judge has `passed`, so that it may label, and `reasons` if not.
     """
     theirs, votes = [people[row["key"]] for row in known], [votes_of(row) for row in known]
@@ -150,8 +154,8 @@ def of_known(
         reasons.append("people chose the judge's winners no more often than by chance: no pair was written")
     if reasons:
         reasons.append(
-            f"read the {len(to_read)} pairs that judge and people label differently, in "
-            f"{Path(args.output_dir) / 'label.html'}; then correct the rubric or use another judge, in another "
+            f"read the pairs that judge and people label differently ({len(to_read)}, at most {_READ} are shown) "
+            f"in {Path(args.output_dir) / 'label.html'}; then correct the rubric or use another judge, in another "
             "`output_dir`"
         )
     return {
@@ -211,7 +215,7 @@ def training_pairs(
     Write `pairs/train.jsonl`, labelled by the judge, and `pairs/test.jsonl`, labelled by people; they share no prompt.
 
     Args:
-        known: the pairs that people labelled.
+        known: the pairs that people labelled, as `load_pairs` returns them.
         others: the pairs whose prompts people did not label.
         people: maps a pair's key to people's choice.
         votes_of: function from a pair to the judge's verdicts.

@@ -43,7 +43,15 @@ class Turn(NamedTuple):
         return self.key, self.step
 
     def row(self, text: str | None, why: str = "read", message: str = "", **more: Any) -> dict[str, Any]:
-        """Return what the journal records of this request and its text. Without a `text`, `why` is the reason."""
+        """
+        Return what the journal records of this request and its text, as one row.
+
+        Args:
+            text: the model's text; None if there is none.
+            why: "read" if there is a text, else the reason why there is none.
+            message: the error, which is recorded if there is no text.
+            **more: further entries of the row.
+        """
         named = {"key": self.key, "step": self.step, "kind": kind_of(self.step), "principle": self.principle}
         return {**named, "text": text, "why": why, "message": "" if text else message[:200], **more}
 

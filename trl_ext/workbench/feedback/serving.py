@@ -83,7 +83,7 @@ def check(*rules: tuple[object, int, str]) -> None:
 
 @dataclass(eq=False)
 class Job:
-    """Hold a request that waits for its scores."""
+    """Hold a request that arrived at the time `since`, and the future `answer`, whose result will be its scores."""
 
     prompts: list
     completions: list
@@ -176,7 +176,8 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
         batcher: the [`Batcher`] that scores the requests.
         name: name of the model; a request that names another model is refused.
         key: bearer token that clients must send, except to `/health`; None demands no token.
-        identity: hash of the served weights, which each answer contains so that clients notice a change.
+        identity: hash of the served weights, which each answer contains so that clients notice a change; None for no
+            hash.
     """
     who = {"model": name, **({} if identity is None else {"identity": identity})}
 
@@ -187,7 +188,7 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
             given = request.headers.get("authorization", "").encode()
             is_wrong = key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode())
             try:
-                check((is_wrong, 401, "the request needs a bearer token"))
+                check((is_wrong, 401, "the request has no bearer token, or not the token of this server"))
                 response = await endpoint(request)
             except Refusal as refusal:
                 headers = _HEADERS.get(refusal.status)
@@ -289,7 +290,10 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
 
 
 def load(model: str, **settings: Any) -> Callable:
-    """Return the reward function `file.py:function`, or a [`ModelReward`] with those `settings` that are not None."""
+    """
+    Return the reward that `model` names: a function as `file.py:function`, or by folder or hub name a [`ModelReward`]
+    with those `settings` that are not None.
+    """
     if ".py:" in model:
         return load_reward(model)
     check_model("MODEL", model)
@@ -326,7 +330,9 @@ def main(arguments: list[str] | None = None) -> None:
     is_local = args.host in ("127.0.0.1", "::1", "localhost")
     try:
         if key == "":
-            raise ValueError(f"--api_key_env: the variable {args.api_key_env} is empty or not set: export a token")
+            raise ValueError(
+                f"--api_key_env: the variable {args.api_key_env} is empty or not set: export a token in it"
+            )
         if not (is_local or key or args.without_key):
             raise ValueError(
                 f"--host {args.host} lets other machines connect: name the environment variable of a token by "
@@ -360,6 +366,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def identity_of(function: Callable) -> str:
-    """Return a short hash that identifies the served weights or function, and reveals nothing else of them."""
+    """
+    Return a short hash that identifies the served weights or function, and reveals nothing else of them; a random one
+    if they cannot be identified.
+    """
     said = reward_identity(function) or uuid.uuid4().hex  # what has no identity is another at each start
     return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()

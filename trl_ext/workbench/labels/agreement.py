@@ -34,7 +34,8 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
         - `agreement`: share of pairs of labels of one item that are equal.
         - `missing`, `repeats`, `contradictions`: see [`Labels`].
         - `annotators`: a dictionary for each annotator, see [`per_annotator`].
-        - `kappas`: Cohen's κ of each two annotators who share an item, among the 20 with the most labels.
+        - `kappas`: a dictionary for each two annotators who share an item, among the 20 with the most labels: their
+          names (`annotators`), how many `items` they share, and Cohen's `kappa`.
         - `unknown`: sentences on questions that these labels cannot answer.
     """
     counts = labels.counts()

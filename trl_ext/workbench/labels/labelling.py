@@ -130,8 +130,8 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
 
     - A file that annotators wrote is JSON lines, a JSON list or CSV, with the columns `item`, `choice` and, if wanted,
       `annotator`. Label Studio's `JSON-MIN` has this form.
-    - Label Studio exports `JSON`.
-    - Argilla exports what `records.to_list(flatten=True)` gives, as a JSON list or as JSON lines.
+    - An export of Label Studio is one in the format `JSON`.
+    - An export of Argilla is what `records.to_list(flatten=True)` gives, as a JSON list or as JSON lines.
 
     A label that was skipped, discarded or not submitted has the choice None.
 
@@ -152,8 +152,8 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
             item, who, choice = ("" if value is None else str(value).strip() for value in (item, annotator, choice))
             if not item or choice not in ("", *CHOICES):
                 raise ValueError(
-                    f"{path}, row {number}, has the item {item!r} and the choice {choice[:40]!r}, not one of "
-                    f"{', '.join(CHOICES)}: see docs/refresh.md for the format"
+                    f"{path}, row {number}, has the item {item!r} and the choice {choice[:40]!r}, but it needs an "
+                    f"item and one of the choices {', '.join(CHOICES)}: see docs/refresh.md for the format"
                 )
             found.append({"item": item, "annotator": who or path.stem, "choice": choice or None})
     return found

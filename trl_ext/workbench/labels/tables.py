@@ -200,8 +200,8 @@ def _scores(table: pd.DataFrame, columns: Columns) -> pd.DataFrame:
     if len(unknown := choice[choice.notna() & ~choice.isin(columns.values)]):
         raise ValueError(
             f"the column {columns.choice!r} holds {unknown.iloc[0]!r} in row {table['row'][unknown.index[0]]}, not "
-            f"one of {', '.join(columns.values)}: set `--choice_values FIRST SECOND TIE` to the values that mean the "
-            "first answer, the second answer and a tie"
+            f"one of {', '.join(columns.values)}: set `--choice_values FIRST SECOND TIE` (in Python "
+            "`Columns(values=…)`) to the values that mean the first answer, the second answer and a tie"
         )
     first = choice.map(dict(zip(columns.values, (1.0, 0.0, *[0.5] * len(columns.values)), strict=False))).astype(float)
     return pd.DataFrame({0: first, 1: 1 - first})

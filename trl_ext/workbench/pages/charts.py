@@ -64,7 +64,7 @@ def line_style(place: int) -> dict[str, Any]:
 
 
 def curves(run: Run) -> list[str]:
-    """Return the charts of one run: the monitors' quantities, groups of keys, and the user's own metrics."""
+    """Return the charts of one run as SVG: the monitors' quantities, groups of keys, and the user's own metrics."""
     given = {"history": run.history, "metrics": run.metrics, "registry": run.registry}
     draw: dict[str, Callable] = {title: partial(panel, **given) for title, panel in PANELS.items()}
     logged = sorted(run.keys)

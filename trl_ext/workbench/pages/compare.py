@@ -31,7 +31,7 @@ def comparison(runs: dict[str, Run], title: str, evaluation: dict[str, Any] | No
     Args:
         runs: mapping from the name to show to the run.
         title: the page's title.
-        evaluation: content of the `evaluation.json` that `trl-ext evaluate` wrote for these runs.
+        evaluation: content of the `evaluation.json` that `trl-ext evaluate` wrote for these runs, if there is one.
     """
     evaluated = of_runs(evaluation, runs) if evaluation else {}
     samples = {name: run.samples for name, run in runs.items() if run.samples}
@@ -153,7 +153,10 @@ def _mean(of: dict[str, Any] | None) -> str:
 
 
 def of_runs(evaluation: dict[str, Any], runs: dict[str, Run]) -> dict[str, Any]:
-    """Return each run's entry in an evaluation, by name; the entry of a checkpoint counts as its run's entry."""
+    """
+    Return the entries that runs have in an evaluation, by the run's name. The entry of a checkpoint counts as its
+    run's; a run without an entry is left out.
+    """
     found: dict[Path, Any] = {}
     for policy in evaluation["policies"].values():
         folder = Path(policy["policy"])

@@ -75,7 +75,10 @@ def number(value: Any, digits: int = 4) -> str:
 
 
 def with_error(value: float, error: float | None) -> str:
-    """Return `VALUE ± ERROR`, the error with two significant digits, the value with as many decimals as the error."""
+    """
+    Return `VALUE ± ERROR`, the error with two significant digits, the value with as many decimals as the error; only
+    the value if the error is None.
+    """
     if not error or not math.isfinite(error):
         return number(value) + ("" if error is None else f" ± {number(error)}")
     decimals = max(1 - math.floor(math.log10(float(f"{error:.1e}"))), 0)  # 0.0996 is 0.10
@@ -120,7 +123,7 @@ def shown_scores(scores: dict[str, Any]) -> str:
 
 def shown_answer(completion: Any, said: str = "") -> dict[str, Any]:
     """
-    Return an answer as a cell for the templates' tables.
+    Return an answer as a cell for the templates' tables: a dict with `said`, and `text` or `turns`.
 
     Args:
         completion: the answer: a text, or messages, which are shown turn by turn.

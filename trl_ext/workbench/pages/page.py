@@ -28,7 +28,14 @@ DONE = {
 
 
 def page(run: Run, evaluation: dict[str, Any] | None = None, evaluated: Iterable[list[str]] = ()) -> str:
-    """Return the HTML page of one run, also with the rows of figures that `trl-ext evaluate` found."""
+    """
+    Return the HTML page of one run.
+
+    Args:
+        run: the run.
+        evaluation: content of the `evaluation.json` that `trl-ext evaluate` wrote for this run, if there is one.
+        evaluated: the rows of figures that `evaluation_rows` made from it.
+    """
     return render(
         "run.html.j2",
         title=run.folder.resolve().name,
@@ -124,8 +131,8 @@ def wanted(run: Run) -> dict[str, str]:
     """
     Return the metrics that the verdict names: a label and the log's key of each.
 
-    If the run logs a reward, these are score, held-out gold and KL. Otherwise they are the losses and the first
-    held-out metric of the [`headline`], or its first metric if none is held out.
+    If the run logs a reward, these are score, held-out gold and KL. Otherwise they are the first metric and the losses
+    among the held-out metrics of the [`headline`], or among all its metrics if none is held out.
     """
     shown = headline(run)
     if "reward" in run.metrics:

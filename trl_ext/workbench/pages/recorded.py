@@ -48,7 +48,23 @@ GOLD = re.compile(r"eval_gold/mean|eval_rewards/[^/]*gold[^/]*/mean")
 
 @dataclass
 class Run:
-    """Hold what a run recorded in its folder."""
+    """
+    Hold what a run recorded in its folder.
+
+    Args:
+        folder: the run's output directory.
+        history: what the trainer logged, a dictionary with `step` for each log.
+        alerts: the alerts of its monitors.
+        samples: some completions, with their prompts and scores.
+        config: its training arguments.
+        registry: the monitors' states, as in `trainer_state.json`.
+        events: the lines that JSONLCallback wrote.
+        outcome: figures measured after training, by label; for a round of online DPO, before it and after it.
+        monitors: maps each monitor's name to its arguments; None if monitors were not recorded.
+        paid: what the reward paid for, as HackWatch wrote it.
+        objections: why reports say not to trust the reward models that the run used or saved.
+        passed: verdict of the report on the reward model that the run saved; None without a report.
+    """
 
     folder: Path
     history: list[dict[str, Any]]
@@ -56,12 +72,12 @@ class Run:
     samples: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     registry: dict[str, Any] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)  # lines that JSONLCallback wrote
-    outcome: dict[str, list[float]] = field(default_factory=dict)  # measured after training; in a round, also before
-    monitors: dict[str, Any] | None = None  # name → arguments; None if monitors were not recorded
-    paid: list[dict[str, Any]] = field(default_factory=list)  # what the reward paid for, as HackWatch wrote it
-    objections: list[str] = field(default_factory=list)  # of reports on the reward models that it used or saved
-    passed: bool | None = None  # verdict of the report on the reward model that it saved
+    events: list[dict[str, Any]] = field(default_factory=list)
+    outcome: dict[str, list[float]] = field(default_factory=dict)
+    monitors: dict[str, Any] | None = None
+    paid: list[dict[str, Any]] = field(default_factory=list)
+    objections: list[str] = field(default_factory=list)
+    passed: bool | None = None
 
     @property
     def keys(self) -> set[str]:
@@ -83,7 +99,7 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the run's records say that it ended after it last began or was resumed."""
+        """Return whether the run ended after it last began or was resumed; True if its records do not say."""
         kinds = [event["type"] for event in self.events if event["type"] in ("begin", "end")]
         return kinds[-1:] != ["begin"]
 
@@ -93,7 +109,10 @@ class Run:
 
 
 def main_keys(trainer: str) -> dict[str, str]:
-    """Map the name (with unit) of each main quantity of a trainer to the quantity's key in the log."""
+    """
+    Map the name (with unit) of each main quantity of a trainer to the quantity's key in the log. `trainer` is the name
+    of its configuration class, such as `PPOConfig`.
+    """
     metrics = METRICS[trainer]
     sampled = {
         label.format(unit=metrics[name].unit): metrics[name].key for name, label in SAMPLED.items() if name in metrics
@@ -113,7 +132,7 @@ def headline(run: Run) -> dict[str, str]:
 
 
 def ends(run: Run, key: str) -> list[Any]:
-    """Return the first and the last logged value of a key; one value if it was logged at one step."""
+    """Return the first and the last logged value of a key; one value if it was logged at one step, [] if never."""
     values = [*{log["step"]: log[key] for log in run.history if key in log}.values()]  # the end is evaluated twice
     values = [round(value, 6) if is_finite(value) else value for value in values]  # a KL of 0 has rounding errors
     return values[:1] + values[1:][-1:]

@@ -22,7 +22,7 @@ GIB = 2**30
 
 def quantized_bytes(weights: int, bits: int, nested: bool = False) -> int:
     """
-    Return the bytes of weights that bitsandbytes stores in 4 or 8 bits.
+    Return the bytes of `weights` weights that bitsandbytes stores in 4 or 8 `bits`.
 
     In 4 bits, each block of 64 weights has a float32 scale. With `nested` quantisation (arXiv:2305.14314) each block
     has an 8-bit scale instead, and 256 of these scales share one in float32. In 8 bits each row has a float32 scale,

@@ -143,13 +143,13 @@ class Job:
 
     Args:
         stage: which training stage it is.
-        args: its training arguments.
+        args: its training arguments, such as a `PPOConfig`.
         layout: how the run is spread over processes.
         policy: configuration of the trained model, which is a classifier in the stages `reward` and `pretrain_critic`.
         rewards: configurations of PPO's reward models that have a separate base.
         dtype: dtype of the weights as loaded.
         peft_config: configuration of the adapter, if there is one.
-        bits, nested: bits of a quantised base, and whether its scales are quantised, too.
+        bits, nested: bits of a quantised base (None: it is not quantised), and whether its scales are quantised, too.
         prompt_length: tokens of PPO's longest prompt; in the stage `pretrain_critic`, of the longest prompt with its
             answer.
         value_model: configuration of PPO's critic if a path names the critic; None takes the policy's configuration.
@@ -412,7 +412,8 @@ def seconds_per_example(
     job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, tokens: float | None = None
 ) -> dict[str, float]:
     """
-    Return the seconds that one GPU spends on an example (a row, a pair, or an episode of PPO), by phase.
+    Return the seconds that one GPU spends on an example (a row, a pair, or an episode of PPO), by phase: `generate`,
+    `score` and `update` for PPO, only `update` for other stages.
 
     A forward pass takes 2 operations for each weight and token, and for attention 2 · layers · width · length more for
     each token. A backward pass takes twice as many operations as a forward pass, or equally many if most weights are

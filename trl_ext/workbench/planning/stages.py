@@ -10,6 +10,7 @@ import torch
 from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from trl.kernels import chunked_logprob
 
 from ...models import (
     CRITIC,
@@ -23,6 +24,7 @@ from ...models import (
     base_model_of,
     disable_dropout,
 )
+from ...upstream.names import temporarily
 from .memory import (
     fake,
     forward_peak,
@@ -41,7 +43,10 @@ _HEADS = ("lm_head", "score", "classifier")  # the names of output heads, which 
 
 def plan(job: Job) -> Plan:
     """Plan the run `job`, by running each of its passes once on fake tensors, which have shapes but no data."""
-    return _plan_ppo(job) if job.stage == "ppo" else _plan_without_rollouts(job)
+    # On a GPU, TRL's kernels compute in place what its LM head for a CPU computes in several large tensors
+    kernels = {} if job.args.use_cpu else dict.fromkeys(("_forward_tile", "_backward_tile"), lambda *_, **__: None)
+    with temporarily(chunked_logprob, **kernels):
+        return _plan_ppo(job) if job.stage == "ppo" else _plan_without_rollouts(job)
 
 
 def _plan_without_rollouts(job: Job) -> Plan:
@@ -396,7 +401,8 @@ def update_phases(
     job: Job, mode: Any, model: Any, loss: Callable[[], Tensor], roles: list[Role], *others: Any
 ) -> dict[str, dict[str, int]]:
     """
-    Return the bytes, by purpose, of `update`, a micro-batch's forward and backward pass, and the optimizer's `step`.
+    Return the bytes of two phases, by purpose: `update`, a micro-batch's forward and backward pass, and `step`, the
+    optimizer's step.
 
     Args:
         job: the run.

@@ -35,7 +35,7 @@ _AT_ONCE = 4  # answers whose (B, T, V) logits are in memory together
 
 @dataclass(frozen=True)
 class Sampling:
-    """Hold the settings for sampling answers from each policy."""
+    """Hold the settings for sampling answers from each policy, named as in the arguments of `trl-ext evaluate`."""
 
     max_completion_length: int
     temperature: float
@@ -60,7 +60,7 @@ def load_prompts(name: str, config: str | None, split: str | None, most: int | N
         most: number of rows to take from the beginning; None takes all.
 
     Raises:
-        ValueError: a prompt is missing.
+        ValueError: a prompt is missing or empty.
     """
     split = split or ("train" if Path(name).is_file() else "test")
     dataset = load_dataset_split(name, split, config=config)
@@ -190,7 +190,14 @@ def free() -> None:
 
 
 def scores(reward: Callable, answers: Sequence[dict[str, Any]], columns: dict[str, list]) -> list[float | None]:
-    """Return a reward's score of each answer, or None where it gives none; the reward also gets the `columns`."""
+    """
+    Return a reward's score of each answer, or None where it gives none.
+
+    Args:
+        reward: reward function with TRL's signature.
+        answers: answers as [`answers_of`] returns them.
+        columns: further columns of the prompts, which the reward is given, too.
+    """
     names = {"prompts": "prompt", "completions": "completion"} | {name: name for name in OWN[2:5]}
     given = {name: [row[key] for row in answers] for name, key in names.items()}
     return Member(reward)(**{**columns, **given})
@@ -212,7 +219,7 @@ def judged(
 
     Args:
         judge: reward function.
-        ours, theirs: the policy's and the baseline's answers to the same prompts.
+        ours, theirs: the policy's and the baseline's answers to the same prompts, as [`answers_of`] returns them.
         columns: further columns of the prompts.
     """
     one, other = ([row["completion"] for row in answers] for answers in (ours, theirs))

@@ -55,7 +55,11 @@ class PromptSet:
         columns = self.rows.column_names
         column = self.column or next((name for name in PROMPT_COLUMNS if name in columns), "")
         if column not in columns or (column == "chosen" and isinstance(self.rows[0][column], str)):
-            raise ValueError(f"set {self.name!r} has no prompts in {column!r}: choose one of {columns} by `columns`")
+            why = ", since texts do not show where their prompt ends" if column in columns else ""
+            raise ValueError(
+                f"set {self.name!r} has no prompts in {column or ' or '.join(PROMPT_COLUMNS)}{why}: name its column "
+                f"of prompts by `--columns {self.name}=COLUMN` (in Python `column`), one of {', '.join(columns)}"
+            )
         object.__setattr__(self, "column", column)
 
     def __len__(self) -> int:

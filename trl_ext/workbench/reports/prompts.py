@@ -106,13 +106,20 @@ class PromptsArguments:
 
 
 def check(args: PromptsArguments) -> None:
-    """Raise a `ValueError` for an unknown set name, as in `held_out`, and for files that would overwrite data."""
+    """
+    Check the output folder, and raise a `ValueError` for an unknown set name, as in `held_out`, for a set or a split
+    whose name cannot be a file's, and for data in the output folder or around it.
+    """
     check_output_dir(args.output_dir, "false")
     named = {*(args.held_out or ()), *(args.split_sets or ()), *args.copied_from, *args.set_columns}
     named = named.union(*args.bounds.values())
     places = {name: find(path_and_split(path)[0]) for name, path in args.paths.items()}
     for wrong, why in (
-        (named - {*args.paths}, "is not one of `sets`"),
+        (
+            named - {*args.paths},
+            f"is not one of `sets` ({', '.join(args.paths)}): correct it where it is named (`held_out`, `split_sets`, "
+            "`copied_from`, `columns`, or a bound such as `max_overlap`)",
+        ),
         (
             [n for n in (*args.paths, *args.split_shares) if not re.fullmatch(r"\w[\w.-]*", n)],
             "cannot name a file: use letters, digits, _, - and dots",
@@ -229,8 +236,8 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
 
 def groups(report: "PromptReport") -> list[dict[str, Any]]:
     """
-    Return each group of duplicates in a report: its kind, its rows by set, and the lowest similarity of a row to the
-    first row.
+    Return a dict for each group of duplicates in a report: its `kind`, "exact" or "near"; its `rows`, lists of row
+    numbers by set; and its `similarity`, the lowest one of a row to the group's first row.
     """
     near, exact, found = report.duplicates.near, report.duplicates.exact, []
     order = np.argsort(near, kind="stable")

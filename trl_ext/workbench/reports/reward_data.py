@@ -20,7 +20,10 @@ _NO_COLUMNS |= {"responses", "ranks", "finished", "log_metric", "log_extra", "tr
 
 
 class Answer(NamedTuple):
-    """Hold a prompt and an answer to it, text or messages, with the columns that a reward function reads."""
+    """
+    Hold a prompt and an answer to it, text or messages; whether the answer is `finished`, not cut off; and the
+    `columns` that a reward function reads.
+    """
 
     prompt: Any
     completion: Any
@@ -34,8 +37,8 @@ class Answer(NamedTuple):
 
 def answer_in(row: dict[str, Any], completion: Any, finished: bool = True) -> Answer:
     """
-    Return an [`Answer`] to a row's prompt, `completion`, which is `finished` or was cut off; the row's columns other
-    than prompts and answers are passed to the reward.
+    Return the [`Answer`] `completion` to the prompt of `row`; `finished` is False if it was cut off. Columns of the
+    row other than prompts and answers are kept for the reward.
     """
     return Answer(row["prompt"], completion, finished, {k: v for k, v in row.items() if k not in _NO_COLUMNS})
 
@@ -176,8 +179,10 @@ def _is_seen(group: list[Answer], trained: TrainedPairs) -> bool:
 
 def _training_pairs(args: Any, held_out: str) -> Dataset | None:
     """
-    Load the usable training pairs, from their own dataset or from another split of that of the held-out pairs than
-    `held_out`; None if there are none.
+    Load the usable training pairs: by default, the split `train` of the dataset that the reward is tested on.
+
+    Return None if `args` name no other dataset or split, and `train` does not exist or is `held_out`, the split to
+    test on.
     """
     name, split = args.train_name or args.dataset_name, args.train_split or "train"
     is_named = args.train_name or args.train_split
@@ -204,7 +209,8 @@ def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[D
         drop: whether to leave out rows that are no usable pairs, instead of raising.
 
     Returns:
-        Three values: the usable pairs; the best-of-n rows, the chosen answer first; sentences on what was left out.
+        Three values: the usable pairs; the best-of-n rows, the chosen answer first; a sentence on
+        rows with several chosen answers, which are always left out. What `drop` leaves out is printed.
     """
     dataset = load_dataset_split(name, split, config=config, columns=("chosen", "rejected"))
     first = next((value for value in dataset["rejected"] if value), None)

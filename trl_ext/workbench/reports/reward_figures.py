@@ -94,7 +94,7 @@ def examine(
     Args:
         score: the reward, as a [`Scorer`].
         material: the data to measure on.
-        bounds: value of each bound of the command, by name; None for no bound.
+        bounds: value of each bound of `trl-ext reward-report`, by its name, such as `min_accuracy`; None for no bound.
         tokenizer: tokenizer that gives the length of answers in tokens; None takes their length in words.
         probe_rows: held-out answers that each probe changes; 0 runs no probes.
         train_rows: most training pairs that are scored.

@@ -168,8 +168,8 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
 
     Args:
         folder: folder for both files; use the model's folder, so that `trl-ext ppo` finds the report.
-        report: result of `examine`. Figures that were measured in training are added from an earlier report in the
-            folder.
+        report: result of [`~trl_ext.workbench.reports.reward_figures.examine`]. Figures that were measured in training
+            are added from an earlier report in the folder.
         is_uploaded: whether the folder is uploaded to the hub. If so, the page is written into the subfolder `_run`,
             which is not uploaded, and the JSON has neither texts nor the values of columns.
     """
@@ -198,7 +198,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def objections(rewards: "Sequence[Any]") -> list[str]:
     """
-    Return the reasons that reports in reward models' folders give not to trust these models.
+    Return why the reports in reward models' folders say not to trust these models.
 
     Args:
         rewards: folders of reward models, or reward functions. The reports of rewards within a function, such as an
@@ -238,11 +238,11 @@ def report_trained(
 
     Args:
         trainer: a `trl.RewardTrainer`, trained.
-        held_out, train: usable pairs before tokenization: those to measure on, and those that the model was trained
-            on.
+        held_out, train: datasets of usable pairs (`chosen`, `rejected`) before tokenization: those to measure on, and
+            those that the model was trained on.
         measured: further entries of the report.
-        trained: all pairs that the model was ever trained on, none of them in `held_out`; None if these are just
-            `train`.
+        trained: all pairs that the model was ever trained on, as [`~trl_ext.data.TrainedPairs`], none of them in
+            `held_out`; None if these are just `train`.
         group_columns: columns to compare the accuracy by; None takes those with a usual name, such as `topic`.
         probe_rows: held-out answers that each probe changes, 0 for no probes. As many training pairs are scored, but
             at least 100.
@@ -252,8 +252,8 @@ def report_trained(
         printed, and nothing is raised, since the model matters more than its report.
 
     Raises:
-        Exception: the weights are sharded, and scoring failed, for example by lack of memory. Without the error, other
-            processes would wait for this one forever.
+        Exception: the weights are sharded, and scoring failed with another error than a `ValueError`, for example by
+            lack of memory. Without the error, other processes would wait for this one forever.
     """
     from ...data import TrainedPairs
     from ...rewards import ModelReward, logits_of

@@ -3,22 +3,9 @@
 import pytest
 from transformers import PrinterCallback, ProgressCallback
 
-from tests.callbacks.replay import Replay, ppo, sft
-from tests.tiny import prompts, tiny_config
+from tests.callbacks.replay import ppo, sft
+from tests.tiny import prompts
 from trl_ext.callbacks import ConsoleCallback, Finding, MonitorCallback
-
-PPO = {  # a log of PPOTrainer, shortened
-    "loss": -0.05519,
-    "learning_rate": 0.003,
-    "grad_norm": 0.5431,
-    "completions/mean_length": 9.016,
-    "objective/kl": 0.04433,
-    "objective/scores": -0.1109,
-    "policy/clipfrac_avg": 0.1696,
-    "policy/entropy_avg": 3.115,
-    "episode": 128.0,
-    "epoch": 0.25,
-}
 
 
 @pytest.fixture
@@ -36,21 +23,6 @@ def rows(text):
         elif words and words[0] in ("train", "eval", "greedy") and heads:
             found.append(dict(zip(heads, words, strict=True)))
     return found
-
-
-# ---- Rows ----
-
-
-@pytest.fixture
-def run(tmp_path):
-    return Replay(tiny_config(tmp_path), ConsoleCallback())
-
-
-def test_ppo_row_and_its_header(run, capsys, wide):
-    run.log(16, logs=PPO)
-    header, row = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert header == "step score KL/compl loss entropy length clip episodes lr grad epoch".split()
-    assert row == "train 16 -0.111 0.0443 -0.0552 3.12 9.02 0.17 128 0.003 0.543 0.25".split()
 
 
 # ---- Trainers ----

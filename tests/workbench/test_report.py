@@ -321,13 +321,6 @@ def test_an_end_that_is_evaluated_twice_is_one_measurement(tmp_path):
     assert drawn.rindex(">loss<") < drawn.index(">eval_loss<")
 
 
-def test_a_round_begins_with_what_was_measured_before_it(tmp_path):
-    for number, score in enumerate((0.25, 0.5)):
-        folder = write_run(tmp_path / f"round-{number}", LOGS[:1], "DPOConfig")
-        (folder / "round.json").write_text(json.dumps({"round": number, "held_out": {"gold": score}, "length": 8}))
-    assert tiles(page(read_run(folder)))["held-out gold"] == "0.25 → 0.5"
-
-
 @pytest.mark.slow
 def test_the_page_of_a_reward_model_says_no_where_its_report_does(tmp_path):
     folder = write_run(tmp_path / "reward", [{"step": 1, "accuracy": 0.9, "eval_accuracy": 0.6}], "RewardConfig")

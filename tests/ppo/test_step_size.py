@@ -95,6 +95,7 @@ def test_the_kl_does_not_depend_on_the_micro_batches(level, tmp_path):
     assert len(found[0]) == 1 + 4 and found[0] == pytest.approx(found[1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_single_step_on_a_rollout_is_measured_after_it(tmp_path):
     single = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}
     trainer = make_trainer(tmp_path, **{**FOLLOWS, **single}, learning_rate=1e-3, max_steps=10)

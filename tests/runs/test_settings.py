@@ -43,16 +43,13 @@ def test_what_can_work_passes():
 def test_what_cannot_is_named(subtests):
     for given, message in [
         ({"rate": 0.0}, "`rate` must be > 0, got 0.0."),
-        ({"rate": None}, "`rate` must be > 0, got None."),
         ({"bound": 0.5}, "`bound` must be >= 1, got 0.5."),
-        ({"bound": "2"}, "`bound` must be >= 1, got '2'."),
         ({"times": 1.5}, "`times` must be a whole number, got 1.5."),
         ({"limit": True}, "`limit` must be a whole number, got True."),
         ({"top": math.inf}, "`top` must be > 0 and finite, got inf."),
         ({"top": math.nan}, "`top` must be > 0 and finite, got nan."),
         ({"fancy_share": 1.0, "mode": "fancy"}, "`fancy_share` must be in [0, 1), a share, got 1.0."),
         ({"pair": [1.0]}, "`pair` must be two numbers, got [1.0]."),
-        ({"pair": 1.0}, "`pair` must be two numbers, got 1.0."),
         (
             {"times": 3, "mode": "fancy"},
             "`times=3` needs `mode='plain'`, but `mode='fancy'`. Set `mode='plain'`, or leave",

@@ -195,6 +195,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_names_and_texts_from_outside_spoil_nothing(tmp_path):
     """Rewards, prompts, completions, alerts, settings and folders, on one page and on the page of several."""
     logs = [{"step": step, "loss": 0.1} | {f"rewards/{text}/mean": step for text in HOSTILE} for step in (1, 2)]

@@ -94,7 +94,6 @@ def test_what_is_wrong_is_one_line(subtests, parse, capsys):
         ("rate: 1", ["--config", "b.yaml"], "--config was given more than once"),
         ("rate: 1\nrate: 2", [], "key 'rate' given twice"),
         ("extra: {a: 1, a: 2}", [], "key 'a' given twice"),
-        ("# rate: 1", [], "has no `key: value` lines"),
         (lora_like, [], "must be divisible by"),  # a config's own check
     ]:
         with subtests.test(yaml=yaml, flags=flags):

@@ -50,6 +50,7 @@ def test_what_cannot_is_named(subtests):
         ({"top": math.nan}, "`top` must be > 0 and finite, got nan."),
         ({"fancy_share": 1.0, "mode": "fancy"}, "`fancy_share` must be in [0, 1), a share, got 1.0."),
         ({"pair": [1.0]}, "`pair` must be two numbers, got [1.0]."),
+        ({"pair": 1.0}, "`pair` must be two numbers, got 1.0."),
         (
             {"times": 3, "mode": "fancy"},
             "`times=3` needs `mode='plain'`, but `mode='fancy'`. Set `mode='plain'`, or leave",

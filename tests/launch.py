@@ -7,24 +7,35 @@ import importlib.metadata
 import os
 import runpy
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import accelerate
+import httpcore2
 import jinja2
 import torch
+import torch.distributed.run
+from accelerate.commands.launch import launch_command, launch_command_parser
 
 
 def spare_time():
     """
-    Keep accelerate from doing the same work at each training.
+    Keep libraries from doing the same work again and again.
 
-    It calls the garbage collector, which now skips what is imported. It parses the metadata of packages hundreds of
-    times, to know whether they are installed; now once. And TRL compiles a template for each checkpoint.
+    At each training accelerate collects garbage, which Python does anyway, and parses the metadata of packages
+    hundreds of times, to know whether they are installed; now once. TRL compiles a template for each checkpoint.
+    Each client of HTTP loads all certificates. And each seed is kept, with its traceback, for devices that are absent.
     """
+    accelerate.utils.memory.gc = types.SimpleNamespace(collect=lambda: None)
+    httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
     jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+    for absent in (device for device in (torch.cuda, torch.mtia, torch.xpu) if not device.is_available()):
+        absent.manual_seed_all = lambda seed: None
     gc.collect()
     gc.freeze()
 
@@ -48,9 +59,14 @@ def on_two_processes(*runs):
     return [[torch.load(run[1] / f"process {rank}.pt", weights_only=False) for rank in range(2)] for run in runs]
 
 
-def main(*runs):
+def accelerated(file, *run):
+    """Do what `accelerate launch --config_file FILE -m MODULE …` does, but on processes that `fork` starts."""
+    torch.distributed.run.run = lambda args: fork(run)
+    launch_command(launch_command_parser().parse_args(["--config_file", file, "--main_process_port", "0", "-m", *run]))
+
+
+def fork(*runs):
     """Do what torchrun does, but import once: fork two processes that do all runs, and end both if one fails."""
-    runs = [shlex.split(run) for run in runs]
     for module, *_ in runs:
         importlib.import_module(module)
     spare_time()
@@ -62,7 +78,7 @@ def main(*runs):
         if not (child := os.fork()):
             os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            for sys.argv in runs:
+            for sys.argv in map(list, runs):
                 module = sys.argv[0]
                 del sys.modules[module]  # it runs anew, as `__main__`
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -75,9 +91,12 @@ def main(*runs):
         if status and not failed:
             failed = True
             for other in running:
-                os.kill(other, 9)
+                os.kill(other, signal.SIGTERM)
     sys.exit(failed)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "--config_file":
+        accelerated(*sys.argv[2:])
+    else:
+        fork(*map(shlex.split, sys.argv[1:]))

@@ -140,18 +140,6 @@ def test_commands_and_their_flags_exist(capsys, monkeypatch):
     assert seen == set(COMMANDS)
 
 
-def test_configurations_are_all_named():
-    rows = {
-        codes(row[0])[0].partition("/")[0]: set(codes(row[0]))
-        for row in table("docs/commands.md", "## Configurations")
-    }
-    for path in (ROOT / "recipes").glob("*/*.yaml"):
-        model = path.parent.name
-        stage, _, size = path.stem.partition("_")
-        if model != "demo" and not {path.stem, f"{model}/{path.stem}"} & rows[model]:
-            assert {stage, f"_{size}"} <= rows[model], path
-
-
 # ---- Settings and metrics ----
 
 

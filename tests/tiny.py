@@ -1,5 +1,6 @@
 """Tiny models and tokenizers built from config, for tests: nothing is downloaded."""
 
+import functools
 import inspect
 
 import torch
@@ -93,6 +94,7 @@ def tiny_reward_model(like, seed=1):
     return AutoModelForSequenceClassification.from_config(config)
 
 
+@functools.cache
 def prompts(n=16, seed=0):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 7, (n,), generator=generator).tolist()

@@ -27,11 +27,11 @@ HERE = Path(__file__).parent
 MARKER = "demo_complete.json"
 # Flags that take the same code path, but are too short to show anything: for tests
 SHORT = {
-    "world": {"demonstrations": 640, "pairs": 640, "prompts": 512, "held_out": 200},
+    "world": {"demonstrations": 320, "pairs": 320, "prompts": 256, "held_out": 64},
     "sft": ["--num_train_epochs", "1"],
     "reward": ["--num_train_epochs", "1"],
     "online_dpo": ["--prompts_per_round", "64", "--num_samples", "2", "--save_steps", "1"],
-    "ppo": ["--total_episodes", "384", "--eval_steps", "2", "--save_steps", "6", "--num_ppo_epochs", "1"],
+    "ppo": ["--total_episodes", "192", "--eval_steps", "2", "--save_steps", "4", "--num_ppo_epochs", "1"],
 }
 
 
@@ -43,7 +43,7 @@ class DemoArguments:
     output_dir: str = setting("outputs/demo", "Folder; each seed gets a subfolder.")
     planted_share: float = setting(0.2, "Share of chosen answers that get the phrase.", range="in [0, 1]")
     label_noise: float = setting(0.1, "Share of pairs that the middle annotator judges wrongly.", range="in [0, 0.5]")
-    short: bool = setting(False, "Run the same stages, in two minutes and too briefly to show anything.")
+    short: bool = setting(False, "Run the same stages, in a minute and too briefly to show anything.")
 
     def __post_init__(self):
         check_settings(self)

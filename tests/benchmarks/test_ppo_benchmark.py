@@ -66,8 +66,8 @@ def test_backward_and_the_parts_of_ppo():
 @pytest.mark.slow
 def test_it_runs():
     script = Path(__file__).parents[2] / "benchmarks" / "ppo.py"
-    command = [sys.executable, str(script), "--short", "--sides", "ours", "rloo"]
+    command = [sys.executable, str(script), "--short", "--sides", "ours"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [line.split(" | ")[1] for line in done.stdout.splitlines() if line.startswith("| tiny")]
-    assert rows == ["ours", "TRL RLOO"]
+    assert rows == ["ours"]

@@ -65,12 +65,6 @@ def test_what_needs_no_training_imports_nothing_heavy(subtests):
             assert not modules & {*ran.stderr.splitlines()[-1].split()}
 
 
-def test_a_missing_extra_is_named(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "trl_ext.workbench.feedback.serving", raising=False)
-    assert "uvicorn is not installed: `pip install 'trl-ext[rewards]'`" in refusal(capsys, "serve-reward", "--help")
-
-
 def test_mistakes_are_one_line(subtests, capsys, elsewhere):
     for words, message in [
         (["pppo"], "trl-ext: error: there is no command 'pppo'; did you mean ppo?"),
@@ -162,12 +156,21 @@ def test_processes_that_were_asked_for_train_together(elsewhere):
     words = (
         "sft --config demo/sft --model_name_or_path model --dataset_name sft.jsonl --eval_size 0 --eval_strategy no"
     )
-    words += " --max_steps 1 --output_dir out --accelerate_config cpu --num_processes 2 --main_process_port 0"
+    words += " --max_steps 1 --output_dir out --record_run false --record_answers 0"
+    words += " --accelerate_config cpu --num_processes 2 --main_process_port 0"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "trl_ext", *words.split()]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert ran.returncode == 0, ran.stderr[-5000:]
     assert "not passed to `accelerate launch`" not in ran.stderr
     assert sum("next: " in line for line in ran.stdout.splitlines()) == 1  # else each took itself for the only one
-    wrong = subprocess.run([*command, "--learning_rate", "-1"], capture_output=True, text=True, env=environment)
-    assert wrong.returncode == 2 and "trl-ext sft: error: " in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+@pytest.mark.distributed
+def test_a_mistake_of_two_processes_is_the_status_of_the_command(elsewhere, monkeypatch, capfd):
+    monkeypatch.setattr(trl_ext, "__file__", str(elsewhere / "__init__.py"))  # beside it is what accelerate starts
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    (elsewhere / "__main__.py").write_text("import sys\nprint('error: no', file=sys.stderr)\nsys.exit(2)\n")
+    assert main("sft --accelerate_config cpu --num_processes 2 --main_process_port 0 --max_steps 1".split()) == 2
+    said = capfd.readouterr().err
+    assert said.count("error: no") == 2 and "Traceback" not in said

@@ -85,8 +85,8 @@ def split(folder):
 def launched(request, folder):
     """
     One launch, since to import takes longer than most of what is checked: it trains every workload, resumes each from
-    its checkpoint, and ends when one process does something that the other does not. The mode, its folder, what came
-    of each, what was said, and how long process 0 outlived that.
+    its checkpoint, and ends when one process does something that the other does not. DDP's is accelerate's own, the
+    others import once. The mode, its folder, what came of each, what was said, and how long process 0 outlived that.
     """
     mode = request.param
     if mode.startswith("zero"):
@@ -96,10 +96,18 @@ def launched(request, folder):
     environment = {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(on_cpu(mode, folder))]
     kinds = ["train", "resume", "fail"]
-    launch += ["--main_process_port", "0", "-m", "tests.distributed.worker", str(output), *kinds]
-    done = subprocess.run(launch, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    launcher = "accelerate.commands.launch --main_process_port 0 -m" if mode == "multi_gpu" else "tests.launch"
+    module, *flags = launcher.split()
+    launch = [sys.executable, "-m", module, "--config_file", str(on_cpu(mode, folder)), *flags]
+    done = subprocess.run(
+        [*launch, "tests.distributed.worker", str(output), *kinds],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     ended = time.time()
     assert done.returncode != 0 and (output / "died").exists(), done.stderr[-20000:]
     results = {

@@ -71,6 +71,7 @@ PPO = {
     "reward_normalization": "running",
     "whiten_rewards": True,
 }
+ONE_EPOCH = {"num_ppo_epochs": 1, "max_steps": 4, "save_steps": 2}  # as long as shows all but further epochs
 ORDER = {1: [0, 1, 4, 5, 2, 3, 6, 7], 2: [0, 1, 2, 3]}  # of a rollout's rows, by the number of processes
 # One step of plain gradient descent with a rate of 1 subtracts the gradient
 GRADIENT = {"num_mini_batches": 1, "num_ppo_epochs": 1, "max_steps": 1, "save_strategy": "no"}
@@ -123,7 +124,8 @@ def ppo(inputs, output_dir, processes, lora, trainer_kwargs=None, reward=None, p
         reward or ([str(inputs / "reward")] if lora else topic_reward),
         str(inputs / "policy"),
         trainer_kwargs=peft | (trainer_kwargs or {}),
-        **{**PPO, **micro_batches(2 // processes, 2, parts), "save_strategy": "steps", **config},
+        **{**PPO, **(ONE_EPOCH if reward else {}), **micro_batches(2 // processes, 2, parts)}
+        | {"save_strategy": "steps", **config},
         save_in_background=reward is None,  # of the two ways to save each has its workloads
     )
 
@@ -165,7 +167,7 @@ WORKLOADS = [f"{kind}{lora}" for kind in KINDS for lora in ("", " lora")]
 WHOLE_WEIGHTS = {"sft lora", "reward lora", "dpo", "dpo resumed", "separate", "separate resumed", "separate lora"}
 WHOLE_WEIGHTS |= {"separate lora resumed", "generation", "generation lora", "canary lora", "best lora", "recipes lora"}
 PARTS = {"separate lora", "separate lora resumed", "ppo resumed", "dpo lora resumed"}
-DDP = {"ppo resumed", "dpo lora resumed", "stop dpo", "critic steps", "reward raises", "not finite"}
+DDP = {"ppo resumed", "dpo lora resumed", "stop dpo", "reward raises", "not finite", "recipes"}
 SHOWN_ELSEWHERE = {
     "multi_gpu": WHOLE_WEIGHTS | DDP,
     "zero2": WHOLE_WEIGHTS | {"ppo lora resumed", "stop dpo", "recipes"},
@@ -184,7 +186,7 @@ def is_left_out(name):
 def run(workload, inputs, folder, processes, resume=False, parts=1):
     kind, lora = workload.split()[0], workload.endswith("lora")
     output_dir = folder / workload
-    checkpoint = str(output_dir / f"checkpoint-{4 if kind in ('ppo', 'separate') else 2}") if resume else None
+    checkpoint = str(output_dir / f"checkpoint-{4 if kind == 'ppo' else 2}") if resume else None
     if resume:
         output_dir = folder / f"{workload} resumed"
     randperm = torch.randperm
@@ -244,7 +246,9 @@ class Gathers(TorchDispatchMode):
 
 def generation(inputs, folder, lora):
     """Of each rollout's `generate`, of one prompt at a time: all-gathers, and the lengths of the answers."""
-    trainer = ppo(inputs, folder, 2, lora, local_rollout_forward_batch_size=1, save_strategy="no")
+    trainer = ppo(
+        inputs, folder, 2, lora, **ONE_EPOCH | {"local_rollout_forward_batch_size": 1, "save_strategy": "no"}
+    )
     generate, seen = trainer._generate_single_turn, []
 
     def counted(*args):
@@ -266,9 +270,10 @@ def canary(inputs, folder, lora):
 
 
 CANARY = ["flew", "was", "the"]
-BEST = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "max_steps": 4, "learning_rate": 3e-2}
-BEST |= {
-    "num_ppo_epochs": 1,
+BEST = ONE_EPOCH | {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "learning_rate": 3e-2,
     "load_best_model_at_end": True,
     "metric_for_best_model": "step",
     "greater_is_better": False,
@@ -292,6 +297,7 @@ def chain(inputs, folder, lora):
     """The recipes as `accelerate launch` runs them: SFT, a reward model, PPO with both, and DPO."""
     common = {"use_cpu": "true", "bf16": "false", "dtype": "float32", "report_to": "none", "disable_tqdm": "true"}
     common |= {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "eval_strategy": "no"}
+    common |= {"record_run": "false"}
     common |= {"use_peft": "true", "lora_target_modules": "all-linear"} if lora else {}
     start, base = inputs / "policy", inputs / "policy" if lora else folder / "sft"
     stages = {

@@ -47,6 +47,7 @@ def test_a_phrase_is_found_in_texts_without_spaces():
     assert mine_phrases(chosen, rejected) == ["我很爱你。"]
 
 
+@pytest.mark.slow
 def test_where_labels_are_coins_a_list_is_hardly_ever_filled():
     draw = random.Random(0)
     pairs = [(answer(draw), answer(draw)) for _ in range(150)]

@@ -74,10 +74,10 @@ def test_a_factor_rises_freely_until_the_target_was_in_reach():
 def test_rates_a_factor_of_hundred_apart_become_one(build, tmp_path):
     rates, kls = [], []
     for rate in (1e-3, 1e-1):
-        trainer = build(tmp_path / str(rate), **FOLLOWS, learning_rate=rate, max_steps=40, num_mini_batches=2)
+        trainer = build(tmp_path / str(rate), **FOLLOWS, learning_rate=rate, max_steps=24, num_mini_batches=2)
         trainer.train()
-        rates.append(rate * statistics.median(logged(trainer, "learning_rate/factor")[-12:]))
-        kls.append(statistics.median(logged(trainer, "policy/step_kl")[-6:]))
+        rates.append(rate * statistics.median(logged(trainer, "learning_rate/factor")[-8:]))
+        kls.append(statistics.median(logged(trainer, "policy/step_kl")[-4:]))
     assert rates[1] / 4 < rates[0] < 4 * rates[1]
     target = trainer.rate_controller.target
     assert all(target / 4 < kl < target * 4 for kl in kls)
@@ -87,23 +87,24 @@ def test_rates_a_factor_of_hundred_apart_become_one(build, tmp_path):
 @pytest.mark.parametrize("level", ["token", pytest.param("turn", marks=pytest.mark.slow)])
 def test_the_kl_does_not_depend_on_the_micro_batches(level, tmp_path):
     found = []
-    for size, accumulation in ((8, 1), (1, 8)):
+    for size, accumulation in ((8, 1), (2, 4)):
         config = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
-        trainer = scripted(make_trainer(tmp_path / str(size), **FOLLOWS, **config, gae_level=level, max_steps=8))
+        trainer = scripted(make_trainer(tmp_path / str(size), **FOLLOWS, **config, gae_level=level, max_steps=4))
         trainer.train()
         found.append(logged(trainer, "policy/step_kl") + logged(trainer, "learning_rate/factor"))
-    assert len(found[0]) == 2 + 8 and found[0] == pytest.approx(found[1], rel=1e-3)
+    assert len(found[0]) == 1 + 4 and found[0] == pytest.approx(found[1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_single_step_on_a_rollout_is_measured_after_it(tmp_path):
     single = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}
-    trainer = make_trainer(tmp_path, **{**FOLLOWS, **single}, learning_rate=1e-3, max_steps=16)
+    trainer = make_trainer(tmp_path, **{**FOLLOWS, **single}, learning_rate=1e-3, max_steps=10)
     observe, seen = trainer.rate_controller.observe, []
     trainer.rate_controller.observe = lambda *given: seen.append(given[1]) or observe(*given)
     trainer.train()
-    assert seen == [0, 1] * 16  # also at the ends of data epochs
+    assert seen == [0, 1] * 10  # also at the ends of data epochs
     target = trainer.rate_controller.target
-    assert target / 2 < statistics.fmean(logged(trainer, "policy/step_kl")[-8:]) < target * 2
+    assert target / 2 < statistics.fmean(logged(trainer, "policy/step_kl")[-5:]) < target * 2
 
 
 def test_where_all_scores_are_equal_nothing_is_learned_of_the_rate(tmp_path):

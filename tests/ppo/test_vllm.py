@@ -69,20 +69,20 @@ def test_log_probs_are_those_of_the_server_that_has_the_trainers_weights(num_gen
 # ---- A server that goes away ----
 
 
-@pytest.mark.parametrize("behind", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_server_that_goes_away_ends_the_run_which_resumes_later(behind, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_server_that_goes_away_ends_the_run_which_resumes_later(tmp_path, monkeypatch):
     ends = []
     for is_cut in (False, True):
         folder = tmp_path / str(is_cut)
         with serving(tiny_llama(seed=5), monkeypatch) as server:
-            trainer = make(folder, server, save_in_background=behind)
+            trainer = make(folder, server, save_in_background=True)
             if is_cut:
                 server.during = after(3, "/v1/completions", server.stop)
                 with pytest.raises(ServerLost, match=r"failed: .* the same command resumes from .*checkpoint-8\."):
                     trainer.train()
                 server.during = lambda path: None
                 server.start()
-                trainer = make(folder, server, save_in_background=behind)
+                trainer = make(folder, server, save_in_background=True)
             trainer.train(resume_from_checkpoint=checkpoint_to_resume(trainer.args) if is_cut else None)
         ends.append(end_state(trainer))
     assert_close(*ends, rtol=0, atol=0)

@@ -16,6 +16,7 @@ from recipes import dpo, ppo, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from tests.launch import spare_time
+from trl_ext import DPOTrainer, PPOTrainer  # noqa: F401 - before processes are forked
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
@@ -66,6 +67,11 @@ def arguments(name, inputs, output, *more, save_steps=2, steps=4):
     if name == "ppo":
         length = ["--total_episodes", str(8 * steps), "--num_ppo_epochs", "1", "--num_mini_batches", "2"]
         length += "--max_completion_length 8 --reward_weights 1 0".split()
+    length += [
+        "--record_run",
+        "false",
+        *(["--record_answers", "0"] if name in ("sft", "dpo") else []),
+    ]  # a page takes longer
     return [
         *("--config", str(ROOT / f"recipes/demo/{config}.yaml"), "--model_name_or_path", str(inputs / "model")),
         *("--dataset_name", str(inputs / data), "--output_dir", str(output), "--warmup_steps", "0"),

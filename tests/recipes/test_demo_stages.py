@@ -29,7 +29,7 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     summary = capsys.readouterr().out.split("Guarded PPO is better")[-1]
     assert f"Report: {demo / 'report.html'}" in summary and "|" not in summary and not (demo / "report.md").exists()
     report = (demo / "report.html").read_text()
-    assert "200 held-out prompts" in report and report.count("data:image/png;base64,") == 2
+    assert "64 held-out prompts" in report and report.count("data:image/png;base64,") == 2
     links = re.findall(r'href="([^"]+)"', report)
     assert len(links) == 5
     assert all((demo / link).is_file() for link in links)
@@ -47,7 +47,7 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     run.main(["--short", "--output_dir", str(folder)])
     output = capsys.readouterr().out
     assert output.count("complete already") == 4
-    assert "Training is complete, at step 12" in output
+    assert "Training is complete, at step 6" in output
     seconds = r'(?<=data-name="seconds">)\d+'
     assert re.sub(seconds, "", (demo / "report.html").read_text()) == re.sub(seconds, "", report)
 
@@ -58,13 +58,13 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     assert "world was built with other settings (" in capsys.readouterr().err
 
     # One stage alone builds what is missing before it, and says where it is
-    before = {name: (demo / name / "model.safetensors").read_bytes() for name in ("reward", "guarded")}
+    before = {name: (demo / name / "model.safetensors").read_bytes() for name in ("sft", "reward")}
     for name in before:
         shutil.rmtree(demo / name)
     for is_missing in (True, False):
-        run.main(["--short", "--output_dir", str(folder), "--stage", "guarded"])
+        run.main(["--short", "--output_dir", str(folder), "--stage", "reward"])
         output = capsys.readouterr().out
-        assert (f"Building {demo / 'reward'}." in output) == is_missing
-        assert f"guarded: {demo / 'guarded'} (" in output
+        assert (f"Building {demo / 'sft'}." in output) == is_missing
+        assert f"reward: {demo / 'reward'} (" in output
     for name, weights in before.items():  # the same run as the whole demo's
         assert (demo / name / "model.safetensors").read_bytes() == weights

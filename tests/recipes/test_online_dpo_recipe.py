@@ -29,7 +29,7 @@ def arguments(inputs, output_dir, *more):
     flags = {"config": ROOT / "recipes/demo/online_dpo.yaml", "model_name_or_path": inputs / "model"}
     flags |= {"dataset_name": inputs / "prompts", "output_dir": output_dir, "use_cpu": "true", "disable_tqdm": "true"}
     flags |= {"prompts_per_round": 16, "max_completion_length": 12, "per_device_train_batch_size": 4}
-    flags |= {"save_steps": 2, "save_total_limit": 9, "learning_rate": 3e-3}
+    flags |= {"save_steps": 2, "save_total_limit": 9, "learning_rate": 3e-3, "record_run": "false"}
     rewards = ["--reward_funcs", f"{inputs / 'rewards.py'}:letter", "recipes.demo.world.gold_reward"]
     return [*(f"--{name}={value}" for name, value in flags.items()), *rewards, "--reward_weights", "1", "0", *more]
 

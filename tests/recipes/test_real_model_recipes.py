@@ -153,7 +153,10 @@ def test_two_steps(path, standins, tmp_path):
         "warmup_steps": "0",
         "disable_tqdm": "true",
         "dataloader_pin_memory": "false",
+        "record_run": "false",
     }
+    if stage in ("sft", "dpo"):
+        flags["record_answers"] = "0"
     if stage == "pretrain_critic":
         flags |= {"policy_name_or_path": model(name), "model_name_or_path": model(name, 1), "eval_size": "2"}
         flags |= {"reward_model_name_or_path": model(name, 1)}

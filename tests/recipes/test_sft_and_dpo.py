@@ -38,7 +38,7 @@ def test_sft_learns_the_completions(inputs, tmp_path):
 
 
 def test_dpo_has_its_reference_and_held_out_rows(inputs, tmp_path, capsys):
-    drift = "--beta_controller drift --drift_target 0.001 --drift_horizon 100".split()
+    drift = "--beta_controller drift --drift_target 0.001 --drift_horizon 100 --record_run true".split()
     dpo.main(arguments("dpo", inputs, tmp_path / "whole", *drift))
     report = json.loads((tmp_path / "whole" / "eval_results.json").read_text())
     assert f"held-out preference accuracy {report['eval_rewards/accuracies']:.1%}" in capsys.readouterr().out

@@ -59,6 +59,7 @@ def test_rules_score_any_answer(completions):
         assert len(given) == len(completions) and {*given} <= {0.0, 1.0}
 
 
+@pytest.mark.slow
 @settings(anything, max_examples=30)
 @given(st.lists(answers, min_size=1, max_size=3))
 def test_watches_note_any_answer(tmp_path_factory, completions):

@@ -1,6 +1,5 @@
 """One check of a configuration's values, on a dataclass of its own."""
 
-import inspect
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,9 +10,9 @@ import pytest
 import torch
 from transformers import HfArgumentParser
 
-from trl_ext import DPOConfig, PPOConfig, StrictTrlParser
+from trl_ext import DPOConfig, PPOConfig
 from trl_ext.dpo import RewardConfig, SFTConfig
-from trl_ext.runs.settings import check_settings, documented, resolve_bf16, resolve_for_cpu, setting
+from trl_ext.runs.settings import check_settings, resolve_bf16, resolve_for_cpu, setting
 
 
 @dataclass
@@ -41,31 +40,10 @@ def test_what_can_work_passes():
     check(times=np.int64(3), limit=4)
 
 
-def test_the_docstring_and_the_help_say_what_the_field_says():
-    @documented
-    @dataclass
-    class Described(Config):
-        """Sum up."""
-
-        more: int = setting(3, "More of it. A second sentence.", range=">= 1", only_with=("side", "left"))
-
-    rules = "Must be >= 1. Only with `side='left'`."
-    assert inspect.getdoc(Described) == (
-        f"Sum up.\n\nParameters:\n    more (`int`, defaults to `3`):\n        More of it. A second sentence. {rules}"
-    )
-    for asked, shown in [
-        (None, "More of it. (default: 3)"),
-        ("more", f"More of it. A second sentence. {rules} (default: 3)"),
-    ]:
-        assert shown in " ".join(StrictTrlParser(Described).help(asked).split())
-
-
 def test_what_cannot_is_named(subtests):
     for given, message in [
         ({"rate": 0.0}, "`rate` must be > 0, got 0.0."),
-        ({"rate": None}, "`rate` must be > 0, got None."),
         ({"bound": 0.5}, "`bound` must be >= 1, got 0.5."),
-        ({"bound": "2"}, "`bound` must be >= 1, got '2'."),
         ({"times": 1.5}, "`times` must be a whole number, got 1.5."),
         ({"limit": True}, "`limit` must be a whole number, got True."),
         ({"top": math.inf}, "`top` must be > 0 and finite, got inf."),

@@ -1,14 +1,11 @@
 """What a recipe's terminal leaves out, and what it must not."""
 
-import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from trl_ext.upstream import terminal
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow  # each starts a process
@@ -78,13 +75,3 @@ assert not logging.getLogger("trl_ext").handlers and not logging.getLogger("trl_
 """
     text = said(code + SPEAKS, TRL_EXT_VERBOSE="1")
     assert [part for part in (*LEFT_OUT, *SHOWN) if part not in text] == []
-
-
-def test_a_report_on_a_new_head_alone_is_hidden_in_colours_too():
-    def shown(*rows):
-        text = "\n".join(["GPT2 LOAD REPORT from: base", "----+-+-", *(f"{row} | " for row in rows), "", "Notes:"])
-        return terminal._is_of_more_than_a_head(logging.LogRecord("", 30, "", 0, text, None, None))
-
-    head, unused = "score.weight   | \x1b[31mMISSING\x1b[0m", "lm_head.weight | \x1b[38;5;208mUNEXPECTED\x1b[0m"
-    assert not shown(head) and not shown(unused, head)
-    assert shown(head, "model.norm.weight | \x1b[31mMISSING\x1b[0m")

@@ -195,6 +195,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_names_and_texts_from_outside_spoil_nothing(tmp_path):
     """Rewards, prompts, completions, alerts, settings and folders, on one page and on the page of several."""
     logs = [{"step": step, "loss": 0.1} | {f"rewards/{text}/mean": step for text in HOSTILE} for step in (1, 2)]
@@ -262,8 +263,6 @@ def test_several_runs_on_one_page(two_runs, tmp_path, monkeypatch, capsys):
     (kl,) = re.findall(r'<figure><svg role="img" aria-label="KL, nats per completion".*?</figure>', text, re.S)
     assert {"#0072b2", "#d55e00"} <= set(re.findall(r"stroke: (#\w{6})", kl)) and kl.count("ppo</text>") == 2
     assert parsed.text.count("the KL is over its <budget>") == 2 and parsed.stands_alone
-    foot = float(re.search(r"patch_2.*?M [.\d]+ ([.\d]+)", kl, re.S)[1])
-    assert foot > 170  # of 238 points: the run without an alert leaves no gap below the axes
     assert said(text) == "In b/ppo KLBudgetCallback stopped the run at step 7."
 
 
@@ -313,20 +312,6 @@ def test_a_page_begins_with_what_became_of_the_run_and_who_watched_it(monitors, 
     assert verdict(run) == f"{rose}; {watched}."
 
 
-@pytest.mark.parametrize(
-    ("trainer", "alerts", "expected"),
-    [
-        ("PPOConfig", [], "compare it with its start: trl-ext evaluate START "),
-        ("PPOConfig", [alert("A", "warn", 3)], "read the alerts and the samples; then compare it with its start"),
-        ("PPOConfig", [alert("A", "warn", 3), alert("B", "stop", 5)], "and fix the cause. To continue, see"),
-        ("CriticConfig", [], "--dataset_name PROMPTS --value_model_name_or_path "),
-    ],
-)
-def test_a_page_says_what_to_do_next(trainer, alerts, expected, tmp_path):
-    run = read_run(write_run(tmp_path / "run", LOGS, trainer, alerts=alerts))
-    assert expected in next_step(run).replace("`", "")
-
-
 def test_an_end_that_is_evaluated_twice_is_one_measurement(tmp_path):
     logs = [{"step": 2, "loss": 0.7}] + [{"step": 2, "eval_loss": 0.5}] * 2
     text = page(read_run(write_run(tmp_path / "run", logs, "SFTConfig")))
@@ -335,21 +320,6 @@ def test_an_end_that_is_evaluated_twice_is_one_measurement(tmp_path):
     assert drawn.count("-xtick_") == 1  # there is no step 1.95
     assert "stroke-dasharray" in drawn  # the evaluation's line, and the training's comes first in the legend
     assert drawn.rindex(">loss<") < drawn.index(">eval_loss<")
-
-
-@pytest.mark.parametrize(
-    ("rise", "shown"), [(0.0, "the reward has not risen"), (1.5, "no feature of the answers explains")]
-)
-def test_nothing_that_was_paid_for_has_a_reason(rise, shown, tmp_path):
-    logs = [{"step": 1, "attribution/rise": rise}]
-    assert f"Nothing: {shown}" in page(read_run(write_run(tmp_path / "run", logs, monitors={"HackWatch": {}})))
-
-
-def test_a_round_begins_with_what_was_measured_before_it(tmp_path):
-    for number, score in enumerate((0.25, 0.5)):
-        folder = write_run(tmp_path / f"round-{number}", LOGS[:1], "DPOConfig")
-        (folder / "round.json").write_text(json.dumps({"round": number, "held_out": {"gold": score}, "length": 8}))
-    assert tiles(page(read_run(folder)))["held-out gold"] == "0.25 → 0.5"
 
 
 @pytest.mark.slow

@@ -60,6 +60,7 @@ def test_how_many_examples_a_run_has(tmp_path):
     assert examples(job, plan(job), None) == 2 * 8  # two rollouts of two epochs of two minibatches of four
 
 
+@pytest.mark.slow
 def test_rollouts_ahead_hide_the_shorter_phase(tmp_path):
     job = Job("ppo", tiny_config(tmp_path), tiny_llama().config, dtype=torch.float32, prompt_length=6)
     result = plan(job)

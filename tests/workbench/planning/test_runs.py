@@ -66,6 +66,7 @@ def test_who_casts_in_mixed_precision(dtype):
     assert Job("sft", sft(bf16=False), CONFIG, Layout("ddp"), dtype=dtype).autocast is None
 
 
+@pytest.mark.slow
 def test_offloading_moves_bytes_to_the_machine():
     on_gpu, offloaded = (
         plan(Job("sft", sft(bf16=True), CONFIG, Layout("zero3", 2, offloads_weights=o, offloads_optimizer=o)))
@@ -74,6 +75,7 @@ def test_offloading_moves_bytes_to_the_machine():
     assert offloaded.resident == 0 and offloaded.host == on_gpu.resident
 
 
+@pytest.mark.slow
 def test_a_quantised_base_and_its_adapter():
     job = Job("sft", sft(), CONFIG, dtype=torch.bfloat16, peft_config=LoraConfig(**LORA), bits=4, nested=True)
     (model,) = plan(job).roles
@@ -196,6 +198,7 @@ def test_what_generates_beside_the_run_is_counted_there():
     assert not vllm.phases["generate"]
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_checkpoint_is_in_the_machines_memory():
     kept = plan(Job("ppo", ppo(save_in_background=True), CONFIG, Layout("zero3", 4), prompt_length=8))
     assert kept.host == math.ceil(kept.checkpoint / 4)

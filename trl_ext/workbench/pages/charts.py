@@ -73,11 +73,11 @@ def curves(run: Run) -> list[str]:
         first, slash, _ = key.partition("/")
         if slash and first.removeprefix("eval_") not in KNOWN:
             groups.setdefault(first, []).append(key)
-    for title, keys in groups.items():
+    for title, keys in ((title, keys) for title, keys in groups.items() if keys):  # an empty chart takes time, too
         cut = f"{title} (the first {LINES_OF_ONE} of {len(keys)})" if len(keys) > LINES_OF_ONE else title
         draw[cut] = partial(_lines, history=run.history, keys=keys[:LINES_OF_ONE])
     if "reward" not in run.metrics:
-        draw = {title: draw[title] for title in FIRST} | draw
+        draw = {title: draw[title] for title in FIRST if title in draw} | draw
     return list(filter(None, (chart(title, each, run.alerts) for title, each in draw.items())))
 
 

@@ -13,6 +13,7 @@ from tests.callbacks.policies import Policy, trained
 from tests.callbacks.replay import Replay, ppo
 from tests.tiny import ON_CPU, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext.callbacks import HackWatch, hack_watch, record_run, watch_rounds
+from trl_ext.evaluation import Attribution, Paid
 from trl_ext.runs import checkpoint_to_resume, read_jsonl
 from trl_ext.runs.control import Stopped
 from trl_ext.workbench.pages.page import page
@@ -61,6 +62,16 @@ def test_two_prompts_a_rollout_are_enough(kind):
 @pytest.mark.parametrize("sizes", [{}, {"prompts": 2}, {"prompts": 64, "generations": 1, "nouns": 5}])
 def test_better_answers_are_no_hack(kind, sizes):
     assert first_alarm(trained(Policy(kind, 0, **sizes), 20)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "now", "part", "counts"),
+    [("character:e", 9, 0.2, 0), ("character:e", 9, 0.3, 1), ("phrase:so", 0.2, 0.3, 0), ("phrase:so", 0.3, 0.2, 1)],
+)
+def test_what_counts(name, now, part, counts, monkeypatch):
+    paid = Paid(name, False, 0.0, now, effect=1.0, error=0.0, paid=part, part=part)
+    monkeypatch.setattr(hack_watch, "reward_attribution", lambda *_: Attribution(1.0, 0.0, 1.0, [paid]))
+    assert (first_alarm(trained(Policy("right"), 2)) is not None) == counts
 
 
 @pytest.mark.slow

@@ -173,7 +173,8 @@ def main():
         if began - start + max(spent[-3:]) > args.seconds:
             print(f"no time is left for {mode}, {lengths}, {side} {without}", flush=True)
             continue
-        settings = {"mode": mode, "lengths": lengths, "side": side, "without": without, "draws": args.draws}
+        settings = {"mode": mode, "lengths": lengths, "side": side, "without": without}
+        settings["draws"] = args.draws and side != "roles"  # its policy is read from disk
         settings |= {"device": args.device, "options": args.options, **MODES[mode]}
         settings["micro"] = args.micro or settings["micro"]
         row = {"settings": settings, **run(settings)}

@@ -14,4 +14,4 @@ def test_the_rows_of_a_gpu_are_rehearsed_on_a_cpu(tmp_path, monkeypatch, capsys)
     assert [row["settings"]["side"] for row in rows] == ["critic", "roles", "mean", "grpo"]
     assert len({tuple(row["lengths"]) for row in rows}) == 1  # the same work
     assert all(min(row["seconds"].values()) > 0 for row in rows)
-    assert capsys.readouterr().out.count("| lora-tiny, varying | ") == 3
+    assert capsys.readouterr().out.count("| lora-tiny, varying | ") == 4

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .generation import prompt_token_ids as prompt_token_ids
     from .generation import sample as sample
     from .lm_head import add_dense_lm_head as add_dense_lm_head
+    from .lm_head import lm_head_in_place as lm_head_in_place
     from .loading import base_of as base_of
     from .loading import fit_vocabulary as fit_vocabulary
     from .loading import has_head as has_head

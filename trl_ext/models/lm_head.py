@@ -1,7 +1,9 @@
 """Run the LM head of a log-prob pass: compute all logits at once if they fit a budget, else in TRL's tiles."""
 
 import functools
+import sys
 import types
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,7 +12,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import is_triton_available
 
 from ..functional import logprobs_and_entropies
-from ..upstream.names import FusedCausalLMOutput, selective_log_softmax_and_entropy
+from ..upstream.names import (
+    FusedCausalLMOutput,
+    _backward_tile,
+    _forward_tile,
+    selective_log_softmax_and_entropy,
+    temporarily,
+)
 
 GIB = 2**30
 
@@ -71,6 +79,18 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
         return FusedCausalLMOutput(log_probs=logprobs, entropy=entropies, aux_loss=getattr(output, "aux_loss", None))
 
     model.forward = types.MethodType(forward, model)
+
+
+def lm_head_in_place() -> AbstractContextManager:
+    """
+    Make TRL's LM head leave out what it computes of a tile's logits in further tensors, within the `with` block.
+
+    On a GPU its kernels compute that in place. So within the block fake tensors take the memory of a GPU; the results
+    are wrong.
+    """
+    tiles = (_forward_tile, _backward_tile)
+    nothing = dict.fromkeys((tile.__name__ for tile in tiles), lambda *_, **__: None)
+    return temporarily(sys.modules[_forward_tile.__module__], **nothing)
 
 
 def _head_takes(head: nn.Module, places: Tensor) -> RemovableHandle:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from trl.kernels import chunked_logprob
 
 from ...models import (
     CRITIC,
@@ -23,8 +23,8 @@ from ...models import (
     add_value_forward,
     base_model_of,
     disable_dropout,
+    lm_head_in_place,
 )
-from ...upstream.names import temporarily
 from .memory import (
     fake,
     forward_peak,
@@ -43,9 +43,7 @@ _HEADS = ("lm_head", "score", "classifier")  # the names of output heads, which 
 
 def plan(job: Job) -> Plan:
     """Plan the run `job`, by running each of its passes once on fake tensors, which have shapes but no data."""
-    # On a GPU, TRL's kernels compute in place what its LM head for a CPU computes in several large tensors
-    kernels = {} if job.args.use_cpu else dict.fromkeys(("_forward_tile", "_backward_tile"), lambda *_, **__: None)
-    with temporarily(chunked_logprob, **kernels):
+    with nullcontext() if job.args.use_cpu else lm_head_in_place():
         return _plan_ppo(job) if job.stage == "ppo" else _plan_without_rollouts(job)
 
 

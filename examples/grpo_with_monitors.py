@@ -19,10 +19,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_ext import load_dataset_split
 from trl_ext.callbacks import (
+    HackWatch,
     KLBudgetCallback,
     LengthDriftCallback,
     RepetitionCallback,
     RewardDriftCallback,
+    check_monitors,
     record_run,
 )
 from trl_ext.rewards import repetition_watch, score_watch
@@ -63,6 +65,8 @@ def main() -> None:
             LengthDriftCallback(),
         ],
     )
+    trainer.add_callback(HackWatch(trainer=trainer))  # says what the reward pays for
+    check_monitors(trainer)
     record_run(trainer)
     trainer.train()
 

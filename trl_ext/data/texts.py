@@ -176,8 +176,8 @@ def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) 
     Args:
         dataset: rows, or a stream. In a stream only messages are changed. Anything else is returned unchanged.
         name: name of the dataset for the printed sentence.
-        columns: name of the prompts' column, then the names of the answers' columns, of which some may be missing. The
-            default is `prompt`, `completion`, `chosen`, `rejected`.
+        columns: the name of the prompts' column, then those of the answers' columns. An answers' column may be
+            missing. The default is `prompt`, `completion`, `chosen`, `rejected`.
     """
     from datasets import IterableDataset
 

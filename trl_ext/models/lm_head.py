@@ -83,10 +83,10 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
 
 def lm_head_in_place() -> AbstractContextManager:
     """
-    Make TRL's LM head leave out what it computes of a tile's logits in further tensors, within the `with` block.
+    Make TRL's LM head skip its work on each tile of logits within the `with` block.
 
-    On a GPU its kernels compute that in place. So within the block fake tensors take the memory of a GPU; the results
-    are wrong.
+    On a CPU this work makes large tensors; on a GPU kernels do it in place. So within the block fake tensors take as
+    much memory as on a GPU. The results are wrong.
     """
     tiles = (_forward_tile, _backward_tile)
     nothing = dict.fromkeys((tile.__name__ for tile in tiles), lambda *_, **__: None)

@@ -83,8 +83,8 @@ class RateController:
         target: KL in nats per choice, as [`step_kl_sums`] counts choices; 0 leaves the rates as they are.
         episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
             the gradient is then noisier; by n/128 if n > 128, but at most by 2.
-        most: KL, in nats per completion, by which the updates on a rollout may move the policy: a bound of `target`
-            where completions have many choices.
+        most: the updates on a rollout move the policy by at most this KL, in nats per completion. The target is lower
+            where completions have so many choices that it would exceed this.
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
@@ -160,7 +160,7 @@ class RateController:
             steps: number of all steps on the rollout.
         """
         del self._used[taken:]
-        kl, self._choices = (float(sums[at] / sums[of].clamp(min=1e-6)) for at, of in ((0, 1), (1, 3)))
+        kl, self._choices = (sums[:2] / sums[[1, 3]].clamp(min=1e-6)).tolist()
         target, share = self.present_target, taken / steps
         if taken and target and kl > 0 and sums[2] > 0:
             factor = rate_factor(self.factor, sum(self._used) / taken, kl, target, share)

@@ -224,7 +224,7 @@ class PPOMetrics:
             policy: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
             log_ratio: (B, T), nats, the log-ratio of each token's action, which is the token or its whole turn.
             actions: (B, T), 1 = token at which an action starts. Losses and ratios count once for each action.
-            batch: the micro-batch, of which the (B, T) `old_logprobs` and `loss_mask` are used.
+            batch: the micro-batch; only its `old_logprobs` and `loss_mask`, (B, T) each, are read.
         """
         stats, mask = self.train, batch["loss_mask"]
         stats.add("policy/approxkl_avg", approx_kl(logprobs, batch["old_logprobs"]), mask)

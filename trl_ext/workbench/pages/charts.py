@@ -73,7 +73,9 @@ def curves(run: Run) -> list[str]:
         first, slash, _ = key.partition("/")
         if slash and first.removeprefix("eval_") not in KNOWN:
             groups.setdefault(first, []).append(key)
-    for title, keys in ((title, keys) for title, keys in groups.items() if keys):  # an empty chart takes time, too
+    for title, keys in groups.items():
+        if not keys:  # to draw an empty chart takes time, too
+            continue
         cut = f"{title} (the first {LINES_OF_ONE} of {len(keys)})" if len(keys) > LINES_OF_ONE else title
         draw[cut] = partial(_lines, history=run.history, keys=keys[:LINES_OF_ONE])
     if "reward" not in run.metrics:

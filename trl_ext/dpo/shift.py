@@ -69,7 +69,7 @@ def _draw(dataset: Any, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _mean_logprobs(model: Any, rows: list[dict[str, Any]], ends: list[int], max_length: int | None) -> Tensor:
-    """Return (B, 3) mean log-probs per token, nats, of each row's chosen, rejected and sampled answer, cut to equal length."""
+    """Return (B, 3) mean log-probs per token, nats: of each row's chosen, rejected and sampled answer."""
     prompts = [row["prompt_ids"] for row in rows]
     answers = [[row[name] for row in rows] for name in ("chosen_ids", "rejected_ids")]
     longest = max(len(ids) for column in answers for ids in column)

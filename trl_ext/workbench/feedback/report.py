@@ -53,8 +53,15 @@ def prompt_groups(rows: Sequence[dict[str, Any]]) -> np.ndarray:
 
 def kappa(ours: Sequence[str], theirs: Sequence[str], groups: np.ndarray, seed: int = 0) -> Any:
     """
-    Return Cohen's κ of two raters' choices, `ours` and `theirs`, each "a", "b" or "tie", and the two ends of its 95 %
-    interval by a bootstrap over `groups`, the rows' (N,) group numbers; None and None if κ is not defined.
+    Compute Cohen's κ of two raters, and its 95 % interval by a bootstrap over groups of rows.
+
+    Args:
+        ours, theirs: (N,) choices of the two raters, each "a", "b" or "tie".
+        groups: (N,) group numbers; the rows of a group are resampled together.
+        seed: seed of the bootstrap.
+
+    Returns:
+        κ, and the two ends of its interval; None and None if κ is not defined.
     """
     cells = [3 * CHOICES.index(mine) + CHOICES.index(other) for mine, other in zip(ours, theirs, strict=True)]
     return estimate(cohen_kappa(resampled(np.eye(9)[cells], groups, seed).reshape(-1, 3, 3)))

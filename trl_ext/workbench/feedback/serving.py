@@ -291,8 +291,9 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
 
 def load(model: str, **settings: Any) -> Callable:
     """
-    Return the reward that `model` names: a function as `file.py:function`, or by folder or hub name a [`ModelReward`]
-    with those `settings` that are not None.
+    Return the function that `model` names as `file.py:function`, or a [`ModelReward`] of the folder or hub name.
+
+    `settings` are arguments of [`ModelReward`]; those that are None are left out.
     """
     if ".py:" in model:
         return load_reward(model)

@@ -54,7 +54,7 @@ class PromptsArguments:
     columns: list[str] = _list("Columns of prompts, as NAME=COLUMN; by default prompt, messages, chosen or text.")
     held_out: list[str] | None = setting(
         None,
-        "Sets to evaluate on; rows of other sets that are also in these are left out. Unset: `eval`, if it is a set.",
+        "Sets to evaluate on; rows that other sets share with these are left out. If unset, the set `eval`, if any.",
     )
     by: Literal["conversation", "last_turn"] = setting(
         "conversation", "Compare chat prompts by all turns, or by the user's last one."
@@ -107,8 +107,12 @@ class PromptsArguments:
 
 def check(args: PromptsArguments) -> None:
     """
-    Check the output folder, and raise a `ValueError` for an unknown set name, as in `held_out`, for a set or a split
-    whose name cannot be a file's, and for data in the output folder or around it.
+    Check the output folder, and the names of sets and splits.
+
+    Raises:
+        OSError: the output folder cannot be written.
+        ValueError: an argument such as `held_out` has the name of no set; the name of a set or split cannot be a
+            file's name; or data of a set lie in the output folder, or contain it.
     """
     check_output_dir(args.output_dir, "false")
     named = {*(args.held_out or ()), *(args.split_sets or ()), *args.copied_from, *args.set_columns}
@@ -270,10 +274,7 @@ def page(report: "PromptReport", found: dict[str, Any], grouped: list[dict[str, 
 
 
 def _examples(report: "PromptReport", grouped: list[dict[str, Any]], args: Any) -> list[list[Any]]:
-    """
-    Return two prompts of each of 8 of the groups of duplicates `grouped`: groups that span several sets first, larger
-    groups first.
-    """
+    """Return two prompts of each of 8 groups of duplicates, at most: groups in several sets first, then large ones."""
     found = []
     for group in sorted(grouped, key=lambda of: (len(of["rows"]) == 1, -sum(map(len, of["rows"].values()))))[
         :EXAMPLES

@@ -130,7 +130,7 @@ def gather(args: Any, trained: TrainedPairs) -> Material:
         trained: pairs that the reward is known to have been trained on; none of them counts as held out.
 
     Raises:
-        ValueError: the reward was trained on all pairs.
+        ValueError: the reward was trained on all pairs; or some are unusable, see [`~trl_ext.data.usable_pairs`].
     """
     split = args.dataset_split or default_split(args.dataset_name)
     pairs, best_of_n, said = load_pairs(args.dataset_name, split, args.dataset_config, args.drop_unusable_pairs)
@@ -179,10 +179,9 @@ def _is_seen(group: list[Answer], trained: TrainedPairs) -> bool:
 
 def _training_pairs(args: Any, held_out: str) -> Dataset | None:
     """
-    Load the usable training pairs: by default, the split `train` of the dataset that the reward is tested on.
+    Load the usable training pairs: those that `args` name, or else the split `train` of the dataset to test on.
 
-    Return None if `args` name no other dataset or split, and `train` does not exist or is `held_out`, the split to
-    test on.
+    Return None if they name none, and this split does not exist or is `held_out`, the split to test on.
     """
     name, split = args.train_name or args.dataset_name, args.train_split or "train"
     is_named = args.train_name or args.train_split

@@ -118,7 +118,7 @@ def examine(
     kept = np.flatnonzero(np.isfinite(scored["chosen"] + scored["rejected"]))
     if not len(kept):
         raise ValueError(
-            f"in none of {len(material.pairs)} pairs, {score.name} gave both answers a finite score: check its scores"
+            f"{score.name} gave both answers a finite score in none of {len(material.pairs)} pairs: check its scores"
         )
     pairs = [material.pairs[i] for i in kept]
     first, second = (torch.tensor(scored[name][kept]) for name in ("chosen", "rejected"))

@@ -40,8 +40,9 @@ class DataArguments(ScriptArguments):
 @dataclass
 class HeldOutArguments(DataArguments):
     """
-    Declare `eval_size`, the number of rows of the training split to evaluate on, in place of a test split; refuse it
-    together with `eval_dataset_name`.
+    Declare `eval_size`, the number of training rows to evaluate on, in place of a test split.
+
+    It cannot be set together with `eval_dataset_name`.
     """
 
     eval_size: int | None = setting(

@@ -20,8 +20,8 @@ def split_groups(
     Divide rows into splits, and keep all rows of a group in the same split.
 
     Each group goes to the split that is furthest below its share of the rows assigned so far. Groups are assigned
-    stratum by stratum, so rare strata are divided by about the wanted shares, too; within a stratum the largest come
-    first, equally large ones in random order.
+    stratum by stratum, so that rare strata, too, are divided in about the wanted shares. Within a stratum, large
+    groups come first, and groups of the same size in random order.
 
     Args:
         groups: (N,) number of each row's group, such as `Duplicates.near`; rows with the same number stay together.

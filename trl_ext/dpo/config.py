@@ -28,8 +28,10 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     """
     Configuration of [`DPOTrainer`].
 
-    It has every field of [`trl.DPOConfig`], with the same meaning. One default differs: `bf16` is off on a CPU. With
-    the fields below at their defaults, the loss equals TRL's to the last bit.
+    It has every field of [`trl.DPOConfig`], with the same meaning. One default differs: `bf16` is off on a CPU.
+
+    With the fields below at their defaults, a micro-batch's loss equals TRL's to the last bit. An optimizer step's is
+    the mean over its rows (of the loss `sft`: over its tokens), where TRL takes the mean over its micro-batches.
 
     In the fields' descriptions, the log-ratio of an answer is its log-prob under the policy minus its log-prob under
     the reference, nats. A pair's margin Δ is the log-ratio of the chosen answer minus that of the rejected answer.

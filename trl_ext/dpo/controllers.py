@@ -52,7 +52,7 @@ class BetaController:
     """
     Keep β fixed, set it from a batch's margins (`beta_dpo`, 2407.08639), or hold `logps/drift` at a target (`drift`).
 
-    Every process calls this with the pairs of all processes, so all processes compute the same β.
+    Every process passes the pairs of all processes to the methods, so all processes compute the same β.
 
     Args:
         args: a [`DPOConfig`], of which the settings `beta…` and `drift…`, and the seed, are used.

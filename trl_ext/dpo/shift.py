@@ -21,9 +21,9 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
         pairs: how many rows to compare, over all processes.
 
     Returns:
-        Mean log-prob per token under the reference, nats, of the `chosen`, the `rejected` and the `sampled` answers;
-        and `chosen_below_sampled`, the share of chosen answers whose log-prob per token lies below the 1st percentile
-        of the sampled answers' log-probs per token.
+        A dict with the mean log-prob per token under the reference, nats, of the `chosen`, the `rejected` and the
+        `sampled` answers; and with `chosen_below_sampled`, the share of chosen answers whose log-prob per token lies
+        below the 1st percentile of that of the sampled answers.
     """
     rows = _draw(trainer.train_dataset, pairs, trainer.args.seed)
     accelerator, size = trainer.accelerator, trainer.args.per_device_eval_batch_size

@@ -161,7 +161,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         """
         Return TRL's loss with the β of this micro-batch; with `return_outputs`, the loss and the outputs.
 
-        TRL's loss runs the model, then reads β; in between, `_observe_pairs` sets β. It also computes the losses that
+        TRL's loss runs the model, then reads β. In between, `_observe_pairs` sets β, and computes the losses that
         replace TRL's: [`preference_loss`] for `sigmoid` if `replaces_sigmoid`, and `sft` as a mean over the tokens of
         the optimizer step, where TRL's is a mean over those of a micro-batch.
         """
@@ -428,7 +428,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     @property
     def _controllers(self) -> dict[str, Any]:
-        """Return what has a state to save, by its setting's value: the β controller and the margin normalizer."""
+        """Return the β controller and the margin normalizer that are in use, named by the settings' values."""
         named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
         return {name: c for name, c in named.items() if c is not None and name != "fixed"}
 

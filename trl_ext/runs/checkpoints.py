@@ -62,7 +62,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
 
     The result depends on the setting `resume_from_checkpoint`:
 
-    - unset: the newest complete checkpoint; None if there is none
+    - unset: the path of the newest complete checkpoint; None if there is none
     - `true`: True, so that `train` takes the newest complete checkpoint, and raises if there is none
     - `false`: False, so that `train` restarts
     - a path: the path
@@ -81,20 +81,20 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     `train()` restarts, as in every `Trainer`. `train(resume_from_checkpoint=True)` resumes from the newest complete
     checkpoint in `output_dir`; with a path in place of True, from the checkpoint at that path.
 
-    - Settings that differ from those of the run that wrote the checkpoint are printed. An error is raised for another
-      base or start model, another reference, another number of rows in an optimizer step, another `num_mini_batches`
-      or `num_ppo_epochs`, a change to or from PPO without a critic, and another number of processes if each process
-      has saved a part of the checkpoint.
+    - Settings that differ from those of the run that wrote the checkpoint are printed. [`CannotResume`] is raised if
+      one of these differs: the base or start model, the reference, whether PPO has a critic, `num_mini_batches`,
+      `num_ppo_epochs`, or the number of rows in an optimizer step. If each process has saved a part of the checkpoint,
+      the number of processes must also be the same.
     - If the run is complete, the checkpoint is loaded, and nothing is trained. Under ZeRO-3 this raises an error.
-    - If a monitor ended the run in `output_dir`, `train` raises an error, unless `resume_anyway` is set, or
-      `resume_from_checkpoint=False` restarts the run.
+    - If a monitor ended the run in `output_dir`, `train` raises [`~trl_ext.runs.control.Stopped`], unless
+      `resume_anyway` is set, or `resume_from_checkpoint=False` restarts the run.
 
     While this run trains, no other process may run in `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].
 
     Args:
         model, *args, **kwargs: arguments of the trainer that is extended.
-        run_facts: a dict of further facts to compare, whose values JSON can hold. The trainer's arguments, the weights
-            and adapters of the model, and the fingerprint of the training data are always compared.
+        run_facts: a dict of further facts to compare, whose values JSON can hold. The training arguments, the model's
+            weights and adapters, and the fingerprint of the training data are always compared.
         resume_anyway: whether to resume a run that a monitor ended; also a field of PPOConfig and DPOConfig.
     """
 
@@ -275,7 +275,7 @@ _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": F
 
 
 def block(title: str, lines: dict[str, str]) -> str:
-    """Format a title with named lines below it, wrapped and aligned; lines without a text are left out."""
+    """Format a title and, below it, `lines`: a name and a text each, wrapped and aligned; empty texts are left out."""
     room, width = max(map(len, lines)) + 4, min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
     shown = [
         textwrap.fill(f"  {name:{room - 2}}{text}", width, subsequent_indent=" " * room, **_WHOLE_WORDS)

@@ -20,7 +20,7 @@ _NO_STATE = {
 
 def write_marker(checkpoint: str | os.PathLike[str], settings: dict[str, Any]) -> int:
     """
-    Write the marker of a checkpoint, and return the size of the checkpoint's files in bytes.
+    Mark a checkpoint as complete, by a file; return the size of the checkpoint's other files in bytes.
 
     Call this on one process, after all processes have written their files. The files are flushed to the disk before
     the marker, so a checkpoint with a marker is complete even after a loss of power.

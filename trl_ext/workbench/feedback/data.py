@@ -114,7 +114,7 @@ def write_for_people(folder: Path, rows: Sequence[dict[str, Any]], size: int, se
 
 def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Counter[str]]:
     """
-    Count people's choices "a", "b" and "tie" for each pair that they labelled; return a counter by the pair's `key`.
+    Count people's choices, "a", "b" or "tie", for each pair that they labelled; return the counts by the pair's `key`.
 
     If a person labelled a pair twice, the last label counts.
 

@@ -166,7 +166,7 @@ class Served(JudgeReward):
             - `text`: the message; None if there is none.
             - `why`: "read", or the reason why there is no text: "empty", "cut", "withheld" or "refused".
             - `message`: the text, or the error that says why there is none.
-            - `tokens`: number of tokens of the request and of the answer.
+            - `tokens`: list of two numbers, the tokens of the request and of the answer.
             - `model`: the model that the server named; missing if the request was refused.
 
         Raises:

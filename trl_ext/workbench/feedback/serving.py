@@ -242,8 +242,10 @@ async def _until_gone(request: Request) -> None:
 
 async def read_body(request: Request, limits: Limits) -> Any:
     """
-    Parse a request's body as JSON, None if it is not JSON; raise a [`Refusal`] if the body is longer than `limits`
-    allows.
+    Return a request's body, parsed as JSON; None if it is not JSON.
+
+    Raises:
+        Refusal: the body is longer than `limits` allows.
     """
     body = bytearray()
     async for part in request.stream():

@@ -248,8 +248,8 @@ def _unknown(labels: Labels, report: dict[str, Any]) -> Iterator[str]:
         yield "No item has two labels, or all labels of such items are the same, so α is not defined."
     if not labels.swapped.any():
         yield (
-            "Every pair was shown in only one order. So if all annotators lean to one side, it is not known whether "
-            "the answers there are better: only who leans more than the others is known."
+            "Every pair was shown in only one order. So if all annotators prefer the answer shown first, it is not "
+            "known whether it is better; it is known only who prefers it more often than the others."
         )
 
 

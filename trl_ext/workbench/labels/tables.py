@@ -338,7 +338,7 @@ def majority_pairs(
             labels for the other answer, is left out.
         min_labels: least number of labels; an item with fewer is left out.
         keep_columns: further columns of the table to keep in the pair, with the values in the item's first row.
-        left_out: a dictionary to which the number of items that are left out is added, by reason.
+        left_out: a dictionary in which this function stores, by reason, how many items are left out.
     """
     columns = columns or Columns()
     shares = shares_of_labels(labels) if shares is None else shares

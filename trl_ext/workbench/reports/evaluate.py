@@ -181,7 +181,8 @@ def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, 
         notes.append("No `rewards` and no `judge` were given, so nothing says whose answers are better.")
     if args.top_p < 1 or args.temperature == 0:
         notes.append(
-            "The KL is not that of the distribution sampled from: that needs `top_p` 1 and `temperature` above 0."
+            "The KL is a rough estimate, since answers were not sampled from a policy's whole distribution: that "
+            "needs `top_p` 1 and `temperature` above 0."
         )
     for name, by_reward in scored.items():
         for reward, values in by_reward.items():

@@ -110,7 +110,8 @@ class PromptReport:
         duplicates: groups of exact and near duplicates, which may hold rows of several sets.
         words: number of words of each prompt.
         scripts: for each prompt the script that most of its letters have.
-        copied: maps each set's name to the share of each answer's runs of words that also occur in the corpus.
+        copied: maps a set's name to a number for each of its answers: the share of the answer's runs of words that
+            also occur in the corpus.
     """
 
     sets: dict[str, PromptSet]

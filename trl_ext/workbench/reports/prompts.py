@@ -227,12 +227,12 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
         if args.write and name not in args.held_out and leaks.any():
             found["notes"].append(
                 f"the copy of {name!r} keeps {leaks.sum()} rows that {'held-out' if args.held_out else 'other'} sets "
-                "have, too: see `held_out` and `remove`"
+                "have, too: to leave them out, name those sets in `held_out`, and set `remove: near`"
             )
     for option, name, bound in ((option, *each) for option, of in args.bounds.items() for each in of.items()):
         key, what = _BOUNDS[option]
         count, rows = found["sets"][name][key], found["sets"][name]["rows"]
-        sentence = f"{count} of {rows} rows of {name!r} ({count / rows:.2%}) {what}, the bound is {bound:.2%}"
+        sentence = f"{count} of {rows} rows of {name!r} ({count / rows:.2%}) {what}, `{option}` allows {bound:.2%}"
         judged = {"bound": bound, "share": count / rows, "broken": count / rows > bound, "sentence": sentence}
         found["bounds"].append({"option": option, "set": name, **judged})
     return found
@@ -240,8 +240,11 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
 
 def groups(report: "PromptReport") -> list[dict[str, Any]]:
     """
-    Return a dict for each group of duplicates in a report: its `kind`, "exact" or "near"; its `rows`, lists of row
-    numbers by set; and its `similarity`, the lowest one of a row to the group's first row.
+    Return a dict for each group of duplicates in a report, with these keys.
+
+    - `kind`: "exact" or "near".
+    - `rows`: the row numbers of the group, a list for each set, by the set's name.
+    - `similarity`: the lowest similarity of a row to the group's first row.
     """
     near, exact, found = report.duplicates.near, report.duplicates.exact, []
     order = np.argsort(near, kind="stable")

@@ -37,8 +37,9 @@ class Answer(NamedTuple):
 
 def answer_in(row: dict[str, Any], completion: Any, finished: bool = True) -> Answer:
     """
-    Return the [`Answer`] `completion` to the prompt of `row`; `finished` is False if it was cut off. Columns of the
-    row other than prompts and answers are kept for the reward.
+    Return `completion` as an [`Answer`] to the prompt of `row`; `finished` is False if it was cut off.
+
+    Columns of the row other than prompts and answers are kept for the reward.
     """
     return Answer(row["prompt"], completion, finished, {k: v for k, v in row.items() if k not in _NO_COLUMNS})
 
@@ -99,9 +100,9 @@ def material_of(
     hashes, count = pair_hashes(held_out), len(held_out)
     shared = int((trained.has_an_answer_of(hashes) & ~trained.has(hashes)).sum())
     said = {
-        f"{left_out:,} of {left_out + count:,} pairs are left out: they were trained on.": left_out,
-        "It is not known which pairs the reward was trained on. If these are among them, its figures are too "
-        "good.": not trained.is_complete,
+        f"{left_out:,} of {left_out + count:,} pairs are left out: the reward was trained on them.": left_out,
+        "It is not known which pairs the reward was trained on. If the tested pairs are among them, its figures are "
+        "too good.": not trained.is_complete,
         f"{shared:,} of {count:,} pairs have an answer that is in a training pair, too: the model may remember "
         "it.": shared,
     }
@@ -154,7 +155,7 @@ def gather(args: Any, trained: TrainedPairs) -> Material:
     found.best_of_n = [group for group in best_of_n if not _is_seen(group, trained)][: args.max_pairs]
     found.rankings = [(group, ranks) for group, ranks in rankings if not _is_seen(group, trained)]
     if count := len(rankings) - len(found.rankings):
-        found.unknown.append(f"{count:,} of {len(rankings):,} rankings are left out: they were trained on.")
+        found.unknown.append(f"{count:,} of {len(rankings):,} rankings are left out: the reward was trained on them.")
     if args.policy_answers:
         file, columns = args.policy_answers, ("prompt", "completion")
         rows = load_dataset_split(file, default_split(file), columns=columns)

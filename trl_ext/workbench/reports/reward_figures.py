@@ -354,7 +354,7 @@ def accuracy_name(report: dict[str, Any]) -> str:
 
 
 def page(report: dict[str, Any]) -> str:
-    """Render the report that [`examine`] has returned as HTML."""
+    """Return the HTML page of a report that [`examine`] returned."""
     bias, policy, said = report["length_bias"], report["policy"], report["verdict"]
     suspicious = sum(probe["suspicious"] for probe in report["probes"])
     return render(

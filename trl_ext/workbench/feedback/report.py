@@ -69,17 +69,17 @@ def kappa(ours: Sequence[str], theirs: Sequence[str], groups: np.ndarray, seed: 
 
 def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -> dict[str, Any]:
     """
-    Measure how often people chose a judge's winners, and how far to shrink its shares of verdicts towards one half.
+    Measure how often people chose a judge's winners, and the factor that corrects how sure the judge is of them.
 
     Pairs that the judge calls a tie do not count. Of the other n pairs, let k be the number whose winner people chose,
     too; a pair that people call a tie counts ½. Then accuracy = (k + ½)/(n + 1).
 
-    If a share p of the verdicts is for the winner, the confidence in the winner is ½ + (p − ½)·shrink. With
+    If the judge is sure of a winner by p, the confidence in the winner is ½ + (p − ½)·shrink. With
     shrink = max(2·accuracy − 1, 0)/(2·mean p − 1), the mean confidence in these n winners is the accuracy, ½ at least.
 
     Args:
         ours: (N,) the judge's choices.
-        shares: (N,) share of the verdicts that are for the judge's choice.
+        shares: (N,) how sure the judge is of its choices, p, as [`choice_of`] returns it.
         theirs: (N,) people's choices.
 
     Returns:
@@ -127,8 +127,9 @@ def of_known(
         args: arguments of `trl-ext label`.
 
     Returns:
-        - `known`: number of `rows`, share of equal choices (`agreement`), Cohen's `kappa` and its `kappa_interval`,
-          what [`noise`] returns, and how often the `judge` and `people` chose the `longer` answer.
+        - `known`: a dict with the number of `rows`; the share of equal choices, `agreement`; Cohen's `kappa` and its
+          `kappa_interval`; what [`noise`] returns; and `longer`, how often the `judge` and `people` chose the longer
+          answer.
         - `to_read`: at most 100 pairs that judge and people label differently, those with the surest verdicts first.
         - `gate`: whether the judge has `passed`, so that it may label, and `reasons` if not.
     """

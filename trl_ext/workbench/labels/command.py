@@ -225,7 +225,7 @@ def page(report: dict[str, Any]) -> str:
 
 
 def kappa_matrix(kappas: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Map each annotator, highest mean κ first, to a dict from each other annotator to their entry in `kappas`."""
+    """Map each annotator, highest mean κ first, to a dict from each other annotator to the two's entry in `kappas`."""
     matrix: dict[str, dict[str, dict[str, Any]]] = {}
     for row in kappas:
         a, b = row["annotators"]

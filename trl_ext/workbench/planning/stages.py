@@ -385,8 +385,9 @@ def scoring_phase(
 
 def scored(batch: dict[str, Tensor], width: int) -> dict[str, Any]:
     """
-    Return the batch with `predicts` and `targets`, by which the actor-critic computes log-probs and values of the last
-    `width` tokens of each row.
+    Return the batch with what the actor-critic needs for the log-probs and values of each row's last `width` tokens.
+
+    That is `targets`, the ids of these tokens, and `predicts`, the index of the token before each in the flat batch.
     """
     rows, length = batch["input_ids"].shape
     predicts = torch.arange(rows)[:, None] * length + torch.arange(length - width - 1, length - 1)

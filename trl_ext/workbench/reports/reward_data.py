@@ -56,9 +56,9 @@ class Material:
         pairs: the held-out pairs; several may share a prompt.
         train: pairs that the reward was trained on, in random order; empty if none are known.
         group_columns: columns of the pairs; the accuracy is compared between their values.
-        trained_on: facts on the pairs that the reward was trained on: `is_known`, whether all of them are known;
-            `left_out`, how many of the given pairs are among them; `with_a_trained_answer`, how many of the others
-            share an answer with one of them.
+        trained_on: facts on the pairs that the reward was trained on. `is_known`: whether all of them are known.
+            `left_out`: how many of the given pairs are among them. `with_a_trained_answer`: how many of the other
+            given pairs share an answer with one of them.
         unknown: sentences for the report on what was left out, or is not known.
         policy: answers of the policy; empty if there are none.
         rankings: for each prompt its answers and their ranks, 1 the best.

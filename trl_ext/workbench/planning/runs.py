@@ -20,7 +20,7 @@ class Layout:
     Describe which part of a model each process keeps.
 
     Args:
-        mode: how the run is distributed: `"single"` (not at all), `"ddp"`, `"fsdp2"`, `"zero1"`, `"zero2"` or
+        mode: how the run is distributed: `"single"` (not at all), `"ddp"`, `"fsdp2"`, or `"zero0"` to
             `"zero3"`.
         processes, machines: number of processes on all machines together, and number of machines.
         offloads_weights, offloads_optimizer: whether the weights, and whether the optimizer's state, are in the
@@ -433,7 +433,7 @@ def seconds_per_example(
 
     def forward(role: Role) -> float:
         config = job.rewards[0] if role.name == "reward model" and is_ppo and job.rewards else job.policy
-        weights = policy.parameters if role.note else role.parameters  # a note: it runs on the policy's base
+        weights = policy.parameters if "policy's" in role.note else role.parameters  # it runs on the policy's base
         return _forward((role.config or config).get_text_config(), weights, length) / rate
 
     def update(role: Role) -> float:

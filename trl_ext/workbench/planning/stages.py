@@ -300,7 +300,7 @@ def role_of(
         weights = share(weights, layout.processes)
     if layout.shards_gradients:
         gradients = share(gradients, layout.processes)
-    if layout.is_deepspeed or layout.mode == "fsdp2":
+    if layout.mode in ("fsdp2", "zero1", "zero2", "zero3"):
         state = share(state, layout.processes)
     return Role(name, sum(p.numel() for p in parameters), count, weights, gradients, state, note)
 

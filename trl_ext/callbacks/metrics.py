@@ -93,7 +93,7 @@ def answers_in_log(args: Any, logging_steps: int) -> float | None:
     """
     Return the number of independent completions that a mean in a log was taken over; None if this is unknown.
 
-    At least one rollout must have begun since the log before. Completions of one prompt may be alike, so a prompt
+    It is assumed that a rollout has begun since the log before. Completions of one prompt may be alike, so a prompt
     counts once. If only a critic is trained, each row of the data counts.
 
     Args:
@@ -145,7 +145,7 @@ def draw_alerts(axes, alerts) -> None:
 
 
 def printable(text: str) -> str:
-    """Return the text with U+FFFD in place of line ends, control characters and lone surrogates."""
+    """Return the text with U+FFFD in place of each character that cannot be printed, such as a line end."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 

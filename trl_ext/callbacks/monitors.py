@@ -38,9 +38,10 @@ class KLBudgetCallback(MonitorCallback):
     Args:
         warn: nats per completion above which the monitor warns. The default is half of `limit`.
         limit: nats per completion above which the monitor acts.
-        tolerance: how much rounding may change the KL, nats per completion. In the first rollout the policy equals the
+        tolerance: largest rounding error of the KL, in nats per completion. In the first rollout the policy equals the
             reference. If the KL then differs from 0 by more than this, the monitor warns that the reference is wrong.
-            It also warns if a later KL is below −`tolerance`, since another policy has then sampled the answers.
+            It also warns if a later KL is below −`tolerance`: then the log-probs are not those of the policy that
+            sampled the completions.
         others: see [`MonitorCallback`].
     """
 
@@ -359,6 +360,7 @@ class ToolAbuseCallback(MonitorCallback):
             if the same call was made before in its episode, and got the same answer.
         rollouts: number of first rollouts in the baseline.
         others: see [`MonitorCallback`].
+        others: see [`MonitorCallback`].
     """
 
     failed: float = 0.2
@@ -396,10 +398,10 @@ class ScoreFallCallback(MonitorCallback):
     >>> trainer.add_callback(ScoreFallCallback(action="lower_rate"))
 
     Args:
-        sigmas: alert when the mean score falls significantly, by more than this in standard deviations of one score.
-        left: alert when the mean length, or the number of tool calls, is below this share of its first value.
-        baseline: number of first answers to compare with; it is rounded up to whole rollouts, 2 at least and 16 at
-            most.
+        sigmas: alert when the mean score falls by more than this, in standard deviations of single scores.
+        left: alert when the mean length, or the number of tool calls, is below this share of its baseline.
+        baseline: number of answers in the baseline, the first ones of the run; rounded up to whole rollouts, at least
+            2 and at most 16.
         others: see [`MonitorCallback`].
     """
 
@@ -491,7 +493,7 @@ class RewardDriftCallback(MonitorCallback):
 
         if risen := means.above(**bound(self.sigmas)):
             advice = "Compare completions of the first rollouts with those of the last."
-            yield Finding(f"the reward is beyond {self.sigmas:g} σ", advice, *risen[:2], start, acts=False)
+            yield Finding(f"the reward rose by {self.sigmas:g} σ", advice, *risen[:2], start, acts=False)
         if fallen := means.below(**bound(-self.drop_sigmas)):
             advice = (
                 "Lower `step_kl_target` (where that is 0, and outside of PPO, the learning rate), or look for a "
@@ -518,7 +520,7 @@ def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
     5
 
     Raises:
-        ValueError: an entry has an unknown class or argument, or a value that the class refuses.
+        ValueError: an entry has another form, an unknown class or argument, or a value that the class refuses.
     """
     return [_monitor(entry) for entry in entries or []]
 
@@ -536,7 +538,7 @@ def _monitor(entry: str) -> TrainerCallback:
         name, values = call.func.id, [ast.literal_eval(value) for value in call.args]
         named = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, AttributeError, ValueError):
-        raise wrong("write `Name` or `Name(argument=value, …)`, each value as plain Python") from None
+        raise wrong("write `Name` or `Name(argument=value, …)`, each value a literal, such as 0.5 or 'stop'") from None
     kinds = {kind.__name__: kind for kind in map(partial(getattr, package), package.__all__) if _is_callback(kind)}
     kinds["EarlyStoppingCallback"] = EarlyStoppingCallback
     if name not in kinds:

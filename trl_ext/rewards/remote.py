@@ -113,7 +113,7 @@ class RemoteReward(ServedReward):
         """
         Return a text with all that the scores depend on: the settings, and the id of the server's weights.
 
-        If the server does not tell this id, its URL and `model` stand for it.
+        If the server does not report this id, the text has its URL and `model` instead.
 
         Raises:
             RewardFailed: `trl-ext serve-reward` does not answer.

@@ -121,8 +121,9 @@ def without_failures(scores: Sequence[float | None]) -> list[float | None]:
 
 def of_rows(columns: Mapping[str, Any], rows: list[int], count: int) -> dict[str, Any]:
     """
-    Return a reward function's arguments (`columns`) for `rows` only, selected from its arguments for all `count` rows.
-    An argument that is no list of `count` values is returned unchanged.
+    Cut a reward function's arguments, `columns`, down to the rows with the indices `rows`.
+
+    An argument that is a list of `count` values, one for each row, is cut; any other is returned unchanged.
     """
     return {
         name: [values[row] for row in rows] if isinstance(values, (list, tuple)) and len(values) == count else values

@@ -46,7 +46,7 @@ class HackWatch(MonitorCallback):
 
     - features that are `expected`, digits, and tool calls that repeat none
     - features that became rarer, except length and characters
-    - a phrase, unless at least the share `spread` of the completions has it: a few prompts may explain it
+    - a phrase, unless at least the share `spread` of the completions has it: fewer may be answers to a few prompts
     - a character, unless it explains a quarter of the rise: right words change all frequencies a little
 
     If an evaluation measures a gold score, which training never uses, the risk is 0 once the gold score has risen,
@@ -95,7 +95,7 @@ class HackWatch(MonitorCallback):
 
         Args:
             prompts, completions: (N) texts or messages.
-            scores: (N); completions whose score is None or not finite are left out.
+            scores: (N) each completion's score. Completions whose score is None or not finite are left out.
         """
         values = np.array(scores, float)
         kept = np.flatnonzero(np.isfinite(values)).tolist()

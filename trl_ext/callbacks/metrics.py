@@ -178,12 +178,7 @@ def draw_line(axes, history, key: str | None, label: str, **style) -> None:
 
 
 def _panel(lines: dict[str, str], monitor: str = "", *arguments: str) -> Callable:
-    """
-    Return a function `draw(axes, history, metrics, registry)`. It draws a panel: curves, and the bounds that
-    `arguments` of a monitor set.
-
-    `lines` maps quantities, or log keys (which have a `/`), to labels. `monitor` is the monitor's class name.
-    """
+    """Return a function that draws `lines` (quantity or log key → label) and the bounds in a monitor's `arguments`."""
 
     def draw(axes, history, metrics, registry) -> None:
         for name, label in lines.items():

@@ -427,8 +427,8 @@ class MonitorCallback(TrainerCallback):
 
     def noise(self, quantity: str) -> dict[str, Any]:
         """
-        Return the standard error of a quantity's mean in this log, `error`, and its degrees of freedom, `dof`, as
-        keyword arguments of `follow`; {} if unknown.
+        Return two keyword arguments of `follow`: `error`, the standard error of a quantity's mean in this log, and
+        `dof`, its degrees of freedom; {} if the error is unknown.
         """
         metric = self._known.get(quantity)
         spread = self._logs.get(metric.std) if metric and metric.std and quantity not in self.keys else None
@@ -500,9 +500,9 @@ def spread_key(key: str) -> str:
 
 def error_of_mean(spread: float | None, count: float | None) -> dict[str, Any]:
     """
-    Return a dict with the standard error of a mean of `count` answers, `error`, and its degrees of freedom, `dof`.
+    Return a dict with `error`, the standard error of a mean over `count` answers, and `dof`, its degrees of freedom.
 
-    Return {} if the count or `spread`, the standard deviation of single answers, is unknown.
+    `spread` is the standard deviation of single answers. Return {} if it or the count is unknown.
     """
     if spread is None or count is None or not math.isfinite(spread):
         return {}

@@ -21,7 +21,7 @@ DISAGREEMENT = re.compile(r"rewards/.+/disagreement")
 
 
 def distinct_key(logs: dict[str, Any]) -> str | None:
-    """Return the log key of the share of distinct n-grams, for any n; None if the logs have none."""
+    """Return the key in the logs of the form `repetition/distinct_{n}`; None if there is none."""
     return next(filter(re.compile(r"repetition/distinct_\d+").fullmatch, logs), None)
 
 

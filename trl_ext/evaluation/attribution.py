@@ -85,13 +85,14 @@ class Sums:
     fewer than two completions on average, within the rollout. Standard errors treat groups, not completions, as
     independent, since answers to one prompt are alike.
 
-    - `names`: "score" and the F − 1 features that are tracked
-    - `gram`: (F, F) Σ x̃ x̃ᵀ over all completions. x is the score and the features, and x̃ is x minus
-      its mean in the group, or in the rollout. `free`: the degrees of freedom of `gram`
+    - `names`: (F) "score" and the F − 1 features that are tracked. x has a completion's values of these
+    - `gram`: (F, F) Σ x̃ x̃ᵀ over all completions, where x̃ is x minus its mean in the group, or in the rollout
+    - `free`: degrees of freedom of `gram`
     - `between`: (F) sum of squares of the groups' means around the mean of the rollouts before
-    - `first`: for each name, Σ x in the first rollouts. `begin`: their number of completions
-    - `now`: (F) Σ x over the newest rollouts. Each rollout of 16 or more completions halves the weight of the
-      rollouts before it. `newest`: the sum of the completions' weights, and of their squared weights
+    - `first`: for each name, Σ x over the first rollouts
+    - `begin`: number of completions in the first rollouts
+    - `now`: (F) weighted Σ x. Each rollout of 16 or more completions halves the weights of the rollouts before it
+    - `newest`: (2) sum of all these weights, and sum of their squares
     - `rollouts`, `count`, `groups`: numbers of rollouts, completions and groups so far
 
     The first rollouts are those until there are 32 completions. A phrase can be tracked once 5 % of a rollout's

@@ -125,7 +125,7 @@ class CachedReward(TellsFailures, HoldsRewards):
         """
         Return the cached reward's [`reward_identity`] with `columns`; None if it has none.
 
-        Where scores are stored does not affect it, so that runs can share a Redis.
+        It does not depend on where scores are stored, so that runs can share a Redis.
         """
         identity = reward_identity(self.reward)
         return identity and f"cached {identity} {self.columns}"

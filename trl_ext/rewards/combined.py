@@ -70,8 +70,8 @@ class SumReward(HoldsRewards):
         self, prompts: list, completions: list, log_metric: Any = None, log_extra: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """
-        Return each completion's weighted sum; None if no member with a weight gives a score, or if one of them fails
-        and is skipped.
+        Return each completion's weighted sum; None if no member with a weight other than 0 gives a score, or if such a
+        member fails and is skipped.
 
         The arguments are those of a reward function; TRL's functions that log may be None.
         """

@@ -238,8 +238,8 @@ def runs_in_background(function: Any) -> bool:
     """
     Return whether a reward function spends its time waiting, as for a server or for other processes.
 
-    These are async functions, and functions with a true attribute `in_background`. [`~trl_ext.PPOTrainer`] starts
-    these functions in a thread when generation ends, and asks for their scores after its own forward passes.
+    This is so for async functions, and for functions with a true attribute `in_background`. [`~trl_ext.PPOTrainer`]
+    starts these functions in threads when generation ends, and asks for their scores after its own forward passes.
     """
     return is_async_callable(function) or bool(getattr(function, "in_background", False))
 

@@ -173,7 +173,7 @@ class ServedReward(TellsFailures):
         Args:
             call: has the deadline; records the seconds of an answered request, and the waits before retries.
             body: the request's content.
-            path: path of the request at the server, in place of the reward's own (None: that one).
+            path: path at the server; None: the reward's own.
             check: raises an error for an answer that cannot be used.
 
         Raises:
@@ -218,7 +218,9 @@ class ServedReward(TellsFailures):
                 "GET" if body is None else "POST", url, json=body, headers=headers, timeout=min(self.timeout, left)
             )
         except (httpx2.HTTPError, OSError) as error:
-            raise UnavailableError(hidden(f"{type(error).__name__}: {error}")[:200]) from error
+            raise UnavailableError(
+                hidden(f"the server did not answer: {type(error).__name__}: {error}")[:200]
+            ) from error
         text, wait = hidden(response.text), response.headers.get("retry-after", "")
         said = "".join(filter(str.isprintable, " ".join(redacted(text[:2000]).split())))[:200]
         if response.status_code != 200:

@@ -192,10 +192,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
         return scores
 
     def _read_start(self, step: int) -> int:
-        """
-        Read the start policy's scores that an interrupted run wrote; return the step of that run's first evaluation,
-        or `step`, the present step, if there is no such run.
-        """
+        """Read the scores of the start policy that an interrupted run wrote; return their step, or `step` if none."""
         folder = self.folder if self.folder is not None else Watch.default_folder
         for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) if folder is not None else ():
             rows = list(read_jsonl(path))

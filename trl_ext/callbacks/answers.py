@@ -221,7 +221,7 @@ class GoldGapCallback(MonitorCallback):
         rates = self.follow("win_rate", self._number("eval_gold/win_rate", metrics), error=own)
         if found := rates.below(plus=self.win_rate, error=shared):
             advice = "Go back to the checkpoint with the best gold score."
-            yield Finding("answers lose against the start policy's", advice, *found[:2], 0.5)
+            yield Finding("answers lose against those of the start policy", advice, *found[:2], 0.5)
 
     def _judge(self) -> tuple[dict[str, float], int | None]:
         """Generate and score answers; return metrics and the number of scores, or {} and None if the judge fails."""

@@ -360,7 +360,6 @@ class ToolAbuseCallback(MonitorCallback):
             if the same call was made before in its episode, and got the same answer.
         rollouts: number of first rollouts in the baseline.
         others: see [`MonitorCallback`].
-        others: see [`MonitorCallback`].
     """
 
     failed: float = 0.2
@@ -442,8 +441,8 @@ class RewardDriftCallback(MonitorCallback):
     Alert when the mean or the spread of the reward moves far from the baseline, which is measured on the first scores.
 
     The monitor acts if the mean falls or the spread collapses. It only warns if the mean rises, which is the aim of
-    training, or if too many scores are above a bound. [`HackWatch`] tests whether a rise is a hack. σ is the standard
-    deviation of single scores.
+    training, or if too many scores are above a bound. [`HackWatch`] tests whether a rise is a hack. The spread is
+    the standard deviation of single scores, σ.
 
     >>> trainer.add_callback(RewardDriftCallback(sigmas=2, action="stop"))
 

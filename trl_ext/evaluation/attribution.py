@@ -96,8 +96,8 @@ class Sums:
     - `rollouts`, `count`, `groups`: numbers of rollouts, completions and groups so far
 
     The first rollouts are those until there are 32 completions. A phrase can be tracked once 5 % of a rollout's
-    completions have it; those are tracked whose share of completions has changed most since the first rollouts. Before
-    a phrase is tracked, its share counts as unchanged.
+    completions have it, and at least three do. Of these phrases, the ones are tracked whose share of completions has
+    changed most since the first rollouts. Before a phrase is tracked, its share counts as unchanged.
 
     Args:
         saved: the result of `dump`, to resume; None for new sums.

@@ -13,8 +13,8 @@ class SegmentScores:
     """
     Score the segments of a completion, such as sentences or steps, each at the token that ends it.
 
-    A reward function of [`~trl_ext.PPOTrainer`] may return this for a row in place of one float. It means a list with
-    one float per token: a segment's score at the segment's last token, 0 at all other tokens.
+    A reward function of [`~trl_ext.PPOTrainer`] may return this for a row in place of one float. It stands for a list
+    with one float per token: a segment's score at the segment's last token, 0 at all other tokens.
 
     Args:
         ends: position of each segment's last token in the row's `completion_ids`, counted from 0, in rising order.

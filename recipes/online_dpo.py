@@ -12,7 +12,7 @@ from its newest complete checkpoint; a larger `num_rounds` adds rounds.
 import copy
 import gc
 import json
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -83,10 +83,10 @@ def answer(
     ]
 
 
-def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch: int) -> list[list[float | None]]:
+def score(rewards: list[Any], rows: list[dict], answers: list[dict], batch: int) -> list[list[float | None]]:
     """
-    Return for each answer its score by each reward; all rows have equally many answers, in succession. `batch` answers
-    are scored in one call.
+    Return for each answer its score by each reward, a `Member`; all rows have equally many answers, in succession.
+    `batch` answers are scored in one call. A score is NaN where the reward failed and was skipped.
     """
     rows = [row for row in rows for _ in range(len(answers) // len(rows))]
     scores: list[list[float | None]] = []
@@ -100,16 +100,17 @@ def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch:
             "prompt_ids": [a["prompt_ids"] for a in answers[part]],
             "finished": [a["finished"] for a in answers[part]],
         }
-        scores += zip(*(reward(**given, **columns) for reward in rewards), strict=True)
+        scores += zip(*(reward.scores_or_nan(**given, **columns) for reward in rewards), strict=True)
     return [list(row) for row in scores]
 
 
 def total(scores: list[float | None], weights: list[float]) -> float | None:
     """
-    Return the weighted sum of an answer's scores that are not None and have a weight other than 0; None without any.
+    Return the weighted sum of an answer's scores that are not None and have a weight other than 0; None without any,
+    or if one of them is NaN.
     """
     applying = [w * s for w, s in zip(weights, scores, strict=True) if s is not None and w != 0]
-    return sum(applying) if applying else None
+    return sum(applying) if applying and not any(map(math.isnan, applying)) else None
 
 
 def text_of(completion: str | list[dict]) -> str:
@@ -255,6 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
             means, intervals = {}, {}  # 95 %, over the prompts
             for name, column in zip(names, zip(*scores, strict=True), strict=True):
                 applying = torch.tensor([value for value in column if value is not None], dtype=torch.double)
+                applying = applying[~applying.isnan()]
                 if len(applying):
                     means[name], intervals[name] = applying.mean().item(), bootstrap_interval(applying)
             length = sum(len(a["ids"]) for a in answers) / len(answers)

@@ -11,7 +11,6 @@ from trl_ext.rewards import (
     EnsembleReward,
     Member,
     RewardFailed,
-    SumReward,
 )
 from trl_ext.rewards.member import Started, awaited
 
@@ -99,13 +98,12 @@ class Meeting:
         return [1.0] * len(completions)
 
 
-@pytest.mark.parametrize("kind", ["sum", "ensemble", "constitution"])
+@pytest.mark.parametrize("kind", ["ensemble", "constitution"])
 def test_members_in_the_background_run_at_the_same_time_in_every_wrapper(kind):
     door = threading.Barrier(2)
     both = [Meeting("a", door), Meeting("b", door)]
     reward = {
-        "sum": lambda: SumReward(both),
         "ensemble": lambda: EnsembleReward(both),
         "constitution": lambda: ConstitutionReward(both[0], both[1:]),
     }[kind]()
-    assert reward.in_background and reward([""], ["a"]) == [2.0 if kind == "sum" else 1.0]
+    assert reward.in_background and reward([""], ["a"]) == [1.0]

@@ -72,7 +72,7 @@ class PromptArguments(DataArguments):
     rewards: list[str] | None = setting(
         None,
         "Reward functions, and rewards of trl_ext.rewards with their settings, e.g. "
-        "`{SumReward: {members: [a.py:f, b.py:g], weights: [1, 2]}, weight: 0.5}`.",
+        "`{CachedReward: {reward: a.py:f, columns: []}, weight: 0.5}`.",
     )
 
     def __post_init__(self) -> None:

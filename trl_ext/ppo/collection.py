@@ -391,6 +391,9 @@ class RolloutTrainer(GRPOTrainer):
         ended = torch.tensor(collection.ended, device=device)
         # If the last token of a cut-off row happens to be a PAD that the policy sampled, TRL takes it for finished
         takes_part = mask.any(1) & (ended | (not args.mask_truncated_completions))
+        for function, weight in zip(self.reward_funcs, weights, strict=True):
+            if weight != 0:  # without the score that is missing, the sum might lack a penalty
+                takes_part &= ~torch.tensor(function.failed, device=device)
         rewards = self._local(collection.rewards_per_func)
         scores = sequence_scores(rewards, weights, ended, args.missing_eos_score, args.missing_eos_penalty)
         by_token = [function.token_scores for function in self.reward_funcs]

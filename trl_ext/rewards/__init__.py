@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from .cached import reward_identity as reward_identity
     from .combined import ConstitutionReward as ConstitutionReward
     from .combined import EnsembleReward as EnsembleReward
-    from .combined import SumReward as SumReward
     from .judge import DATA_ALONE as DATA_ALONE
     from .judge import JudgeReward as JudgeReward
     from .judge import conversation as conversation

@@ -113,25 +113,32 @@ class Member(TellsFailures, HoldsRewards):
 
 
 def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any]:
+    """Call a reward function; return for each completion its score, an error, or [`FAILED`]."""
+    returned = awaited(telling(function)(**kwargs))
+    return [
+        FAILED if has_failed(function, score) else number_or_error(score, row)
+        for row, score in enumerate(scores_in(returned, count))
+    ]
+
+
+def telling(function: Callable) -> Callable:
+    """Return the reward function; of a [`TellsFailures`], the method that distinguishes rows on which it failed."""
+    return function.scores_or_nan if isinstance(function, TellsFailures) else function
+
+
+def has_failed(function: Callable, score: Any) -> bool:
     """
-    Call a reward function; return for each completion its score, an error, or [`FAILED`].
+    Return whether `score`, which [`telling`] gave a row, means that the reward function failed on the row.
 
     A [`TellsFailures`] marks failed rows by NaN. Any other function gives a failed row None if it, or a reward that it
     holds, has `on_error="skip"`. This None looks like "does not apply", so every None that such a function returns
     counts as a failure.
     """
-    tells = function if isinstance(function, TellsFailures) else None
-    returned = tells.scores_or_nan(**kwargs) if tells else awaited(function(**kwargs))
-    skips = not tells and "skip" in [getattr(each, "on_error", "") for each in (function, *rewards_within(function))]
-
-    def checked(score: Any, row: int) -> Any:
-        if score is None:
-            return FAILED if skips else None
-        if tells and math.isnan(score):
-            return FAILED
-        return number_or_error(score, row)
-
-    return [checked(score, row) for row, score in enumerate(scores_in(returned, count))]
+    if isinstance(function, TellsFailures):
+        return score is not None and math.isnan(score)
+    return score is None and "skip" in [
+        getattr(each, "on_error", "") for each in (function, *rewards_within(function))
+    ]
 
 
 def settled(

@@ -131,8 +131,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             As in TRL: sequence classifiers with one label (path or object), and functions or async functions
             `(prompts, completions, completion_ids, **columns) -> list[float | None]`. Besides the dataset's columns
             they are given `prompt_ids`, the tokens of each prompt, and `finished`, whether the answer ended by EOS. In
-            place of a row's float they may give a list with one float for each completion token, or
-            [`~trl_ext.rewards.SegmentScores`].
+            place of a row's float they may give a list with one float for each completion token.
         args ([`PPOConfig`], *optional*):
             Configuration.
         train_dataset, eval_dataset ([`~datasets.Dataset`], the latter also a `dict` of them):

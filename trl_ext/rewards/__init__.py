@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .model import ModelReward as ModelReward
     from .model import logits_of as logits_of
     from .remote import RemoteReward as RemoteReward
-    from .scores import SegmentScores as SegmentScores
     from .scores import scores_in as scores_in
     from .service import Call as Call
     from .service import RefusedError as RefusedError

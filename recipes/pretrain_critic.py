@@ -102,8 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
         rewards, training_args.reward_weights = script_args.load_rewards(
             tokenizer, training_args.reward_weights, model
         )
-        told = objections(rewards)
-        for sentence in told:
+        for sentence in objections(rewards):
             PartialState().print(f"Warning: {sentence}")
 
         def load(split: str) -> Any:
@@ -153,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         save_base_fingerprint(critic, output_dir, *base_of(model_args.model_name_or_path, model_args.model_revision))
     if training_args.record_run:
-        record_run(trainer, objections=told)
+        record_run(trainer)
     with parser.one_line_errors(CannotResume, NotSaved):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
 

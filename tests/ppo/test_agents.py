@@ -89,14 +89,13 @@ def test_a_step_is_that_of_each_row_alone_without_the_observations(tmp_path):
 
 
 @pytest.mark.slow
-def test_turns_returns_and_what_the_critic_explains_are_logged(tmp_path):
+def test_turns_and_returns_are_logged(tmp_path):
     trainer = make(tmp_path, counts, max_steps=2, rows=[{"prompt": PROMPT, "target": 2}] * 8)
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["turns/mean"] == 3 and log["tools/call_frequency"] == 2 and log["tools/failure_frequency"] == 0
     assert log["environment/SteppedCounter/return"] == log["objective/scores"] == 3
     assert log["completions/mean_length"] == 2 * 48 + 6 and log["completions/mean_tool_length"] == 2 * 37
-    assert {f"val/explained_variance/turn_{turn}" for turn in (1, 2)} < log.keys()
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -40,7 +39,7 @@ class JSONLCallback(TrainerCallback):
     Each event has `timestamp`, `rank`, `step` and `type`, and further keys by its type:
 
     - `begin`: `run`, the run's id, which a resumed run keeps; `config`, its configuration without credentials, and
-      `config_class`; `objections`, see [`record_run`].
+      `config_class`.
     - `train`: all numbers of the log, under `logs`. If they are measured, also `kl`, `loss`, `loss/policy_avg`,
       `loss/value_avg`, `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`, `seconds_generation`,
       `seconds_scoring` and `seconds_update`.
@@ -62,7 +61,6 @@ class JSONLCallback(TrainerCallback):
     every_process: bool = True
 
     def __post_init__(self) -> None:
-        self.objections: list[str] = []  # what reports say against the rewards; `record_run` sets it
         self._writer: JSONLWriter | None = None
         self._introduced = False  # also for a run that is complete, and is only evaluated
         self._tokens: tuple[float, float] | None = None
@@ -75,7 +73,7 @@ class JSONLCallback(TrainerCallback):
         self._introduced, self._tokens = False, None  # tokens so far, and the time in seconds
         run = state.stateful_callbacks.setdefault("trl_ext_run", {"id": from_first(uuid.uuid4().hex[:12])})
         config = {"config": redacted(args.to_dict()), "config_class": type(args).__name__}
-        self._event("begin", state, run=run["id"], **config, objections=redacted(self.objections))
+        self._event("begin", state, run=run["id"], **config)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
@@ -296,7 +294,7 @@ class ReportCallback(TrainerCallback):
                 )
 
 
-def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = ()) -> None:
+def record_run(trainer: Any, samples: bool = False) -> None:
     """
     Make a run record its logs, unless it already does, and write a page that shows them when training ends.
 
@@ -307,8 +305,6 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
     Args:
         trainer: any Trainer.
         samples: whether to keep some completions of each rollout, too; for PPOTrainer, GRPOTrainer and RLOOTrainer.
-        objections: why reward reports say not to trust the reward models, from [`trl_ext.workbench.objections`]. The
-            page shows these sentences.
     """
 
     def own(kind: type) -> Any:
@@ -317,7 +313,6 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
     if own(JSONLCallback) is None:
         trainer.add_callback(JSONLCallback(every_process=False))
     recorder = own(JSONLCallback)
-    recorder.objections = recorder.objections or [*objections]
     if samples and own(SamplesCallback) is None:
         trainer.add_callback(SamplesCallback(trainer=trainer))
     if (count := getattr(trainer.args, "record_answers", 0)) and own(AnswersCallback) is None:
@@ -335,17 +330,3 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
         rows = getattr(trainer, "given_rows", None)
         rows = getattr(trainer, "train_dataset", None) if rows is None else rows
         trainer.add_callback(ReportCallback(rows, getattr(trainer, "start_path", None)))
-
-
-def objections_to(rewards: Sequence[Any]) -> list[str]:
-    """Return a text for each report that says not to trust one of these rewards; [] if reports cannot be read."""
-    try:
-        return import_module(_PAGES).objections(rewards)
-    except ModuleNotFoundError:  # this installation has no workbench
-        return []
-    except Exception as error:  # a report that cannot be read ends no run
-        logger.warning(
-            f"The reward model's reward_report.json could not be read ({' '.join(str(error).split())}). Training "
-            "continues without its verdict; `trl-ext reward-report` writes it again."
-        )
-        return []

@@ -18,7 +18,6 @@ from ..functional import (
     merge_moments,
     moments,
     standard_deviation,
-    turn_numbers,
     turn_starts,
     variance,
 )
@@ -26,8 +25,6 @@ from .rollout import Rollout
 
 # GRPO logs these; for PPO they would be wrong, or repeat another metric
 GRPO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")
-
-_LAST_TURN = 4  # turns that have an explained variance of their own; the last one includes all later turns
 
 _ADDED = "rollout_metrics: "  # marks the metrics that a subclass adds, which replace ours of the same name
 
@@ -152,13 +149,8 @@ class PPOMetrics:
         self.train.add("objective/rlhf_reward", rewards.sum(1), rollout.valid)
         self.train.add("objective/kl_coef", kl_coef)
         if rollout.values is not None:
-            masks = {"": rollout.mask}
-            if rollout.tool_mask is not None:
-                turns = turn_numbers(rollout.mask).clamp(max=_LAST_TURN - 1)
-                masks |= {f" {turn}": rollout.mask * (turns == turn) for turn in range(_LAST_TURN)}
-            for name, mask in masks.items():
-                self.train.add(f"_residuals{name}", returns - rollout.values, mask)
-                self.train.add(f"_returns{name}", returns, mask)
+            self.train.add("_residuals", returns - rollout.values, rollout.mask)
+            self.train.add("_returns", returns, rollout.mask)
 
     def added(self, metrics: dict[str, float]) -> None:
         """Add the metrics that the trainer's `rollout_metrics` returned."""
@@ -300,10 +292,9 @@ class PPOMetrics:
         moments = (self.train if mode == "train" else self.eval).pop(self.accelerator)
         report: dict[str, float] = {}
         added = {name.removeprefix(_ADDED): moments.pop(name) for name in [*moments] if name.startswith(_ADDED)}
-        for turns, suffix in {"": "", **{f" {turn}": f"/turn_{turn + 1}" for turn in range(_LAST_TURN)}}.items():
-            residuals, returns = moments.pop(f"_residuals{turns}", None), moments.pop(f"_returns{turns}", None)
-            if residuals is not None and returns is not None and variance(returns) > 0:
-                report[f"val/explained_variance{suffix}"] = explained_variance(residuals, returns).item()
+        residuals, returns = moments.pop("_residuals", None), moments.pop("_returns", None)
+        if residuals is not None and returns is not None and variance(returns) > 0:
+            report["val/explained_variance"] = explained_variance(residuals, returns).item()
         for name, value in moments.items():
             count, mean, _, minimum, maximum = value.tolist()
             *prefix, topic = name.rsplit("completions/", 1)

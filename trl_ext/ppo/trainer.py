@@ -24,7 +24,7 @@ from ..callbacks.console import ConsoleCallback
 from ..callbacks.hack_watch import attach_watch
 from ..callbacks.monitor import trackio_is_open
 from ..callbacks.monitors import ScoreFallCallback
-from ..callbacks.recording import objections_to, record_run
+from ..callbacks.recording import record_run
 from ..data.texts import with_text_arguments
 from ..functional import (
     LAM_SCHEDULES,
@@ -98,7 +98,6 @@ from .roles import (
     load_rewards,
     make_actor_critic,
     make_reference,
-    named,
     prepare_base,
 )
 from .rollout import Rollout, joined, lengths_of, permuted
@@ -979,8 +978,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         if self.args.record_run:  # not before: callbacks may have been added since, such as a JSONLCallback
-            rewards = [named(each) if isinstance(each, nn.Module) else each for each in self._rewards.functions]
-            record_run(self, samples=True, objections=objections_to(rewards))
+            record_run(self, samples=True)
         attach_watch(self, self.args.watch)
         watches = any(isinstance(each, ScoreFallCallback) for each in self.callback_handler.callbacks)
         if self.args.watch != "off" and not watches:

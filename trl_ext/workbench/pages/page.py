@@ -121,8 +121,6 @@ def verdict(run: Run) -> str:
     parts = [listed([_change(run, label, key) for label, key in wanted(run).items()])]
     if run.passed is not None:
         parts.append(f"the saved model {'passed' if run.passed else 'did not pass'} its report")
-    elif run.objections:
-        parts.append("a reward model did not pass its report")
     said = "; ".join(filter(None, [*parts, watched(run)]))
     return sentence(said if run.has_ended or not said else f"so far {said}")
 

@@ -62,7 +62,7 @@ class Run:
         outcome: figures measured after training, by label; for a round of online DPO, before it and after it.
         monitors: maps each monitor's name to its arguments; None if monitors were not recorded.
         paid: what the reward paid for, as HackWatch wrote it.
-        objections: why reports say not to trust the reward models that the run used or saved.
+        objections: why a report says not to trust the reward model that the run saved.
         passed: verdict of the report on the reward model that the run saved; None without a report.
     """
 
@@ -164,7 +164,6 @@ def read_run(folder: Path) -> Run:
         run.history = [{**event["logs"], "step": event["step"]} for event in run.events if "logs" in event]
         run.monitors = next((event["monitors"] for event in reversed(run.events) if "monitors" in event), run.monitors)
         registry = {**{name: {"args": args} for name, args in (run.monitors or {}).items()}, **registry}
-        run.objections = [*((begins[-1].get("objections") if begins else None) or [])]
         run.config = redacted(next((event["config"] for event in reversed(run.events) if "config" in event), {}))
     run.monitors, run.registry = redacted(run.monitors), redacted(registry)  # the page shows the monitors' arguments
     run.alerts = redacted(_of_this_run(_rows(folder / "alerts.jsonl") or run.alerts, begins))
@@ -202,7 +201,7 @@ def _read_results(run: Run, since: float) -> None:
     run.passed = verdict.get("passed")
     if run.passed is False:
         what = "reward_report.json says no to the model that this run has saved:"
-        run.objections.insert(0, "\n  - ".join([what, *verdict["reasons"]]))
+        run.objections = ["\n  - ".join([what, *verdict["reasons"]])]
 
 
 def rounds_of(folder: Path) -> list[Path]:

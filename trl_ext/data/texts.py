@@ -96,30 +96,6 @@ def repeated_calls(completion: Any) -> list[bool]:
     return repeated
 
 
-def with_text_arguments(answer: Any) -> Any:
-    """
-    Return an answer's messages, in which the arguments of each tool call become the JSON text of an object. An answer
-    that is a text is returned unchanged.
-
-    A policy may call a tool with any JSON value, but TRL prints only objects, and a table needs one type for each
-    column. A value that is no object becomes `{"arguments": value}`.
-    """
-    if isinstance(answer, str):
-        return answer
-
-    def text(arguments: Any) -> str:
-        given = arguments if isinstance(arguments, dict) else {"arguments": arguments}
-        return json.dumps(given, ensure_ascii=False, default=str)
-
-    def written(message: dict[str, Any]) -> dict[str, Any]:
-        if not message.get("tool_calls"):
-            return message
-        calls = [{"name": name, "arguments": text(arguments)} for name, arguments in tool_calls(message)]
-        return {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]}
-
-    return list(map(written, answer))
-
-
 # ---- Rows ----
 
 

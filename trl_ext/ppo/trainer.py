@@ -1,6 +1,7 @@
 """PPO on TRL's `GRPOTrainer`: prompt → rollout → scores → token rewards → advantages → loss → step → metrics."""
 
 import copy
+import json
 import math
 import os
 import textwrap
@@ -25,7 +26,6 @@ from ..callbacks.hack_watch import attach_watch
 from ..callbacks.monitor import trackio_is_open
 from ..callbacks.monitors import ScoreFallCallback
 from ..callbacks.recording import record_run
-from ..data.texts import with_text_arguments
 from ..functional import (
     LAM_SCHEDULES,
     advantages_and_returns,
@@ -969,8 +969,11 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 logs["learning_rate"] *= self.rate_controller.applied  # the rate of the last step
             report = self.metrics.report(start_time)
             self._metrics["train"].update({name: [number] for name, number in report.items()})
-        logged = ("prompt", "completion") if self.log_completions else ()
-        shown = {name: list(map(with_text_arguments, self._logs[name])) for name in logged}
+        # As JSON: a policy may call a tool with any value, but a table needs one type for each column
+        logged = ("prompt", "completion") if self.log_completions and self.tools else ()
+        shown = {
+            name: [json.dumps(each, ensure_ascii=False, default=str) for each in self._logs[name]] for name in logged
+        }
         with temporarily(self, _logs={**self._logs, **shown}):
             super().log(logs, start_time)
 

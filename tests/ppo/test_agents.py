@@ -160,23 +160,6 @@ def test_a_cut_is_no_end(tmp_path):
     tokens = rolled_out(make(tmp_path / "tokens", endless, max_completion_length=120))
     assert not tokens.ended.any() and (tokens.completion_mask.sum(1) <= 120).all()
 
-    cut = make(tmp_path / "bootstrap", endless, max_tool_calling_iterations=2, bootstrap_truncated=True, gamma=0.9)
-    torch.nn.init.normal_(cut.model.critic.score.weight)
-    rollout = rolled_out(cut)
-    assert (rollout.end_values != 0).all()
-    ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], 1)[0]
-    real = torch.cat([rollout.prompt_mask, rollout.completion_mask], 1)[0].bool()
-    with torch.no_grad():
-        state = cut.model.critic.base_model(ids[real][None]).last_hidden_state[0, -1]
-        assert_close(rollout.end_values[0], cut.model.critic.score(state)[0], rtol=1e-4, atol=1e-5)
-    added = rollout.bootstrapped(torch.zeros_like(rollout.values), 0.9)
-    assert_close(added.sum(1), 0.9 * rollout.end_values)
-    assert_close((added * rollout.mask).sum(1), 0.9 * rollout.end_values)
-    ended = make(tmp_path / "ended", counts, bootstrap_truncated=True)
-    torch.nn.init.normal_(ended.model.critic.score.weight)
-    whole = rolled_out(ended)
-    assert whole.end_values.all() and not whole.bootstrapped(torch.zeros_like(whole.values), 0.9).any()
-
 
 @pytest.mark.slow
 def test_tools_environments_by_name_and_rewards_beside_them(tmp_path):

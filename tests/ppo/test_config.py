@@ -172,8 +172,6 @@ CONTRADICTIONS = [
     ({"kl_controller": "adaptive", "kl_coef": 0.0}, "cannot change `kl_coef=0`"),
     ({"watch": "raise_kl", "kl_coef": 0.0}, "cannot change `kl_coef=0`"),
     ({"use_ref_model": False}, "`use_ref_model=False` loads no reference"),
-    ({"bootstrap_truncated": True, "baseline": "mean"}, "which has no critic"),
-    ({"bootstrap_truncated": True, "missing_eos_penalty": 1.0}, "leave `missing_eos_score`"),
     ({"reward_normalization": "group"}, "needs `reward_group_column`"),
     ({"missing_eos_score": -1.0, "missing_eos_penalty": 1.0}, "`missing_eos_score=-1.0`"),
     ({"mask_truncated_completions": True, "missing_eos_score": -1.0}, "Set only one of the three"),

@@ -317,20 +317,16 @@ class RolloutTrainer(GRPOTrainer):
             sampled: (B, T) log-probs of the sampler, nats; None if they are not known.
 
         Returns:
-            The fields `logprobs`, `ref_logprobs`, `values`, `sampler_logprobs` and `end_values` of [`Rollout`], by
-            name; None for each that is not used.
+            The fields `logprobs`, `ref_logprobs`, `values` and `sampler_logprobs` of [`Rollout`], by name; None for
+            each that is not used.
         """
         args, mask = self.args, tensors["completion_mask"]
         ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
         lengths, width = lengths_of(tensors["prompt_mask"], mask), mask.size(1)
-        goes_on = args.bootstrap_truncated and self.model.training
-        if goes_on:  # a token behind each answer, for the value after its last one, if the context has room
-            ids = torch.cat([ids, ids[:, -1:]], dim=1)
-            lengths = [(asked, answer + (asked + answer < self._context)) for asked, answer in lengths]
         is_trusted = sampled is not None and self._trusts_sampler
         asked = {"with_logprobs": not is_trusted, "with_values": self.model.training and args.baseline != "mean"}
         run = functools.partial(
-            self._passes, ids=ids, lengths=lengths, width=width + goes_on, size=args.local_rollout_forward_batch_size
+            self._passes, ids=ids, lengths=lengths, width=width, size=args.local_rollout_forward_batch_size
         )
         found: dict[str, Tensor] = {}
         unchecked = disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs)
@@ -339,17 +335,11 @@ class RolloutTrainer(GRPOTrainer):
                 found |= run(self.model, **asked)
             if args.use_ref_model:
                 found["ref_logprobs"] = self._run_reference(run)
-        end_values = None
-        if goes_on:
-            last = torch.tensor([max(answer - 1, 0) for _, answer in lengths], device=ids.device)
-            end_values = found["values"].gather(1, last[:, None])[:, 0]
-            found = {name: values[:, :width] * mask for name, values in found.items()}
         return {
             "logprobs": sampled if is_trusted else found["logprobs"],
             "ref_logprobs": found.get("ref_logprobs"),
             "values": found.get("values"),
             "sampler_logprobs": None if is_trusted else sampled,
-            "end_values": end_values,
         }
 
     def _run_reference(self, run: Any) -> Tensor:

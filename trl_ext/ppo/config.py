@@ -345,12 +345,6 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         "Whether one action is a token or a whole turn, in advantages and in the ratio of the policy's loss. The "
         "tokens of a turn share one advantage, and their log-probs are added up. `gamma` and `lam` are then per turn.",
     )
-    bootstrap_truncated: bool = setting(
-        False,
-        "Whether an episode that was cut off, by length or by `max_tool_calling_iterations`, gets the critic's value "
-        "after its last token as its remaining return. Otherwise that return is 0, and `missing_eos_penalty` and "
-        "`missing_eos_score` apply.",
-    )
 
     def __post_init__(self):
         self.top_k = self.top_k or 0  # transformers would make 50 of None
@@ -413,13 +407,6 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
                 self.kl_coef == 0 and (self.kl_controller != "fixed" or self.watch == "raise_kl"),
                 "`kl_controller='adaptive'` and `watch='raise_kl'` multiply `kl_coef`, so they cannot change "
                 "`kl_coef=0`. Set a positive `kl_coef`, such as 0.05.",
-            ),
-            (
-                self.bootstrap_truncated
-                and (self.baseline == "mean" or (self.missing_eos_score, self.missing_eos_penalty) != (None, None)),
-                "`bootstrap_truncated=True` makes the critic's value the remaining return of a cut-off completion. So "
-                "set another `baseline` than 'mean', which has no critic, and leave `missing_eos_score` and "
-                "`missing_eos_penalty` out.",
             ),
             (
                 not self.use_ref_model and self.kl_coef != 0,

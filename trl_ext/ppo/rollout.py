@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional import importance_weights, kl_estimate, last_token_index, turn_sums
+from ..functional import importance_weights, kl_estimate, turn_sums
 from .config import PPOConfig
 
 
@@ -38,8 +38,6 @@ class Rollout:
             methods of [`PPOTrainer`] that subclasses override get normalised token scores.
         tool_mask: (B, T), TRL's name: 1 = sampled by the policy, 0 = what a tool or an environment said, and padding.
             None if the policy sampled all tokens.
-        end_values: (B,), the critic's value after the response's last token, or before that token where the response
-            fills the context; None without `bootstrap_truncated`.
         environments: for each environment's name a (B,) bool, whether the row was played in that environment.
         tool_lengths: (B,), number of tokens in the response that tools and environments wrote.
         repeats: (B, C), a number for each of up to C tool calls of a row: 1 if an earlier call of the row was the same
@@ -60,7 +58,6 @@ class Rollout:
     lengths: Tensor
     token_scores: Tensor | None = None
     tool_mask: Tensor | None = None
-    end_values: Tensor | None = None
     environments: dict[str, Tensor] = field(default_factory=dict)
     tool_lengths: Tensor | None = None
     repeats: Tensor | None = None
@@ -111,16 +108,6 @@ class Rollout:
         if args.gae_level == "turn" and mode.startswith("token"):  # a turn is one action
             ours, drawn = turn_sums(ours, self.drawn), turn_sums(drawn, self.drawn)
         return importance_weights(ours, drawn, self.drawn, mode, *bounds)
-
-    def bootstrapped(self, rewards: Tensor, gamma: float) -> Tensor:
-        """
-        Return (B, T) rewards, plus `gamma` · `end_values` at the last token of each row that is not `ended`; without
-        `end_values`, return the rewards.
-        """
-        if self.end_values is None:
-            return rewards
-        is_last = torch.arange(rewards.size(1), device=rewards.device) == last_token_index(self.mask)[:, None]
-        return rewards + torch.where(is_last & ~self.ended[:, None], gamma * self.end_values[:, None], 0.0)
 
     def rows_for_training(
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None

@@ -529,7 +529,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         schedules = {name: getattr(args, name) for name in LAM_SCHEDULES}
         actions = self._actions(mask)
         lam, lam_value = choose_lam(actions, self._lam(rollout), args.lam_value, schedules)
-        rewards = rollout.bootstrapped(rewards, args.gamma)
         advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value, args.gae_level)
         if args.baseline != "critic":
             means, weight = self._mean_baselines(rewards, values, mask)

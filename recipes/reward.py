@@ -4,7 +4,7 @@
 
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
 see --help. This writes the model, a plain sequence classifier with one label, and a report on its quality, as
-`trl-ext reward-report` does: `reward_report.html`, `reward_report.json` and `margins.png`. The same command again
+`trl-ext reward-report` does: `reward_report.html` and `reward_report.json`. The same command again
 resumes from the newest complete checkpoint in `output_dir`. `--ensemble k` divides the pairs into k parts, and trains
 k models into `member-0`, `member-1`, … of `output_dir`. Each has another seed, and lacks another one of the parts.
 `EnsembleReward` takes `output_dir` as its members.
@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext import load_dataset_split, save_base_fingerprint
     from trl_ext.data import TrainedPairs, held_out_rows, not_trained_on, usable_pairs
     from trl_ext.dpo import ResumableRewardTrainer
-    from trl_ext.evaluation import plot_margins, reward_model_report
+    from trl_ext.evaluation import reward_model_report
     from trl_ext.models import base_of, centre, has_head, head_of, keep_unpacked, load_config
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of
     from trl_ext.workbench import next_line, objections, report_of, report_trained
@@ -281,7 +281,6 @@ def main(arguments: list[str] | None = None) -> None:
                     if result.metrics:  # none where the run was complete already
                         trainer.save_metrics("train", result.metrics)
                     if trainer.is_world_process_zero():
-                        plot_margins(scores["chosen"] - scores["rejected"], output_dir / "margins.png")
                         named = {name: each.tolist() for name, each in scores.items()}
                         write_text(output_dir / "held_out_scores.json", json.dumps(named))
                 with result_of(output_dir, "The report"):

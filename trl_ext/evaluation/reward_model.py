@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -329,19 +328,6 @@ def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor) -
     }
 
 
-def plot_margins(margins: Tensor, path: str | Path) -> None:
-    """Write a histogram of the (N,) margins of held-out pairs, chosen minus rejected score, to the PNG `path`."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    axes.hist(margins.tolist(), bins=40, color="tab:blue")
-    axes.axvline(0, color="black", linewidth=1)
-    axes.set(xlabel="score(chosen) − score(rejected)", ylabel="pairs")
-    axes.set_title(f"{len(margins)} held-out pairs, accuracy {pairwise_accuracy(margins).item():.1%}")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
     """Return the accuracy of each way to combine members, and how far the members disagree.
 
@@ -426,33 +412,3 @@ def best_of_n_report(chosen: Sequence[float], rejected: Sequence[Sequence[float]
         "accuracy_interval": bootstrap_interval(credits),
         "chance": sum(1 / (1 + len(others)) for others in rejected) / len(credits),
     }
-
-
-def overoptimization_curve(distance: Tensor, alpha: float, beta: float) -> Tensor:
-    """Return the gain in reward that the law predicts at a distance d from the initial policy.
-
-    R(d) = d (α − β log d), with d = √KL and R(0) = 0 (Gao et al., 2210.10760, eq. 1). For α, β > 0 it peaks at
-    d = exp(α/β − 1), where R = β d.
-
-    Args:
-        distance: (N,) d ≥ 0, √nats.
-        alpha, beta: coefficients, reward per √nat.
-
-    Returns:
-        (N,), reward.
-    """
-    return alpha * distance - beta * torch.special.xlogy(distance, distance)
-
-
-def fit_overoptimization(distance: Tensor, gain: Tensor) -> tuple[float, float]:
-    """Fit the coefficients (α, β) of [`overoptimization_curve`], which is linear in both, by least squares.
-
-    Args:
-        distance: (N,) d = √KL ≥ 0, √nats, with at least two different values above 0. Points at d = 0 do not count,
-            since the curve is 0 there.
-        gain: (N,) reward minus the initial policy's reward.
-    """
-    distance, gain = distance.detach().double().cpu(), gain.detach().double().cpu()
-    design = torch.stack([distance, -torch.special.xlogy(distance, distance)], dim=1)
-    alpha, beta = torch.linalg.lstsq(design, gain[:, None], driver="gelsd").solution[:, 0].tolist()
-    return alpha, beta

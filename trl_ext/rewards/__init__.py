@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .judge import message_of as message_of
     from .judge import tagged as tagged
     from .judge import verdicts_in as verdicts_in
-    from .loading import check_rewards as check_rewards
     from .loading import joined_weights as joined_weights
     from .loading import load_object as load_object
     from .loading import load_reward as load_reward

@@ -80,7 +80,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
         The content of `evaluation.json`.
     """
     from ...data import write_rows
-    from ...rewards import Member, check_rewards, load_rewards
+    from ...rewards import Member, load_rewards
     from ...rewards import distinct as distinct_names
     from .. import objections
     from ..pages.compare import named
@@ -99,9 +99,9 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
         win_rate,
     )
 
-    entries = [entry_of(text) for text in args.rewards or []]
-    judges = [entry_of(args.judge)] if args.judge else []
-    check_rewards([*entries, *judges])
+    # Before anything is generated, which may take long: a mistyped reward is refused here
+    functions, _ = load_rewards([entry_of(text) for text in args.rewards or []])
+    judge = load_rewards([entry_of(args.judge)])[0][0] if args.judge else None
     paths = {name.replace("/", "--"): str(path) for name, path in named(list(map(Path, args.policies))).items()}
     baseline = next(name for name, path in paths.items() if Path(path) == Path(str(args.baseline)))
     reference = str(args.ref_model_name_or_path)
@@ -118,8 +118,6 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
     kl = kl_of(reference, {name: (paths[name], answers[name]) for name in paths}, sampling)
     free()
 
-    functions, _ = load_rewards(entries)
-    judge = load_rewards(judges)[0][0] if judges else None
     names = distinct_names([Member(function).name for function in functions])
     columns = {name: rows[name][:] for name in rows.column_names if name not in OWN}
     keys = [json.dumps(row["prompt"], sort_keys=True) for row in answers[baseline]]

@@ -64,7 +64,7 @@ def short(completions, **kwargs):
     return [1.0]
 
 
-def test_what_a_member_does_wrong_is_named_skipped_or_scored(subtests):
+def test_what_a_member_does_wrong_is_named_or_skipped(subtests):
     good_and_bad = ["fine", "nan", "text", "tokens"]
     for function, message, failed in [
         (unlucky, "reward 'unlucky': ValueError: returned nan for completion 1", [1, 2, 3]),
@@ -74,11 +74,12 @@ def test_what_a_member_does_wrong_is_named_skipped_or_scored(subtests):
         with subtests.test(function.__name__):
             with pytest.raises(RuntimeError, match=message):
                 Member(function)([""] * 4, good_and_bad)
-            for policy, value in (("skip", None), (-2, -2.0)):
-                logged = {}
-                scores = Member(function, policy)([""] * 4, good_and_bad, log_metric=logged.__setitem__)
-                assert scores == [value if row in failed else 0.5 for row in range(4)]
-                assert logged == {f"rewards/{function.__name__}/failed": len(failed) / 4}
+            logged = {}
+            scores = Member(function, "skip")([""] * 4, good_and_bad, log_metric=logged.__setitem__)
+            assert scores == [None if row in failed else 0.5 for row in range(4)]
+            assert logged == {f"rewards/{function.__name__}/failed": len(failed) / 4}
+    with pytest.raises(ValueError, match="give 'raise' or 'skip'"):
+        Member(unlucky, "skips")
 
 
 def served(completions, **kwargs):

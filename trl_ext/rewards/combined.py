@@ -41,7 +41,7 @@ class EnsembleReward(HoldsRewards):
         normalize: standardise each member's scores, for members of different scales. Their means and standard
             deviations are read from the recipe's folder, which measured them on held-out answers.
         on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]. `"skip"` leaves the row
-            without a score; a number is the failed member's score, and should be below its scores of bad answers.
+            without a score.
         model_kwargs: arguments of [`ModelReward`] for the members given by folder or hub name, such as
             `{"dtype": "bfloat16"}`.
         name: key in the logs; if None, `combine` and the members' names, such as `min_of_a_b`.
@@ -163,7 +163,7 @@ class ConstitutionReward(HoldsRewards):
         judge: a reward function, one more principle, which is asked last.
         judge_minimum: the lowest score that the judge gives an answer that keeps its principle.
         on_error: what happens if a function fails: `"raise"` raises an error, `"skip"` leaves the answer without that
-            function's score, a number is that function's score.
+            function's score.
         name: key in the logs; by default `constitution_<name of the reward>`.
 
     Examples:

@@ -23,8 +23,8 @@ from .scores import log_to, number_or_error, scores_in, without_failures
 
 logger = logging.get_logger(__name__)
 
-OnError = Literal["raise", "skip"] | float
-FAILED = float("nan")  # this one object means "failed"; a NaN that a function returns is another object
+OnError = Literal["raise", "skip"]
+FAILED = math.nan
 _warned: set[tuple[str, bool]] = set()  # a reward's name, and whether it failed on all rows
 
 
@@ -77,8 +77,7 @@ class Member(TellsFailures, HoldsRewards):
         function: the reward function.
         on_error: `"raise"` raises a `RuntimeError` that names the function, and the completion if one score is wrong.
             `"skip"` scores a failed row None; the combining reward then gives the row no higher score than it would
-            have had without the failure. A number is the score of a failed row. With `"skip"` or a number, the share
-            of failed rows is logged as `rewards/<name>/failed`.
+            have had without the failure, and the share of failed rows is logged as `rewards/<name>/failed`.
 
     Examples:
         >>> from trl_ext.rewards import Member
@@ -145,7 +144,7 @@ def settled(
     name: str, outcomes: Sequence[Any], on_error: OnError, log_metric: Any, excused: Any = ()
 ) -> list[float | None]:
     """
-    Replace each error in a call's outcomes by NaN if `on_error` is `"skip"`, or by the number `on_error`.
+    Replace each error in a call's outcomes by NaN if `on_error` is `"skip"`.
 
     Log the share of errors. Warn when a reward first fails, and when it first fails on all completions of a call,
     since the run may then train on nothing.
@@ -165,12 +164,7 @@ def settled(
     if errors and (key := (name, len(errors) == len(outcomes))) not in _warned:
         _warned.add(key)
         logger.warning(f"reward '{name}' failed on {len(errors)} of {len(outcomes)} completions: {errors[0]}")
-    number = FAILED if on_error in ("raise", "skip") else float(on_error)
-    fallbacks = [FAILED if isinstance(outcome, excused) else number for outcome in outcomes]
-    return [
-        fallback if isinstance(outcome, Exception) else outcome
-        for outcome, fallback in zip(outcomes, fallbacks, strict=True)
-    ]
+    return [FAILED if isinstance(outcome, Exception) else outcome for outcome in outcomes]
 
 
 def scores_of_all(
@@ -230,12 +224,11 @@ def checked_name(name: str | None, default: str) -> str:
     return name or re.sub(r"_?[^\w.-]+_?", "_", default, flags=re.ASCII).strip("_") or "reward"
 
 
-def checked_on_error(on_error: Any) -> OnError:
-    """Return `on_error`, numbers as floats; raise now for an invalid word, rather than at the first failure."""
-    try:
-        return on_error if on_error in ("raise", "skip") else float(on_error)
-    except (TypeError, ValueError):
-        raise ValueError(f"`on_error` is {on_error!r}: give 'raise', 'skip', or a failed row's score") from None
+def checked_on_error(on_error: OnError) -> OnError:
+    """Return `on_error`; raise now for an invalid word, rather than at the first failure."""
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"`on_error` is {on_error!r}: give 'raise' or 'skip'")
+    return on_error
 
 
 _LOOP = "async rewards"  # name of the thread that runs coroutines
@@ -412,8 +405,7 @@ class PatternReward:
         forbidden: regular expressions that must not be found.
         timeout: seconds of processor time that the search for one pattern in one answer may take.
         on_error: what happens if a search takes longer. `"raise"` raises a `RuntimeError`; `"skip"` scores the answer
-            None; a number is the answer's score. With `"skip"` or a number, the share of answers whose search took
-            longer is logged as `rewards/<name>/failed`.
+            None, and the share of answers whose search took longer is logged as `rewards/<name>/failed`.
         name: key in the logs; by default `required_pattern`, `forbidden_pattern` or `pattern` (both).
 
     Examples:

@@ -155,7 +155,7 @@ class RemoteReward(ServedReward):
         """
         Return the scores as `__call__` does, but NaN instead of None for a row that failed.
 
-        NaN occurs only with `on_error="skip"`: if `on_error` is a number, a failed row has that number.
+        NaN occurs only with `on_error="skip"`.
 
         Args:
             prompts, completions: texts or messages.

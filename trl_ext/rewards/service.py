@@ -95,8 +95,7 @@ class ServedReward(TellsFailures):
         max_characters: most characters of a prompt or completion. A row with a longer text is not sent, and fails.
         api_key_env: environment variable with a bearer token, such as `"OPENAI_API_KEY"`. The token is never written
             to a file or log.
-        on_error: what happens if a row fails. `"raise"` raises an error, `"skip"` scores the row None, a number is the
-            row's score.
+        on_error: what happens if a row fails. `"raise"` raises an error, `"skip"` scores the row None.
     """
 
     in_background = True
@@ -256,9 +255,9 @@ class ServedReward(TellsFailures):
         """
         Return the scores of a call's rows, and log `metrics`.
 
-        `outcomes` has a score or an error for each row. An error is raised if `on_error` is `"raise"`, replaced by NaN
-        if it is `"skip"`, else replaced by the number `on_error`. A [`WithheldError`] is always replaced by NaN.
-        `log_metric` is TRL's function that logs; None logs nothing.
+        `outcomes` has a score or an error for each row. An error is raised if `on_error` is `"raise"`, and replaced by
+        NaN if it is `"skip"`. A [`WithheldError`] is always replaced by NaN. `log_metric` is TRL's function that logs;
+        None logs nothing.
         """
         self.check(outcomes)
         log_to(log_metric, metrics, self)

@@ -88,8 +88,8 @@ def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
 
 def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
     """
-    Raise if a policy with adapters would silently train with wrong gradients (under the `accelerator`'s FSDP) or on
-    wrong samples (with `use_vllm`).
+    Raise a `ValueError` for a policy with adapters that would train wrongly without an error: with adapters on
+    embeddings or LM head, with FSDP's own activation checkpointing, or with vLLM on a quantised base.
     """
     check_modules(policy, "peft_config")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -188,8 +188,10 @@ class Rewards:
 
     def load_adapters(self, loader: Loader, share: bool) -> dict[int, nn.Linear]:
         """
-        Load the reward models that were saved as adapters: if `share` is True and the policy (in `loader`) has
-        adapters, onto the policy's base, else each with a separate base.
+        Load the reward models that were saved as adapters.
+
+        If `share` is True and the policy, which `loader` holds, has adapters, load them onto the policy's base. Else
+        load each with a base of its own.
 
         Returns:
             The heads of the models that share the base, by the index of the reward.
@@ -212,7 +214,8 @@ class Rewards:
 
     def critics(self) -> list[int]:
         """
-        Return the indices of reward models that a critic may copy: with the policy's tokenizer and a nonzero weight.
+        Return the indices of the reward models of which a critic may be a copy: those with the policy's tokenizer and
+        a weight other than 0.
         """
         return [
             i

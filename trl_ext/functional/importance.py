@@ -45,6 +45,9 @@ def importance_weights(
     Returns:
         The weights, without gradient, float32 or wider: (B, T) for tokens, with 1 where the mask is 0, or (B, 1) for
         whole completions; and a bool mask of the same shape, True for the weights that a bound changed.
+
+    Raises:
+        ValueError: sampler_logprobs are NaN or infinite at a real token.
     """
     check_shapes(logprobs=logprobs, sampler_logprobs=sampler_logprobs, mask=mask)
     level, _, rule = mode.partition("_")

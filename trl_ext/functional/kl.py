@@ -78,7 +78,10 @@ def adaptive_kl_coef(
         maximum: largest coefficient to return.
 
     Returns:
-        The next coefficient.
+        The next coefficient, score units per nat.
+
+    Raises:
+        ValueError: kl is NaN or infinite.
     """
     if not math.isfinite(kl):
         raise ValueError(f"kl must be finite, got {kl}; look for NaN in the log-probs of this rollout.")

@@ -122,11 +122,14 @@ def check_critic(critic: Any, tokenizer: Any) -> None:
 
 def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | None = None) -> dict[str, Tensor]:
     """
-    Return the `position_ids` that a model's forward needs so that padding does not change a row's outputs;
-    `attention_mask` is (B, L), 1 = real token.
+    Return `{"position_ids": positions}` for a model's forward, so that padding does not change a row's outputs.
 
-    Return the positions `given`, or if they are None, positions counted from the mask. Return {} if both are None, or
-    if the model's forward takes no `position_ids`.
+    Return {} if the forward takes no `position_ids`, or if both arguments are None.
+
+    Args:
+        model: the model, plain or wrapped by PEFT.
+        attention_mask: (B, L), 1 = real token, from which positions are counted unless they are given.
+        given: (B, L) positions.
     """
     if "position_ids" not in inspect.signature(type(base_model_of(model)).forward).parameters:
         return {}

@@ -394,8 +394,9 @@ def without_base(is_needed: bool) -> AbstractContextManager:
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
     """
-    Return the settings of the policy's adapters, and the reference adapter's hash, if any, by name, to compare them
-    when a run resumes: another hash raises an error, settings that differ are printed.
+    Return a dict of the settings of the policy's adapters and, if there is a reference adapter, a hash of its weights.
+
+    A run that resumes compares them with the checkpoint's: another hash raises an error, other settings are printed.
     """
     # These settings tell where an adapter came from, or are set by PEFT while the adapter is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")

@@ -279,7 +279,8 @@ def decode(
     Args:
         policy: a model, plain or wrapped by PEFT.
         recorder: receives the sampled tokens, with their log-probs; None records nothing.
-        histories: keys and values of earlier turns, which are reused. Keys and values of this turn are added.
+        histories: keys and values of earlier turns, which are reused. Keys and values of this turn are added. None
+            keeps nothing.
         inputs: `input_ids` (B, P), left-padded, their `attention_mask`, a `generation_config`, and any other inputs
             of the model.
 
@@ -396,8 +397,7 @@ def _decode_live_rows(
         policy: the model, with its adapters.
         sampler: samples each token, and keeps its log-prob.
         eos: ids of the tokens that end an answer.
-        histories: what the policy has read of each episode, by which later turns save computation; None to keep
-            nothing.
+        histories: keys and values of earlier turns, as for [`decode`].
         input_ids, attention_mask: (B, P), prompts that are padded on the left.
         generation_config: settings of `generate`.
 
@@ -454,10 +454,10 @@ def _decode_live_rows(
 @torch.no_grad()
 def _prefilled(base: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
     """
-    Return the cache, by the model `base`, of all rows' prompts without the last token; compute a prompt that several
-    rows share only once. `input_ids` and `attention_mask` are (B, P), padded on the left.
+    Run the model `base` on all prompts, (B, P), padded on the left, without their last token; return its cache.
 
-    If all prompts differ, or have only one token, return an empty cache.
+    A prompt that several rows share is computed only once. If all prompts differ, or have only one token, nothing is
+    computed, and the cache is empty.
     """
     cache = _cache(base)
     prompts, row = torch.stack([input_ids, attention_mask]).unique(dim=1, return_inverse=True)

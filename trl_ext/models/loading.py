@@ -297,7 +297,11 @@ class SharedBase:
 
 
 def base_named_by(path: str) -> tuple[Any, ...] | None:
-    """Return the name, revision and hash of an adapter's base; None if the adapter cannot share a base with others."""
+    """
+    Return the name and revision of an adapter's base, and the hash of its weights if one was recorded (else None).
+
+    Return None if the adapter cannot share a base with others.
+    """
     config = PeftConfig.from_pretrained(path)
     try:
         check_config(config, path)

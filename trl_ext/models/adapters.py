@@ -458,7 +458,7 @@ def check_same_base(policy: Any, folder: str, hub_base: str | None) -> None:
     Raise a `ValueError` if the adapter in `folder` was trained on another base than the policy's.
 
     If no fingerprint lies beside the adapter, the bases are compared by name. Every process must call this, since
-    ZeRO-3 gathers the weights for a fingerprint. `hub_base` is the identity of the policy's base on the hub, if any.
+    ZeRO-3 gathers the weights for a fingerprint. `hub_base` is the policy's base as [`hub_identity`] returns it.
     """
     recorded = recorded_base(folder)
     if not recorded:

@@ -344,11 +344,10 @@ def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
 @contextmanager
 def _transposed_head(base: Any) -> Iterator[None]:
     """
-    Compute logits of up to 8 rows of the model `base` on a CPU as (W xᵀ)ᵀ within the `with` block; MKL computes x Wᵀ
-    half as fast.
-
-    W is the weight of the LM head, the model's largest matrix. For (W xᵀ)ᵀ, MKL reads W in its order in memory.
+    Within the `with` block, on a CPU, compute the LM head of the model `base` for up to 8 rows x as (W xᵀ)ᵀ, which is
+    twice as fast as x Wᵀ.
     """
+    # MKL then reads W, the model's largest matrix, in its order in memory
     head = base.get_output_embeddings()
     is_plain = type(head) is nn.Linear and "forward" not in vars(head)  # accelerate's hooks set one
     if not is_plain or head.weight.device.type != "cpu" or not torch.backends.mkl.is_available():

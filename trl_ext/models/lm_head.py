@@ -27,10 +27,10 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
     """
     Make a model with TRL's fused LM head compute all logits of a log-prob pass at once, if they fit a budget.
 
-    `model(..., predicts=, targets=, fused_lm_head=True)` then runs the model's own forward, but its LM head only at N
-    tokens: `predicts` are their indices, from 0 to K · C − 1 for K rows of C tokens, and `targets` the ids of the
-    tokens chosen after them. Its output has the targets' (N,) `log_probs` and, with `with_entropies`, the (N,)
-    `entropy` of the distributions that they are chosen from, nats.
+    Such a pass is `model(..., predicts=, targets=, fused_lm_head=True)`. It runs the LM head only after N tokens:
+    `predicts` are their indices, from 0 to K · C − 1 for K rows of C tokens. `targets` are the ids of the tokens that
+    are chosen next. The output has the targets' `log_probs`, (N,), nats. With `with_entropies=True` it also has the
+    `entropy`, (N,), nats, of the distributions that the targets are chosen from.
 
     If the N tokens' logits exceed the budget, TRL's head computes the same results tile by tile. This takes less
     memory, but more time, since the logits are computed once more in the backward pass.

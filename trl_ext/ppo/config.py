@@ -104,10 +104,11 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     Fields that every TRL on-policy trainer shares keep `GRPOConfig`'s names and meaning (`max_completion_length`,
     `temperature`, `num_generations`, `use_vllm`, …). Settings of GRPO's loss are refused. PPO's own settings have the
-    names of TRL 1.12's `PPOConfig`. The defaults of `num_mini_batches`, `lam`, `cliprange` and `baseline` differ from
-    TRL's, and the learning rate is adapted to the KL of the updates (`step_kl_target`). One optimizer step trains on a
-    minibatch of `per_device_train_batch_size × gradient_accumulation_steps × processes` episodes. A rollout has
-    `num_mini_batches` minibatches, and is trained on in `num_ppo_epochs` passes.
+    names of TRL 1.12's `PPOConfig`, but other defaults for `num_mini_batches`, `lam`, `cliprange` and `baseline`. The
+    learning rate is adapted to the KL of the updates (`step_kl_target`).
+
+    One optimizer step trains on a minibatch of `per_device_train_batch_size × gradient_accumulation_steps × processes`
+    episodes. A rollout has `num_mini_batches` minibatches, and is trained on in `num_ppo_epochs` passes.
 
     > [!NOTE]
     > Defaults that differ from `GRPOConfig`'s: `learning_rate` 3e-6, `adam_epsilon` 1e-5, `disable_dropout` True,

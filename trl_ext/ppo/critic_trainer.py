@@ -105,7 +105,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
     if is_adapter(path):
         if peft_config is not None:
             raise ValueError(
-                f"{path} is an adapter, which is trained further: leave out `use_peft` (in Python: `peft_config`)"
+                f"{path} is an adapter, and is itself trained further: leave out `use_peft` (in Python: `peft_config`)"
             )
         is_new = not has_head(path, kwargs.get("revision"))
         if not is_new:

@@ -100,7 +100,7 @@ class Rollout:
 
         Returns:
             The weights, and a mask of the weights that a bound changed; both (B, T), or (B, 1) if
-            `importance_sampling_mode` weights whole completions. None if it asks for no correction.
+            `importance_sampling_mode` weights whole completions. None if that setting asks for no correction.
         """
         mode = args.importance_correction
         if mode == "none":
@@ -256,8 +256,8 @@ def padded(
 
 def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, int]]:
     """
-    Return the numbers of real tokens in each row's prompt and response, as Python integers, from their masks
-    `prompt_mask` (B, P) and `completion_mask` (B, T).
+    Return for each row the number of real tokens in its prompt and in its response, from `prompt_mask` (B, P) and
+    `completion_mask` (B, T).
     """
     return [tuple(row) for row in torch.stack([prompt_mask.sum(1), completion_mask.sum(1)], dim=1).tolist()]
 

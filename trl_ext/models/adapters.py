@@ -178,8 +178,8 @@ def check_config(config: Any, name: str, shares_base: bool = True) -> None:
         (
             is_lora and (config.init_lora_weights not in _KEEP_THE_BASE or config.layer_replication),
             f"init_lora_weights={getattr(config, 'init_lora_weights', None)!r} or layer_replication changes the base, "
-            "so that the base alone is no longer the reference. Use init_lora_weights=True, or merge that adapter "
-            "first (`trl-ext merge`).",
+            "so that the base alone is no longer the reference. Use init_lora_weights=True and no layer_replication, "
+            "or merge that adapter first (`trl-ext merge`).",
         ),
     ]:
         if is_wrong:
@@ -466,7 +466,7 @@ def check_same_base(policy: Any, folder: str, hub_base: str | None) -> None:
         is_same = theirs is not None and ours is not None and os.path.realpath(theirs) == os.path.realpath(ours)
         why = (
             f"the bases have the names {theirs} and {ours}, and no fingerprint lies beside the adapter. If the bases "
-            "have the same weights, write one by `save_base_fingerprint`"
+            "have the same weights, write a fingerprint by `trl_ext.models.save_base_fingerprint`"
         )
     elif recorded["quantization"] != (ours := quantization_of(policy)):
         is_same, why = False, f"the bases differ in quantisation, {recorded['quantization']} and {ours}"

@@ -110,13 +110,13 @@ def check(
             ),
             (
                 bool(taken),
-                f"the column {taken}: reward functions get other values by this name, and images are not supported. "
-                "Rename or remove it.",
+                f"the columns {sorted(taken)}. Rename or remove them: reward functions get other values by such "
+                "names, and images are not supported.",
             ),
             (
                 bool(agent) and "input_ids" in columns,
-                f"the column `input_ids`, which the policy reads unchanged, but {agent} would add to the prompt. Give "
-                "messages in `prompt` instead.",
+                f"the column `input_ids`, whose prompts the policy reads unchanged, though {agent} must add to a "
+                "prompt. Give messages in `prompt` instead.",
             ),
             (
                 bool(environments),

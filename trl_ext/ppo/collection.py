@@ -171,9 +171,8 @@ class RolloutTrainer(GRPOTrainer):
         """
         Return the number of tokens to generate in this turn: as many as the row with the most room left may get.
         `prompt_ids` are the rows' tokens so far.
-
-        If a row with less room generates too many tokens, TRL cuts them off.
         """
+        # If a row with less room generates too many tokens, TRL cuts them off
         collection, limit = self._collection, self.max_completion_length
         if collection.calls.turn == 0:
             collection.longest_prompt = max(map(len, prompt_ids))
@@ -353,14 +352,10 @@ class RolloutTrainer(GRPOTrainer):
         }
 
     def _run_reference(self, run: Any) -> Tensor:
-        """
-        Return the reference's (B, T) log-probs. `run(model)` runs a model on the rollout.
-
-        The reference is `ref_model`. If that is None, it is the policy with its adapter `ref`; without such an
-        adapter, it is the policy with all adapters off.
-        """
+        """Return the reference's (B, T) log-probs. `run(model)` runs a model on the rollout."""
         if self.ref_model is not None:
             return run(self.ref_model)["logprobs"]
+        # Else it is the policy with its adapter `ref`, or if there is none, with all adapters off
         name = "ref" if "ref" in self._actor_critic.peft_config else None
         with use_adapter(self._actor_critic, name), evaluating(self.model):
             return run(self.model)["logprobs"]

@@ -553,10 +553,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _mean_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, float]:
         """
-        Return the leave-one-out means of the returns, (B, T), and the critic's weight in the baseline.
-
-        The weight is 0 with `baseline: mean`; else it depends on how well the critic's `values` fit the returns. All
-        arguments are (B, T).
+        Return the (B, T) leave-one-out means of the returns, and the critic's weight in the baseline, which is 0 with
+        `baseline: mean`.
         """
         args, actions = self.args, self._actions(mask)
         zeros = torch.zeros_like(values)

@@ -40,8 +40,9 @@ class DataArguments(ScriptArguments):
 @dataclass
 class HeldOutArguments(DataArguments):
     """
-    Declare `eval_size`, the number of rows of the training split to evaluate on, in place of a test split; refuse it
-    together with `eval_dataset_name`.
+    Declare `eval_size`, the number of training rows to evaluate on, in place of a test split.
+
+    It cannot be set together with `eval_dataset_name`.
     """
 
     eval_size: int | None = setting(
@@ -93,8 +94,8 @@ class PromptArguments(DataArguments):
             model: the reward made from `reward_model_name_or_path`, or its path; None without one.
 
         Returns:
-            The rewards, in the order `model`, `reward_funcs`, `rewards`; and their weights: those of the entries in
-            `rewards`, 1 where there is none, or `weights` if no entry has a weight.
+            The rewards, in the order `model`, `reward_funcs`, `rewards`; and a list of their weights. If an entry in
+            `rewards` has a weight, the others' weight is 1. If no entry has one, `weights` is returned.
 
         Raises:
             ImportError: a file, module or function does not exist.
@@ -152,9 +153,13 @@ def save_and_evaluate(
     """
     Save the trained model, evaluate it, and return the evaluation's metrics.
 
-    The result is None if there is no evaluation data, or if the model was evaluated by an earlier command. `result` is
-    what `trainer.train` returned. If a file cannot be written, or on an error of these `kinds`, `parser` ends the
-    program with a one-line message.
+    None is returned if there is no evaluation data, or if an earlier command has evaluated the model.
+
+    Args:
+        parser: ends the program with a one-line message if a file cannot be written, or on an error of these `kinds`.
+        trainer: the trainer, after training.
+        result: what `trainer.train` returned.
+        *kinds: further classes of errors.
     """
     # They import PEFT, which speaks
     from ..runs import NotSaved, is_evaluated, last_evaluation, result_of, save_trained
@@ -191,6 +196,6 @@ def check_model(setting: str, name: str | os.PathLike[str] | None, revision: str
         answered = isinstance(error, RepositoryNotFoundError | RevisionNotFoundError | HFValidationError)
         hub = "the hub has no such model" if answered else "the hub cannot be reached"
         raise FileNotFoundError(
-            f"`{setting}` {name}: there is no such folder with a config.json or adapter_config.json, seen "
-            f"from {Path.cwd()}, and {hub}: {error}"
+            f"`{setting}` {name}: there is no such folder with a config.json or adapter_config.json (the working "
+            f"directory is {Path.cwd()}), and {hub}: {error}"
         ) from error

@@ -98,8 +98,8 @@ def repeated_calls(completion: Any) -> list[bool]:
 
 def with_text_arguments(answer: Any) -> Any:
     """
-    Return an answer's messages with the arguments of each tool call as the JSON text of an object; return a text
-    unchanged.
+    Return an answer's messages, in which the arguments of each tool call become the JSON text of an object. An answer
+    that is a text is returned unchanged.
 
     A policy may call a tool with any JSON value, but TRL prints only objects, and a table needs one type for each
     column. A value that is no object becomes `{"arguments": value}`.
@@ -145,10 +145,10 @@ def check_texts(dataset: "Dataset", columns: Sequence[str], name: str, may_be_em
 
 def one_form(dataset: Any, name: str) -> Any:
     """
-    Return rows as [`answers_alone`] does, but raise a `ValueError` if some rows are text and others are messages; a
-    stream is not checked for this. `name` is the dataset's, for the sentences.
+    Return rows as [`answers_alone`] does, but raise a `ValueError` if some are text and others messages.
 
-    TRL prepares all rows like the first row. Some mixtures crash it; in others, rows of text get no EOS.
+    TRL prepares all rows like the first row. Some mixtures crash it; in others, rows of text get no EOS. A stream is
+    not checked for mixtures. `name` is the dataset's, for what is printed and for the error.
     """
     from datasets import Dataset
 
@@ -197,10 +197,7 @@ def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) 
 
 
 def _alone(row: dict[str, Any], columns: Sequence[str], also_texts: bool = True) -> dict[str, Any]:
-    """
-    Return the columns of a row that [`answers_alone`] changes, with their new values. With `also_texts` texts are cut
-    as well as messages.
-    """
+    """Return the columns of a row that [`answers_alone`] changes, with their new values."""
     given = [row[column] for column in columns]
     if not all(map(is_text, given)):
         return {}

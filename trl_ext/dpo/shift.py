@@ -21,9 +21,9 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
         pairs: how many rows to compare, over all processes.
 
     Returns:
-        Mean log-prob per token under the reference, nats, of the `chosen`, the `rejected` and the `sampled` answers;
-        and `chosen_below_sampled`, the share of chosen answers whose log-prob per token lies below the 1st percentile
-        of the sampled answers' log-probs per token.
+        A dict with the mean log-prob per token under the reference, nats, of the `chosen`, the `rejected` and the
+        `sampled` answers; and with `chosen_below_sampled`, the share of chosen answers whose log-prob per token lies
+        below the 1st percentile of that of the sampled answers.
     """
     rows = _draw(trainer.train_dataset, pairs, trainer.args.seed)
     accelerator, size = trainer.accelerator, trainer.args.per_device_eval_batch_size
@@ -47,10 +47,7 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
 
 
 def warn_of_shift(shift: dict[str, float], bound: float) -> None:
-    """
-    Warn if `chosen_below_sampled` in `shift`, which [`distribution_shift`] returned, is above `bound`, a share of
-    answers.
-    """
+    """Warn if `chosen_below_sampled`, in the result `shift` of [`distribution_shift`], is above the share `bound`."""
     if shift["chosen_below_sampled"] <= bound:
         return
     warnings.warn(
@@ -72,13 +69,7 @@ def _draw(dataset: Any, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _mean_logprobs(model: Any, rows: list[dict[str, Any]], ends: list[int], max_length: int | None) -> Tensor:
-    """
-    Return (B, 3) mean log-probs per token, nats, of each row's chosen, rejected and sampled answer. Sampling stops at
-    the token ids `ends`.
-
-    All answers are cut to the length of the longest chosen or rejected answer, or to the tokens that `max_length`
-    leaves after the longest prompt, whichever is shorter.
-    """
+    """Return (B, 3) mean log-probs per token, nats: of each row's chosen, rejected and sampled answer."""
     prompts = [row["prompt_ids"] for row in rows]
     answers = [[row[name] for row in rows] for name in ("chosen_ids", "rejected_ids")]
     longest = max(len(ids) for column in answers for ids in column)

@@ -159,12 +159,11 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """
-        Compute TRL's loss with the β of this micro-batch. If `replaces_sigmoid`, [`preference_loss`] takes the place
-        of its sigmoid term.
+        Return TRL's loss with the β of this micro-batch; with `return_outputs`, the loss and the outputs.
 
-        The `sft` term is a mean over the tokens of the optimizer step; TRL's is a mean over those of a micro-batch.
-        TRL's loss runs the model, then reads β; in between, `_observe_pairs` sets β. If no setting of trl_ext changes
-        the loss, return TRL's loss; with `return_outputs`, the loss and the outputs.
+        TRL's loss runs the model, then reads β. In between, `_observe_pairs` sets β, and computes the losses that
+        replace TRL's: [`preference_loss`] for `sigmoid` if `replaces_sigmoid`, and `sft` as a mean over the tokens of
+        the optimizer step, where TRL's is a mean over those of a micro-batch.
         """
         if not self.args.reads_log_probs and "sft" not in self.loss_types:
             result = super()._compute_loss(model, inputs, return_outputs)
@@ -200,16 +199,16 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         self, batch: dict[str, Tensor], columns: dict[str, Tensor], weights: dict[str, float], log_probs: Tensor
     ) -> tuple[float, Tensor]:
         """
-        Compute log-ratios from log-probs, β from log-ratios, and this trainer's losses with this β; log the metrics.
+        Compute the pairs' log-ratios, from these the β, and with this β the losses that replace TRL's; log metrics.
 
         Args:
             batch: TRL's batch, with the reference's (B,) log-probs.
             columns: the pairs' columns that the settings use, (B,) each.
-            weights: weights of the losses `sigmoid` and `sft` where they are computed here instead of by TRL, else 0.
+            weights: weights of the losses `sigmoid` and `sft`; 0 for one that TRL computes.
             log_probs: (2B, T), nats, of the tokens under the policy, chosen answers first.
 
         Returns:
-            Two values: the β of this micro-batch, and the weighted sum of the losses that replace TRL's.
+            The β of this micro-batch, and the weighted sum of the losses that replace TRL's.
         """
         pairs = self._log_ratios(log_probs, batch, columns)
         everyones = pairs.gathered(self.accelerator)
@@ -256,10 +255,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     def _split_loss_weights(self) -> tuple[dict[str, float], list[float]]:
-        """
-        Return a dict with the weights of the losses `sigmoid` and `sft` computed here, 0 for one that TRL computes;
-        and the list of the weights of TRL's losses, 0 for those replaced here.
-        """
+        """Return the weights of the losses computed here, by name, and TRL's list of weights, with 0 for these."""
         weights = list(zip(self.loss_types, self.loss_weights, strict=True))
         replaced = {"sft", "sigmoid"} if self.args.replaces_sigmoid else {"sft"}
         ours = {
@@ -432,9 +428,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     @property
     def _controllers(self) -> dict[str, Any]:
-        """
-        Return the β controller and the margin normalizer that are in use, by the setting's value, to save their state.
-        """
+        """Return the β controller and the margin normalizer that are in use, named by the settings' values."""
         named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
         return {name: c for name, c in named.items() if c is not None and name != "fixed"}
 

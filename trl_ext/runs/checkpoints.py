@@ -42,30 +42,27 @@ _MUST_BE_SAME = ("model: ", "reference", "critic: ", "rows per step: ", "num_min
 
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
     """
-    Return the values that must not change for an exact resume, as JSON by name: fields of `args`, and all `facts`.
-    Credentials are left out.
+    Return the values that must stay the same for an exact resume: a dict from each name to a JSON value.
+
+    These are the fields of `args` that can change the training, and all `facts`. Credentials are left out.
     """
     told = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
     return json.loads(json.dumps(without_credentials({**told, **facts}), default=str))
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """
-    Return a text such as `seed: 1 → 2` for each setting that differs between two runs, whose settings `before` and
-    `now` hold by name.
-    """
+    """Compare the settings of two runs, dicts by name; return a text such as `seed: 1 → 2` for each that differs."""
     different = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     return [f"{name}: {before.get(name)!r} → {now.get(name)!r}" for name in different]
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     """
-    Return the argument `resume_from_checkpoint` of `train` for a recipe, so that repeating its command resumes the
-    run.
+    Return what a recipe passes to `train` as `resume_from_checkpoint`, so that repeating its command resumes the run.
 
     The result depends on the setting `resume_from_checkpoint`:
 
-    - unset: the newest complete checkpoint; None if there is none
+    - unset: the path of the newest complete checkpoint; None if there is none
     - `true`: True, so that `train` takes the newest complete checkpoint, and raises if there is none
     - `false`: False, so that `train` restarts
     - a path: the path
@@ -84,20 +81,20 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     `train()` restarts, as in every `Trainer`. `train(resume_from_checkpoint=True)` resumes from the newest complete
     checkpoint in `output_dir`; with a path in place of True, from the checkpoint at that path.
 
-    - Settings that differ from those of the run that wrote the checkpoint are printed. An error is raised for another
-      base or start model, another reference, another number of rows in an optimizer step, another `num_mini_batches`
-      or `num_ppo_epochs`, a change to or from PPO without a critic, and another number of processes if each process
-      has saved a part of the checkpoint.
+    - Settings that differ from those of the run that wrote the checkpoint are printed. [`CannotResume`] is raised if
+      one of these differs: the base or start model, the reference, whether PPO has a critic, `num_mini_batches`,
+      `num_ppo_epochs`, or the number of rows in an optimizer step. If each process has saved a part of the checkpoint,
+      the number of processes must also be the same.
     - If the run is complete, the checkpoint is loaded, and nothing is trained. Under ZeRO-3 this raises an error.
-    - If a monitor ended the run in `output_dir`, `train` raises an error, unless `resume_anyway` is set, or
-      `resume_from_checkpoint=False` restarts the run.
+    - If a monitor ended the run in `output_dir`, `train` raises [`~trl_ext.runs.control.Stopped`], unless
+      `resume_anyway` is set, or `resume_from_checkpoint=False` restarts the run.
 
     While this run trains, no other process may run in `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].
 
     Args:
         model, *args, **kwargs: arguments of the trainer that is extended.
-        run_facts: a dict of further facts to compare, whose values JSON can hold. The trainer's arguments, the weights
-            and adapters of the model, and the fingerprint of the training data are always compared.
+        run_facts: a dict of further facts to compare, whose values JSON can hold. The training arguments, the model's
+            weights and adapters, and the fingerprint of the training data are always compared.
         resume_anyway: whether to resume a run that a monitor ended; also a field of PPOConfig and DPOConfig.
     """
 
@@ -127,7 +124,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         return self.accelerator.unwrap_model(self.model)
 
     def _run_facts(self) -> dict[str, Any]:
-        """Return, as JSON, what resuming compares besides the training arguments; all processes must call this."""
+        """Return the facts that resuming compares besides the training arguments; all processes must call this."""
         model, rows, args = self._given_model, self.given_rows, self.args
         revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
         return {
@@ -147,7 +144,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         return schedule(self)
 
     def _steps(self) -> int | None:
-        """Return the number of optimizer steps of the whole run; None for a stream without end."""
+        """Return the number of optimizer steps of the whole run; None for a stream without `max_steps`."""
         return steps_of(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -179,10 +176,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             return output
 
     def _prepare_folder(self, resume: str | bool | None) -> None:
-        """
-        Remove a killed run's leftovers; raise [`Stopped`] if a monitor ended the run, unless `resume` is False, which
-        restarts it, or `resume_anyway` is set.
-        """
+        """Remove a killed run's leftovers; raise [`Stopped`] if a monitor ended the run and it may not continue."""
         folder = self.args.output_dir
         remove_links(Path(folder))
         stopped = stop_of(folder, "repeat the command with `--resume_anyway true` (`resume_anyway=True`)")
@@ -281,7 +275,7 @@ _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": F
 
 
 def block(title: str, lines: dict[str, str]) -> str:
-    """Format a title with named lines below it, wrapped and aligned; lines without a text are left out."""
+    """Format a title and, below it, `lines`: a name and a text each, wrapped and aligned; empty texts are left out."""
     room, width = max(map(len, lines)) + 4, min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
     shown = [
         textwrap.fill(f"  {name:{room - 2}}{text}", width, subsequent_indent=" " * room, **_WHOLE_WORDS)
@@ -319,13 +313,13 @@ def count(number: int, noun: str) -> str:
 
 def sizes(named: Any, model: Any) -> str:
     """
-    Return a text with the number of all weights, and of the trained weights.
+    Return a text such as `494,032,768 parameters, 8,798,208 trained`.
 
     Adapters other than the policy's and the critic's, such as the reference's, are not counted.
 
     Args:
-        named: pairs of a parameter's name and the parameter.
-        model: the model, by whose `peft_config` adapters are told apart.
+        named: the model's parameters, as pairs (name, parameter).
+        model: the model; its `peft_config`, if it has one, has the adapters' names.
     """
     others = {*getattr(model, "peft_config", ())} - {POLICY, CRITIC}
     parameters = [parameter for name, parameter in named if others.isdisjoint(name.split("."))]
@@ -354,7 +348,7 @@ def portions(args: Any) -> str:
 
 
 def steps_of(trainer: Any) -> int | None:
-    """Return the number of optimizer steps of a run, computed as transformers does; None for a stream without end."""
+    """Return a run's number of optimizer steps, as transformers computes it; None for a stream without `max_steps`."""
     args = trainer.args
     if args.max_steps > 0:
         return args.max_steps

@@ -91,11 +91,7 @@ class Hold:
 
 
 def _locked(folder: Path) -> Any:
-    """
-    Lock a folder and return the lock; raise [`FolderInUse`] if another process holds it.
-
-    If the folder cannot be locked, for example on a file system without locks, print a line and return None.
-    """
+    """Lock a folder, and return the lock; None, and a printed line, if the folder cannot be locked."""
     # One object for each file, so that this process can lock it again
     lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False, on_acquired=_write_holder)
     try:
@@ -159,8 +155,8 @@ def last_evaluation(trainer: Any, result: Any) -> dict[str, float]:
     """
     Return the trained model's metrics on the evaluation set by name, such as `eval_loss`, with the `epoch`.
 
-    They are those of training's last step if it evaluated there. Else, and with `load_best_model_at_end`, which may
-    have loaded an earlier checkpoint, the model is evaluated now.
+    If training evaluated at its last step, these metrics are returned. If it did not, or with
+    `load_best_model_at_end`, which may have loaded an earlier checkpoint, the model is evaluated now.
 
     Args:
         trainer: any Trainer, after training.

@@ -67,8 +67,8 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
     Args:
         output_dir: the run's folder.
         what: name of the part, as the beginning of the message: "The model".
-        goes_on: what the same command will do if it is run again: the end of the message, after "run the same command
-            again: it". The default says that it resumes or, without a checkpoint, restarts.
+        goes_on: end of the message, after "run the same command again: it". By default, "resumes from the newest
+            complete checkpoint" or, without a checkpoint, "restarts".
     """
     before, failure = _weights_in(output_dir), None
     try:
@@ -178,9 +178,7 @@ class BackgroundSaving(_Trainer):
         """
 
     def _begin(self, checkpoint: Path) -> Path | None:
-        """
-        Prepare to write a checkpoint; return its folder in memory, or None if it is written to the disk directly.
-        """
+        """Prepare to write a checkpoint; return its folder in memory, None if it is written to the disk directly."""
         Path(checkpoint, MARKER).unlink(missing_ok=True)
         remove_links(checkpoint.parent)
         if not getattr(self.args, "save_in_background", False) or self._size is None:
@@ -208,10 +206,7 @@ class BackgroundSaving(_Trainer):
         return in_memory
 
     def _finish(self, checkpoint: Path, in_memory: Path | None, best: str) -> None:
-        """
-        Move a checkpoint from memory (`in_memory`; None if it is on the disk already) to the disk, mark it as
-        complete, and delete the oldest ones except the one named `best`.
-        """
+        """Move a checkpoint from the folder `in_memory`, if any, to the disk; mark it as complete; delete old ones."""
         try:
             if in_memory is not None:
                 part = checkpoint.with_name(f"_{checkpoint.name}")  # a Trainer uploads no such name
@@ -242,12 +237,12 @@ class BackgroundSaving(_Trainer):
         """
         Check whether the checkpoint that is being written in the background is complete; with `wait`, wait for it.
 
-        If it could not be written, remove it and raise [`NotSaved`]; with `on_save_failure: continue`, and in a run
-        that a monitor ended, print the reason instead. Call this on all processes.
+        If it could not be written, it is removed, and [`NotSaved`] is raised. With `on_save_failure: continue`, and in
+        a run whose weights must not be saved, the reason is printed instead. Call this on all processes.
 
         Args:
             wait: whether to wait.
-            causes: for each process the clause that `not_saved` returns if it could not write its part, else None.
+            causes: for each process why it could not write its part, as `not_saved` says it, or None.
         """
         if self._being_saved is None:
             return

@@ -96,8 +96,8 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     Write the report and the pairs, and return the content of `annotators.json`.
 
     Raises:
-        ValueError: the table cannot be read, or lies in the output folder or around it; or no pair is left to train
-            on. The report, which is written before, says why no pair is left.
+        ValueError: the table cannot be read; the table lies in the output folder, or contains it; or no pair is left
+            to train on. The report, which is written before, says why no pair is left.
     """
     from ...data import load_dataset_split
     from . import Columns, agreement_report, hold_out_annotators, read_labels
@@ -225,7 +225,7 @@ def page(report: dict[str, Any]) -> str:
 
 
 def kappa_matrix(kappas: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Map each annotator, highest mean κ first, to a dict from each other annotator to their entry in `kappas`."""
+    """Map each annotator, highest mean κ first, to a dict from each other annotator to the two's entry in `kappas`."""
     matrix: dict[str, dict[str, dict[str, Any]]] = {}
     for row in kappas:
         a, b = row["annotators"]

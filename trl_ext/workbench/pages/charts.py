@@ -97,10 +97,7 @@ def paid_curves(run: Run) -> list[str]:
 
 
 def _lines(axes: Any, history: list[dict[str, Any]], keys: list[str]) -> None:
-    """
-    Draw on the plot `axes` the values of the log `history` under each key, with those of training first and as solid
-    lines, so that evaluations lie on top.
-    """
+    """Draw the curve of each key in a log. Training's are solid and drawn first, so that evaluations lie on top."""
     for place, key in enumerate(sorted(keys, key=lambda key: key.startswith("eval_"))):
         line = LINES[place % len(LINES)] if key.startswith("eval_") else "-"
         draw_line(axes, history, key, key, linestyle=line)

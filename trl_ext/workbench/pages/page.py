@@ -129,10 +129,10 @@ def verdict(run: Run) -> str:
 
 def wanted(run: Run) -> dict[str, str]:
     """
-    Return the metrics that the verdict names: a label and the log's key of each.
+    Map the label of each metric that the verdict names to its key in the log.
 
-    If the run logs a reward, these are score, held-out gold and KL. Otherwise they are the first metric and the losses
-    among the held-out metrics of the [`headline`], or among all its metrics if none is held out.
+    If the run logs a reward, these are score, held-out gold and KL. For another run they are the first metric of the
+    [`headline`], and the losses. If some metrics of the headline are on held-out data, only these count.
     """
     shown = headline(run)
     if "reward" in run.metrics:

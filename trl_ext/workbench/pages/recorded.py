@@ -110,8 +110,9 @@ class Run:
 
 def main_keys(trainer: str) -> dict[str, str]:
     """
-    Map the name (with unit) of each main quantity of a trainer to the quantity's key in the log. `trainer` is the name
-    of its configuration class, such as `PPOConfig`.
+    Map the name (with unit) of each main quantity that a trainer logs to its key in the log.
+
+    `trainer` is the name of the trainer's configuration class, such as `PPOConfig`.
     """
     metrics = METRICS[trainer]
     sampled = {
@@ -181,10 +182,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_results(run: Run, since: float) -> None:
-    """
-    Read results from after training: those of a round of online DPO, and the report on a saved reward model, unless it
-    is older than `since`, a Unix time.
-    """
+    """Add to `run` what was measured after it: in a round of online DPO, or by a reward report newer than `since`."""
     measured = read_object(run.folder / "round.json")  # {} for a round that is not complete
     before = read_object(run.folder / f"../round-{measured.get('round', 0) - 1}/round.json")
     for each in (before, measured):
@@ -232,10 +230,7 @@ def _time(path: Path) -> float:
 
 
 def _of_this_run(rows: list[dict[str, Any]], begins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """
-    Return the rows without those of earlier runs, and without the older rows of steps that were repeated. `begins` are
-    the rows that each start or resume wrote.
-    """
+    """Return the rows without those of earlier runs, and without the older rows of steps that a resume repeated."""
     starts = [(begin.get("timestamp", 0), begin["step"] or -1) for begin in begins]
     return [
         row

@@ -71,8 +71,14 @@ def load_prompts(name: str, config: str | None, split: str | None, most: int | N
 
 def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
     """
-    Raise if a policy was trained on any prompt of `rows`; return a sentence for each of `policies`, paths by name,
-    whose training prompts are unknown.
+    Check that no policy was trained on a prompt of `rows`.
+
+    Args:
+        policies: maps each policy's name to its path.
+        rows: dataset with the prompts.
+
+    Returns:
+        A sentence for each policy whose training prompts are unknown.
 
     Raises:
         ValueError: a policy was trained on some of the prompts.

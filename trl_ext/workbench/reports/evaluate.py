@@ -157,10 +157,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
 
 
 def _page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> str:
-    """
-    Return the HTML page of an evaluation, with its figures `found`; all policies must have answered the same prompts
-    in the same order.
-    """
+    """Return the HTML page of an evaluation; the policies' answers must be to the same prompts in the same order."""
     from ..pages.compare import evaluation_rows
     from ..pages.markup import render
 
@@ -174,10 +171,7 @@ def _page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> st
 
 
 def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, Any]) -> list[str]:
-    """
-    Return sentences on the limits of the figures: a KL that is missing or biased, and missing scores. `policies` has
-    each policy's figures, `scored` its answers' scores by reward.
-    """
+    """Return sentences on the limits of the figures: a KL that is missing or biased, and missing scores."""
     notes = [
         f"{name} and the reference {args.ref_model_name_or_path} have different vocabularies, so {name} has no KL."
         for name, of in policies.items()
@@ -187,7 +181,8 @@ def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, 
         notes.append("No `rewards` and no `judge` were given, so nothing says whose answers are better.")
     if args.top_p < 1 or args.temperature == 0:
         notes.append(
-            "The KL is not that of the distribution sampled from: that needs `top_p` 1 and `temperature` above 0."
+            "The KL is a rough estimate, since answers were not sampled from a policy's whole distribution: that "
+            "needs `top_p` 1 and `temperature` above 0."
         )
     for name, by_reward in scored.items():
         for reward, values in by_reward.items():

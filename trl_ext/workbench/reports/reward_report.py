@@ -150,10 +150,7 @@ def trained_pairs(args: RewardReportArguments) -> Any:
 
 
 def _folders_of(named: str | None) -> list[Path]:
-    """
-    Return the folder of the model that is `named`, or the folders of an ensemble's members; [] for a function, a hub
-    name or None.
-    """
+    """Return the model's folder, or the folders of an ensemble's members; [] for a function, a hub name or None."""
     if not named or not Path(named).is_dir():
         return []
     if not is_ensemble(named):

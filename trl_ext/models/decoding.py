@@ -104,8 +104,8 @@ class Histories:
         """
         Move the stored keys and values of the prompts `input_ids` into the empty `cache`.
 
-        The model then reads the same number of columns of each row, as many as the row with the most new tokens needs.
-        Rows with fewer new tokens read some of their stored tokens again.
+        The model then reads equally many tokens of each row: as many as the row with the most new tokens has. Of a row
+        with fewer new tokens it reads some stored tokens again.
 
         Args:
             input_ids, attention_mask: (B, P), left-padded.

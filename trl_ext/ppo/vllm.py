@@ -218,7 +218,7 @@ class RolloutsAhead:
 
     def take(self, prompt_ids: list[list[int]]) -> Answers:
         """
-        Request the rollouts that the current weights must generate; wait for the current rollout, return its answers.
+        Request the rollouts that are generated with the current weights; wait for the current one, return its answers.
 
         Args:
             prompt_ids: the prompts that the Trainer delivers. If the rollout was generated for other prompts, all

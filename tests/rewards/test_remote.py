@@ -233,7 +233,7 @@ def test_its_identity_is_that_of_the_weights_or_the_servers_where_it_cannot_say(
         assert identity(dumb, eos_token_ids=[2]) != identity(dumb)
         assert identity(one, api="vllm-score") != identity(same, api="vllm-score")  # which is not asked
     _client.cache_clear()  # the stub still answers on connections that are open
-    with pytest.raises(RewardFailed, match=f"reward 'm': {one} does not say which weights it serves: Connect"):
+    with pytest.raises(RewardFailed, match=f"'m': {one} does not say which weights it serves: the server did not"):
         identity(one, model="m", retries=1, on_error="skip")
 
 

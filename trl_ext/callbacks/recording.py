@@ -122,7 +122,7 @@ class SamplesCallback(TrainerCallback):
     >>> trainer.add_callback(SamplesCallback(trainer=trainer, per_rollout=4))
 
     Args:
-        trainer: trainer with a table of completions: GRPOTrainer, RLOOTrainer or PPOTrainer.
+        trainer: the GRPOTrainer, RLOOTrainer or PPOTrainer whose completions are written.
         per_rollout: number of completions to keep of each rollout, over all processes. A thousand rollouts with 8
             completions of 1 kB each take 8 MB.
     """
@@ -210,7 +210,7 @@ class PrometheusCallback(TrainerCallback):
             try:
                 write_to_textfile(self.textfile, self.registry)
             except OSError as error:
-                logger.warning(f"No metrics are exported to Prometheus, but training continues: {error}")
+                logger.warning(f"PrometheusCallback could not write its `textfile`; training continues: {error}")
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._server is not None:
@@ -261,7 +261,7 @@ class MonitoringPlotCallback(TrainerCallback):
             with whole_file(Path(args.output_dir) / "rlhf_monitoring.png") as temporary:
                 figure.savefig(temporary, dpi=100, format="png")
         except OSError as error:
-            logger.warning(f"No picture of this run was drawn, which does not affect training: {error}")
+            logger.warning(f"`rlhf_monitoring.png` could not be written; training continues: {error}")
 
 
 # ---- The page ----
@@ -274,7 +274,8 @@ class ReportCallback(TrainerCallback):
     Args:
         rows: training rows; None if they are not known. Hashes of their prompts are kept beside the model, so that
             `trl-ext evaluate` can refuse prompts that the model was trained on.
-        start: folder or hub name of the model that the run starts from.
+        start: folder or hub name of the model that the run starts from; None if it is not known. Hashes in this folder
+            are kept, too.
     """
 
     def __init__(self, rows: Any = None, start: str | None = None):
@@ -337,7 +338,7 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
 
 
 def objections_to(rewards: Sequence[Any]) -> list[str]:
-    """Return the reasons that reward reports give not to trust these rewards; [] if the reports cannot be read."""
+    """Return a text for each report that says not to trust one of these rewards; [] if reports cannot be read."""
     try:
         return import_module(_PAGES).objections(rewards)
     except ModuleNotFoundError:  # this installation has no workbench

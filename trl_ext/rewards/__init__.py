@@ -1,6 +1,4 @@
-"""
-Reward functions with TRL's signature. Those in `watches` measure completions; most get weight 0, and do not train.
-"""
+"""Reward functions with TRL's signature. Those in `watches` measure completions; most of them reward nothing."""
 
 from typing import TYPE_CHECKING
 

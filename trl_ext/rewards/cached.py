@@ -59,9 +59,9 @@ class CachedReward(TellsFailures, HoldsRewards):
         name: key in the logs; by default `cached_<name of the reward>`.
 
     Raises:
-        ValueError: the cache would store the number `on_error`, `redis_url` has a password, or the variable
-            `redis_password_env` is not set. With `redis_url`, also when the cache is called, if the reward has no
-            identity that distinguishes it from other rewards in Redis.
+        ValueError: `reward`, or a reward in it, has a number as `on_error`; `redis_url` has a password; or the
+            variable `redis_password_env` is not set. With `redis_url` a call also raises it, if the reward has no
+            [`reward_identity`], by which Redis could distinguish it from other rewards.
 
     Examples:
         >>> from trl_ext.rewards import CachedReward
@@ -125,7 +125,7 @@ class CachedReward(TellsFailures, HoldsRewards):
         """
         Return the cached reward's [`reward_identity`] with `columns`; None if it has none.
 
-        Where scores are stored does not affect it, so that runs can share a Redis.
+        It does not depend on where scores are stored, so that runs can share a Redis.
         """
         identity = reward_identity(self.reward)
         return identity and f"cached {identity} {self.columns}"
@@ -134,8 +134,8 @@ class CachedReward(TellsFailures, HoldsRewards):
         self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """
-        Return each completion's score, stored or new; NaN if the reward failed on the completion or withheld its
-        score.
+        Return each completion's score, stored or new; None if the reward does not apply to it, NaN if the reward
+        failed on it or withheld its score.
 
         The arguments are those of a reward function; `log_metric`, TRL's function that logs, may be None.
         """

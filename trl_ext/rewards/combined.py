@@ -22,9 +22,9 @@ class SumReward(HoldsRewards):
     """
     Add up the standardised scores of several reward functions: Σ_k weight_k · (score_k − mean_k) / std_k.
 
-    A member that returns None for a row does not apply to the row, and is left out of its sum. A row scores None if no
-    member with a weight other than 0 applies to it, or if such a member fails and is skipped: otherwise the sum might
-    lack a penalty. Members that wait for a server or other processes run at the same time, in threads.
+    A member that returns None for a row does not apply to the row, and is left out of the row's sum. A row scores None
+    if no member with a weight other than 0 applies to it, or if such a member fails and is skipped: otherwise the sum
+    might lack a penalty. Members that wait for a server or other processes run at the same time, in threads.
 
     Logs `rewards/<name>/<member>/mean` and `rewards/<name>/<member>/std` of each member's own scores, before they are
     standardised. `means` and `stds` can be set to these numbers.
@@ -70,8 +70,8 @@ class SumReward(HoldsRewards):
         self, prompts: list, completions: list, log_metric: Any = None, log_extra: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """
-        Return each completion's weighted sum; None if no member with a weight gives a score, or if one of them fails
-        and is skipped.
+        Return each completion's weighted sum; None if no member with a weight other than 0 gives a score, or if such a
+        member fails and is skipped.
 
         The arguments are those of a reward function; TRL's functions that log may be None.
         """
@@ -108,8 +108,8 @@ class EnsembleReward(HoldsRewards):
         uncertainty_coef: factor >= 0 of the standard deviation, with `"uncertainty"`.
         max_disagreement: largest standard deviation of the members' scores of a row. A row above it scores None, and
             the share of rows above it is logged as `rewards/<name>/rejected`. None: no limit.
-        normalize: standardise each member's scores by their mean and standard deviation on the held-out answers that
-            the recipe scored, for members of different scales. Only if `members` is the recipe's folder.
+        normalize: standardise each member's scores, for members of different scales. Their means and standard
+            deviations are read from the recipe's folder, which measured them on held-out answers.
         on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]. `"skip"` leaves the row
             without a score; a number is the failed member's score, and should be below its scores of bad answers.
         model_kwargs: arguments of [`ModelReward`] for the members given by folder or hub name, such as

@@ -22,8 +22,8 @@ def load_reward(path: str) -> Callable:
     """
     Import a reward function from `path/to/file.py:function` or `package.module.function`.
 
-    A path is searched in the working directory, then among the files that ship with the package, such as
-    `recipes/demo/world.py`. If `package.module` is not installed, the file `package/module.py` is searched.
+    A file is looked for in the working directory, then among the files that ship with the package, such as
+    `recipes/demo/world.py`. If `package.module` is not installed, the file `package/module.py` is looked for.
 
     Raises:
         ImportError: there is no such file, module or function.

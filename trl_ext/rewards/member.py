@@ -219,9 +219,7 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def checked_name(name: str | None, default: str) -> str:
-    """
-    Return a reward's key in the logs: `name`, or `default` with `_` for characters that metric names cannot have.
-    """
+    """Return a reward's key in the logs: `name`; if None, `default` with `_` for characters that keys cannot have."""
     return name or re.sub(r"_?[^\w.-]+_?", "_", default, flags=re.ASCII).strip("_") or "reward"
 
 
@@ -230,7 +228,7 @@ def checked_on_error(on_error: Any) -> OnError:
     try:
         return on_error if on_error in ("raise", "skip") else float(on_error)
     except (TypeError, ValueError):
-        raise ValueError(f"`on_error` is {on_error!r}: give 'raise', 'skip', or a number as the score") from None
+        raise ValueError(f"`on_error` is {on_error!r}: give 'raise', 'skip', or a failed row's score") from None
 
 
 _LOOP = "async rewards"  # name of the thread that runs coroutines
@@ -240,8 +238,8 @@ def runs_in_background(function: Any) -> bool:
     """
     Return whether a reward function spends its time waiting, as for a server or for other processes.
 
-    These are async functions, and functions with a true attribute `in_background`. [`~trl_ext.PPOTrainer`] starts
-    these functions in a thread when generation ends, and asks for their scores after its own forward passes.
+    This is so for async functions, and for functions with a true attribute `in_background`. [`~trl_ext.PPOTrainer`]
+    starts these functions in threads when generation ends, and asks for their scores after its own forward passes.
     """
     return is_async_callable(function) or bool(getattr(function, "in_background", False))
 
@@ -279,8 +277,8 @@ class Started:
 
     def result(self, log_metric: Callable | None = None, log_extra: Callable | None = None) -> Any:
         """
-        Wait for the function to end, and log its metrics by `log_metric` and `log_extra` (None: not). Return its
-        result, or raise its error.
+        Wait for the function to end; return its result, or raise its error. Its metrics are logged by `log_metric` and
+        `log_extra`, TRL's functions that log; None logs nothing.
         """
         try:
             return self._scores.result()

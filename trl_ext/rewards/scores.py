@@ -13,8 +13,8 @@ class SegmentScores:
     """
     Score the segments of a completion, such as sentences or steps, each at the token that ends it.
 
-    A reward function of [`~trl_ext.PPOTrainer`] may return this for a row in place of one float. It means a list with
-    one float per token: a segment's score at the segment's last token, 0 at all other tokens.
+    A reward function of [`~trl_ext.PPOTrainer`] may return this for a row in place of one float. It stands for a list
+    with one float per token: a segment's score at the segment's last token, 0 at all other tokens.
 
     Args:
         ends: position of each segment's last token in the row's `completion_ids`, counted from 0, in rising order.
@@ -121,8 +121,9 @@ def without_failures(scores: Sequence[float | None]) -> list[float | None]:
 
 def of_rows(columns: Mapping[str, Any], rows: list[int], count: int) -> dict[str, Any]:
     """
-    Return a reward function's arguments (`columns`) for `rows` only, selected from its arguments for all `count` rows.
-    An argument that is no list of `count` values is returned unchanged.
+    Cut a reward function's arguments, `columns`, down to the rows with the indices `rows`.
+
+    An argument that is a list of `count` values, one for each row, is cut; any other is returned unchanged.
     """
     return {
         name: [values[row] for row in rows] if isinstance(values, (list, tuple)) and len(values) == count else values

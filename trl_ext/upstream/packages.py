@@ -32,7 +32,7 @@ def need(package: str, what: str, otherwise: str = "") -> None:
     Args:
         package: the package's name in `import`.
         what: what needs the package, as the beginning of the error's sentence.
-        otherwise: what can be done instead of installing it, as the end of that sentence.
+        otherwise: what can be done instead of installing it, as the end of that sentence: ", or …".
 
     Raises:
         ImportError: the package is not installed; the message has the command that installs it.

@@ -31,7 +31,6 @@ from ..runs.settings import (
     resolve_checkpointing,
     setting,
 )
-from ..upstream.terminal import late_bars
 from .config import ReturnSettings
 from .evaluation import EvaluationPass
 from .metrics import Accumulator
@@ -190,7 +189,6 @@ class CriticTrainer(ResumableRun, Trainer):
     _signature_columns: Any
 
     def __init__(self, model: Any, args: CriticConfig, train_dataset: Any = None, eval_dataset: Any = None, **kwargs):
-        late_bars()
         check_standalone(model)
         kwargs.setdefault("data_collator", collate)
         super().__init__(model, args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)

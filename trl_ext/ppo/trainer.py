@@ -73,7 +73,6 @@ from ..upstream.names import (
     is_conversational,
     temporarily,
 )
-from ..upstream.terminal import late_bars
 from . import gradients
 from .collection import RolloutTrainer
 from .config import PPOConfig
@@ -237,7 +236,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         rollout_func: Any = None,
     ):
         check_contract(PPOTrainer)
-        late_bars()
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = PPOConfig(f"{name.split('/')[-1] or 'model'}-PPO")

@@ -33,7 +33,7 @@ _ADDED = "rollout_metrics: "  # marks the metrics that a subclass adds, which re
 
 
 class Accumulator:
-    """Accumulate count, mean, variance, minimum and maximum of each metric's entries between two calls of `pop`."""
+    """Accumulate the moments of each metric's entries between two calls of `pop`."""
 
     def __init__(self):
         self._moments: dict[str, Tensor] = {}
@@ -51,8 +51,9 @@ class Accumulator:
 
     def pop(self, accelerator: Accelerator) -> dict[str, Tensor]:
         """
-        Return a dict of each metric's moments over all processes of `accelerator`, in the form of [`global_moments`];
-        delete the entries.
+        Return each metric's (5,) count, mean, M2, minimum and maximum over all processes, and delete the entries.
+
+        M2 is the sum of squared deviations from the mean. All processes must call this together.
         """
         names = sorted(self._moments)
         if not names:

@@ -172,19 +172,24 @@ class ServerGuard:
             raise ConnectionResetError("it was restarted")
 
 
+_RESUME = (
+    "Start the server, then run the same command (in Python `train(resume_from_checkpoint=True)`): it resumes from"
+)
+
+
 def save_last_step(trainer: Any) -> str:
     """Save a [`PPOTrainer`]'s last finished step, unless it is saved; return a sentence on how to resume the run."""
     step = trainer.state.global_step
     if not step:
-        return "No step was finished."
+        return "No step was finished. Start the server, then begin again."
     checkpoint = os.path.join(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
     trainer._check_saving(wait=True)  # a save may be under way
     if read_marker(checkpoint) is None:
         trainer._save_checkpoint(trainer.model_wrapped, None)
         trainer._check_saving(wait=True)
     if read_marker(checkpoint) is None:  # `save_only_model`, or a full disk with `on_save_failure: continue`
-        return "The same command resumes from the newest complete checkpoint, if there is one."
-    return f"The training so far is saved: the same command resumes from {checkpoint}."
+        return f"{_RESUME} the newest complete checkpoint, if there is one."
+    return f"The training so far is saved. {_RESUME} {checkpoint}."
 
 
 @dataclass

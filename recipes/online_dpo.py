@@ -20,7 +20,7 @@ from typing import Any, Literal
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ModelArguments, PromptArguments, check_model
 from trl_ext.runs import Hold, check_output_dir, check_settings, setting, write_text
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 
 GOES_ON = "continues after the rounds that are complete"
 
@@ -159,8 +159,6 @@ def main(arguments: list[str] | None = None) -> None:
         check_output_dir(training_args.output_dir)
         check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
         check_model("reward_model_name_or_path", script_args.reward_model_name_or_path)
-
-    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch

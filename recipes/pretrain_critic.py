@@ -25,7 +25,7 @@ from trl_ext.cli.arguments import (
     save_and_evaluate,
 )
 from trl_ext.runs import Hold, check_output_dir, setting
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 
 
 @dataclass
@@ -55,8 +55,6 @@ def main(arguments: list[str] | None = None) -> None:
         check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
         for role in ("policy", "reward_model"):
             check_model(f"{role}_name_or_path", getattr(script_args, f"{role}_name_or_path"))
-
-    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch

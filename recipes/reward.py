@@ -22,7 +22,7 @@ from typing import Any
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments, check_model
 from trl_ext.runs import Hold, check_output_dir, from_first, is_evaluated, setting, write_text
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 
 
 @dataclass
@@ -169,8 +169,6 @@ def main(arguments: list[str] | None = None) -> None:
         may_go_on = "false" if script_args.ensemble else training_args.resume_from_checkpoint
         check_output_dir(training_args.output_dir, may_go_on)
         check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
-
-    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch

@@ -18,7 +18,7 @@ def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[l
     """
     Return a list of the rewards and a list of their tokenizers, None where there is none.
 
-    A reward model without a path or hub name gets the policy's tokenizer.
+    A reward model that has neither a tokenizer nor a path or hub name gets the policy's tokenizer.
 
     Args:
         reward_funcs: one reward, a list of them, or None for none.
@@ -110,13 +110,13 @@ def check(
             ),
             (
                 bool(taken),
-                f"the column {taken}: reward functions get other values by this name, and images are not supported. "
-                "Rename or remove it.",
+                f"the columns {sorted(taken)}. Rename or remove them: reward functions get other values by such "
+                "names, and images are not supported.",
             ),
             (
                 bool(agent) and "input_ids" in columns,
-                f"the column `input_ids`, which the policy reads unchanged, but {agent} would add to the prompt. Give "
-                "messages in `prompt` instead.",
+                f"the column `input_ids`, whose prompts the policy reads unchanged, though {agent} must add to a "
+                "prompt. Give messages in `prompt` instead.",
             ),
             (
                 bool(environments),
@@ -135,8 +135,11 @@ _GIVEN |= {"log_extra", "log_metric", "trainer_state"}
 
 def check_arguments(rewards: list, datasets: Datasets) -> None:
     """
-    Raise a `ValueError` if a function in `rewards` needs an argument that is neither given to every reward function,
-    nor a column of each dataset in `datasets`, which are names and datasets. Models and paths are skipped.
+    Raise a `ValueError` if a reward function needs an argument that it will not get.
+
+    Args:
+        rewards: the reward functions; models and paths among them are skipped.
+        datasets: names and datasets. A function gets the columns of each, and what every reward function is given.
     """
     for name, dataset in datasets:
         for reward in rewards:

@@ -212,6 +212,8 @@ def test_a_reward_that_fails_and_is_skipped_leaves_no_score_but_with_weight_0(tm
         rows = Dataset.from_dict({"prompt": QUESTIONS, "completion": ANSWERS, "completion_ids": [[1]] * 4})
         scores, _ = score_rollouts(rows, [length_reward, judge], ["length", "judge"], 4)
         assert scores[1].isnan().all() and not scores[::2, 0].isnan().any()
+    with pytest.raises(RuntimeError, match="At step 0, .*reward function 'raises'"):
+        score_rollouts(rows, [judge, raises], ["judge", "raises"], 4)
 
 
 def raises(completions):

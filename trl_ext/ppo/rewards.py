@@ -108,7 +108,7 @@ class CheckedReward:
             return self._checked(returned, completion_ids)
         except Exception as error:
             self.mistakes.note(f"reward function '{self.name}'", error)
-            self.token_scores = [None] * len(prompts)
+            self.token_scores, self.failed = [None] * len(prompts), [False] * len(prompts)
             return [0.0] * len(prompts)
 
     def _checked(self, rewards: Any, completion_ids: list) -> list[float | None]:

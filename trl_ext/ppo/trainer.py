@@ -336,7 +336,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
-        most = args.kl_target / 4 if args.kl_controller == "adaptive" else math.inf
+        # A quarter of the KL target at the default; half of `step_kl_target` is half a step for long completions, too
+        most = 2.5 * args.step_kl_target * args.kl_target if args.kl_controller == "adaptive" else math.inf
         self.rate_controller = RateController(args.step_kl_target, args.batch_size, most)
         self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
         self._unscored = 0  # rollouts in a row without a score

@@ -29,7 +29,7 @@ from .saving import save_trained as save_trained
 _MAY_DIFFER = tuple(
     """
     dataloader_num dataloader_pe dataloader_pi dataloader_pre ddp_ debug disable_tqdm
-    distribution_shift_ do_ enable_jit eval_ hub_ local_rank log_ logging_ num_completions_to_print
+    do_ enable_jit eval_ hub_ local_rank log_ logging_ num_completions_to_print
     num_generations_eval on_save_failure output_dir per_device_eval project push_to_hub
     record_ report_to restore_callback resume_ run_name save_ skip_memory staging_dir torch_empty_cache trackio
     vllm_gpu vllm_group vllm_server

@@ -24,7 +24,6 @@ from ..functional import (
 )
 from ..models.generation import check_savable
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy, weights_identity
-from ..runs.checkpoints import reference_of, schedule
 from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, temporarily
 from ..upstream.terminal import late_bars
 from .config import DPOConfig
@@ -347,16 +346,6 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         if self._has_own_reference:
             facts["reference"] = weights_identity(self.accelerator.unwrap_model(self.ref_model))
         return facts
-
-    def _schedule(self) -> str:
-        args = self.args
-        adapts = "" if args.beta_controller == "fixed" else f", adapted by {args.beta_controller}"
-        reference = reference_of(self, self.accelerator.unwrap_model(self.model))
-        return schedule(
-            self,
-            reference="its log-probs, precomputed" if self.precompute_ref_logps else reference,
-            loss=f"{', '.join(self.loss_types)}; β {args.beta:g}{adapts}",
-        )
 
     def _save_own_state(self, checkpoint: str) -> None:
         if self.args.sync_ref_model:  # all processes gather its weights

@@ -153,7 +153,7 @@ def save_and_evaluate(
     """
     Save the trained model, evaluate it, and return the evaluation's metrics.
 
-    None is returned if there is no evaluation data, or if an earlier command has evaluated the model.
+    None is returned if there is no evaluation data.
 
     Args:
         parser: ends the program with a one-line message if a file cannot be written, or on an error of these `kinds`.
@@ -162,15 +162,14 @@ def save_and_evaluate(
         *kinds: further classes of errors.
     """
     # They import PEFT, which speaks
-    from ..runs import NotSaved, is_evaluated, last_evaluation, result_of, save_trained
+    from ..runs import last_evaluation, save_trained
 
-    with parser.one_line_errors(NotSaved, *kinds):
+    with parser.one_line_errors(OSError, *kinds):
         save_trained(trainer, result.metrics)
-        if trainer.eval_dataset is None or is_evaluated(trainer.args.output_dir, result):
+        if trainer.eval_dataset is None:
             return None
         metrics = last_evaluation(trainer, result)
-        with result_of(trainer.args.output_dir, "The evaluation"):
-            trainer.save_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
         return metrics
 
 

@@ -20,7 +20,6 @@ from .output_dir import Hold
 from .redaction import pickled_without_credentials, without_credentials
 from .saving import BackgroundSaving, remove_links
 from .saving import NotSaved as NotSaved  # for recipes, as the next
-from .saving import result_of as result_of
 from .saving import save_trained as save_trained
 
 # Beginnings of the fields that are not compared: they only change what is shown and kept, and the speed

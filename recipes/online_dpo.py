@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.arguments import ModelArguments, PromptArguments, check_model
+from trl_ext.cli.arguments import ModelArguments, PromptArguments
 from trl_ext.runs import Hold, check_output_dir, check_settings, setting, write_text
 from trl_ext.upstream import late_bars, quiet
 
@@ -154,8 +154,6 @@ def main(arguments: list[str] | None = None) -> None:
         )
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir)
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
-        check_model("reward_model_name_or_path", script_args.reward_model_name_or_path)
 
     late_bars()
 

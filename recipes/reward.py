@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments, check_model
+from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments
 from trl_ext.runs import Hold, check_output_dir, from_first, setting, write_text
 from trl_ext.upstream import late_bars, quiet
 
@@ -168,7 +168,6 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors():  # of an ensemble, `begin_ensemble` says what may be gone on with
         may_go_on = "false" if script_args.ensemble else training_args.resume_from_checkpoint
         check_output_dir(training_args.output_dir, may_go_on)
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
 
     late_bars()
 

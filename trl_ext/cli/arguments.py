@@ -1,18 +1,12 @@
 """Declare the arguments that recipes share, for dataset, model and reward; save and evaluate a trained model."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from trl import ModelConfig, ScriptArguments
 
 from ..runs.settings import check_settings, setting
 from .parser import StrictTrlParser, entry_of
-
-_CONFIGS = ("config.json", "adapter_config.json")
 
 
 def _check(*cases: tuple[Any, str]) -> None:
@@ -171,30 +165,3 @@ def save_and_evaluate(
         metrics = last_evaluation(trainer, result)
         trainer.save_metrics("eval", metrics)
         return metrics
-
-
-def check_model(setting: str, name: str | os.PathLike[str] | None, revision: str | None = None) -> None:
-    """
-    Check that a model exists, without loading it and with at most one request to the hub.
-
-    Args:
-        setting: name of the setting, for error messages.
-        name: folder or hub name of the model; None for no model.
-        revision: revision of a hub model.
-
-    Raises:
-        FileNotFoundError: there is no such model; the message has the setting, its value and what the hub says.
-    """
-    if name is None or any(Path(name, file).expanduser().is_file() for file in _CONFIGS):
-        return
-    try:
-        if any(isinstance(try_to_load_from_cache(str(name), file, revision=revision), str) for file in _CONFIGS):
-            return
-        HfApi().model_info(str(name), revision=revision, timeout=5)
-    except Exception as error:  # httpx's, requests' or sockets', by the version of the hub's client
-        answered = isinstance(error, RepositoryNotFoundError | RevisionNotFoundError | HFValidationError)
-        hub = "the hub has no such model" if answered else "the hub cannot be reached"
-        raise FileNotFoundError(
-            f"`{setting}` {name}: there is no such folder with a config.json or adapter_config.json (the working "
-            f"directory is {Path.cwd()}), and {hub}: {error}"
-        ) from error

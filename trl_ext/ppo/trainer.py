@@ -82,7 +82,6 @@ from .environments import guarded, load_states, states_of, step_rewards
 from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
 from .inputs import (
     check,
-    check_arguments,
     check_evaluation_batch,
     check_prompt_lengths,
     listed,
@@ -249,13 +248,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             {"model": model, "value_model": value_model, "ref_model": ref_model}
             | {f"reward {i}": reward for i, reward in enumerate(reward_funcs)},
             datasets,
-            environment_factory,
             [name for name, player in players.items() if player],
             optimizers[0],
         )
-        if rollout_func is None:
-            check_arguments(reward_funcs, datasets)
-        elif not args.another_samples:
+        if rollout_func is not None and not args.another_samples:
             args = copy.copy(args)  # the caller's `args` stay unchanged
             args.allow_off_policy_sampling = True  # who samples is not known here
         if is_adapter(model, (args.model_init_kwargs or {}).get("revision")):

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ModelArguments, PromptArguments
 from trl_ext.runs import Hold, check_output_dir, check_settings, setting, write_text
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 
 
 @dataclass
@@ -154,8 +154,6 @@ def main(arguments: list[str] | None = None) -> None:
         )
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir)
-
-    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch

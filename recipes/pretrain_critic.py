@@ -24,7 +24,7 @@ from trl_ext.cli.arguments import (
     save_and_evaluate,
 )
 from trl_ext.runs import Hold, check_output_dir, setting
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 
 
 @dataclass
@@ -51,8 +51,6 @@ def main(arguments: list[str] | None = None) -> None:
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
-
-    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trl_ext.runs import FolderInUse, Hold
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 
 COLOURS = "red green blue yellow".split()
 WORDS = "the a cat dog bird sky sea tree sat ran saw is was and near over".split()
@@ -53,7 +53,6 @@ def tiny_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 def main() -> None:
     quiet()  # before the libraries that are imported next
-    late_bars()
     from trl_ext import PPOConfig, PPOTrainer
     from trl_ext.callbacks import HackWatch
     from trl_ext.workbench import report_of

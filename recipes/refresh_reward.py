@@ -37,7 +37,7 @@ from trl_ext.evaluation import reward_model_report
 from trl_ext.functional import disagreement
 from trl_ext.rewards import ModelReward, RewardFailed, load_rewards
 from trl_ext.runs import Hold, check_output_dir, check_settings, differences, read_jsonl, setting, write_text
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 from trl_ext.workbench import next_line, objections
 from trl_ext.workbench.labels import Columns, majority_pairs, read_labels
 from trl_ext.workbench.labels.labelling import (
@@ -141,7 +141,6 @@ def main(arguments: list[str] | None = None) -> None:
             if not Path(name, "queue.jsonl").is_file():
                 raise FileNotFoundError(f"`earlier` {name} holds no queue.jsonl: give the `output_dir` of a round")
         check_output_dir(args.output_dir)
-    late_bars()
     folder = Path(args.output_dir)
     with parser.one_line_errors(), parser.one_line_errors(RewardFailed), Hold(folder):
         # 2. The queue

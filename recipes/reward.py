@@ -22,7 +22,7 @@ from typing import Any
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments
 from trl_ext.runs import Hold, check_output_dir, from_first, setting, write_text
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 
 
 @dataclass
@@ -168,8 +168,6 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors():  # of an ensemble, `begin_ensemble` says what may be gone on with
         may_go_on = "false" if script_args.ensemble else training_args.resume_from_checkpoint
         check_output_dir(training_args.output_dir, may_go_on)
-
-    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch

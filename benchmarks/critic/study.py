@@ -151,7 +151,7 @@ def train(cell: str, method: dict[str, Any], rate: float, seed: int, rollouts: i
     is_ours, plays = config_class is PPOConfig, isinstance(world, Lake)
     if is_ours:
         own = {"baseline": "critic", "cliprange": 0.2, "num_ppo_epochs": PASSES, "kl_coef": 0.0, "step_kl_target": 0.0}
-        own |= {"use_ref_model": False, "watch": "off", "record_run": False}
+        own |= {"num_mini_batches": 1, "use_ref_model": False, "watch": "off", "record_run": False}
         settings = own | ({"old_logprobs": "sampler"} if plays else {}) | settings  # what differs from ours is named
     else:
         settings |= {"num_iterations": PASSES, "beta": 0.0}

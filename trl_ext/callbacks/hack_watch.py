@@ -106,7 +106,9 @@ class HackWatch(MonitorCallback):
         sums = Sums(self.memory.get("sums"))
         sums.add(rows, values[kept].tolist(), asked)
         found = reward_attribution(sums, self.expected)
-        self.memory |= {"sums": sums.dump(), "risk": 0.0, "rise": 0.0}
+        parts = dict.fromkeys(self.memory.get("parts", ()), 0.0)
+        self.memory |= {"sums": sums.dump(), "risk": 0.0, "rise": 0.0, "parts": parts}
+        self._shown = {}
         noise = student_quantile(spent_level(sums.rollouts, ALPHA), math.inf) * found.error
         if sums.begin == sums.count or found.rise <= noise:
             return
@@ -124,9 +126,8 @@ class HackWatch(MonitorCallback):
 
     def _show(self, found: Attribution, answers: list[tuple[dict[str, float], str, float]]) -> None:
         """Keep what the logs and the page show of `found`. `answers`: each completion's features, text and score."""
-        self.memory["parts"] = parts = dict.fromkeys(self.memory.get("parts", ()), 0.0)
         for each in found.paid:
-            name = f"attribution/{each.kind}"
+            name, parts = f"attribution/{each.kind}", self.memory["parts"]
             parts[name] = parts.get(name, 0.0) + each.part
         self._shown = {"rise": self.memory["rise"], "paid": []}
         for each in found.paid[:3]:
@@ -210,7 +211,7 @@ def watch_rounds(
         - the risk of a hack after the last round, as HackWatch logs it under `watch/risk`
         - an alert, as a dict with the fields of [`Alert`], if the risk is above `limit`; else None
         - a dict for each of the (up to three) features that explain most of the rise, as `attribution.json` has them
-          under `paid`; [] if the mean score rose significantly in no round
+          under `paid`; [] if the mean score has not risen significantly
     """
     watch = HackWatch(sinks=[], **settings)
     for watch.step, given in enumerate(rounds):

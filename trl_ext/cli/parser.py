@@ -19,7 +19,7 @@ from trl import TrlParser
 
 from ..runs import Hold, check_output_dir, config_file, did_you_mean, redacted
 from ..runs.settings import conditions
-from ..upstream import late_bars, quiet
+from ..upstream import quiet
 
 # Inherited flags that `--help` describes, because most runs set them
 USUAL = (
@@ -197,7 +197,6 @@ def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments
     quiet()
     parser = StrictTrlParser(kind, without_arguments=doc)
     (args,) = parser.parse_args_and_config(arguments)
-    late_bars()
     with parser.one_line_errors(ValueError, OSError, ImportError, RuntimeError):
         check_output_dir(args.output_dir, "false")
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)

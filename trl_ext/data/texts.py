@@ -145,10 +145,13 @@ def check_texts(dataset: "Dataset", columns: Sequence[str], name: str, may_be_em
 
 def one_form(dataset: Any, name: str) -> Any:
     """
-    Return rows as [`answers_alone`] does, but raise a `ValueError` if some are text and others messages.
+    Remove the prompt from answers that repeat it; raise a `ValueError` if some rows are text and others messages.
 
-    TRL prepares all rows like the first row. Some mixtures crash it; in others, rows of text get no EOS. A stream is
-    not checked for mixtures. `name` is the dataset's, for what is printed and for the error.
+    TRL prepares all rows like the first row. Some mixtures crash it; in others, rows of text get no EOS.
+
+    Args:
+        dataset: rows, or a stream, which is not checked for mixtures. See [`answers_alone`].
+        name: the dataset's name, for what is printed and for the error.
     """
     from datasets import Dataset
 

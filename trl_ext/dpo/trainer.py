@@ -25,7 +25,6 @@ from ..functional import (
 from ..models.generation import check_savable
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy, weights_identity
 from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, temporarily
-from ..upstream.terminal import late_bars
 from .config import DPOConfig
 from .controllers import BetaController, MarginNormalizer, Pairs
 from .stages import RecordedRun, checked
@@ -80,7 +79,6 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         peft_config: Any = None,
     ):
         check_contract(DPOTrainer)
-        late_bars()
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DPOConfig(f"{name.split('/')[-1] or 'model'}-DPO")

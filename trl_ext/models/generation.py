@@ -173,8 +173,8 @@ def sample(
 
 def answer_texts(tokenizer: Any, answers: Sequence[list[int]], eos_token_ids: Sequence[int]) -> list[str]:
     """
-    Return each answer's text without its EOS (one of `eos_token_ids`) and without the tokenizer's special tokens; the
-    EOS need not be one of these. An answer has at least one token.
+    Return each answer's text, without the tokenizer's special tokens, and without a last token that is one of
+    `eos_token_ids`, special or not. An answer has at least one token.
     """
     ids = [answer[:-1] if answer[-1] in eos_token_ids else answer for answer in answers]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -241,7 +241,7 @@ def hub_identity(path: str | None, revision: str | None = None) -> str | None:
     """
     Return `name@commit` of a model that was loaded from the hub at `revision` (None: the default branch).
 
-    Return None for a folder, without a path, and if the model is not in the local cache.
+    Return None if `path` is None or a folder, or if the model is not in the local cache.
     """
     if path is None or os.path.isdir(path):
         return None

@@ -120,8 +120,8 @@ class RolloutTrainer(GRPOTrainer):
 
     def _check_room(self, prompt_ids: list[list[int]]) -> None:
         """
-        Raise if an environment's `reset` made a prompt (of `prompt_ids`, a list for each row) so long that the
-        policy's context has no room for an answer.
+        Raise a `RuntimeError` on all processes if an environment's `reset` made a prompt so long that the policy's
+        context has no room for an answer. `prompt_ids` has each row's tokens.
         """
         if self.environments is None:
             return
@@ -140,9 +140,9 @@ class RolloutTrainer(GRPOTrainer):
 
     def _generate_answers(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list | None]:
         """
-        Generate one turn for each row of `prompt_ids`, which has the tokens of a prompt and of its earlier turns.
+        Generate one turn for each row. A row of `prompt_ids` has the tokens of the prompt and of its earlier turns.
 
-        Return the tokens of each row's turn, and their log-probs, or None if these are not kept.
+        Return each row's new tokens, and their log-probs (None if these are not kept).
         """
         generate, pad = super()._generate_single_turn, [[self._tokenizer.pad_token_id]]
         if self._ahead is not None:
@@ -171,9 +171,8 @@ class RolloutTrainer(GRPOTrainer):
         """
         Return the number of tokens to generate in this turn: as many as the row with the most room left may get.
         `prompt_ids` are the rows' tokens so far.
-
-        If a row with less room generates too many tokens, TRL cuts them off.
         """
+        # If a row with less room generates too many tokens, TRL cuts them off
         collection, limit = self._collection, self.max_completion_length
         if collection.calls.turn == 0:
             collection.longest_prompt = max(map(len, prompt_ids))
@@ -265,8 +264,8 @@ class RolloutTrainer(GRPOTrainer):
 
     def _padded(self, collection: Collection) -> dict[str, Tensor]:
         """
-        Return a collection's prompts (B, P) and answers (B, T) as ids and masks, by the names of [`Rollout`]'s fields,
-        padded as TRL pads them.
+        Pad a collection's prompts (B, P) and answers (B, T) as TRL does; return a dict of their ids and masks, with
+        the names of [`Rollout`]'s fields.
         """
         pad, answers = self._tokenizer.pad_token_id, collection.completion_ids
         ones = [[1] * len(ids) for ids in answers]
@@ -288,7 +287,7 @@ class RolloutTrainer(GRPOTrainer):
         """
         Return the sampler's (B, T) log-probs of a `collection`'s answers, nats.
 
-        If any token on any process has none, raise an error if training needs the log-probs, else return None.
+        If a token of any process has no log-prob, return None, or raise a `RuntimeError` if training needs it.
         """
         mask, logprobs = collection.tensors["completion_mask"], None
         if self._keeps_logprobs and collection.is_as_sampled:
@@ -353,12 +352,10 @@ class RolloutTrainer(GRPOTrainer):
         }
 
     def _run_reference(self, run: Any) -> Tensor:
-        """
-        Return the (B, T) log-probs of `ref_model`; or, if it is None, those of the policy with the adapter `ref`, or
-        without adapters if there is no `ref`. `run(model)` runs a model on the rollout.
-        """
+        """Return the reference's (B, T) log-probs. `run(model)` runs a model on the rollout."""
         if self.ref_model is not None:
             return run(self.ref_model)["logprobs"]
+        # Else it is the policy with its adapter `ref`, or if there is none, with all adapters off
         name = "ref" if "ref" in self._actor_critic.peft_config else None
         with use_adapter(self._actor_critic, name), evaluating(self.model):
             return run(self.model)["logprobs"]

@@ -17,7 +17,7 @@ def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[l
     """
     Return a list of the rewards and a list of their tokenizers, None where there is none.
 
-    A reward model without a path or hub name gets the policy's tokenizer.
+    A reward model that has neither a tokenizer nor a path or hub name gets the policy's tokenizer.
 
     Args:
         reward_funcs: one reward, a list of them, or None for none.
@@ -86,13 +86,13 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
         for is_wrong, message in [
             (
                 bool(taken),
-                f"the column {taken}: reward functions get other values by this name, and images are not supported. "
-                "Rename or remove it.",
+                f"the columns {sorted(taken)}. Rename or remove them: reward functions get other values by such "
+                "names, and images are not supported.",
             ),
             (
                 bool(agent) and "input_ids" in columns,
-                f"the column `input_ids`, which the policy reads unchanged, but {agent} would add to the prompt. Give "
-                "messages in `prompt` instead.",
+                f"the column `input_ids`, whose prompts the policy reads unchanged, though {agent} must add to a "
+                "prompt. Give messages in `prompt` instead.",
             ),
         ]:
             if is_wrong:

@@ -33,7 +33,7 @@ _ADDED = "rollout_metrics: "  # marks the metrics that a subclass adds, which re
 
 
 class Accumulator:
-    """Accumulate count, mean, variance, minimum and maximum of each metric's entries between two calls of `pop`."""
+    """Accumulate the moments of each metric's entries between two calls of `pop`."""
 
     def __init__(self):
         self._moments: dict[str, Tensor] = {}
@@ -51,8 +51,9 @@ class Accumulator:
 
     def pop(self, accelerator: Accelerator) -> dict[str, Tensor]:
         """
-        Return each metric's (5,) moments, as [`global_moments`] returns them, over all processes of `accelerator`, by
-        name; delete the entries.
+        Return each metric's (5,) count, mean, M2, minimum and maximum over all processes, and delete the entries.
+
+        M2 is the sum of squared deviations from the mean. All processes must call this together.
         """
         names = sorted(self._moments)
         if not names:
@@ -75,8 +76,8 @@ class Accumulator:
 
 def global_moments(accelerator: Accelerator, values: Tensor, mask: Tensor | None = None) -> Tensor:
     """
-    Return the (5,) moments (count, mean, M2, min, max), over all processes of `accelerator`, of the entries where
-    `mask` is 1 (None: of all). M2 is the sum of squared deviations.
+    Return (count, mean, M2, min, max), a (5,) tensor, of the `values` of all processes where `mask` is 1 (None: of all
+    values). M2 is the sum of squared deviations from the mean.
     """
     return merge_moments(accelerator.gather(moments(values, mask)[None]))
 
@@ -250,8 +251,8 @@ class PPOMetrics:
     @torch.no_grad()
     def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
         """
-        Add to the metrics how far `sampler_logprobs` are from `logprobs`, those of training's forward pass, where
-        `mask` is 1; (B, T) each, nats.
+        Compare the sampler's log-probs with those of training's forward pass (`logprobs`) where `mask` is 1, and add
+        the difference to the metrics; all are (B, T), log-probs in nats.
         """
         self._sampled(self.train, sampler_logprobs, logprobs, mask)
 
@@ -261,11 +262,13 @@ class PPOMetrics:
 
     def weighted(self, rollout: Rollout, weights: Tensor, is_outside: Tensor, actions: Tensor) -> None:
         """
-        Add a rollout's importance weights to the metrics, and the share of them that a bound has changed, which is
-        where the mask `is_outside` is True.
+        Add a rollout's importance weights to the metrics, and the share of weights that a bound has changed.
 
-        Weights of shape (B, T) count at the tokens where an action starts (`actions`); weights of shape (B, 1), of
-        whole responses, count for the rows that have a score.
+        Args:
+            rollout: the rollout.
+            weights: (B, T), or (B, 1) for whole responses, of which only those with a score count.
+            is_outside: bool, the shape of weights, True where a bound has changed the weight.
+            actions: (B, T), 1 = token at which an action starts. Weights of shape (B, T) count only there.
         """
         mask = actions if weights.shape == rollout.mask.shape else rollout.valid[:, None]
         self.train.add("sampling/importance_sampling_ratio", weights, mask)
@@ -294,7 +297,7 @@ class PPOMetrics:
 
     def means(self, mode: str) -> dict[str, float]:
         """
-        Return the metrics of `mode`, `"train"` or `"eval"`, over all processes since the last call, by name, and
+        Return a dict of the metrics of `mode`, `"train"` or `"eval"`, over all processes and since the last call;
         delete their entries.
         """
         moments = (self.train if mode == "train" else self.eval).pop(self.accelerator)

@@ -48,15 +48,19 @@ class Mistakes:
 
 class CheckedReward:
     """
-    Wrap a reward function for TRL: await it if it is async, and record its errors in `mistakes`, with the function's
-    `name`, to raise them on all processes.
+    Wrap a reward function for TRL: await it if it is async, and record its errors.
 
     If a function scores single tokens, TRL gets the sum of a row's scores. After each call, `token_scores` holds the
     scores of the tokens of each row, or None for a row that was scored as a whole.
 
     A function that runs in the background can be started early with [`CheckedReward.start`]. TRL's call then waits for
-    the result. If `around`, which makes a context, is given, the function is not started early: TRL's call runs it in
-    that context.
+    the result.
+
+    Args:
+        function: the reward function.
+        name: its name, for error messages.
+        mistakes: collects its errors, to raise them on all processes.
+        around: makes a context in which TRL's call runs the function. The function is then never started early.
     """
 
     def __init__(

@@ -73,7 +73,6 @@ from ..upstream.names import (
     is_conversational,
     temporarily,
 )
-from ..upstream.terminal import late_bars
 from . import gradients
 from .collection import RolloutTrainer
 from .config import PPOConfig
@@ -117,10 +116,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     """
     Train with Proximal Policy Optimization (1707.06347): a critic, GAE and per-token KL rewards (1909.08593).
 
-    It builds on TRL's maintained on-policy trainer, which loads, generates, scores and logs. The algorithm is in
-    `_generate_and_score_completions` (from prompts to advantages) and `_compute_loss`; `RolloutTrainer` collects the
-    rollout. A subclass changes the algorithm by overriding `token_rewards`, `advantages` or `rollout_metrics`, which
-    get a [`Rollout`]. The other methods are hooks that TRL and transformers call.
+    TRL's `GRPOTrainer` loads, generates, scores and logs. The algorithm is in `_generate_and_score_completions` (from
+    prompts to advantages) and `_compute_loss`; `RolloutTrainer` collects the rollout. To change the algorithm,
+    override `token_rewards`, `advantages` or `rollout_metrics`, which get a [`Rollout`]. The other methods are hooks
+    that TRL and transformers call.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -156,7 +155,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             As in TRL.
         peft_config ([`~peft.LoraConfig`], *optional*):
             Trains an adapter on a frozen base. The reference is then the base alone. The critic, unless `value_model`
-            is a whole model, is the base with a second adapter and a value head. These are the first that exist of:
+            is a whole model, is the base with a second adapter and a value head. Adapter and head are the first of
+            these that exist:
 
             - the adapter at the path `value_model`;
             - a copy of a reward model's adapter and head, on this base, with the same rank, α and modules;
@@ -235,7 +235,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         rollout_func: Any = None,
     ):
         check_contract(PPOTrainer)
-        late_bars()
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = PPOConfig(f"{name.split('/')[-1] or 'model'}-PPO")
@@ -333,7 +332,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
-        most = args.kl_target / 4 if args.kl_controller == "adaptive" else math.inf
+        # A quarter of the KL target at the default; half of `step_kl_target` is half a step for long completions, too
+        most = 2.5 * args.step_kl_target * args.kl_target if args.kl_controller == "adaptive" else math.inf
         self.rate_controller = RateController(args.step_kl_target, args.batch_size, most)
         self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
         self._unscored = 0  # rollouts in a row without a score
@@ -380,8 +380,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _adapt_grpo(self, policy: Any) -> None:
         """
-        Replace attributes that GRPO's constructor has set, but that PPO cannot use as they are. `policy` is the
-        policy's model.
+        Replace attributes that GRPO's constructor has set, but that PPO cannot use as they are. `policy` is the model.
         """
         args = self.args
         self.num_iterations = args.num_ppo_epochs
@@ -549,8 +548,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _mean_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, float]:
         """
-        Return the (B, T) leave-one-out means of the returns of `rewards`, and the critic's weight in the baseline,
-        which depends on how well its `values` fit, and is 0 with `baseline: mean`. All arguments are (B, T).
+        Return the (B, T) leave-one-out means of the returns, and the critic's weight in the baseline, which is 0 with
+        `baseline: mean`.
         """
         args, actions = self.args, self._actions(mask)
         zeros = torch.zeros_like(values)
@@ -581,7 +580,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             advantages, returns: (B, T), as `advantages` returned them.
 
         Returns:
-            A number for each metric's name.
+            A dict from each metric's name to a number.
         """
         return {}
 
@@ -768,7 +767,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return _EpochSeeded(super()._get_train_sampler(dataset), seed, lambda: int(self.state.epoch or 0))
 
     def _measure_prompts(self, rows: list[dict[str, Any]]) -> list[int]:
-        """Return the number of tokens in each prompt after the policy's chat template and tokenizer."""
+        """Return the number of tokens that the policy reads of each prompt, its chat template included."""
         rows, token_ids = with_prompts(rows, self._tokenizer)
         return [len(ids) for ids in token_ids or self._tokenize_prompts([row["prompt"] for row in rows])[0]]
 
@@ -1066,8 +1065,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """
-        Save the policy as a model that loads by itself, and the critic in its subfolder `critic/`. `output_dir` is
-        None for the run's folder; `state_dict` holds gathered weights, or None if none are sharded.
+        Save the policy to `output_dir` (None: the run's folder), as a model that loads by itself, and the critic to
+        the subfolder `critic/`. If weights are sharded, `state_dict` holds the gathered weights; else it is None.
         """
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         actor_critic = self._actor_critic

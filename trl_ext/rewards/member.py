@@ -45,7 +45,11 @@ class TellsFailures:
 
 
 class HoldsRewards:
-    """Base class of rewards that hold other rewards in the attributes `reward`, `members`, `judge` or `function`."""
+    """
+    Base class of rewards that hold other rewards: they run in the background if one of those does.
+
+    The rewards that they hold are found in the attributes `reward`, `members` (a list), `judge` and `function`.
+    """
 
     @property
     def in_background(self) -> bool:

@@ -258,8 +258,8 @@ class ModelReward:
         if finished is None:
             if self.eos_token_ids is None or completion_ids is None:
                 raise ValueError(
-                    "the reward model cannot tell which completions are finished: give it the policy's "
-                    "`eos_token_ids` or tokenizer (`policy_tokenizer`), or call it with the column `finished`"
+                    "the reward model cannot tell which completions are finished: call it with `finished`; or with "
+                    "`completion_ids`, and give it the policy's `eos_token_ids` or tokenizer (`policy_tokenizer`)"
                 )
             finished = [bool(row) and row[-1] in self.eos_token_ids for row in completion_ids]
         scores = [0.0] * len(prompts)

@@ -20,7 +20,7 @@ import numpy as np
 from ...cli.parser import StrictTrlParser
 from ...data import write_rows
 from ...runs import check_output_dir, check_settings, find, overlap, setting, write_text
-from ...upstream import late_bars, quiet
+from ...upstream import quiet
 from ..pages.markup import number, percent, render, with_interval
 
 _OWN = {"prompt", "chosen", "rejected", "confidence", "weight", "votes", "annotators"}
@@ -238,7 +238,6 @@ def main(arguments: list[str] | None = None) -> None:
     quiet()
     parser = StrictTrlParser(AnnotatorsArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
-    late_bars()
     with parser.one_line_errors():
         check_output_dir(args.output_dir, None)
         report = report_labels(args)

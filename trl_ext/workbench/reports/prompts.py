@@ -20,7 +20,7 @@ import numpy as np
 from ...cli.parser import StrictTrlParser, pairs, path_and_split
 from ...data import write_rows
 from ...runs import check_output_dir, check_settings, find, overlap, setting, write_text
-from ...upstream import late_bars, quiet
+from ...upstream import quiet
 from ..pages.markup import number, render
 
 if TYPE_CHECKING:
@@ -141,7 +141,6 @@ def main(arguments: list[str] | None = None) -> None:
     quiet()
     parser = StrictTrlParser(PromptsArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
-    late_bars()
     with parser.one_line_errors():
         check(args)
         broken = run(args)

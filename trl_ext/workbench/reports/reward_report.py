@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...cli.parser import StrictTrlParser
 from ...runs import check_output_dir, check_settings, redacted, setting, write_text
-from ...upstream import late_bars, quiet
+from ...upstream import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -302,7 +302,6 @@ def main(arguments: list[str] | None = None) -> None:
         arguments = ["--model", *arguments]
     parser = StrictTrlParser(RewardReportArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
-    late_bars()
     with parser.one_line_errors():
         check_output_dir(args.output_dir, "false")
         report, kept = run(args)

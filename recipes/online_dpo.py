@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.arguments import ModelArguments, PromptArguments, check_model
+from trl_ext.cli.arguments import ModelArguments, PromptArguments
 from trl_ext.runs import Hold, check_output_dir, check_settings, setting, write_text
 from trl_ext.upstream import quiet
-
-GOES_ON = "continues after the rounds that are complete"
 
 
 @dataclass
@@ -157,8 +155,6 @@ def main(arguments: list[str] | None = None) -> None:
         )
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir)
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
-        check_model("reward_model_name_or_path", script_args.reward_model_name_or_path)
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch
@@ -174,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.evaluation import bootstrap_interval
     from trl_ext.models import eos_token_ids, is_adapter, load_merged, load_tokenizer
     from trl_ext.rewards import Member, ModelReward, RewardFailed, distinct
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, differences, fingerprint, result_of
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, differences, fingerprint
     from trl_ext.workbench import next_answer, next_line, report_of
 
     processes, output_dir = PartialState(), Path(training_args.output_dir)
@@ -183,9 +179,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     def write(path: Path, text: str) -> None:
         """Write a file on the main process; the other processes wait."""
-        with parser.one_line_errors(NotSaved), result_of(path.parent, path.name, GOES_ON):
-            if processes.is_main_process:
-                write_text(path, text)
+        if processes.is_main_process:
+            write_text(path, text)
+        processes.wait_for_everyone()
 
     size = training_args.per_device_eval_batch_size  # answers are sampled and scored in such batches
     # 2. Data and rewards
@@ -313,12 +309,11 @@ def main(arguments: list[str] | None = None) -> None:
             with parser.one_line_errors(CannotResume, NotSaved):
                 result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
             # 5. Save: the model first, since a disk may be full
-            with parser.one_line_errors(NotSaved), result_of(folder, "The model", GOES_ON):
-                if peft_config is None:
-                    trainer.save_model()
-                elif processes.is_main_process:  # the next round begins with a whole model
-                    trainer.accelerator.unwrap_model(trainer.model).merge_and_unload().save_pretrained(folder)
-                    tokenizer.save_pretrained(folder)
+            if peft_config is None:
+                trainer.save_model()
+            elif processes.is_main_process:  # the next round begins with a whole model
+                trainer.accelerator.unwrap_model(trainer.model).merge_and_unload().save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
             processes.wait_for_everyone()
             processes.print(report_of(folder, bool(result.metrics), args.record_run))
             del trainer

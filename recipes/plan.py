@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config
 
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser, load_dataset_split
-from trl_ext.cli.arguments import ClassifierArguments, ModelArguments, check_model
+from trl_ext.cli.arguments import ClassifierArguments, ModelArguments
 from trl_ext.cli.parser import read_yaml
 from trl_ext.dpo import RewardConfig, SFTConfig
 from trl_ext.ppo import CriticConfig
@@ -480,10 +480,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
     folder = file.parent
 
     def load(name: str) -> Any:
-        if load_config is not None:
-            return load_config(name)
-        check_model("model", name)
-        return AutoConfig.from_pretrained(name)
+        return (load_config or AutoConfig.from_pretrained)(name)
 
     # 2. Data and job
     with parser.one_line_errors():

@@ -21,7 +21,6 @@ from trl_ext.cli.arguments import (
     ClassifierArguments,
     HeldOutArguments,
     PromptArguments,
-    check_model,
     save_and_evaluate,
 )
 from trl_ext.runs import Hold, check_output_dir, setting
@@ -52,9 +51,6 @@ def main(arguments: list[str] | None = None) -> None:
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
-        for role in ("policy", "reward_model"):
-            check_model(f"{role}_name_or_path", getattr(script_args, f"{role}_name_or_path"))
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch

@@ -55,7 +55,6 @@ def main() -> None:
     quiet()  # before the libraries that are imported next
     from trl_ext import PPOConfig, PPOTrainer
     from trl_ext.callbacks import HackWatch
-    from trl_ext.runs import NotSaved, result_of
     from trl_ext.workbench import report_of
 
     torch.set_num_threads(1)  # the tensors are tiny: threads would wait for each other longer than they work
@@ -93,9 +92,8 @@ def main() -> None:
     try:
         with Hold(trainer.args.output_dir):
             trainer.train()
-            with result_of(trainer.args.output_dir, "The model"):
-                trainer.save_model()
-    except (FolderInUse, NotSaved) as error:
+            trainer.save_model()
+    except FolderInUse as error:
         sys.exit(str(error))
     after = trainer.evaluate()
     for name in ("eval_objective/scores", "eval_objective/kl"):

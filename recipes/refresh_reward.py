@@ -31,7 +31,6 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
-from trl_ext.cli.arguments import check_model
 from trl_ext.cli.parser import entry_of
 from trl_ext.data import TrainedPairs, check_texts, has_content, pair_hashes, write_rows
 from trl_ext.evaluation import reward_model_report
@@ -138,10 +137,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser(RefreshArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", args.model_name_or_path)
-        check_model("against_model_name_or_path", args.against_model_name_or_path)
-        for folder in members_of(args.reward_model_name_or_path):
-            check_model("reward_model_name_or_path", folder)
         for name in args.earlier or []:
             if not Path(name, "queue.jsonl").is_file():
                 raise FileNotFoundError(f"`earlier` {name} holds no queue.jsonl: give the `output_dir` of a round")

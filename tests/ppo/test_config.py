@@ -178,7 +178,6 @@ CONTRADICTIONS = [
     ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ({"num_generations": 3}, r"\(8\) must be divisible by num_generations \(3\)"),
     ({"total_episodes": 16, "max_steps": 9}, "`total_episodes=16` makes 8 optimizer steps"),
-    ({"max_completion_length": None}, "must be a number of tokens"),
     ({"rollouts_ahead": 1, "use_vllm": True, "vllm_mode": "colocate"}, "needs a vLLM server"),
     ({"generation_kwargs": {"stop_strings": ["."]}}, "set `stop_token_id`"),
     ({"generation_kwargs": '{"max_new_tokens": 9}'}, "`max_completion_length`"),

@@ -1,18 +1,12 @@
 """Declare the arguments that recipes share, for dataset, model and reward; save and evaluate a trained model."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from trl import ModelConfig, ScriptArguments
 
 from ..runs.settings import check_settings, setting
 from .parser import StrictTrlParser, entry_of
-
-_CONFIGS = ("config.json", "adapter_config.json")
 
 
 def _check(*cases: tuple[Any, str]) -> None:
@@ -153,7 +147,7 @@ def save_and_evaluate(
     """
     Save the trained model, evaluate it, and return the evaluation's metrics.
 
-    None is returned if there is no evaluation data, or if an earlier command has evaluated the model.
+    None is returned if there is no evaluation data.
 
     Args:
         parser: ends the program with a one-line message if a file cannot be written, or on an error of these `kinds`.
@@ -162,40 +156,12 @@ def save_and_evaluate(
         *kinds: further classes of errors.
     """
     # They import PEFT, which speaks
-    from ..runs import NotSaved, is_evaluated, last_evaluation, result_of, save_trained
+    from ..runs import last_evaluation, save_trained
 
-    with parser.one_line_errors(NotSaved, *kinds):
+    with parser.one_line_errors(OSError, *kinds):
         save_trained(trainer, result.metrics)
-        if trainer.eval_dataset is None or is_evaluated(trainer.args.output_dir, result):
+        if trainer.eval_dataset is None:
             return None
         metrics = last_evaluation(trainer, result)
-        with result_of(trainer.args.output_dir, "The evaluation"):
-            trainer.save_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
         return metrics
-
-
-def check_model(setting: str, name: str | os.PathLike[str] | None, revision: str | None = None) -> None:
-    """
-    Check that a model exists, without loading it and with at most one request to the hub.
-
-    Args:
-        setting: name of the setting, for error messages.
-        name: folder or hub name of the model; None for no model.
-        revision: revision of a hub model.
-
-    Raises:
-        FileNotFoundError: there is no such model; the message has the setting, its value and what the hub says.
-    """
-    if name is None or any(Path(name, file).expanduser().is_file() for file in _CONFIGS):
-        return
-    try:
-        if any(isinstance(try_to_load_from_cache(str(name), file, revision=revision), str) for file in _CONFIGS):
-            return
-        HfApi().model_info(str(name), revision=revision, timeout=5)
-    except Exception as error:  # httpx's, requests' or sockets', by the version of the hub's client
-        answered = isinstance(error, RepositoryNotFoundError | RevisionNotFoundError | HFValidationError)
-        hub = "the hub has no such model" if answered else "the hub cannot be reached"
-        raise FileNotFoundError(
-            f"`{setting}` {name}: there is no such folder with a config.json or adapter_config.json (the working "
-            f"directory is {Path.cwd()}), and {hub}: {error}"
-        ) from error

@@ -128,17 +128,6 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
         "Log `logps/chosen_delta`, `logps/displacement_rate` and `logps/drift`. Any setting that changes β or TRL's "
         "sigmoid loss also turns this on.",
     )
-    distribution_shift_samples: int = setting(
-        0,
-        "Pairs to compare with the reference's own samples before training. The log-probs of both under the reference "
-        "are compared. 0 compares none.",
-        range=">= 0",
-    )
-    distribution_shift_bound: float = setting(
-        0.1,
-        "Warn if more than this share of the chosen answers is less likely than the 1st percentile of the samples.",
-        range="in [0, 1], a share of pairs",
-    )
 
     resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 

@@ -1,6 +1,5 @@
 """Extend TRL's `DPOTrainer` by an adaptive β, and by a loss that uses margins, confidences and weights of pairs."""
 
-import contextlib
 import copy
 import math
 import os
@@ -13,7 +12,6 @@ from accelerate.utils import GatheredParameters, is_peft_model
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers.trainer_utils import TrainOutput
 
 from ..data.pairs import SCORES, PairCollator, take_columns
 from ..functional import (
@@ -26,11 +24,9 @@ from ..functional import (
 )
 from ..models.generation import check_savable
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy, weights_identity
-from ..runs.checkpoints import reference_of, schedule
-from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, temporarily, use_adapter
+from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, temporarily
 from .config import DPOConfig
 from .controllers import BetaController, MarginNormalizer, Pairs
-from .shift import distribution_shift, warn_of_shift
 from .stages import RecordedRun, checked
 
 STATE_FILE = "dpo_state.pt"
@@ -86,7 +82,6 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DPOConfig(f"{name.split('/')[-1] or 'model'}-DPO")
-        self.distribution_shift: dict[str, float] | None = None
         margin = ["margin"] if "margin" in (train_dataset.column_names or ()) else [*SCORES]
         read = {"confidence": args.use_confidence, "weight": args.use_weight}
         read["source"] = args.margin_normalization == "source"
@@ -122,19 +117,10 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         for each in filter(None, (self.model, self.ref_model)):
             keep_unpacked(each)
         is_whole = isinstance(train_dataset, Dataset)
-        for is_wrong, message in [
-            (
-                args.beta_controller == "drift" and args.drift_horizon is None and not is_whole,
-                "`beta_controller='drift'` needs `drift_horizon`, in pairs, if the train dataset is a stream.",
-            ),
-            (
-                args.distribution_shift_samples
-                and (self.is_fsdp_enabled or self.is_deepspeed_enabled or self._is_vision_dataset),
-                "`distribution_shift_samples` does not work with images, FSDP or DeepSpeed. Set it to 0.",
-            ),
-        ]:
-            if is_wrong:
-                raise ValueError(message)
+        if args.beta_controller == "drift" and args.drift_horizon is None and not is_whole:
+            raise ValueError(
+                "`beta_controller='drift'` needs `drift_horizon`, in pairs, if the train dataset is a stream."
+            )
         horizon = args.drift_horizon or (len(self.train_dataset) if is_whole else math.inf)
         self.beta_controller = BetaController(args, horizon)
         self.margin_normalizer: MarginNormalizer | None = None
@@ -340,43 +326,16 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
     @property
     def reference(self) -> nn.Module:
         """
-        Return the model that gives the reference's log-probs: `ref_model`, or if there is none, the PEFT policy.
-
-        The PEFT policy acts as the reference only within [`reference_adapter`].
+        Return the model that gives the reference's log-probs: `ref_model`, or if there is none, the PEFT policy, with
+        its adapter `ref` or none.
         """
         return self.model if self.ref_model is None else self.ref_model
-
-    def reference_adapter(self) -> contextlib.AbstractContextManager:
-        """
-        Make the policy act as the reference within the `with` block, if PEFT is used without a `ref_model`.
-
-        The policy then runs with the adapter `ref`, or without an adapter if there is none of this name.
-        """
-        if self.ref_model is not None or not is_peft_model(self.model):
-            return contextlib.nullcontext()
-        model = self.accelerator.unwrap_model(self.model)
-        return use_adapter(model, "ref" if "ref" in model.peft_config else None)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         _, batch = take_columns(inputs)
         return super().compute_ref_log_probs(model, batch)
 
     # ---- Training and resuming ----
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        """
-        Train from the beginning or from a checkpoint; see [`~trl_ext.runs.checkpoints.ResumableRun`].
-
-        Args:
-            resume_from_checkpoint: `True` for the newest complete checkpoint in `output_dir`, or a path.
-        """
-        if self.args.distribution_shift_samples and not resume_from_checkpoint:
-            self.distribution_shift = distribution_shift(self, self.args.distribution_shift_samples)
-            for name, value in self.distribution_shift.items():  # shown by the first log
-                self._metrics["train"][f"shift/{name}"].append(value)
-            if self.is_world_process_zero():
-                warn_of_shift(self.distribution_shift, self.args.distribution_shift_bound)
-        return super().train(resume_from_checkpoint, **kwargs)
 
     def _run_facts(self) -> dict[str, Any]:
         facts = super()._run_facts()
@@ -385,16 +344,6 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         if self._has_own_reference:
             facts["reference"] = weights_identity(self.accelerator.unwrap_model(self.ref_model))
         return facts
-
-    def _schedule(self) -> str:
-        args = self.args
-        adapts = "" if args.beta_controller == "fixed" else f", adapted by {args.beta_controller}"
-        reference = reference_of(self, self.accelerator.unwrap_model(self.model))
-        return schedule(
-            self,
-            reference="its log-probs, precomputed" if self.precompute_ref_logps else reference,
-            loss=f"{', '.join(self.loss_types)}; β {args.beta:g}{adapts}",
-        )
 
     def _save_own_state(self, checkpoint: str) -> None:
         if self.args.sync_ref_model:  # all processes gather its weights

@@ -339,15 +339,11 @@ class ActorCritic(nn.Module):
         return self.critic is not None and not self.shares_base
 
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
-        """Return the parameters of one `role`, `"policy"` or `"critic"`; a shared base counts as the policy's."""
-        return (parameter for _, parameter in self.named_parameters_of(role))
-
-    def named_parameters_of(self, role: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters that `parameters_of` yields for a `role`, with their names."""
+        """Yield the parameters of one `role`, `"policy"` or `"critic"`; a shared base counts as the policy's."""
         for name, parameter in self.named_parameters():
             parts = name.split(".")
             if parts[0] != "rewards" and (CRITIC in parts) == (role == "critic"):
-                yield name, parameter
+                yield parameter
 
     # ---- Adapters ----
 

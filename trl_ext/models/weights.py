@@ -3,7 +3,7 @@
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -108,11 +108,6 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
 
 
 # ---- Weights ----
-
-
-def size_of(parameters: Iterable[Tensor]) -> int:
-    """Count the weights in `parameters`, including the parts that ZeRO-3 has put on other processes."""
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
 def disable_dropout(model: nn.Module) -> None:

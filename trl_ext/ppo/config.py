@@ -404,10 +404,6 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
                 f"`max_steps={self.max_steps}`: set only one of them.",
             ),
             (
-                self.max_completion_length is None,  # transformers would make 20 tokens of it, prompt included
-                "`max_completion_length` must be a number of tokens, got None.",
-            ),
-            (
                 self.kl_coef == 0 and (self.kl_controller != "fixed" or self.watch == "raise_kl"),
                 "`kl_controller='adaptive'` and `watch='raise_kl'` multiply `kl_coef`, so they cannot change "
                 "`kl_coef=0`. Set a positive `kl_coef`, such as 0.05.",

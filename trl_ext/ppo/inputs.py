@@ -1,6 +1,5 @@
 """Check the arguments and the prompts of PPOTrainer, and decode prompts that are given as token ids."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ from datasets import Dataset
 from torch import nn
 
 from ..models.weights import base_model_of
-from ..upstream.names import get_callable_name, get_config_model_id
+from ..upstream.names import get_config_model_id
 from .config import PPOConfig
 
 Datasets = list[tuple[str, Dataset]]
@@ -33,46 +32,32 @@ def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[l
     return rewards, tokenizers
 
 
-def check(
-    args: PPOConfig,
-    models: dict[str, Any],
-    datasets: Datasets,
-    environment_factory: Any,
-    agent: list[str],
-    optimizer: Any,
-) -> None:
+def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: list[str], optimizer: Any) -> None:
     """
     Raise a `ValueError` if the trainer's arguments contradict each other, so that it would train wrongly or fail late.
 
     Args:
         models: the trainer's arguments `model`, `value_model`, `ref_model` and each reward, by name.
         datasets: names and datasets, "train" and those to evaluate on.
-        environment_factory: the trainer's argument of this name.
         agent: the names among `tools`, `environment_factory` and `rollout_func` that were given to the trainer.
         optimizer: the optimizer passed to the trainer in `optimizers`, if any.
     """
-    for name, rows in datasets:
-        if not isinstance(rows, Dataset):
-            raise ValueError(
-                f"The {name} dataset is a `{type(rows).__name__}`: pass one split as a `datasets.Dataset`."
-            )
     given = [(name, model) for name, model in models.items() if isinstance(model, nn.Module)]
     same = [(a, b) for i, (a, x) in enumerate(given) for b, y in given[i + 1 :] if x is y]
     needed = args.generation_batch_size // args.num_generations
     names = {name: {*dataset.column_names} for name, dataset in datasets}
-    prompts = len(dict(datasets).get("train", ()))
+    sizes = {name: len(dataset) for name, dataset in datasets}  # a stream has none, and an evaluation needs it
+    prompts = sizes.get("train", needed)
     best = args.metric_for_best_model == "eval_objective/scores"
-    value_model, ref_model = models["value_model"], models["ref_model"]
     for is_wrong, message in [
         (bool(same), f"{same} are the same object, so training one would change the other. Pass a copy."),
         (
-            ref_model is not None and not args.use_ref_model,
+            models["ref_model"] is not None and not args.use_ref_model,
             "`ref_model` was passed, but `use_ref_model=False` loads no reference. Leave one of them out.",
         ),
         (
-            (value_model is not None or args.critic_warmup_rollouts > 0) and args.baseline == "mean",
-            "`value_model` and `critic_warmup_rollouts` are for a critic, but `baseline='mean'` uses none. Leave them "
-            "out.",
+            args.critic_warmup_rollouts > 0 and args.baseline == "mean",
+            "`critic_warmup_rollouts` trains only the critic, but `baseline='mean'` uses none. Leave it out.",
         ),
         (
             optimizer is not None and args.critic_learning_rate is not None,
@@ -80,7 +65,7 @@ def check(
             "critic its own parameter group there, and leave `critic_learning_rate` out.",
         ),
         (
-            "train" in names and prompts < needed,
+            prompts < needed,
             f"The train dataset has {prompts} prompts, but a rollout needs {needed} (`per_device_train_batch_size` × "
             "`gradient_accumulation_steps` × `num_mini_batches` × processes / `num_generations`). Add prompts, or "
             "lower `num_mini_batches` or the batch size.",
@@ -97,17 +82,8 @@ def check(
     if len(names) > ("train" in names):
         check_evaluation_batch(args)
     for name, columns in names.items():
-        environments: set = set()
-        if isinstance(environment_factory, dict):
-            environments = {*dict(datasets)[name].unique("environment")} - environment_factory.keys()
         taken = columns & {*_GIVEN, "image", "images"} - {"completion_ids"}  # which TRL leaves out
         for is_wrong, message in [
-            (len(dict(datasets)[name]) == 0, "no rows. Add some, or leave it out."),
-            (
-                not (environment_factory or columns & {"prompt", "input_ids"}),
-                f"no column `prompt` (text or messages), and no `input_ids`; its columns are {sorted(columns)}. "
-                "Rename the column that holds the prompts to `prompt`.",
-            ),
             (
                 bool(taken),
                 f"the columns {sorted(taken)}. Rename or remove them: reward functions get other values by such "
@@ -118,11 +94,6 @@ def check(
                 f"the column `input_ids`, whose prompts the policy reads unchanged, though {agent} must add to a "
                 "prompt. Give messages in `prompt` instead.",
             ),
-            (
-                bool(environments),
-                f"rows for environments that `environment_factory` lacks: {environments}. Add them to it, or remove "
-                "the rows.",
-            ),
         ]:
             if is_wrong:
                 raise ValueError(f"The {name} dataset has {message}")
@@ -131,31 +102,6 @@ def check(
 # What every reward function is given, beside the dataset's columns
 _GIVEN = {"completion_ids", "completions", "environments", "finished", "prompt_ids", "prompts"}
 _GIVEN |= {"log_extra", "log_metric", "trainer_state"}
-
-
-def check_arguments(rewards: list, datasets: Datasets) -> None:
-    """
-    Raise a `ValueError` if a reward function needs an argument that it will not get.
-
-    Args:
-        rewards: the reward functions; models and paths among them are skipped.
-        datasets: names and datasets. A function gets the columns of each, and what every reward function is given.
-    """
-    for name, dataset in datasets:
-        for reward in rewards:
-            if isinstance(reward, (str, nn.Module)):
-                continue
-            arguments = inspect.signature(reward).parameters.values()
-            needed = {
-                a.name
-                for a in arguments
-                if a.default is a.empty and a.kind in (a.POSITIONAL_OR_KEYWORD, a.KEYWORD_ONLY)
-            }
-            if missing := needed - _GIVEN - {*dataset.column_names}:
-                raise ValueError(
-                    f"Reward function '{get_callable_name(reward)}' needs {missing}, but the {name} dataset has "
-                    f"{dataset.column_names}: rename or add a column, or give the argument a default."
-                )
 
 
 def check_evaluation_batch(args: PPOConfig) -> None:
@@ -206,7 +152,7 @@ def check_prompt_lengths(
     """
     context = getattr(base_model_of(policy).config.get_text_config(), "max_position_embeddings", None)
     for name, dataset in datasets:
-        columns = [c for c in ("prompt", "input_ids", "attention_mask") if c in dataset.column_names]
+        columns = [c for c in ("prompt", "input_ids", "attention_mask") if c in dataset.column_names] or ["prompt"]
         lengths: list[int] = []
         for batch in dataset.select_columns(columns).iter(1000):
             rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]

@@ -63,7 +63,7 @@ from ..models.weights import (
     vocabulary_of,
     weights_identity,
 )
-from ..runs.checkpoints import ResumableRun, block, count, portions, reference_of, saves, sizes
+from ..runs.checkpoints import ResumableRun
 from ..runs.control import check_monitors, spoilt, take_kl_scale, take_rate_scale
 from ..runs.output_dir import Hold
 from ..upstream.names import (
@@ -81,7 +81,6 @@ from .environments import guarded, load_states, states_of, step_rewards
 from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
 from .inputs import (
     check,
-    check_arguments,
     check_evaluation_batch,
     check_prompt_lengths,
     listed,
@@ -246,13 +245,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             {"model": model, "value_model": value_model, "ref_model": ref_model}
             | {f"reward {i}": reward for i, reward in enumerate(reward_funcs)},
             datasets,
-            environment_factory,
             [name for name, player in players.items() if player],
             optimizers[0],
         )
-        if rollout_func is None:
-            check_arguments(reward_funcs, datasets)
-        elif not args.another_samples:
+        if rollout_func is not None and not args.another_samples:
             args = copy.copy(args)  # the caller's `args` stay unchanged
             args.allow_off_policy_sampling = True  # who samples is not known here
         if is_adapter(model, (args.model_init_kwargs or {}).get("revision")):
@@ -989,6 +985,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 f"`save_steps` {self.args.save_steps:g}: checkpoints are written only at the end of a rollout, every "
                 f"{self.args.steps_per_rollout} optimizer steps."
             )
+        self.accelerator.print(
+            f"PPO: {self._steps():,} optimizer steps, {self.args.steps_per_rollout} on each rollout of "
+            f"{self.args.batch_size:,} episodes; critic: {self._critic_origin}"
+        )
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs = 0, None  # unless a snapshot is loaded
         self._seen_step = 0
@@ -1022,37 +1022,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             return args.max_steps
         rollouts = len(self.train_dataset) * self.num_generations // args.batch_size
         return math.ceil(args.num_train_epochs * rollouts * args.steps_per_rollout)
-
-    def _schedule(self) -> str:
-        args, actor_critic, per_rollout = self.args, self._actor_critic, self.args.steps_per_rollout
-        rollouts = -(-self._steps() // per_rollout)
-        episodes, asked = rollouts * args.batch_size, args.total_episodes
-        rounded = (
-            f" (`total_episodes` {asked:,}, rounded up to whole rollouts)" if asked not in (None, episodes) else ""
-        )
-        ends = ", ".join(self._tokenizer.convert_ids_to_tokens(self.eos_token_ids))
-        answers = f" × {self.num_generations}" if self.num_generations > 1 else ""
-        passes = "once" if args.num_ppo_epochs == 1 else f"{args.num_ppo_epochs} times"
-        policy, critic = (
-            sizes(actor_critic.named_parameters_of(role), actor_critic.policy) for role in ("policy", "critic")
-        )
-        return block(
-            "PPO",
-            {
-                "policy": policy,
-                "critic": f"{critic}: {self._critic_origin}" if actor_critic.critic is not None else "none",
-                "reference": reference_of(self, actor_critic.policy) if args.use_ref_model else "none",
-                "rewards": ", ".join(self.reward_func_names),
-                "data": f"{count(len(self.train_dataset), 'prompt')}{answers}; answers end by {ends}, or at "
-                f"{count(self.max_completion_length, 'token')}",
-                "step": f"{count(args.mini_batch_size, 'episode')} = {portions(args)}",
-                "rollout": f"{count(args.batch_size, 'episode')} = {args.num_mini_batches} × {args.mini_batch_size:,}"
-                f", passed over {passes}: {count(per_rollout, 'optimizer step')}",
-                "total": f"{count(rollouts, 'rollout')} = {count(self._steps(), 'optimizer step')}, "
-                f"{count(episodes, 'episode')}{rounded}",
-                "saves": saves(args),
-            },
-        )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         is_new, self._seen_step = self._step != self._seen_step, self._step  # at an epoch's end it is called twice

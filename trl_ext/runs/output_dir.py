@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .files import from_first, on_first
+from .files import on_first
 from .marker import MARKER
 
 LOCK = "_trl_ext.lock"  # in the output directory; a Trainer uploads nothing whose name begins with an underscore
@@ -123,32 +123,6 @@ def _holder(lock: Path) -> str:
         return f"process {who['pid']} on {who['host']}, since {who['since']}"
     except (OSError, ValueError, LookupError, TypeError):
         return "another process"
-
-
-def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -> bool:
-    """
-    Return whether the run was trained and evaluated before this command; if so, print that it is not evaluated again.
-
-    Evaluation files that are older than the run's newest checkpoint do not count, since they belong to an earlier run.
-
-    Args:
-        output_dir: the run's folder.
-        result: the result of `train`.
-        *files: glob patterns of the files that the evaluation writes; `eval_results.json` if none are given.
-    """
-    from accelerate import PartialState
-
-    files, folder = files or ("eval_results.json",), Path(output_dir)
-    newest = max((marker.stat().st_mtime for marker in folder.glob(_MARKERS)), default=0)
-    found = not result.metrics and all(
-        any(path.stat().st_mtime >= newest for path in folder.glob(pattern)) for pattern in files
-    )
-    found = from_first(found)  # another machine may not see the folder
-    if found:
-        PartialState().print(
-            f"{folder / files[0]} exists, so the model is not evaluated again; to evaluate it, delete that file."
-        )
-    return found
 
 
 def last_evaluation(trainer: Any, result: Any) -> dict[str, float]:

@@ -3,8 +3,6 @@
 import os
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
@@ -12,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 
 from ..upstream.names import temporarily
 from .control import spoilt
 from .files import from_first, on_first
-from .marker import MARKER, checkpoints_of, delete_old, write_marker
+from .marker import MARKER, checkpoints_of, write_marker
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -27,8 +25,6 @@ else:
 
 logger = logging.get_logger(__name__)
 
-MODEL = "The model"
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 _MEMORY, _STAGED = "/dev/shm", "trl_ext_checkpoint_"
 
 
@@ -56,48 +52,6 @@ def not_saved(path: str | os.PathLike[str], error: BaseException) -> str:
     return f"{Path(path).name} could not be written to {folder} ({cause}; {free:.1f} GiB are free there)"
 
 
-@contextmanager
-def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None = None) -> Iterator[None]:
-    """
-    Raise [`NotSaved`] on all processes if the `with` block, which writes a part of a run's result, cannot write it.
-
-    Every process must enter and leave the block, and no collective may follow a write in it. Weights that were written
-    only in part are removed: beside files of an earlier run they would look complete.
-
-    Args:
-        output_dir: the run's folder.
-        what: name of the part, as the beginning of the message: "The model".
-        goes_on: end of the message, after "run the same command again: it". By default, "resumes from the newest
-            complete checkpoint" or, without a checkpoint, "restarts".
-    """
-    before, failure = _weights_in(output_dir), None
-    try:
-        yield
-    except Exception as error:
-        if not is_of_writing(error):
-            raise
-        failure = error
-        for path, time in _weights_in(output_dir).items():
-            if before.get(path) != time:
-                path.unlink(missing_ok=True)
-        Path(output_dir, "train_results.json").unlink(missing_ok=True)  # with it, the run would count as finished
-    cause = failure and not_saved(os.path.join(output_dir, what), failure)
-    if causes := [*filter(None, gather_object([cause]))]:
-        has_checkpoint = any(Path(output_dir).glob(f"checkpoint-*/{MARKER}"))
-        goes_on = goes_on or ("resumes from the newest complete checkpoint" if has_checkpoint else "restarts")
-        kept = "" if what == MODEL else "The model is saved. "
-        raise NotSaved(
-            f"{causes[0]}. {kept}Correct the cause (if the disk is full, make room), then run the same command again: "
-            f"it {goes_on}."
-        ) from failure
-
-
-def _weights_in(folder: str | os.PathLike[str]) -> dict[Path, int]:
-    """Map each file of weights in a folder and its subfolder `critic` to the time when it was last written, in ns."""
-    paths = [path for pattern in _WEIGHTS for at in ("", "critic/") for path in Path(folder).glob(f"{at}{pattern}")]
-    return {path: path.stat().st_mtime_ns for path in paths}
-
-
 def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
     """
     Save a model, then its metrics, in this order because the model matters more if the disk becomes full.
@@ -106,11 +60,9 @@ def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
         trainer: a Trainer that has trained.
         metrics: metrics that `train` returned. They are empty, and not saved, if the run was complete before.
     """
-    with result_of(trainer.args.output_dir, MODEL):
-        trainer.save_model()
-    with result_of(trainer.args.output_dir, "The training metrics"):
-        if metrics:
-            trainer.save_metrics("train", metrics)
+    trainer.save_model()
+    if metrics:
+        trainer.save_metrics("train", metrics)
 
 
 class BackgroundSaving(_Trainer):
@@ -217,7 +169,8 @@ class BackgroundSaving(_Trainer):
                 shutil.rmtree(in_memory)
             if not self.args.save_only_model:  # else there is nothing to resume from
                 self._size = write_marker(checkpoint, self._settings)
-            delete_old(checkpoint, self.args.save_total_limit, best)
+            kept = checkpoint.with_name(best or checkpoint.name)  # the newest by name, too: a clock may be set back
+            rotate_checkpoints(str(checkpoint.parent), self.args.save_total_limit, str(kept), use_mtime=True)
         except Exception as failure:
             self._error = failure
             if in_memory is not None:

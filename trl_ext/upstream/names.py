@@ -159,7 +159,7 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         reward_processing_classes reward_weights router_aux_loss_coef state temperature tools train_dataset use_vllm
         vllm_generation vllm_importance_sampling_correction""",
     "trl.DPOTrainer": """
-        _is_vision_dataset _metrics _signature_columns _tag_names _tokenizer
+        _metrics _signature_columns _tag_names _tokenizer
         accelerator args beta control data_collator eval_dataset is_deepspeed_enabled is_fsdp_enabled ld_alpha
         loss_types loss_weights model precompute_ref_logps ref_model state train_dataset""",
     "trl.RewardTrainer": "_metrics _signature_columns accelerator data_collator model",

@@ -36,7 +36,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ...cli.arguments import check_model
 from ...data import is_messages
 from ...rewards import Member, ModelReward, load_reward, reward_identity, well_formed
 from ...runs import redacted
@@ -299,7 +298,6 @@ def load(model: str, **settings: Any) -> Callable:
     """
     if ".py:" in model:
         return load_reward(model)
-    check_model("MODEL", model)
     return ModelReward(model, **{name: value for name, value in settings.items() if value is not None})
 
 

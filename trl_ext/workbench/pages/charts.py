@@ -48,7 +48,7 @@ GROUPS = {
 # First parts of the keys that trainers log, with `eval_` or without; all others are metrics of the user's own
 KNOWN = {
     *"attribution beta clip_ratio completions environment gold grad_norm greedy learning_rate logits logps".split(),
-    *"loss objective policy profiling repetition rewards sampling shift time tools turns val vespo watch".split(),
+    *"loss objective policy profiling repetition rewards sampling time tools turns val vespo watch".split(),
 }
 LINES_OF_ONE = 8  # a chart has at most so many lines
 # The charts that come first for a run without a reward; for a run with one those in PANELS come first

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ...cli.arguments import check_model
 from ...cli.parser import carried_out, entry_of
 from ...runs import check_settings, redacted, setting, write_text
 
@@ -105,8 +104,6 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
     paths = {name.replace("/", "--"): str(path) for name, path in named(list(map(Path, args.policies))).items()}
     baseline = next(name for name, path in paths.items() if Path(path) == Path(str(args.baseline)))
     reference = str(args.ref_model_name_or_path)
-    for policy in {*paths.values(), reference}:
-        check_model("policies" if policy in paths.values() else "ref_model_name_or_path", policy)
     rows = load_prompts(args.prompts, args.dataset_config, args.dataset_split, args.max_prompts)
     notes = check_held_out(paths, rows)
     sampling = Sampling(**{each.name: getattr(args, each.name) for each in fields(Sampling)})

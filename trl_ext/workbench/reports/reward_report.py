@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...cli.arguments import check_model
 from ...cli.parser import StrictTrlParser
 from ...runs import check_output_dir, check_settings, redacted, setting, write_text
 from ...upstream import quiet
@@ -344,8 +343,6 @@ def run(args: RewardReportArguments) -> tuple[dict[str, Any], Path | None]:
     from .reward_figures import Scorer, examine
 
     begin, folder = time.perf_counter(), Path(str(args.output_dir))
-    if args.model and ".py:" not in args.model and not is_ensemble(args.model):
-        check_model("MODEL", args.model)
     material = gather(args, trained_pairs(args))
     reward = load(args)
     report = examine(

@@ -10,8 +10,7 @@ from trl import SFTConfig
 
 from trl_ext.runs.checkpoints import checkpoint_to_resume, differences, fingerprint
 from trl_ext.runs.control import STOPPED, forget_stop, stop_of, write_stop
-from trl_ext.runs.marker import MARKER, newest_complete, read_marker, write_marker
-from trl_ext.runs.saving import BackgroundSaving
+from trl_ext.runs.marker import MARKER, delete_old, newest_complete, read_marker, write_marker
 
 
 def saved(folder, *names):
@@ -66,19 +65,17 @@ def test_the_newest_checkpoint_is_the_complete_one_that_was_finished_last(tmp_pa
         assert capsys.readouterr().out.count("Skipping") == 5
 
 
-def test_the_newest_and_the_best_checkpoint_stay(tmp_path):
-    saved(tmp_path, *(f"checkpoint-{step}" for step in (1, 2, 3, 5)))
-    for step in (1, 2, 5):  # 3 is of a run that has restarted from 2
-        os.utime(tmp_path / f"checkpoint-{step}", (time.time() - 100 + step,) * 2)
-    run = SimpleNamespace(args=SimpleNamespace(save_only_model=False, save_total_limit=1), _settings={}, _error=None)
+def test_old_checkpoints_go_and_those_that_are_incomplete_first(tmp_path):
+    saved(tmp_path, *(f"checkpoint-{step}" for step in (1, 2, 3, 4, 5)))
+    (tmp_path / "checkpoint-4" / MARKER).unlink()
     left = lambda: sorted(int(path.name[11:]) for path in tmp_path.glob("checkpoint-*"))  # noqa: E731
-    BackgroundSaving._finish(run, tmp_path / "checkpoint-3", None, "checkpoint-1")
-    assert left() == [1, 3] and run._error is None
-    saved(tmp_path, "checkpoint-4")
-    for step in (1, 3):  # before the clock was set back
-        os.utime(tmp_path / f"checkpoint-{step}", (time.time() + 100 + step,) * 2)
-    BackgroundSaving._finish(run, tmp_path / "checkpoint-4", None, "")
-    assert left() == [3, 4]
+    for limit, steps in ((None, [1, 2, 3, 4, 5]), (4, [1, 2, 3, 5]), (2, [1, 5]), (1, [1, 5])):
+        delete_old(tmp_path / "checkpoint-5", limit, "checkpoint-1")
+        assert left() == steps
+    saved(tmp_path, "checkpoint-6")
+    os.utime(tmp_path / "checkpoint-6", (0, 0))  # by a clock that was set back
+    delete_old(tmp_path / "checkpoint-6", 1, None)
+    assert left() == [6]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Mark checkpoints as complete by a file that is written last (the marker); find complete ones."""
+"""Mark checkpoints as complete by a file that is written last (the marker); find complete ones, delete old ones."""
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,16 @@ def newest_complete(output_dir: str | os.PathLike[str]) -> str | None:
         print(f"Skipping {path}: it is not complete.")
     written = {path: marker["written_ns"] for path, marker in markers.items() if marker is not None}
     return str(max(written, key=lambda path: written[path])) if written else None
+
+
+def delete_old(newest: Path, limit: int | None, best: str | None) -> None:
+    """
+    Delete the oldest checkpoints beside `newest`, those without a marker first, until `limit` are left.
+
+    `newest`, and the one named `best`, are kept. If `limit` is None, nothing is deleted.
+    """
+    paths = checkpoints_of(newest.parent)
+    ages = {path: ((path / MARKER).is_file(), path.stat().st_mtime_ns) for path in paths if path.is_dir()}
+    spare = [path for path in sorted(ages, key=lambda path: ages[path]) if path.name not in (newest.name, best)]
+    for path in spare[: max(0, len(ages) - limit)] if limit else []:
+        shutil.rmtree(path, ignore_errors=True)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..upstream.names import temporarily
 from .control import spoilt
 from .files import from_first, on_first
-from .marker import MARKER, checkpoints_of, write_marker
+from .marker import MARKER, checkpoints_of, delete_old, write_marker
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -169,8 +169,7 @@ class BackgroundSaving(_Trainer):
                 shutil.rmtree(in_memory)
             if not self.args.save_only_model:  # else there is nothing to resume from
                 self._size = write_marker(checkpoint, self._settings)
-            kept = checkpoint.with_name(best or checkpoint.name)  # the newest by name, too: a clock may be set back
-            rotate_checkpoints(str(checkpoint.parent), self.args.save_total_limit, str(kept), use_mtime=True)
+            delete_old(checkpoint, self.args.save_total_limit, best)
         except Exception as failure:
             self._error = failure
             if in_memory is not None:

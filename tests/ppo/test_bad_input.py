@@ -22,6 +22,11 @@ def rows(**columns):
 
 
 WRONG = [
+    ({"reward_funcs": gold}, "'gold' needs {'answer'}, but the train dataset"),
+    (
+        {"reward_funcs": gold, "train_dataset": rows(prompt=["a"], answer=["b"]), "eval_dataset": prompts(4)},
+        "the eval",
+    ),
     ({"train_dataset": prompts(7)}, "has 7 prompts, but a rollout needs 8"),
     ({"train_dataset": rows(prompt=["cat", ""])}, "Row 1 of the train dataset has an empty prompt.* all 8 such rows"),
     ({"train_dataset": rows(prompt=[[{"role": "user", "content": "cat"}], []])}, "Row 1 .* empty prompt.* all 8 such"),

@@ -1,5 +1,6 @@
 """Check the arguments and the prompts of PPOTrainer, and decode prompts that are given as token ids."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ from datasets import Dataset
 from torch import nn
 
 from ..models.weights import base_model_of
-from ..upstream.names import get_config_model_id
+from ..upstream.names import get_callable_name, get_config_model_id
 from .config import PPOConfig
 
 Datasets = list[tuple[str, Dataset]]
@@ -102,6 +103,28 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
 # What every reward function is given, beside the dataset's columns
 _GIVEN = {"completion_ids", "completions", "environments", "finished", "prompt_ids", "prompts"}
 _GIVEN |= {"log_extra", "log_metric", "trainer_state"}
+
+
+def check_arguments(rewards: list, datasets: Datasets) -> None:
+    """
+    Raise a `ValueError` if a function in `rewards` needs an argument that is neither given to every reward function,
+    nor a column of each dataset in `datasets`, which are names and datasets. Models and paths are skipped.
+    """
+    for name, dataset in datasets:
+        for reward in rewards:
+            if isinstance(reward, (str, nn.Module)):
+                continue
+            arguments = inspect.signature(reward).parameters.values()
+            needed = {
+                a.name
+                for a in arguments
+                if a.default is a.empty and a.kind in (a.POSITIONAL_OR_KEYWORD, a.KEYWORD_ONLY)
+            }
+            if missing := needed - _GIVEN - {*dataset.column_names}:
+                raise ValueError(
+                    f"Reward function '{get_callable_name(reward)}' needs {missing}, but the {name} dataset has "
+                    f"{dataset.column_names}: rename or add a column, or give the argument a default."
+                )
 
 
 def check_evaluation_batch(args: PPOConfig) -> None:

@@ -81,6 +81,7 @@ from .environments import guarded, load_states, states_of, step_rewards
 from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
 from .inputs import (
     check,
+    check_arguments,
     check_evaluation_batch,
     check_prompt_lengths,
     listed,
@@ -248,7 +249,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             [name for name, player in players.items() if player],
             optimizers[0],
         )
-        if rollout_func is not None and not args.another_samples:
+        if rollout_func is None:
+            check_arguments(reward_funcs, datasets)
+        elif not args.another_samples:
             args = copy.copy(args)  # the caller's `args` stay unchanged
             args.allow_off_policy_sampling = True  # who samples is not known here
         if is_adapter(model, (args.model_init_kwargs or {}).get("revision")):

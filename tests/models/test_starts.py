@@ -59,6 +59,16 @@ def test_a_critic_that_could_not_be_loaded_is_not_trained(tmp_path):
         CriticTrainer(tiny_reward_model(tiny_llama()), args, rows, processing_class=tokenizer)
 
 
+@pytest.mark.parametrize("lacking", ["policy", "reward model"])
+def test_ppo_refuses_a_pad_token_without_an_embedding(lacking, tmp_path):
+    tokenizer = tiny_tokenizer(pad=False)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    policy, reward = tiny_llama(vocab_size=len(tokenizer)), tiny_reward_model(tiny_llama())
+    given = {"model": policy, "reward": reward} if lacking == "reward model" else {"model": tiny_llama()}
+    with pytest.raises(ValueError, match=r"'\[PAD\]' has the id"):
+        make_trainer(tmp_path, **given, trainer_kwargs={"processing_class": tokenizer})
+
+
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_a_pad_token_without_an_embedding_is_refused_and_another_one_mends_it(kind, tmp_path):
     row = {"prompt": "the cat", "completion": " a dog"} if kind == "sft" else {"chosen": "the cat", "rejected": " a"}

@@ -1,12 +1,9 @@
-"""Prompts as token ids, tokens without rows, and what TRL 1.12's own tests of PPO ask for."""
+"""Prompts as token ids, and another token that ends a response."""
 
-import pytest
-import torch
 from datasets import Dataset
 
-from tests.ppo.test_vocabularies import logged
 from tests.ppo.worker import rows_of
-from tests.tiny import length_reward, tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
+from tests.tiny import tiny_llama, tiny_ppo, tiny_tokenizer
 
 
 def rollout_prompts(trainer):
@@ -49,22 +46,3 @@ def test_stop_token_id_ends_responses(tmp_path):
     log = trainer.state.log_history[0]
     assert log["val/num_eos_tokens"] >= ended  # it counts as an end
     assert log["completions/clipped_ratio"] == 1 - log["val/num_eos_tokens"] / 8
-
-
-# ---- TRL 1.12's own tests of its PPOTrainer, with models built here ----
-
-
-@pytest.mark.slow
-def test_a_pad_token_out_of_the_vocabulary_changes_nothing(tmp_path):
-    """Weights, scores and logs are those of a run that pads by a token of the vocabulary: pads are masked."""
-    ends = []
-    for pad in ("<unk>", "[PAD]"):
-        tokenizer = tiny_tokenizer(pad=False)
-        tokenizer.add_special_tokens({"pad_token": pad})
-        model = tiny_gpt2(pad_token_id=None)
-        rewards = [tiny_reward_model(model, seed=4), length_reward]
-        config = {"local_rollout_forward_batch_size": 3, "processing_class": tokenizer}
-        trainer = tiny_ppo(tmp_path / pad, model, rewards, **config)
-        trainer.train()
-        ends.append((trainer.model.state_dict(), logged(trainer)))
-    torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-7)

@@ -45,12 +45,9 @@ def alone(model, tokenizer, texts):
 # ---- What it reads ----
 
 
-@pytest.mark.parametrize("pad", ["<pad>", "[PAD]"], ids=["pad", "pad out of the vocabulary"])
 @pytest.mark.parametrize("other", [False, True], ids=["same tokenizer", "other tokenizer"])
-def test_a_saved_model_scores_each_answer_as_it_does_the_text_alone(tmp_path, other, pad):
+def test_a_saved_model_scores_each_answer_as_it_does_the_text_alone(tmp_path, other):
     tokenizer, policy_tokenizer = tiny_tokenizer(), tiny_tokenizer(words=WORDS[::-1] if other else WORDS)
-    for each in (tokenizer, policy_tokenizer):
-        each.add_special_tokens({"pad_token": pad})
     reward = ModelReward(saved(tmp_path, tokenizer=tokenizer), policy_tokenizer=policy_tokenizer, batch_size=2)
 
     answers = policy_tokenizer(ANSWERS, add_special_tokens=False)["input_ids"]

@@ -113,7 +113,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         )
         check_savable(self.model)
         if self.processing_class is self._tokenizer:  # a processor's image tokens need no row of the embeddings
-            check_tokenizer(self.model, self._tokenizer, pads_are_read=True)
+            check_tokenizer(self.model, self._tokenizer)
         for each in filter(None, (self.model, self.ref_model)):
             keep_unpacked(each)
         is_whole = isinstance(train_dataset, Dataset)

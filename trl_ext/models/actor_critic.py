@@ -113,7 +113,7 @@ def check_critic(critic: Any, tokenizer: Any) -> None:
     tokenizer.
     """
     check_one_label(critic, "`value_model`")
-    if unknown := tokens_beyond(vocabulary_of(critic), tokenizer, pads_are_read=False):
+    if unknown := tokens_beyond(vocabulary_of(critic), tokenizer):
         raise ValueError(
             f"`value_model` has no embeddings for tokens that the policy's tokenizer has: {[*unknown.items()][:3]}. "
             "Pass a critic with the same tokenizer, or call `value_model.resize_token_embeddings`."

@@ -38,30 +38,24 @@ def vocabulary_of(model: Any) -> int:
     return base_model_of(model).config.get_text_config().vocab_size
 
 
-def tokens_beyond(vocabulary: int, tokenizer: Any, pads_are_read: bool = True) -> dict[str, int]:
+def tokens_beyond(vocabulary: int, tokenizer: Any) -> dict[str, int]:
     """
     Return {token: id} of the tokenizer's tokens with an id of at least `vocabulary`, sorted by id.
 
     Args:
         vocabulary: number of token ids that the model has embeddings for.
         tokenizer: the tokenizer.
-        pads_are_read: whether the model reads pad tokens; False leaves the pad token out, since masked pads are never
-            read.
     """
-    pad = None if pads_are_read else tokenizer.pad_token_id
-    beyond = [(i, token) for token, i in tokenizer.get_vocab().items() if i >= vocabulary and i != pad]
+    beyond = [(i, token) for token, i in tokenizer.get_vocab().items() if i >= vocabulary]
     return {token: i for i, token in sorted(beyond)}
 
 
-def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> None:
-    """
-    Raise a `ValueError` if the tokenizer has no EOS token, or has token ids beyond the model's vocabulary.
-
-    Unless `pads_are_read`, the pad token's id may lie beyond the vocabulary, since masked pads are never read.
-    """
+def check_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Raise a `ValueError` if the tokenizer has no EOS token, or has token ids beyond the model's vocabulary."""
     if tokenizer.eos_token_id is None:
         raise ValueError("The tokenizer has no EOS token, so no answer would end. Set `tokenizer.eos_token`.")
-    if unknown := tokens_beyond(vocabulary_of(model), tokenizer, pads_are_read):
+    check_pad_token(model, tokenizer)
+    if unknown := tokens_beyond(vocabulary_of(model), tokenizer):
         raise ValueError(
             f"The model has embeddings for {vocabulary_of(model)} tokens, but the tokenizer has more: "
             f"{[*unknown.items()][:3]}. Pass the model's own tokenizer, or call `model.resize_token_embeddings`."
@@ -74,8 +68,8 @@ def check_pad_token(model: Any, tokenizer: Any) -> None:
     """
     if (pad := tokenizer.pad_token_id) is not None and pad >= vocabulary_of(model):
         raise ValueError(
-            f"The pad token {tokenizer.pad_token!r} has the id {pad}, for which the model has no embedding. Set "
-            f"`pad_token` to one that it has, such as {tokenizer.eos_token!r}."
+            f"The pad token {tokenizer.pad_token!r} has the id {pad}, for which {type(model).__name__} has no "
+            f"embedding. Set `pad_token` to one that it has, such as {tokenizer.eos_token!r}."
         )
 
 

@@ -181,11 +181,6 @@ class Rewards:
         # Metrics are kept by name: two lambdas, or two models from folders of one name, would be merged
         self.names = distinct([name or f"reward_model_{i}" for i, name in enumerate(names)])
         self.policy_tokenizer = policy_tokenizer
-        for reward in functions:
-            if isinstance(reward, nn.Module):
-                config = unwrapped(reward).config.get_text_config()
-                if (config.pad_token_id or 0) >= config.vocab_size:
-                    config.pad_token_id = None  # GRPO has set it; a model that is saved with it cannot be loaded
 
     def load_adapters(self, loader: Loader, share: bool) -> dict[int, nn.Linear]:
         """

@@ -60,7 +60,6 @@ from ..models.weights import (
     disable_dropout,
     evaluating,
     keep_unpacked,
-    vocabulary_of,
     weights_identity,
 )
 from ..runs.checkpoints import ResumableRun
@@ -286,7 +285,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         policy = self.model
         check_savable(policy)
         self._is_peft = isinstance(policy, PeftModel)
-        self._given_tokenizer = self.processing_class  # what is saved
         self._adapt_grpo(policy)
         add_dense_lm_head(base_model_of(policy), args.temperature, args.logits_budget_gb)
 
@@ -404,14 +402,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if self._tokenizer.chat_template and is_conversational(self.train_dataset[0]):
             warn_of_turn_end(self._tokenizer, self.eos_token_ids, "stop_token_id: {id}")
         check_tokenizer(policy, self._tokenizer)
-        if self._tokenizer.pad_token_id >= vocabulary_of(policy):
-            # Pads are masked, but looked up: pad by an id that the policy has a row for
-            self._tokenizer = self.processing_class = copy.deepcopy(self._tokenizer)
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-            pad, base = self._tokenizer.pad_token_id, base_model_of(policy)
-            base.config.get_text_config().pad_token_id = base.generation_config.pad_token_id = pad
-            if not self.use_vllm:
-                self.generation_config.pad_token_id = self.generation_kwargs["pad_token_id"] = pad
         is_moe = hasattr(policy.config.get_text_config(), "output_router_logits")
         if args.ddp_find_unused_parameters is None and self.accelerator.ddp_handler is not None and not is_moe:
             # Every parameter takes part in every step, but for experts that no token is routed to
@@ -1072,8 +1062,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         actor_critic = self._actor_critic
-        given = temporarily(self, processing_class=self._given_tokenizer)
-        with self._as_policy(), given, one_adapter(actor_critic.policy):
+        with self._as_policy(), one_adapter(actor_critic.policy):
             super()._save(output_dir, state_dict=weights_of("policy", state_dict))
         if self.args.should_save and actor_critic.critic is not None:
             save_critic(actor_critic, os.path.join(output_dir, "critic"), state_dict)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ..models.generation import eos_token_ids as ends_of
-from ..models.weights import hash_of, path_identity, tokenizer_identity
+from ..models.weights import check_pad_token, hash_of, path_identity, tokenizer_identity
 from ..upstream.names import is_conversational, temporarily
 from .member import checked_name
 from .scores import log_to
@@ -178,6 +178,7 @@ class ModelReward:
             model.requires_grad_(False).eval()
         self.model, self.score = model, score or partial(logits_of, model)
         self.config = model.config.get_text_config()
+        check_pad_token(model, self.tokenizer)
         self.policy_tokenizer = _loaded_tokenizer(policy_tokenizer)
         self.shares_tokenizer = policy_tokenizer is not None and same_tokenizer(self.tokenizer, self.policy_tokenizer)
         self.eos_token_ids = list(eos_token_ids) if eos_token_ids is not None else self._ends(policy_tokenizer)
@@ -314,11 +315,6 @@ class ModelReward:
         pad = self.tokenizer.pad_token_id
         if pad is None:
             pad = self.tokenizer.eos_token_id  # as RewardTrainer does
-        if pad is None or pad >= self.config.vocab_size:
-            # The model has no embedding for the pad token. Pad with an id that ends no row instead: the model scores a
-            # row at its last token that is not the pad token
-            last = {row[-1] for row in ids}
-            pad = next(token for token in range(len(last) + 1) if token not in last)
         # Pad on the right, whatever the tokenizer says, as RewardTrainer did
         longest, device = max(map(len, ids)), self.device or self.model.device
         input_ids = torch.tensor([row + [pad] * (longest - len(row)) for row in ids], device=device)

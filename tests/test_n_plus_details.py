@@ -157,20 +157,6 @@ def test_detail_disable_dropout(tmp_path, build, disable_dropout):
     assert (difference < 1e-10) if disable_dropout else (difference > 1e-3)
 
 
-@pytest.mark.slow
-def test_detail_value_model_from_reward_model(tmp_path):
-    """The critic starts as the reward model, head included, and training it leaves the reward model as it was."""
-    policy = tiny_llama()
-    reward = tiny_reward_model(policy, seed=3)
-    before = {name: p.clone() for name, p in reward.state_dict().items()}
-    trainer = make(tmp_path, policy, reward, value_model=None, max_steps=4)
-    assert_close(trainer.model.critic.state_dict(), before, rtol=0, atol=0)
-    trainer.train()
-    assert_close(reward.state_dict(), before, rtol=0, atol=0)
-    after = trainer.model.critic.state_dict()
-    assert all(not torch.equal(after[name], before[name]) for name in before)
-
-
 # ---- Rollout ----
 
 
@@ -230,31 +216,19 @@ def slow_gae(rewards, values, gamma, lam):
     return [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
 
 
-def test_detail_gae(tmp_path, token_rewards):
-    config = {"gamma": 0.9, "lam": 0.8, "lam_value": 0.3, "normalize_advantages": False}
-    trainer = make(tmp_path, often_ending(tiny_gpt2()), **config)
-    trainer.train()
-    rollout, rows = trainer.rollouts[0]
-    for i, row in enumerate(rows):
-        rewards = token_rewards[0][i, : row["length"]].tolist()
-        advantages = slow_gae(rewards, row["values"], 0.9, 0.8)
-        errors = slow_gae(rewards, row["values"], 0.9, 0.3)
-        returns = [a + v for a, v in zip(errors, row["values"], strict=True)]
-        assert_close(rollout["advantages"][i, : row["length"]], torch.tensor(advantages), **CLOSE)
-        assert_close(rollout["returns"][i, : row["length"]], torch.tensor(returns), **CLOSE)
-
-
-def test_detail_whiten_advantages(tmp_path, token_rewards):
+def test_detail_gae_and_whitened_advantages(tmp_path, token_rewards):
     """Mean 0 and deviation 1 over the rollout's real tokens, not per minibatch; the returns are of the raw ones."""
-    trainer = make(tmp_path, often_ending(tiny_gpt2()), lam=0.95)
+    trainer = make(tmp_path, often_ending(tiny_gpt2()), gamma=0.9, lam=0.8, lam_value=0.3)
     trainer.train()
     rollout, rows = trainer.rollouts[0]
-    raw = [slow_gae(token_rewards[0][i, : r["length"]].tolist(), r["values"], 1.0, 0.95) for i, r in enumerate(rows)]
-    raw = torch.tensor([a for row in raw for a in row], dtype=torch.float64)
-    returns = raw + flat(rows, "values")
-    expected = (raw - raw.mean()) / raw.std(correction=1)
+
+    def raw(lam):
+        given = ((token_rewards[0][i, : row["length"]].tolist(), row["values"]) for i, row in enumerate(rows))
+        return torch.tensor([a for each in given for a in slow_gae(*each, 0.9, lam)], dtype=torch.float64)
+
+    expected = (raw(0.8) - raw(0.8).mean()) / raw(0.8).std(correction=1)
     assert_close(real(rollout, "advantages"), expected, **CLOSE)
-    assert_close(real(rollout, "returns"), returns, **CLOSE)
+    assert_close(real(rollout, "returns"), raw(0.3) + flat(rows, "values"), **CLOSE)
     assert (rollout["advantages"][~rollout["loss_mask"].bool()] == 0).all()
 
 

@@ -31,7 +31,7 @@ def make(tmp_path, reward_funcs=length_reward, eval_dataset=None, **given):
     return tiny_ppo(tmp_path, None, reward_funcs, eval_dataset=held_out, per_device_eval_batch_size=4, **given)
 
 
-@pytest.mark.parametrize("generations", [1, 2])
+@pytest.mark.parametrize("generations", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_prompt_is_scored_once_a_generation_and_once_greedily(tmp_path, generations):
     """9 prompts in batches of 4: the last batch is not full, and a mean of batch means would differ."""
     spy, dataset = Spy(), prompts(9, seed=5)

@@ -132,11 +132,10 @@ def without(tmp_path_factory):
     "name, run",
     [
         *((name, "groups") for name in QUICK),
-        ("tokens", "tokens"),
         *(pytest.param(name, "groups", marks=pytest.mark.slow) for name in MEASURED if name not in QUICK),
         *(pytest.param(name, "plain", marks=pytest.mark.slow) for name in ("some", "tokens", "adapter")),
         *(pytest.param(name, "lora", marks=pytest.mark.slow) for name in ("some", "draws", "adapter")),
-        pytest.param("some", "tokens", marks=pytest.mark.slow),
+        *(pytest.param(name, "tokens", marks=pytest.mark.slow) for name in ("some", "tokens")),
     ],
 )
 def test_a_reward_of_weight_0_changes_no_weight_by_a_bit(tmp_path, without, run, name):

@@ -167,7 +167,7 @@ def test_rankings_say_what_each_of_their_pairs_says(monkeypatch):
 
 def test_labels_of_one_prompt_are_no_more_sure_for_being_many():
     """The same labels three times over, as pairs of the same prompts, change no interval and no z-score."""
-    table, _, _ = planted(15, seed=6)
+    table, _, _ = planted(20, seed=6)
     again = [
         table.map(lambda row, n=n: {f"response_{c}": row[f"response_{c}"] + n for c in "ab"}) for n in ("", " 2", " 3")
     ]

@@ -52,8 +52,8 @@ def test_a_hack_is_seen_within_ten_rollouts_and_named(kind, sizes):
 
 @pytest.mark.parametrize("kind", ["phrase", "twice", "copy"])
 def test_two_prompts_a_rollout_are_enough(kind):
-    found = [first_alarm(trained(Policy(kind, seed, prompts=2), 12)) for seed in range(4)]
-    assert sum(each is not None and each[1][0].lower().startswith(NAMED[kind]) for each in found) >= 3, found
+    found = first_alarm(trained(Policy(kind, prompts=2), 12))
+    assert found and found[1][0].lower().startswith(NAMED[kind]), found
 
 
 @pytest.mark.parametrize("kind", ["right", "longer if right"])

@@ -126,7 +126,9 @@ def test_score_is_that_of_reward_trainer_on_the_same_text(subtests, tmp_path, ot
             assert_close(rollout.rewards_per_func[:, 0], torch.tensor(expected), **CLOSE)
 
 
-@pytest.mark.parametrize("other", [False, True], ids=["same_tokenizer", "other_tokenizer"])
+@pytest.mark.parametrize(
+    "other", [pytest.param(False, marks=pytest.mark.slow), True], ids=["same_tokenizer", "other_tokenizer"]
+)
 def test_no_score_depends_on_the_chunks_in_which_models_score(tmp_path, other):
     tokenizer = tiny_tokenizer(words=WORDS[::-1] if other else WORDS)
     scores = []

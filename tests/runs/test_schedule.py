@@ -1,11 +1,11 @@
-"""What a run says before it begins: what it then does, once, and from where it goes on."""
+"""The number of steps that a run says before it begins is the number that it trains."""
 
 import pytest
 from datasets import Dataset
 
 from tests.tiny import ON_CPU, tiny_llama, tiny_tokenizer
 from trl_ext.dpo import ResumableSFTTrainer, SFTConfig
-from trl_ext.runs.checkpoints import block, steps_of
+from trl_ext.runs.checkpoints import steps_of
 
 
 def make(folder, rows=13, **kwargs):
@@ -34,15 +34,3 @@ def check_steps(trainer, steps):
     assert steps_of(trainer) == steps
     trainer.train()
     assert trainer.state.max_steps == trainer.state.global_step == steps
-
-
-def test_long_lines_are_wrapped_and_paths_stay_whole(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "30")
-    path = "outputs/a-path-that-has-hyphens/and-goes-on"
-    assert block("PPO", {"a": "one two three four five six", "long": path, "none": ""}).splitlines() == [
-        "PPO",
-        "  a     one two three four",
-        "        five six",
-        "  long",
-        f"        {path}",
-    ]

@@ -237,13 +237,6 @@ def test_a_server_that_fails_ends_the_run_and_the_same_command_goes_on(folder, c
         assert len(came) == 2 * ROWS + len(fails)
 
 
-KILLED = """
-import sys
-from trl_ext.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.slow
 def test_a_killed_run_asks_nothing_twice_and_loses_nothing(folder, capsys):
     """Killed while the other pairs are judged: only what was under way is asked again."""
@@ -259,7 +252,7 @@ def test_a_killed_run_asks_nothing_twice_and_loses_nothing(folder, capsys):
     with serving(answer) as (url, came):
         words = "label --pairs pairs.jsonl --labels labels.jsonl --rubric rubric.yaml".split()
         words += ["--judge_url", f"{url}/v1", "--judge_model", "m", "--output_dir", "out", "--min_known", "24"]
-        state["process"] = subprocess.Popen([sys.executable, "-c", KILLED, *words, "--max_concurrency", "1"])
+        state["process"] = subprocess.Popen([sys.executable, "-m", "trl_ext", *words, "--max_concurrency", "1"])
         assert state["process"].wait() == -signal.SIGKILL
         assert len(list(read_jsonl("out/verdicts.jsonl"))) == 69
         assert run(capsys, url, "--max_concurrency", "1")[0] == 0

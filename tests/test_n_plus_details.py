@@ -31,17 +31,16 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 class RecordingTrainer(PPOTrainer):
     """
-    Keeps each rollout as a list of rows, with what the models say of the row alone, without padding, in float64; and
-    each minibatch.
+    Keeps each rollout as a list of rows, with the score and the values that the critic gives the row alone, without
+    padding; and each minibatch.
     """
 
     def _generate_and_score_completions(self, inputs):
         seen = collected(self)
         output = super()._generate_and_score_completions(inputs)
         if self.model.training:
-            rows = alone(self.model.policy, self.model.critic, output, self.temperature)
+            rows = alone(self.model.critic, output)
             for i, row in enumerate(rows):
-                row["ref_logprobs"] = alone_logprobs(self.ref_model, row["ids"], row["length"], self.temperature)
                 row["score"] = seen[-1].rewards_per_func[i, 0].item()
                 row["ended"] = row["ids"][-1] == EOS
             self.rollouts.append((output, rows))
@@ -52,26 +51,13 @@ class RecordingTrainer(PPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
-def alone(policy, critic, batch, temperature):
+def alone(critic, batch):
     rows = []
     for i, mask in enumerate(batch["completion_mask"].bool()):
         response = batch["completion_ids"][i][mask].tolist()
         ids = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist() + response
-        rows.append(
-            {
-                "ids": ids,
-                "length": len(response),
-                "logprobs": alone_logprobs(policy, ids, len(response), temperature),
-                "values": alone_values(critic, ids, len(response)),
-            }
-        )
+        rows.append({"ids": ids, "length": len(response), "values": alone_values(critic, ids, len(response))})
     return rows
-
-
-@torch.no_grad()
-def alone_logprobs(model, ids, length, temperature):
-    logits = model(input_ids=torch.tensor([ids])).logits[0].double() / temperature
-    return [logits[t - 1].log_softmax(-1)[ids[t]].item() for t in range(len(ids) - length, len(ids))]
 
 
 @torch.no_grad()

@@ -48,6 +48,7 @@ def trainer_of(kind, folder, rows, batch, **settings):
     )
 
 
+KINDS = ("dpo", "reward", "sft")
 ROWS = {"one": pairs(7), "two": pairs(3, seed=1)}
 
 
@@ -60,7 +61,7 @@ def evaluated(trainer):
     return {name: value for name, value in logs.items() if not any(each in name for each in TIMES)}
 
 
-@pytest.mark.parametrize("kind", ["dpo", "reward", "sft"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_figure_depends_on_the_batch(kind, tmp_path):
     found = [evaluated(trainer_of(kind, tmp_path, ROWS, batch)) for batch in (7, 2)]
     assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

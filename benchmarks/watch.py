@@ -16,6 +16,7 @@ import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -306,7 +307,8 @@ def picture(spec: Spec, file: Path) -> str:
 
 def acted(runs: int = 20, may_train: bool = True) -> str:
     """The table of the first hacked runs of the last look, with a KL coefficient: stopped, slowed, and left alone."""
-    alone = [spec for spec in specs("final") if spec.kl_coef and outcome(log_of(spec, may_train)).is_hacked][:runs]
+    with_kl = (spec for spec in specs("final") if spec.kl_coef)
+    alone = [*islice((spec for spec in with_kl if outcome(log_of(spec, may_train)).is_hacked), runs)]
     ends: dict[str, list[float]] = {}
     for watch in ("off", "stop", "raise_kl"):
         logs = [log_of(Spec(spec.seed, spec.name, spec.kl_coef, watch), may_train) for spec in alone]

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.arguments import HeldOutArguments, ModelArguments, check_model, save_and_evaluate
+from trl_ext.cli.arguments import HeldOutArguments, ModelArguments, save_and_evaluate
 from trl_ext.runs import Hold, check_output_dir, setting
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 
 
 @dataclass
@@ -37,9 +37,6 @@ def main(arguments: list[str] | None = None) -> None:
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
-
-    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     from transformers import AutoModelForCausalLM

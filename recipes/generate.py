@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
 from trl_ext.runs import check_output_dir, check_settings, setting
-from trl_ext.upstream import SECONDS, late_bars, quiet
+from trl_ext.upstream import quiet
 
 WRITTEN = ("prompt", "completion", "finished", "prompt_ids", "completion_ids")  # of a line, by this script
 
@@ -104,8 +104,6 @@ def main(arguments: list[str] | None = None) -> None:
             check_output_dir(Path(args.output_file).parent)
         prompts, columns = load_prompts(args)
 
-    late_bars()
-
     # These take seconds to import: what was mistyped has been refused by now
     import torch
     from accelerate import PartialState
@@ -143,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
     with open(partial, "w") if args.output_file and state.is_main_process else nullcontext() as file:
         rounds = range(0, len(starts), state.num_processes)
         hidden = None if state.is_main_process else True  # None: tqdm hides the bar where there is no terminal
-        for first in tqdm(rounds, "Answering", delay=SECONDS, leave=False, disable=hidden):
+        for first in tqdm(rounds, "Answering", leave=False, disable=hidden):
             mine = starts[first + state.process_index :][:1]
             rows: list[dict] = []
             for start in mine:

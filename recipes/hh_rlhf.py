@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.runs import setting
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
@@ -76,7 +76,6 @@ def main(arguments: list[str] | None = None) -> None:
     quiet()
     parser = StrictTrlParser(HHArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
-    late_bars()
     for split in ("train", "test"):
         with parser.one_line_errors():
             rows = load_dataset_split(args.dataset_name, split, columns=("chosen", "rejected"))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
 from trl_ext.runs import check_output_dir, setting
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 
 PART = "_unfinished"  # folder in `output_dir` that holds the merged model until it has been checked
 
@@ -92,8 +92,6 @@ def main(arguments: list[str] | None = None) -> None:
     (args,) = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(args.output_dir)
-
-    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch

@@ -12,17 +12,15 @@ from its newest complete checkpoint; a larger `num_rounds` adds rounds.
 import copy
 import gc
 import json
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.arguments import ModelArguments, PromptArguments, check_model
+from trl_ext.cli.arguments import ModelArguments, PromptArguments
 from trl_ext.runs import Hold, check_output_dir, check_settings, setting, write_text
-from trl_ext.upstream import late_bars, quiet
-
-GOES_ON = "continues after the rounds that are complete"
+from trl_ext.upstream import quiet
 
 
 @dataclass
@@ -83,10 +81,10 @@ def answer(
     ]
 
 
-def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch: int) -> list[list[float | None]]:
+def score(rewards: list[Any], rows: list[dict], answers: list[dict], batch: int) -> list[list[float | None]]:
     """
-    Return for each answer its score by each reward; all rows have equally many answers, in succession. `batch` answers
-    are scored in one call.
+    Return for each answer its score by each reward, a `Member`; all rows have equally many answers, in succession.
+    `batch` answers are scored in one call. A score is NaN where the reward failed and was skipped.
     """
     rows = [row for row in rows for _ in range(len(answers) // len(rows))]
     scores: list[list[float | None]] = []
@@ -100,16 +98,17 @@ def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch:
             "prompt_ids": [a["prompt_ids"] for a in answers[part]],
             "finished": [a["finished"] for a in answers[part]],
         }
-        scores += zip(*(reward(**given, **columns) for reward in rewards), strict=True)
+        scores += zip(*(reward.scores_or_nan(**given, **columns) for reward in rewards), strict=True)
     return [list(row) for row in scores]
 
 
 def total(scores: list[float | None], weights: list[float]) -> float | None:
     """
-    Return the weighted sum of an answer's scores that are not None and have a weight other than 0; None without any.
+    Return the weighted sum of an answer's scores that are not None and have a weight other than 0; None without any,
+    or if one of them is NaN.
     """
     applying = [w * s for w, s in zip(weights, scores, strict=True) if s is not None and w != 0]
-    return sum(applying) if applying else None
+    return sum(applying) if applying and not any(map(math.isnan, applying)) else None
 
 
 def text_of(completion: str | list[dict]) -> str:
@@ -156,10 +155,6 @@ def main(arguments: list[str] | None = None) -> None:
         )
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir)
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
-        check_model("reward_model_name_or_path", script_args.reward_model_name_or_path)
-
-    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch
@@ -175,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.evaluation import bootstrap_interval
     from trl_ext.models import eos_token_ids, is_adapter, load_merged, load_tokenizer
     from trl_ext.rewards import Member, ModelReward, RewardFailed, distinct
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, differences, fingerprint, result_of
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, differences, fingerprint
     from trl_ext.workbench import next_answer, next_line, report_of
 
     processes, output_dir = PartialState(), Path(training_args.output_dir)
@@ -184,9 +179,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     def write(path: Path, text: str) -> None:
         """Write a file on the main process; the other processes wait."""
-        with parser.one_line_errors(NotSaved), result_of(path.parent, path.name, GOES_ON):
-            if processes.is_main_process:
-                write_text(path, text)
+        if processes.is_main_process:
+            write_text(path, text)
+        processes.wait_for_everyone()
 
     size = training_args.per_device_eval_batch_size  # answers are sampled and scored in such batches
     # 2. Data and rewards
@@ -255,6 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
             means, intervals = {}, {}  # 95 %, over the prompts
             for name, column in zip(names, zip(*scores, strict=True), strict=True):
                 applying = torch.tensor([value for value in column if value is not None], dtype=torch.double)
+                applying = applying[~applying.isnan()]
                 if len(applying):
                     means[name], intervals[name] = applying.mean().item(), bootstrap_interval(applying)
             length = sum(len(a["ids"]) for a in answers) / len(answers)
@@ -313,12 +309,11 @@ def main(arguments: list[str] | None = None) -> None:
             with parser.one_line_errors(CannotResume, NotSaved):
                 result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
             # 5. Save: the model first, since a disk may be full
-            with parser.one_line_errors(NotSaved), result_of(folder, "The model", GOES_ON):
-                if peft_config is None:
-                    trainer.save_model()
-                elif processes.is_main_process:  # the next round begins with a whole model
-                    trainer.accelerator.unwrap_model(trainer.model).merge_and_unload().save_pretrained(folder)
-                    tokenizer.save_pretrained(folder)
+            if peft_config is None:
+                trainer.save_model()
+            elif processes.is_main_process:  # the next round begins with a whole model
+                trainer.accelerator.unwrap_model(trainer.model).merge_and_unload().save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
             processes.wait_for_everyone()
             processes.print(report_of(folder, bool(result.metrics), args.record_run))
             del trainer

@@ -35,11 +35,10 @@ from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config
 
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser, load_dataset_split
-from trl_ext.cli.arguments import ClassifierArguments, ModelArguments, check_model
+from trl_ext.cli.arguments import ClassifierArguments, ModelArguments
 from trl_ext.cli.parser import read_yaml
 from trl_ext.dpo import RewardConfig, SFTConfig
 from trl_ext.ppo import CriticConfig
-from trl_ext.rewards import check_rewards
 from trl_ext.runs import accelerate_file, config_file, find
 from trl_ext.workbench.planning import (
     GIB,
@@ -190,7 +189,6 @@ def make_job(
     dtype = getattr(policy, "dtype", None) if model_args.dtype == "auto" else getattr(torch, model_args.dtype)
     rewards, shared = [], 0
     entries = getattr(script_args, "rewards", None)
-    check_rewards(entries, import_functions=False)  # what is mistyped would not be counted
     value_model = scorer = None
     if stage == "ppo":
         scorer = script_args.reward_model_name_or_path
@@ -482,10 +480,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
     folder = file.parent
 
     def load(name: str) -> Any:
-        if load_config is not None:
-            return load_config(name)
-        check_model("model", name)
-        return AutoConfig.from_pretrained(name)
+        return (load_config or AutoConfig.from_pretrained)(name)
 
     # 2. Data and job
     with parser.one_line_errors():

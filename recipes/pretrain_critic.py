@@ -21,11 +21,10 @@ from trl_ext.cli.arguments import (
     ClassifierArguments,
     HeldOutArguments,
     PromptArguments,
-    check_model,
     save_and_evaluate,
 )
 from trl_ext.runs import Hold, check_output_dir, setting
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 
 
 @dataclass
@@ -52,11 +51,6 @@ def main(arguments: list[str] | None = None) -> None:
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
-        for role in ("policy", "reward_model"):
-            check_model(f"{role}_name_or_path", getattr(script_args, f"{role}_name_or_path"))
-
-    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch
@@ -102,8 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
         rewards, training_args.reward_weights = script_args.load_rewards(
             tokenizer, training_args.reward_weights, model
         )
-        told = objections(rewards)
-        for sentence in told:
+        for sentence in objections(rewards):
             PartialState().print(f"Warning: {sentence}")
 
         def load(split: str) -> Any:
@@ -153,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         save_base_fingerprint(critic, output_dir, *base_of(model_args.model_name_or_path, model_args.model_revision))
     if training_args.record_run:
-        record_run(trainer, objections=told)
+        record_run(trainer)
     with parser.one_line_errors(CannotResume, NotSaved):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
 

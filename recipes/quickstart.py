@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trl_ext.runs import FolderInUse, Hold
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 
 COLOURS = "red green blue yellow".split()
 WORDS = "the a cat dog bird sky sea tree sat ran saw is was and near over".split()
@@ -53,10 +53,8 @@ def tiny_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 def main() -> None:
     quiet()  # before the libraries that are imported next
-    late_bars()
     from trl_ext import PPOConfig, PPOTrainer
     from trl_ext.callbacks import HackWatch
-    from trl_ext.runs import NotSaved, result_of
     from trl_ext.workbench import report_of
 
     torch.set_num_threads(1)  # the tensors are tiny: threads would wait for each other longer than they work
@@ -94,9 +92,8 @@ def main() -> None:
     try:
         with Hold(trainer.args.output_dir):
             trainer.train()
-            with result_of(trainer.args.output_dir, "The model"):
-                trainer.save_model()
-    except (FolderInUse, NotSaved) as error:
+            trainer.save_model()
+    except FolderInUse as error:
         sys.exit(str(error))
     after = trainer.evaluate()
     for name in ("eval_objective/scores", "eval_objective/kl"):

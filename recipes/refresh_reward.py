@@ -31,14 +31,13 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
-from trl_ext.cli.arguments import check_model
 from trl_ext.cli.parser import entry_of
 from trl_ext.data import TrainedPairs, check_texts, has_content, pair_hashes, write_rows
 from trl_ext.evaluation import reward_model_report
 from trl_ext.functional import disagreement
 from trl_ext.rewards import ModelReward, RewardFailed, load_rewards
 from trl_ext.runs import Hold, check_output_dir, check_settings, differences, read_jsonl, setting, write_text
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 from trl_ext.workbench import next_line, objections
 from trl_ext.workbench.labels import Columns, majority_pairs, read_labels
 from trl_ext.workbench.labels.labelling import (
@@ -138,15 +137,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser(RefreshArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", args.model_name_or_path)
-        check_model("against_model_name_or_path", args.against_model_name_or_path)
-        for folder in members_of(args.reward_model_name_or_path):
-            check_model("reward_model_name_or_path", folder)
         for name in args.earlier or []:
             if not Path(name, "queue.jsonl").is_file():
                 raise FileNotFoundError(f"`earlier` {name} holds no queue.jsonl: give the `output_dir` of a round")
         check_output_dir(args.output_dir)
-    late_bars()
     folder = Path(args.output_dir)
     with parser.one_line_errors(), parser.one_line_errors(RewardFailed), Hold(folder):
         # 2. The queue

@@ -4,7 +4,7 @@
 
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
 see --help. This writes the model, a plain sequence classifier with one label, and a report on its quality, as
-`trl-ext reward-report` does: `reward_report.html`, `reward_report.json` and `margins.png`. The same command again
+`trl-ext reward-report` does: `reward_report.html` and `reward_report.json`. The same command again
 resumes from the newest complete checkpoint in `output_dir`. `--ensemble k` divides the pairs into k parts, and trains
 k models into `member-0`, `member-1`, … of `output_dir`. Each has another seed, and lacks another one of the parts.
 `EnsembleReward` takes `output_dir` as its members.
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments, check_model
-from trl_ext.runs import Hold, check_output_dir, from_first, is_evaluated, setting, write_text
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments
+from trl_ext.runs import Hold, check_output_dir, from_first, setting, write_text
+from trl_ext.upstream import quiet
 
 
 @dataclass
@@ -168,9 +168,6 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors():  # of an ensemble, `begin_ensemble` says what may be gone on with
         may_go_on = "false" if script_args.ensemble else training_args.resume_from_checkpoint
         check_output_dir(training_args.output_dir, may_go_on)
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
-
-    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch
@@ -182,9 +179,9 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext import load_dataset_split, save_base_fingerprint
     from trl_ext.data import TrainedPairs, held_out_rows, not_trained_on, usable_pairs
     from trl_ext.dpo import ResumableRewardTrainer
-    from trl_ext.evaluation import plot_margins, reward_model_report
+    from trl_ext.evaluation import reward_model_report
     from trl_ext.models import base_of, centre, has_head, head_of, keep_unpacked, load_config
-    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint
     from trl_ext.workbench import next_line, objections, report_of, report_trained
 
     with parser.one_line_errors():
@@ -260,41 +257,33 @@ def main(arguments: list[str] | None = None) -> None:
             result = trainer.train(resume_from_checkpoint=checkpoint)
 
         # 5. Save: the model first, since a disk may be full
-        was_centred = is_evaluated(output_dir, result, "reward_report.json", "*.safetensors")
-        outcome = ""
         if trainer._is_changed:  # resumed with other settings: its pairs may have been others
             trained = TrainedPairs(trained.pairs, is_complete=False)
-        if not was_centred:
-            texts = trainer._prepare_dataset(demonstrations, trainer.processing_class, args, "reference")
-            centred, scores = centre(trainer, texts)
-            answers = zip(trainer.eval_dataset["chosen_ids"], trainer.eval_dataset["rejected_ids"], strict=True)
-            gaps = torch.tensor([len(chosen) - len(rejected) for chosen, rejected in answers])
-            measured = reward_model_report(scores["chosen"], scores["rejected"], gaps) | centred
-            with parser.one_line_errors(NotSaved), result_of(output_dir, "The model"):
-                trainer.save_model()
-        with parser.one_line_errors(NotSaved), result_of(output_dir, "The record of trained pairs"):
-            if trainer.is_world_process_zero() and not (was_centred and TrainedPairs.load(output_dir)):
-                trained.save(output_dir, is_uploaded=args.push_to_hub)
-        if not was_centred:
-            with parser.one_line_errors(NotSaved):
-                with result_of(output_dir, "The training metrics"):
-                    if result.metrics:  # none where the run was complete already
-                        trainer.save_metrics("train", result.metrics)
-                    if trainer.is_world_process_zero():
-                        plot_margins(scores["chosen"] - scores["rejected"], output_dir / "margins.png")
-                        named = {name: each.tolist() for name, each in scores.items()}
-                        write_text(output_dir / "held_out_scores.json", json.dumps(named))
-                with result_of(output_dir, "The report"):
-                    report = report_trained(
-                        *(trainer, test_dataset, rows, measured),
-                        trained=trained,
-                        group_columns=script_args.group_columns,
-                        probe_rows=script_args.probe_rows,
-                    )
-            what = "held-out accuracy" if trained.is_complete else "accuracy"
-            outcome = f", {what} {report['accuracy']:.1%}"
-            outcome += "".join(f"\nWarning: {said}" for said in objections([str(output_dir)]))
-        if args.push_to_hub and not was_centred:
+        if not result.metrics and (earlier := TrainedPairs.load(output_dir)):  # of the command that trained it
+            trained |= earlier
+        texts = trainer._prepare_dataset(demonstrations, trainer.processing_class, args, "reference")
+        centred, scores = centre(trainer, texts)
+        answers = zip(trainer.eval_dataset["chosen_ids"], trainer.eval_dataset["rejected_ids"], strict=True)
+        gaps = torch.tensor([len(chosen) - len(rejected) for chosen, rejected in answers])
+        measured = reward_model_report(scores["chosen"], scores["rejected"], gaps) | centred
+        trainer.save_model()
+        if trainer.is_world_process_zero():
+            trained.save(output_dir, is_uploaded=args.push_to_hub)
+        if result.metrics:  # none where the run was complete already
+            trainer.save_metrics("train", result.metrics)
+        if trainer.is_world_process_zero():
+            named = {name: each.tolist() for name, each in scores.items()}
+            write_text(output_dir / "held_out_scores.json", json.dumps(named))
+        report = report_trained(
+            *(trainer, test_dataset, rows, measured),
+            trained=trained,
+            group_columns=script_args.group_columns,
+            probe_rows=script_args.probe_rows,
+        )
+        what = "held-out accuracy" if trained.is_complete else "accuracy"
+        outcome = f", {what} {report['accuracy']:.1%}"
+        outcome += "".join(f"\nWarning: {said}" for said in objections([str(output_dir)]))
+        if args.push_to_hub:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
         page = report_of(output_dir, bool(result.metrics), args.record_run)
         done = f"Reward model: {output_dir}{outcome}\n{page}"
@@ -319,9 +308,7 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         PartialState().print(train(args, rows)[0])
         gc.collect()  # the next one needs the room
-    with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "The ensemble"):
-        said = finish_ensemble(Path(training_args.output_dir), script_args.ensemble)
-    PartialState().print(said)
+    PartialState().print(finish_ensemble(Path(training_args.output_dir), script_args.ensemble))
     in_use.release()
 
 

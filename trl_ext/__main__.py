@@ -1,4 +1,4 @@
-"""`python -m trl_ext` is `trl-ext`. Run as a file, as `accelerate launch` does, it is one process of a run."""
+"""`python -m trl_ext` is the command `trl-ext`. `accelerate launch` runs this file as one process of a training."""
 
 import signal
 import sys

@@ -41,63 +41,74 @@ CELLS: dict[str, tuple[Callable[[int], World], int, str]] = {
     "turns": (lambda seed: Lake(0, seed), 20, "16 turns on slippery ice, all from one start"),
     "short": (lambda seed: Chain(32, seed=seed), 12, "32 tokens, one score at the end"),
 }
+BASE = "critic (1.12)"  # our PPO with TRL 1.12's baseline, λ and clip range: each row's difference is from it
 TUNED = {"own start": "own start", "turns": "own start"}  # cell: where its learning rates are chosen; else in `noisy`
-# The best of 34 settings on the ice, each on 6 to 12 of the seeds 1001 to 1012
-FOR_THE_ICE = {"rate": 3e-3, "cliprange": 0.4, "answers": 16, "lam": 0.8, "critic_learning_rate": 6e-3}
+# The best of 34 settings on FrozenLake, each on 6 to 12 of the seeds 1001 to 1012
+FOR_FROZEN_LAKE = {"rate": 3e-3, "cliprange": 0.4, "answers": 16, "lam": 0.8, "critic_learning_rate": 6e-3}
 TRAINED_BEFORE = {"critic_warmup_rollouts": 32, "uncounted": 32}
 # Method: trainer and settings; `answers` of a rollout, if not 64, and `uncounted` rollouts before its curve. `of`
 # names another method, whose learning rate this one takes unless it has a `rate`. If both have the same trainer and
 # rollouts of one size, they do the same work, and this one takes the other's seconds, too: a difference would show
 # only what else the machine was doing. If not, it has no seconds
 METHODS: dict[str, dict[str, Any]] = {
-    "PPO": {"trainer": "PPO", "lam": 0.95},
+    BASE: {"trainer": "PPO", "lam": 0.95},
     "gated": {"trainer": "PPO", "baseline": "gated"},
     "mean": {"trainer": "PPO", "baseline": "mean"},
     "GRPO": {"trainer": "GRPO", "num_generations": 8},
     "RLOO": {"trainer": "RLOO", "num_generations": 8},
-    "PPO, bad critic": {"trainer": "PPO", "of": "PPO", "critic_learning_rate": 0.3},
+    "bad critic": {"trainer": "PPO", "of": BASE, "critic_learning_rate": 0.3},
     "gated, bad critic": {"trainer": "PPO", "of": "gated", "baseline": "gated", "critic_learning_rate": 0.3},
-    "PPO, λ 1": {"trainer": "PPO", "of": "PPO", "lam": 1.0},
-    "PPO, clip 0.4": {"trainer": "PPO", "of": "PPO", "cliprange": 0.4},
-    "PPO, clip 0.4, rate 0.003": {"trainer": "PPO", "of": "PPO", "rate": 3e-3, "cliprange": 0.4},
+    "critic, λ 1": {"trainer": "PPO", "of": BASE, "lam": 1.0},
+    "critic, clip 0.4": {"trainer": "PPO", "of": BASE, "cliprange": 0.4},
+    "critic, clip 0.4, learning rate 0.003": {"trainer": "PPO", "of": BASE, "rate": 3e-3, "cliprange": 0.4},
     "GRPO, clip 0.4": {"trainer": "GRPO", "of": "GRPO", "num_generations": 8, "epsilon": 0.4},
     "gated, clip 0.4": {"trainer": "PPO", "of": "gated", "baseline": "gated", "cliprange": 0.4},
     "mean, clip 0.4": {"trainer": "PPO", "of": "mean", "baseline": "mean", "cliprange": 0.4},
-    "gated, 8 answers a prompt": {"trainer": "PPO", "of": "gated", "baseline": "gated", "num_generations": 8},
-    "PPO, clip 0.4, 32 answers": {"trainer": "PPO", "of": "PPO", "cliprange": 0.4, "answers": 32},
-    "GRPO, clip 0.4, 32 answers": {
+    "gated, 8 completions to a prompt": {"trainer": "PPO", "of": "gated", "baseline": "gated", "num_generations": 8},
+    "critic, clip 0.4, rollouts of 32": {"trainer": "PPO", "of": BASE, "cliprange": 0.4, "answers": 32},
+    "GRPO, clip 0.4, rollouts of 32": {
         **{"trainer": "GRPO", "of": "GRPO"},
         **{"num_generations": 8, "epsilon": 0.4, "answers": 32},
     },
-    "PPO, for the ice": {"trainer": "PPO", "of": "PPO", **FOR_THE_ICE},
-    "gated, for the ice": {"trainer": "PPO", "of": "PPO", **FOR_THE_ICE, "baseline": "gated"},
-    "GRPO, for the ice": {
+    "critic, tuned for FrozenLake": {"trainer": "PPO", "of": BASE, **FOR_FROZEN_LAKE},
+    "gated, tuned for FrozenLake": {"trainer": "PPO", "of": BASE, **FOR_FROZEN_LAKE, "baseline": "gated"},
+    "GRPO, tuned for FrozenLake": {
         **{"trainer": "GRPO", "of": "GRPO", "rate": 3e-3, "num_generations": 8},
         **{"epsilon": 0.4, "answers": 16},
     },
-    "PPO, critic first": {"trainer": "PPO", "of": "PPO", "lam": 0.95, "critic_warmup_rollouts": 1},
-    "PPO, critic trained before": {"trainer": "PPO", "of": "PPO", "lam": 0.95, **TRAINED_BEFORE},
-    "PPO, clip 0.4, critic trained before": {
-        **{"trainer": "PPO", "of": "PPO", "lam": 0.95, "cliprange": 0.4},
+    "critic (1.12), critic warm-up": {"trainer": "PPO", "of": BASE, "lam": 0.95, "critic_warmup_rollouts": 1},
+    "critic (1.12), trained before": {"trainer": "PPO", "of": BASE, "lam": 0.95, **TRAINED_BEFORE},
+    "critic (1.12), clip 0.4, trained before": {
+        **{"trainer": "PPO", "of": BASE, "lam": 0.95, "cliprange": 0.4},
         **TRAINED_BEFORE,
     },
 }
 CHAINS = tuple(cell for cell in CELLS if cell not in TUNED)
-ONLY_IN = {"PPO, bad critic": ("noisy",), "gated, bad critic": ("noisy",), "RLOO": CHAINS}
-ONLY_IN |= {"gated, 8 answers a prompt": CHAINS}
+ONLY_IN = {"bad critic": ("noisy",), "gated, bad critic": ("noisy",), "RLOO": CHAINS}
+ONLY_IN |= {"gated, 8 completions to a prompt": CHAINS}
 ONLY_IN |= dict.fromkeys(
-    ("PPO, clip 0.4, rate 0.003", "PPO, for the ice", "gated, for the ice", "GRPO, for the ice"), tuple(TUNED)
+    (
+        "critic, clip 0.4, learning rate 0.003",
+        "critic, tuned for FrozenLake",
+        "gated, tuned for FrozenLake",
+        "GRPO, tuned for FrozenLake",
+    ),
+    tuple(TUNED),
 )
-OTHER_CRITICS = ("PPO, critic first", "PPO, critic trained before", "PPO, clip 0.4, critic trained before")
+OTHER_CRITICS = (
+    "critic (1.12), critic warm-up",
+    "critic (1.12), trained before",
+    "critic (1.12), clip 0.4, trained before",
+)
 ONLY_IN |= dict.fromkeys(OTHER_CRITICS, ("own start", "turns", "dense"))  # where a critic explains something
-DRAWN = ("PPO", "PPO, clip 0.4", "gated, clip 0.4", "mean, clip 0.4")
-DRAWN += ("GRPO", "GRPO, clip 0.4", "GRPO, clip 0.4, 32 answers", "RLOO")
-BARS = {  # in the picture, the default first
-    "gated, clip 0.4": "PPO, default",
-    "mean, clip 0.4": "PPO without a critic",
+DRAWN = (BASE, "critic, clip 0.4", "gated, clip 0.4", "mean, clip 0.4")
+DRAWN += ("GRPO", "GRPO, clip 0.4", "GRPO, clip 0.4, rollouts of 32", "RLOO")
+BARS = {  # in the picture
+    "gated, clip 0.4": "PPO, gated",
+    "mean, clip 0.4": "PPO, mean (no critic)",
     "GRPO, clip 0.4": "GRPO, clip 0.4",
     "RLOO": "RLOO",
-    "PPO": "PPO as in TRL 1.12",
+    BASE: "PPO as in TRL 1.12",
 }
 RATES = (1e-3, 3e-3, 1e-2)
 TUNING_SEED = 1000
@@ -151,7 +162,7 @@ def train(cell: str, method: dict[str, Any], rate: float, seed: int, rollouts: i
     is_ours, plays = config_class is PPOConfig, isinstance(world, Lake)
     if is_ours:
         own = {"baseline": "critic", "cliprange": 0.2, "num_ppo_epochs": PASSES, "kl_coef": 0.0, "step_kl_target": 0.0}
-        own |= {"use_ref_model": False, "watch": "off", "record_run": False}
+        own |= {"num_mini_batches": 1, "use_ref_model": False, "watch": "off", "record_run": False}
         settings = own | ({"old_logprobs": "sampler"} if plays else {}) | settings  # what differs from ours is named
     else:
         settings |= {"num_iterations": PASSES, "beta": 0.0}
@@ -222,7 +233,7 @@ def run(cell: str, method: str, rate: float, seed: int, args: argparse.Namespace
             status = 1
             try:
                 result = train(cell, METHODS[method], rate, seed, rollouts, args.output_dir / "models")
-                result = {"cell": cell, "method": method, "rate": rate, "seed": seed, **result}
+                result = {"cell": cell, "method": method, "learning rate": rate, "seed": seed, **result}
                 partial = file.with_suffix(".partial")
                 partial.write_text(json.dumps(result))
                 partial.replace(file)
@@ -344,11 +355,11 @@ def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
 
 def chosen_rate(tuning: list[dict[str, Any]]) -> float:
     """Return the rate of the run with the highest mean score over its tokens."""
-    return max(tuning, key=lambda run: area(run["tokens"], run["scores"], run["tokens"][-1]))["rate"]
+    return max(tuning, key=lambda run: area(run["tokens"], run["scores"], run["tokens"][-1]))["learning rate"]
 
 
 def summary(results: dict[str, list[list[dict[str, Any]]]], tuning: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Return the figures of each cell: of each method over the seeds, and its differences from PPO's."""
+    """Return the figures of each cell: of each method over the seeds, and its differences from those of `BASE`."""
     cells = {}
     for cell, seeds in results.items():
         found = [figures(runs) for runs in seeds]
@@ -356,15 +367,15 @@ def summary(results: dict[str, list[list[dict[str, Any]]]], tuning: dict[str, di
         for method in [name for name in METHODS if any(name in each for each in found)]:
             paired = [each for each in found if method in each]
             own = [each[method] for each in paired]
-            row: dict[str, Any] = {"rate": rate_of(method, tuning[cell]), "seeds": len(own)}
+            row: dict[str, Any] = {"learning rate": rate_of(method, tuning[cell]), "seeds": len(own)}
             for key in ("by tokens", "by seconds", "end"):
                 if own[0][key] is None:
                     continue
                 row[key] = round(fmean(x[key] for x in own), 4)
-                differences = [each[method][key] - each["PPO"][key] for each in paired]
-                row[f"{key} − PPO"] = round(fmean(differences), 4)
-                if len(own) > 1 and method != "PPO":
-                    row[f"{key} − PPO, 95 %"] = [round(x, 4) for x in interval(differences)]
+                differences = [each[method][key] - each[BASE][key] for each in paired]
+                row[f"{key} − {BASE}"] = round(fmean(differences), 4)
+                if len(own) > 1 and method != BASE:
+                    row[f"{key} − {BASE}, 95 %"] = [round(x, 4) for x in interval(differences)]
             row["spread of the end"] = round((fmean((x["end"] - row["end"]) ** 2 for x in own)) ** 0.5, 4)
             for key in [key for key in own[0] if " to " in key]:
                 value = median(x[key] for x in own)
@@ -377,18 +388,18 @@ def summary(results: dict[str, list[list[dict[str, Any]]]], tuning: dict[str, di
 
 
 def table(cells: dict[str, Any]) -> str:
-    """Return the table of the summary: shares of the gain over both budgets, with what separates them from PPO."""
+    """Return the table of the summary: shares of the gain over both budgets, with their differences from `BASE`."""
     lines = [
-        "| cell | method | gain over the tokens | − PPO | gain over the seconds | − PPO | gain at the end "
+        f"| cell | method | gain over the tokens | − {BASE} | gain over the seconds | − {BASE} | gain at the end "
         "| tokens to 50 % | to 80 % | s to 50 % | explained | w |",
         "|---" * 12 + "|",
     ]
 
     def difference(row: dict[str, Any], key: str) -> str:
-        if f"{key} − PPO, 95 %" not in row:
+        if f"{key} − {BASE}, 95 %" not in row:
             return ""
-        low, high = row[f"{key} − PPO, 95 %"]
-        return f"{row[f'{key} − PPO']:+.2f} [{low:+.2f}, {high:+.2f}]"
+        low, high = row[f"{key} − {BASE}, 95 %"]
+        return f"{row[f'{key} − {BASE}']:+.2f} [{low:+.2f}, {high:+.2f}]"
 
     def number(x: float | None, form: str) -> str:
         return "–" if x is None else format(x, form)
@@ -428,7 +439,7 @@ def overview(cells: dict[str, Any]) -> str:
             shown = []
             for found in cells.values():
                 row = found["methods"].get(method, {})
-                low, high = row.get(f"{key} − PPO, 95 %", (math.nan, math.nan))
+                low, high = row.get(f"{key} − {BASE}, 95 %", (math.nan, math.nan))
                 shown.append(f"{row[key]:.2f}" if key in row else "–")
                 shown[-1] += "" if math.isnan(low) or key == "end" else f" [{low:+.2f}, {high:+.2f}]"
             if {*shown} != {"–"}:
@@ -449,11 +460,11 @@ def draw(cells: dict[str, Any], path: Path) -> None:
         rows = {at: of["methods"][method] for at, of in enumerate(cells.values()) if method in of["methods"]}
         places = [at + (number - (len(BARS) - 1) / 2) * 0.16 for at in rows]
         means = [row["by tokens"] for row in rows.values()]
-        ends = [row.get("by tokens − PPO, 95 %", [0.0, 0.0]) for row in rows.values()]
-        offsets = [row["by tokens"] - row["by tokens − PPO"] for row in rows.values()]
+        ends = [row.get(f"by tokens − {BASE}, 95 %", [0.0, 0.0]) for row in rows.values()]
+        offsets = [row["by tokens"] - row[f"by tokens − {BASE}"] for row in rows.values()]
         lows = [max(0.0, mean - first - low) for mean, first, (low, _) in zip(means, offsets, ends, strict=True)]
         highs = [max(0.0, first + high - mean) for mean, first, (_, high) in zip(means, offsets, ends, strict=True)]
-        errors = [lows, highs] if method != "PPO" else None
+        errors = [lows, highs] if method != BASE else None
         axis.bar(places, means, 0.15, yerr=errors, label=label, color=f"C{number}", error_kw={"elinewidth": 0.8})
     axis.set(xticks=range(len(cells)), ylabel="share of the possible gain, mean over tokens")
     axis.set_xticklabels(cells)
@@ -507,8 +518,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if TUNING_SEED in args.seeds:
         parser.error(f"`--seeds` has the seed {TUNING_SEED}, which learning rates are chosen on: leave it out")
-    if "PPO" not in args.methods:
-        parser.error("`--methods` lacks PPO, which the others are compared with")
+    if BASE not in args.methods:
+        parser.error(f"`--methods` lacks {BASE}, which the others are compared with")
 
     import torch
     from trl import GRPOTrainer, RLOOTrainer  # noqa: F401  # before the runs' processes, so that none pays for it

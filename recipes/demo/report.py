@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trl_ext.evaluation import bootstrap_interval, fit_overoptimization, overoptimization_curve
+from trl_ext.evaluation import bootstrap_interval
 from trl_ext.runs import write_text
 from trl_ext.workbench.pages import markup
 
@@ -95,7 +95,6 @@ def write_report(
         fits=[[run, kind, f"{alpha:.2f}", f"{beta:.2f}"] for (run, kind), (alpha, beta) in fits.items()],
         answers=_side_by_side(rows, measured),
         reward=reward,
-        margins=_inline(folder / "reward" / "margins.png"),
         gaps=[
             [f"{row['from']} to {row['to']}", row["pairs"], f"{row['accuracy']:.1%}"]
             for row in reward["accuracy_by_length_gap"]
@@ -124,6 +123,11 @@ def _inline(picture: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
 
 
+def _terms(distance: Tensor) -> Tensor:
+    """Return the (N, 2) terms of the law d (α − β log d), which is linear in α and β (Gao et al., 2210.10760)."""
+    return torch.stack([distance, -torch.special.xlogy(distance, distance)], dim=1)
+
+
 def plot_overoptimization(
     curves: dict[str, dict[str, Tensor]], path: Path, alarms: dict[str, int | None]
 ) -> dict[tuple[str, str], tuple[float, float]]:
@@ -146,9 +150,11 @@ def plot_overoptimization(
             if len(distance[distance > 0].unique()) < 2:
                 continue
             start = curve[kind][0]
-            fits[run, kind] = fit_overoptimization(distance, curve[kind] - start)
+            gain = (curve[kind] - start)[:, None]
+            fitted = torch.linalg.lstsq(_terms(distance), gain, driver="gelsd").solution
+            fits[run, kind] = tuple(fitted[:, 0].tolist())
             grid = torch.linspace(0, distance.max().item(), 200, dtype=torch.double)
-            axes.plot(grid, start + overoptimization_curve(grid, *fits[run, kind]), color=COLOURS[run], alpha=0.6)
+            axes.plot(grid, start + (_terms(grid) @ fitted)[:, 0], color=COLOURS[run], alpha=0.6)
         axes.set(xlabel="√KL to SFT, √nats", title=f"{kind} score")
         axes.grid(alpha=0.3)
     for run, step in alarms.items():

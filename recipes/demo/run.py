@@ -20,12 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import datasets
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging
 
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.runs import Hold, setting
-from trl_ext.upstream import late_bars, quiet
+from trl_ext.upstream import quiet
 
 from . import stages
 from .measure import measure
@@ -74,7 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser(RunArguments, prog="trl-ext demo", description=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     quiet()
-    late_bars()
+    datasets.disable_progress_bars()  # a table of the stages says more
+    logging.disable_progress_bar()
     start = time.time()
     stages.use_one_thread()
     try:

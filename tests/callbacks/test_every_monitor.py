@@ -90,7 +90,7 @@ def test_names_and_arguments():
         ("KLBudget", "there is no monitor KLBudget; did you mean KLBudgetCallback[?] .monitors: .*HackWatch, "),
         ("as_label", "there is no monitor as_label"),
         ("KLBudgetCallback(limt=3)", "unexpected keyword argument 'limt'"),
-        ("KLBudgetCallback(limit=__import__('os'))", "each value as plain Python"),
+        ("KLBudgetCallback(limit=__import__('os'))", "each value a literal"),
         ("os.system", "write `Name`"),
         ("KLBudgetCallback(", "write `Name`"),
     ],

@@ -206,7 +206,7 @@ def test_a_rise_and_a_crowd_warn(calm):
     calm.log(3, logs={SCORE: 6.9, STD: 2.0})  # 1 + 3 · 2 = 7
     assert calm.alerts == []
     calm.log(4, logs={SCORE: 7.2, STD: 2.0, "score_watch/helpful/share_above": 0.11})
-    assert calm.said == ["`score_watch/helpful/share_above` is high", "the reward is beyond 3 σ"]
+    assert calm.said == ["`score_watch/helpful/share_above` is high", "the reward rose by 3 σ"]
     assert not calm.control.should_training_stop
 
 
@@ -232,7 +232,7 @@ def test_gold_gap_counts_from_the_first_evaluation_in_its_sigmas(ppo):
     run.evaluate(8, gold_metrics(0.6, 9.0, 0.6), rows=10_000)  # 2/2 − 0.1/0.5 = 0.8
     assert run.alerts == []
     run.evaluate(16, gold_metrics(0.4, 9.0, 0.5), rows=10_000)  # 2/2 + 0.1/0.5 = 1.2
-    assert run.said == ["the proxy left gold behind"] and run.alerts[0]["value"] == pytest.approx(1.2)
+    assert run.said == ["the proxy rose more than the gold score"] and run.alerts[0]["value"] == pytest.approx(1.2)
     assert run.control.should_training_stop
 
 

@@ -119,6 +119,16 @@ def test_rounds_of_online_dpo():
     assert watch_rounds(rounds, expected=["phrase"])[:2] == (0.0, None)
 
 
+def test_what_was_paid_is_forgotten_once_the_rise_is_over():
+    policy, watch = Policy("phrase"), HackWatch(sinks=[])
+    for gamed in (0.0, 0.2, 0.5, 0.8):
+        watch.observe(**policy.rollout(0.5, gamed))
+    assert watch.memory["parts"]["attribution/phrase"] > 0.5 and watch._shown
+    for _ in range(4):
+        watch.observe(**policy.rollout(0.5, 0.0))
+    assert not any(watch.memory["parts"].values()) and not watch._shown
+
+
 def test_a_restart_changes_nothing():
     rollouts = list(trained(Policy("copy"), 8))
     whole, first, second = HackWatch(sinks=[]), HackWatch(sinks=[]), HackWatch(sinks=[])

@@ -6,9 +6,9 @@ from typing import Literal
 
 import pytest
 from transformers import SchedulerType
-from trl import RLOOConfig
+from trl import RLOOConfig, TrlParser
 
-from trl_ext import StrictTrlParser
+from trl_ext import CriticConfig, DPOConfig, PPOConfig, StrictTrlParser
 
 
 @dataclass
@@ -113,3 +113,8 @@ def test_trls_config_keeps_its_own_defaults(parse):
     yaml = "output_dir: out\nlearning_rate: 3e-4\neval_strategy: no\nreport_to: none\nuse_cpu: true\nbf16: false"
     parsed = parse(yaml, types=(RLOOConfig,))
     assert (parsed.learning_rate, parsed.eval_strategy.value, parsed.report_to) == (3e-4, "no", [])
+
+
+@pytest.mark.parametrize("kind", [PPOConfig, CriticConfig, DPOConfig])
+def test_trls_own_parser_shows_our_settings(kind):
+    assert "--record_run" in TrlParser(kind).format_help()  # argparse takes a percent sign for a format

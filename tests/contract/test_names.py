@@ -132,7 +132,8 @@ def test_name_of_ours_that_trl_begins_to_use(monkeypatch):
 
     monkeypatch.setattr(trl.GRPOTrainer, "_some_hook", prediction_step, raising=False)
     monkeypatch.setattr(trl.GRPOTrainer, "_steps_per_rollout", prediction_step, raising=False)
-    assert "`GRPOTrainer` has _steps_per_rollout, kl_controller, and so has PPOTrainer" in sentence_of(PPOTrainer)
+    message = sentence_of(PPOTrainer)
+    assert "`GRPOTrainer` has _steps_per_rollout, kl_controller, which PPOTrainer defines, too" in message
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,3 @@ def test_a_checkpoint_of_another_number_of_processes_goes_on_as_its_own_would(la
 def test_a_row_that_is_not_finite_on_one_process_ends_both(results):
     first, second = (process["broken"] for process in results)
     assert first == second and "not finite" in first
-
-
-def test_the_shift_is_that_of_all_pairs(results):
-    assert results[0]["shift"] == results[1]["shift"]
-    assert results[0]["shift"]["chosen"] < 0

@@ -35,8 +35,6 @@ CHANGED = {  # field -> another value, and what it is read with
     "use_weight": (True, {}),
 }
 WITHOUT_WEIGHTS = {  # field -> what it does instead
-    "distribution_shift_bound": "from which share on a warning is given",
-    "distribution_shift_samples": "logs `shift/…` before training",
     "log_displacement": "logs `logps/…`",
     "on_save_failure": "whether the run ends",
     "record_run": "what is written beside the model",

@@ -151,12 +151,6 @@ def broken_weight(folder):
     return None
 
 
-def shift(folder):
-    trainer = make_trainer(folder, distribution_shift_samples=7, distribution_shift_bound=1.0, max_steps=1)
-    trainer.train()
-    return trainer.distribution_shift
-
-
 def on_two_processes(output_dir):
     """Every check in one launch: importing takes longer than all of them."""
     folder = Path(output_dir)
@@ -165,7 +159,6 @@ def on_two_processes(output_dir):
         "beta_dpo": run(folder / "beta_dpo", 2, **BETA_DPO, **INFORMED),
         "resumed": resumed(folder / "resumed", **BETA_DPO, **NORMALIZED),
         "broken": broken_weight(folder / "broken"),
-        "shift": shift(folder / "shift"),
         "sft": run(folder / "sft", 2, **WITH_SFT),
         "evaluated": {kind: evaluated(trainer_of(kind, folder / kind, ROWS, 2)) for kind in KINDS},
         "from one": saved(folder / "from one", 2, folder / "by one" / "checkpoint-3", **BETA_DPO, **NORMALIZED),

@@ -42,7 +42,7 @@ def logprobs(model):
 
 
 @pytest.mark.slow
-def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path):
+def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path, capsys):
     """As policy, reference, critic's start and reward model, on one base; resumes; plain PEFT loads what is saved."""
     expected = logprobs(AutoPeftModelForCausalLM.from_pretrained(sft))
     base = sft.replace("c-sft", "base")
@@ -61,10 +61,8 @@ def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path):
     # One base, whatever is on it: its weights are there once
     held = sum(p.numel() for n, p in first.model.named_parameters() if "lora_" not in n and "score" not in n)
     assert held == sum(p.numel() for p in tiny_llama().parameters())
-    adapter = sum(p.numel() for n, p in policy.named_parameters() if ".default." in n)
-    assert f"\n  policy     {held + adapter:,} parameters, {adapter:,} trained\n" in first._schedule()
-    assert "\n  reference  frozen copy of the adapter\n" in first._schedule()
     first.train()
+    assert "PPO: 8 optimizer steps, 4 on each rollout of 8 episodes; critic: an adapter of" in capsys.readouterr().out
     with first.model.adapters.use("ref"):
         assert_close(logprobs(policy), expected)
     first.save_model()
@@ -94,7 +92,6 @@ def test_each_other_stage_trains_the_adapter_on(sft, tmp_path, subtests):
             start = {n.replace(".default", ""): p.detach().clone() for n, p in trainer.model.named_parameters()}
             for key, weight in before.items():  # also the reward model begins with what SFT has learned
                 assert_close(start[key], weight)
-            assert name != "dpo" or "\n  reference  frozen copy of the adapter\n" in trainer._schedule()
             trainer.train()
             trainer.save_model()
             after = load_file(tmp_path / name / "adapter_model.safetensors")

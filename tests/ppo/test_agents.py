@@ -1,7 +1,7 @@
 """PPO on tools and environments: what is the policy's, what the environment's, and what each of them may do wrong."""
 
-import functools
 import itertools
+import json
 import pickle
 import subprocess
 import sys
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from rich.console import Console
 from torch.testing import assert_close
 from trl import GRPOConfig, GRPOTrainer
 
@@ -89,18 +88,17 @@ def test_a_step_is_that_of_each_row_alone_without_the_observations(tmp_path):
 
 
 @pytest.mark.slow
-def test_turns_returns_and_what_the_critic_explains_are_logged(tmp_path):
+def test_turns_and_returns_are_logged(tmp_path):
     trainer = make(tmp_path, counts, max_steps=2, rows=[{"prompt": PROMPT, "target": 2}] * 8)
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["turns/mean"] == 3 and log["tools/call_frequency"] == 2 and log["tools/failure_frequency"] == 0
     assert log["environment/SteppedCounter/return"] == log["objective/scores"] == 3
     assert log["completions/mean_length"] == 2 * 48 + 6 and log["completions/mean_tool_length"] == 2 * 37
-    assert {f"val/explained_variance/turn_{turn}" for turn in (1, 2)} < log.keys()
 
 
 @pytest.mark.slow
-def test_what_a_policy_calls_a_tool_with_is_recorded_and_stops_no_run(tmp_path, capsys, monkeypatch):
+def test_what_a_policy_calls_a_tool_with_is_recorded_and_stops_no_run(tmp_path):
     """Arguments of two types under one name, none at all, and a list: TRL's table and its print take objects alone."""
 
     def player(history):
@@ -110,8 +108,6 @@ def test_what_a_policy_calls_a_tool_with_is_recorded_and_stops_no_run(tmp_path, 
 
     a_list = '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>' + IM_END
     answers = itertools.cycle([call("add", number=1), call("add", number="one"), call("add"), a_list])
-    # as wide as it asks for wherever this runs: rich takes 80 columns for some terminals, whatever COLUMNS says
-    monkeypatch.setattr("trl.trainer.utils.Console", functools.partial(Console, width=300, height=100))
     trainer = make(tmp_path, player, record_run=True, log_completions=True, max_steps=1)
     trainer.train()
     samples = [row["completion"] for row in read_jsonl(tmp_path / "completions.rank0.jsonl")]
@@ -120,9 +116,8 @@ def test_what_a_policy_calls_a_tool_with_is_recorded_and_stops_no_run(tmp_path, 
     )
     given = [each[0]["tool_calls"][0]["function"]["arguments"] for each in samples]
     assert all(each in given for each in ({"number": 1}, {"number": "one"}, {}, [1]))
-    printed = capsys.readouterr().out
-    assert "add(number=1)" in printed and "add(arguments=[1])" in printed
-    assert len(list((tmp_path / "completions").glob("*.parquet"))) == 1
+    (table,) = (tmp_path / "completions").glob("*.parquet")
+    assert [json.loads(each) for each in Dataset.from_parquet(str(table))["completion"]] == samples
 
 
 @pytest.mark.slow
@@ -164,23 +159,6 @@ def test_a_cut_is_no_end(tmp_path):
     assert not turns.ended.any() and turns.mask.sum(1).unique().tolist() == [3 * 48]
     tokens = rolled_out(make(tmp_path / "tokens", endless, max_completion_length=120))
     assert not tokens.ended.any() and (tokens.completion_mask.sum(1) <= 120).all()
-
-    cut = make(tmp_path / "bootstrap", endless, max_tool_calling_iterations=2, bootstrap_truncated=True, gamma=0.9)
-    torch.nn.init.normal_(cut.model.critic.score.weight)
-    rollout = rolled_out(cut)
-    assert (rollout.end_values != 0).all()
-    ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], 1)[0]
-    real = torch.cat([rollout.prompt_mask, rollout.completion_mask], 1)[0].bool()
-    with torch.no_grad():
-        state = cut.model.critic.base_model(ids[real][None]).last_hidden_state[0, -1]
-        assert_close(rollout.end_values[0], cut.model.critic.score(state)[0], rtol=1e-4, atol=1e-5)
-    added = rollout.bootstrapped(torch.zeros_like(rollout.values), 0.9)
-    assert_close(added.sum(1), 0.9 * rollout.end_values)
-    assert_close((added * rollout.mask).sum(1), 0.9 * rollout.end_values)
-    ended = make(tmp_path / "ended", counts, bootstrap_truncated=True)
-    torch.nn.init.normal_(ended.model.critic.score.weight)
-    whole = rolled_out(ended)
-    assert whole.end_values.all() and not whole.bootstrapped(torch.zeros_like(whole.values), 0.9).any()
 
 
 @pytest.mark.slow

@@ -17,15 +17,6 @@ def gold(completions, answer, **kwargs):
     return [float(a == b) for a, b in zip(completions, answer, strict=True)]
 
 
-class Room:
-    def reset(self, **row):
-        return None
-
-    def look(self) -> str:
-        """Look around."""
-        return "a cat"
-
-
 def rows(**columns):
     return Dataset.from_dict({name: values * 8 for name, values in columns.items()})
 
@@ -39,22 +30,19 @@ WRONG = [
     ({"train_dataset": prompts(7)}, "has 7 prompts, but a rollout needs 8"),
     ({"train_dataset": rows(prompt=["cat", ""])}, "Row 1 of the train dataset has an empty prompt.* all 8 such rows"),
     ({"train_dataset": rows(prompt=[[{"role": "user", "content": "cat"}], []])}, "Row 1 .* empty prompt.* all 8 such"),
-    ({"eval_dataset": rows(prompt=[])}, "The eval dataset has no rows"),
     ({"eval_dataset": rows(prompt=["the " * 62])}, "Row 0 of the eval dataset has a prompt of 62 tokens.* of 64"),
     ({"train_dataset": rows(prompt=["a"], image=["x"])}, "images are not supported"),
-    ({"train_dataset": rows(prompt=["a"], prompt_ids=["x"])}, "get other values by this name"),
-    ({"train_dataset": rows(prompt=["a"], completions=["x"])}, "the column {'completions'}: .* by this name"),
-    ({"train_dataset": rows(prompt=["a"], input_ids=[[6]]), "tools": [gold]}, "which the policy reads unchanged"),
-    ({"environment_factory": {"room": Room}, "train_dataset": rows(prompt=["a"], environment=["x"])}, "that .* lacks"),
+    ({"train_dataset": rows(prompt=["a"], prompt_ids=["x"])}, "get other values by such names"),
+    ({"train_dataset": rows(prompt=["a"], completions=["x"])}, r"the columns \['completions'\]. .* by such names"),
+    ({"train_dataset": rows(prompt=["a"], input_ids=[[6]]), "tools": [gold]}, "the policy reads unchanged"),
     ({"eval_dataset": prompts(4), "per_device_eval_batch_size": 3, "num_generations": 2}, "3 responses"),
     ({"eval_dataset": {"a": prompts(4), "b": prompts(4)}, "metric_for_best_model": "reward"}, "eval_a_obj"),
     ({"value_model": tiny_reward_model(tiny_llama(20))}, "`value_model` has no embeddings for tokens"),
     ({"processing_class": tiny_tokenizer([*WORDS, "more", "words"])}, "but the tokenizer has more"),
     ({"use_ref_model": False, "kl_coef": 0, "ref_model": tiny_llama()}, "`use_ref_model=False`"),
-    ({"baseline": "mean", "value_model": tiny_reward_model(tiny_llama())}, "`baseline='mean'` uses none"),
+    ({"baseline": "mean", "critic_warmup_rollouts": 1}, "`baseline='mean'` uses none"),
     ({"optimizers": (object(), None), "critic_learning_rate": 1e-3}, "`critic_learning_rate` cannot"),
-    ({"train_dataset": rows(question=["a"] * 16)}, "no column `prompt`"),
-    ({"train_dataset": prompts(16).to_iterable_dataset()}, "`IterableDataset`: pass one split"),
+    ({"train_dataset": rows(question=["a"] * 16)}, r"\['prompt'\] not in the dataset"),
 ]
 
 

@@ -17,7 +17,6 @@ ADAPTIVE = {"kl_controller": "adaptive", "kl_horizon": 50.0, "max_steps": 6}  # 
 CHANGED = {  # field -> another value, and what it is read with
     "adam_epsilon": (1e-2, {}),
     "baseline": ("mean", {}),
-    "bootstrap_truncated": (True, {}),
     "cliprange": (1e-3, {}),
     "cliprange_value": (1e-3, {}),
     "critic_learning_rate": (1e-3, {}),

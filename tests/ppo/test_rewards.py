@@ -24,6 +24,8 @@ from tests.tiny import (
     tiny_reward_model,
     tiny_tokenizer,
 )
+from trl_ext.ppo.saved_rollouts import score_rollouts
+from trl_ext.rewards.member import TellsFailures
 
 EQUAL = {"rtol": 0, "atol": 0}
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -186,6 +188,34 @@ def test_functions_of_all_kinds_are_weighted_and_summed_over_those_that_apply(tm
     expected = lengths * (1 - 3 + 0.25) + torch.tensor([0.0, 5.0, 0.0, 5.0]) + 2 * per_function[:, 4]
     assert_close(rollout.scores, expected, **CLOSE)
     assert rollout.ended.tolist() == FINISHED
+
+
+class Judge(TellsFailures):
+    """Fails on the second answer, and does not apply to the third."""
+
+    def scores_or_nan(self, prompts, completions, **kwargs):
+        return [-5.0, math.nan, None, -5.0]
+
+
+class OwnSkip:
+    on_error = "skip"
+
+    def __call__(self, completions, **kwargs):
+        return [-5.0, None, -5.0, -5.0]
+
+
+def test_a_reward_that_fails_and_is_skipped_leaves_no_score_but_with_weight_0(tmp_path):
+    for judge in (Judge(), OwnSkip()):
+        rollout = roll_out(make(tmp_path, [length_reward, judge], questions(False)), answer_ids(tiny_tokenizer()))
+        assert rollout.valid.tolist() == [True, False, True, True]
+        assert rollout.rewards_per_func[1].isnan().tolist() == [False, True]
+        trainer = make(tmp_path, [length_reward, judge], questions(False), reward_weights=[1.0, 0.0])
+        assert roll_out(trainer, answer_ids(tiny_tokenizer())).valid.all()
+        rows = Dataset.from_dict({"prompt": QUESTIONS, "completion": ANSWERS, "completion_ids": [[1]] * 4})
+        scores, _ = score_rollouts(rows, [length_reward, judge], ["length", "judge"], 4)
+        assert scores[1].isnan().all() and not scores[::2, 0].isnan().any()
+    with pytest.raises(RuntimeError, match="At step 0, .*reward function 'raises'"):
+        score_rollouts(rows, [judge, raises], ["judge", "raises"], 4)
 
 
 def raises(completions):

@@ -7,7 +7,6 @@ import torch
 import trl_ext.ppo.trainer as ppo_trainer
 from tests.ppo.worker import make_trainer
 from tests.tiny import length_reward
-from trl_ext.rewards import SegmentScores
 
 EOS = 2
 ANSWERS = [[7, 8, 9, EOS], [7, 8, 9], [7, EOS], [8, 9, 7, 8, EOS], [9, 9], [EOS], [7, 8, EOS], [8, 8, 8, EOS]]
@@ -24,7 +23,7 @@ def each_token(completion_ids, **kwargs):
 def segments(completion_ids, **kwargs):
     """The first token of a row is worth 4, the last 1; for every other row a float."""
     return [
-        None if row == 5 else SegmentScores([0, len(ids) - 1], [4.0, 1.0]) if len(ids) > 2 else 2.0
+        None if row == 5 else [4.0, *[0.0] * (len(ids) - 2), 1.0] if len(ids) > 2 else 2.0
         for row, ids in enumerate(completion_ids)
     ]
 

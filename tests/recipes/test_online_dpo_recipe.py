@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 
 import pytest
@@ -104,3 +105,4 @@ def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():
     assert best_and_worst(rows, answers, totals) == [pair]
     assert total([1.0, None, 4.0], [2.0, 1.0, 0.5]) == 4.0
     assert total([None, 4.0], [1.0, 0.0]) is None
+    assert total([1.0, math.nan], [1.0, 1.0]) is None and total([1.0, math.nan], [1.0, 0.0]) == 1.0

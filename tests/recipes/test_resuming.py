@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from tests.recipes.small_runs import RECIPES, arguments
 from tests.test_any_change import DAMAGES
+from trl_ext.data import TrainedPairs
 from trl_ext.runs.marker import MARKER
 
 pytestmark = pytest.mark.slow
@@ -47,11 +48,13 @@ def test_an_interrupted_run_goes_on_to_the_same_model(recipe, capsys):
 def test_a_complete_run_is_not_trained_again(recipe, capsys):
     run, folder = recipe
     weights = load_file(folder / "model.safetensors")
-    results = list(folder.glob("*_results.json"))
-    written = {path: path.stat().st_mtime_ns for path in results}
+    results = (folder / "train_results.json").read_text()
+    if pairs := TrainedPairs.load(folder):  # as if the run had resumed with other pairs
+        TrainedPairs(pairs.pairs, is_complete=False).save(folder)
     run("--logging_steps", "3")
     assert f"Training is complete, at step 4: loading {folder / 'checkpoint-4'}." in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in results} == written
+    assert (folder / "train_results.json").read_text() == results
+    assert not pairs or not TrainedPairs.load(folder).is_complete
     assert_close(load_file(folder / "model.safetensors"), weights, rtol=0, atol=0)
 
 

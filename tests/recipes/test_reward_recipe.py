@@ -79,7 +79,6 @@ def test_report_is_what_the_saved_model_does(inputs, trained):
     assert report["pairs"] == len(rows) == 40
     assert_close(report["accuracy"], (margins > 0).double().mean().item())
     assert_close(report["margin_mean"], margins.mean().item(), rtol=1e-4, atol=1e-5)
-    assert (trained / "margins.png").read_bytes().startswith(b"\x89PNG")
     assert {"temperature", "groups", "probes", "verdict"} <= report.keys() and report["probes"]
     assert curve(read_run(trained).history, "eval_accuracy")[0] == [0, 3]  # before the first step, too
 

@@ -43,7 +43,7 @@ texts = plain | pumped | numbers | values.map(json.dumps)
 answers = texts | texts.map(lambda text: f"```json\n{text}\n```")
 
 RULES = [
-    PatternReward(required=[r"(?s)\A<think>.+?</think>", CATASTROPHE], timeout=0.05, on_error=0.0),
+    PatternReward(required=[r"(?s)\A<think>.+?</think>", CATASTROPHE], timeout=0.05, on_error="skip"),
     PatternReward(forbidden=[r"(?i)\bkill\b"]),
     PhraseReviewReward(["kill you", "漢 字", "a"], veto=1.0),
 ]
@@ -56,7 +56,7 @@ RULES += [ConstitutionReward(RULES[0], [RULES[1], RULES[2]], cap=0.0)]
 def test_rules_score_any_answer(completions):
     for rule in RULES:
         given = score(rule, *completions)
-        assert len(given) == len(completions) and {*given} <= {0.0, 1.0}
+        assert len(given) == len(completions) and {*given} <= {0.0, 1.0, None}
 
 
 @pytest.mark.slow

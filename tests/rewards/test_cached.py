@@ -17,7 +17,6 @@ from trl_ext.rewards import (
     EnsembleReward,
     JudgeReward,
     PatternReward,
-    SumReward,
     load_rewards,
     reward_identity,
 )
@@ -130,9 +129,6 @@ def test_the_identity_is_of_source_and_settings_or_what_the_reward_says_it_is():
         longer_than(4),
         PatternReward("a"),
         PatternReward("b"),
-        SumReward([Counted()]),
-        SumReward([Counted(2.0)]),
-        SumReward([longer_than(3), Counted()], weights=[1.0, 2.0]),
         EnsembleReward([Counted(), longer_than(3)]),
         EnsembleReward([Counted(), longer_than(3)], "min"),
         JudgeReward(**judge),

@@ -65,9 +65,7 @@ def test_the_judge_is_asked_about_what_keeps_the_rules_and_its_silence_is_no_con
     assert logged[f"{name}/violations/judge"] == 0.5 and logged[f"{name}/unchecked"] == 0.25
 
 
-@pytest.mark.parametrize(
-    "on_error, expected", [("raise", "reward 'broken'.*for completion 1"), ("skip", [1.0, None]), (0.0, [1.0, -1.0])]
-)
+@pytest.mark.parametrize("on_error, expected", [("raise", "reward 'broken'.*for completion 1"), ("skip", [1.0, None])])
 def test_a_check_that_fails_lets_nothing_pass(on_error, expected):
     def broken(completions, **kwargs):
         return [1.0, math.nan]

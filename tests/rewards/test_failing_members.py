@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from trl_ext.rewards import CachedReward, ConstitutionReward, EnsembleReward, ScoreWatch, SumReward
+from trl_ext.rewards import CachedReward, ConstitutionReward, EnsembleReward, ScoreWatch
 from trl_ext.rewards.member import TellsFailures
 
 ROWS = 60
@@ -39,15 +39,14 @@ HOLDING = {
         )
         for combine, bound in itertools.product(("mean", "median", "min", "uncertainty"), (None, 2.5))
     },
-    "sum": lambda *held: SumReward(held, weights=[1.0, -2.0, 0.5], means=[1.0, 0.0, -3.0], on_error="skip"),
     "principles": lambda a, b, c: ConstitutionReward(a, [b], cap=-1.0, minimum=-2.0, judge=c, on_error="skip"),
-    "sum of others": lambda a, b, c: SumReward(
-        [EnsembleReward([a, b], on_error="skip"), ScoreWatch(c)], weights=[1.0, -1.0], on_error="skip"
+    "ensemble of others": lambda a, b, c: EnsembleReward(
+        [EnsembleReward([a, b], on_error="skip"), ScoreWatch(c)], on_error="skip"
     ),
-    "others of sums": lambda a, b, c: ConstitutionReward(
-        SumReward([a, b], on_error="skip"), [c], cap=-1.0, minimum=-2.0, on_error="skip"
+    "principles on an ensemble": lambda a, b, c: ConstitutionReward(
+        EnsembleReward([a, b], on_error="skip"), [c], cap=-1.0, minimum=-2.0, on_error="skip"
     ),
-    "cached": lambda a, b, c: SumReward([CachedReward(a), CachedReward(b), c], on_error="skip"),
+    "cached": lambda a, b, c: EnsembleReward([CachedReward(a), CachedReward(b), c], on_error="skip"),
 }
 
 
@@ -78,8 +77,8 @@ def test_what_a_judge_withholds_pays_nowhere_through_a_cache_either():
             return [None if completion == "0" else math.nan for completion in completions]
 
     cached = CachedReward(Withholds(), columns=[])
-    total = SumReward([cached, Scorer("a", None)], on_error="skip")
+    capped = ConstitutionReward(Scorer("a", None), [cached], on_error="skip")
     for _ in range(2):  # a failure is not kept
-        assert total(prompts=["", ""], completions=["0", "1"]) == [Scorer("a", None).scores[0], None]
+        assert capped(prompts=["", ""], completions=["0", "1"])[1] is None
         assert cached(prompts=["", ""], completions=["0", "1"]) == [None, None]
     assert asked == [["0", "1"]] * 4

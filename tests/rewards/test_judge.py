@@ -113,7 +113,7 @@ def test_a_verdict_that_was_withheld_or_stopped_is_no_score_and_ends_no_run(reas
         withheld = parts_of(body)[1]["answer"] == "bad"
         return says('{"score": 10}', reason) if withheld else says("Score: 4", None)
 
-    for on_error in ("raise", "skip", 1.5):
+    for on_error in ("raise", "skip"):
         logged, name = {}, f"{''.join(filter(str.isalnum, str(reason)))}_{on_error}"
         with serving(answer) as (url, came):
             judge = JudgeReward(url, "m", RUBRIC, on_error=on_error, name=name)

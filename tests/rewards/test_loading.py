@@ -42,13 +42,11 @@ def test_every_shipped_file_names_rewards_that_need_no_folder_on_the_path(subtes
 
 LENGTH, WORLD = "tests/tiny.py:length_reward", "recipes/demo/world.py:gold_reward"
 NESTED = {
-    "SumReward": {
-        "members": [
-            {"SumReward": {"members": [LENGTH, LENGTH], "weights": [1, -0.5], "name": "half"}},
-            LENGTH,
-            {"get_soft_overlong_punishment": {"max_completion_len": 4, "soft_punish_cache": 2}},
-        ],
-        "weights": [4.0, 1.0, 1.0],
+    "ConstitutionReward": {
+        "reward": {"EnsembleReward": {"members": [LENGTH, LENGTH], "name": "half"}},
+        "members": [{"get_soft_overlong_punishment": {"max_completion_len": 4, "soft_punish_cache": 2}}],
+        "minimum": 0.0,
+        "cap": -3.0,
     }
 }
 CALL = {"prompts": ["", ""], "completions": ["a b", "a b c d e f"], "completion_ids": [[1, 2], [1, 2, 3, 4, 5]]}
@@ -57,10 +55,10 @@ CALL = {"prompts": ["", ""], "completions": ["a b", "a b c d e f"], "completion_
 def test_entries_are_built_from_the_inside_out_and_numbered():
     entries = [{**NESTED, "weight": 0.5}, LENGTH, {"ScoreWatch": {"reward": WORLD, "bound": 0.8}}, NESTED]
     functions, weights = load_rewards(entries)
-    # 4 (2 - 1) + 2 + 0, and 4 (6 - 3) + 6 - 1 by the words, the last by the tokens
-    assert functions[0](**CALL) == functions[3](**CALL) == [6.0, 17.0]
+    # Two words; six words, but more than four tokens
+    assert functions[0](**CALL) == functions[3](**CALL) == [2.0, -3.0]
     assert weights == [0.5, None, None, None]
-    name = "sum_half_length_reward_soft_overlong_punishment_reward"
+    name = "constitution_half"
     assert [f.__name__ for f in functions] == [f"{name}_0", "length_reward", "gold_reward", f"{name}_3"]
     assert joined_weights(None, [None, *weights]) == [1.0, 0.5, 1.0, 1.0, 1.0]
     assert joined_weights([1.0, 2.0], [None, None]) == [1.0, 2.0] and joined_weights(None, [None]) is None
@@ -68,62 +66,52 @@ def test_entries_are_built_from_the_inside_out_and_numbered():
         joined_weights([1.0], [2.0])
 
 
-def test_what_is_mistyped_is_refused_before_anything_is_built(subtests, monkeypatch):
-    class Expensive:
-        def __init__(self, model, name=None):
-            raise AssertionError("a model is loaded")
-
-    monkeypatch.setattr(trl_ext.rewards, "ModelReward", Expensive)
-    model = {"ModelReward": {"model": "somewhere"}}
+def test_what_is_mistyped_is_refused(subtests):
     for entry, message in [
-        ({"SumRewrad": {}}, "entry 2: unknown reward 'SumRewrad'; did you mean SumReward"),
-        ({"SumReward": {"member": []}}, "entry 2: .*'members?'"),
-        ({"SumReward": None}, "entry 2: missing a required argument: 'members'"),
-        ({"SumReward": {"members": [model, {"SumRewrad": {}}]}}, "entry 2: unknown reward 'SumRewrad'"),
-        ({"SumReward": {"members": [{"SumReward": {"x": 1}}]}}, "entry 2: missing"),
+        ({"EnsembleRewrad": {}}, "entry 2: unknown reward 'EnsembleRewrad'; did you mean EnsembleReward"),
+        ({"EnsembleReward": {"member": []}}, "entry 2: .*'members?'"),
+        ({"EnsembleReward": None}, "entry 2: .*missing 1 required positional argument: 'members'"),
+        ({"EnsembleReward": {"members": [LENGTH, {"EnsembleRewrad": {}}]}}, "entry 2: unknown reward"),
+        ({"EnsembleReward": {"members": [{"EnsembleReward": {"x": 1}}]}}, "entry 2: .*'x'"),
         ({**NESTED, "weight": "a"}, "could not convert string to float: 'a'"),
         ({**NESTED, "name": "a"}, "entry 2: a reward must be a path to a function, or one `Name: {argument: value}`"),
         (3, "entry 2: a reward must be a path to a function"),
         ("absent.module.reward", "'absent.module.reward' cannot be imported: No module named 'absent'"),
         ("tests/tiny.py:length_rewards", "'tests/tiny.py:length_rewards' cannot be imported"),
-        ({"SumReward": {"members": ["tests/tinny.py:x"]}}, "No such file or directory: .*tinny.py"),
+        ({"EnsembleReward": {"members": ["tests/tinny.py:x"]}}, "No such file or directory: .*tinny.py"),
     ]:
         with subtests.test(message), pytest.raises((ValueError, ImportError), match=message):
-            load_rewards([model, entry])
+            load_rewards([LENGTH, entry])
 
 
 # ---- All of them at once ----
 
 EVERY = """
-- SumReward:
-    name: nest
-    weights: [1.0, 0.5, 1.0, 1.0]
+- ConstitutionReward:
+    name: rules
+    reward:
+      EnsembleReward:
+        members:
+          - ModelReward: {model: MODEL, max_batch_tokens: 64, truncation: left}
+          - MODEL
+        combine: uncertainty
+        uncertainty_coef: 0.5
+        max_disagreement: 100.0
+        model_kwargs: {dtype: float32}
     members:
-      - ConstitutionReward:
-          name: rules
-          reward:
-            EnsembleReward:
-              members:
-                - ModelReward: {model: MODEL, max_batch_tokens: 64, truncation: left}
-                - MODEL
-              combine: uncertainty
-              uncertainty_coef: 0.5
-              max_disagreement: 100.0
-              model_kwargs: {dtype: float32}
-          members:
-            - PatternReward: {forbidden: [zebra], timeout: 1.0}
-            - PatternReward: {required: [cat], name: wanted}
-          minimum: [0.5, 0.0]
-          cap: -1.0
-          judge:
-            JudgeReward: {url: URL, model: m, rubric: Be kind., scale: [1, 10], on_error: skip}
-      - CachedReward:
-          reward:
-            RemoteReward: {url: URL, name: served, retries: 0}
-          columns: [finished]
-      - get_soft_overlong_punishment: {max_completion_len: 8, soft_punish_cache: 4}
-      - get_repetition_penalty_reward: {ngram_size: 2, max_penalty: -1.0}
+      - PatternReward: {forbidden: [zebra], timeout: 1.0}
+      - PatternReward: {required: [cat], name: wanted}
+    minimum: [0.5, 0.0]
+    cap: -1.0
+    judge:
+      JudgeReward: {url: URL, model: m, rubric: Be kind., scale: [1, 10], on_error: skip}
   weight: 2
+- CachedReward:
+    reward:
+      RemoteReward: {url: URL, name: served, retries: 0}
+    columns: [finished]
+- get_soft_overlong_punishment: {max_completion_len: 8, soft_punish_cache: 4}
+- get_repetition_penalty_reward: {ngram_size: 2, max_penalty: -1.0}
 - ScoreWatch: {reward: "tests/tiny.py:length_reward", bound: 3.0}
   weight: 0.5
 - GoldJudgeReward: {judge: recipes/demo/world.py:gold_reward, score: 0.0}
@@ -166,12 +154,10 @@ def test_every_reward_is_named_in_yaml_and_all_of_them_train_together(tmp_path):
             max_steps=1,
         )
         trainer.train()
-    log, nest = trainer.state.log_history[0], "rewards/nest"
-    parts = ["rules", "cached_served", "soft_overlong_punishment_reward", "repetition_penalty_reward"]
-    means = [log[f"{nest}/{part}/mean"] for part in parts]
-    whole = sum(weight * mean for weight, mean in zip([1.0, 0.5, 1.0, 1.0], means, strict=True))
-    assert log[f"{nest}/mean"] == pytest.approx(whole, rel=1e-4) and means[1] > 0
+    log = trainer.state.log_history[0]
     assert log["rewards/rules/violations"] == log["rewards/rules/unchecked"] == 0
-    whole = 2 * log[f"{nest}/mean"] + 0.5 * log["rewards/length_reward/mean"] + log["rewards/phrase_review/mean"]
-    assert log["objective/scores"] == pytest.approx(whole, rel=1e-4)
+    shares = {"rules": 2, "cached_served": 1, "soft_overlong_punishment_reward": 1}
+    shares |= {"repetition_penalty_reward": 1, "length_reward": 0.5, "phrase_review": 1}
+    whole = sum(weight * log[f"rewards/{name}/mean"] for name, weight in shares.items())
+    assert log["objective/scores"] == pytest.approx(whole, rel=1e-4) and log["rewards/cached_served/mean"] > 0
     assert sum("messages" in body for body in came) == 8  # one question an answer

@@ -11,7 +11,6 @@ from trl_ext.rewards import (
     EnsembleReward,
     Member,
     RewardFailed,
-    SumReward,
 )
 from trl_ext.rewards.member import Started, awaited
 
@@ -65,7 +64,7 @@ def short(completions, **kwargs):
     return [1.0]
 
 
-def test_what_a_member_does_wrong_is_named_skipped_or_scored(subtests):
+def test_what_a_member_does_wrong_is_named_or_skipped(subtests):
     good_and_bad = ["fine", "nan", "text", "tokens"]
     for function, message, failed in [
         (unlucky, "reward 'unlucky': ValueError: returned nan for completion 1", [1, 2, 3]),
@@ -75,11 +74,12 @@ def test_what_a_member_does_wrong_is_named_skipped_or_scored(subtests):
         with subtests.test(function.__name__):
             with pytest.raises(RuntimeError, match=message):
                 Member(function)([""] * 4, good_and_bad)
-            for policy, value in (("skip", None), (-2, -2.0)):
-                logged = {}
-                scores = Member(function, policy)([""] * 4, good_and_bad, log_metric=logged.__setitem__)
-                assert scores == [value if row in failed else 0.5 for row in range(4)]
-                assert logged == {f"rewards/{function.__name__}/failed": len(failed) / 4}
+            logged = {}
+            scores = Member(function, "skip")([""] * 4, good_and_bad, log_metric=logged.__setitem__)
+            assert scores == [None if row in failed else 0.5 for row in range(4)]
+            assert logged == {f"rewards/{function.__name__}/failed": len(failed) / 4}
+    with pytest.raises(ValueError, match="give 'raise' or 'skip'"):
+        Member(unlucky, "skips")
 
 
 def served(completions, **kwargs):
@@ -99,13 +99,12 @@ class Meeting:
         return [1.0] * len(completions)
 
 
-@pytest.mark.parametrize("kind", ["sum", "ensemble", "constitution"])
+@pytest.mark.parametrize("kind", ["ensemble", "constitution"])
 def test_members_in_the_background_run_at_the_same_time_in_every_wrapper(kind):
     door = threading.Barrier(2)
     both = [Meeting("a", door), Meeting("b", door)]
     reward = {
-        "sum": lambda: SumReward(both),
         "ensemble": lambda: EnsembleReward(both),
         "constitution": lambda: ConstitutionReward(both[0], both[1:]),
     }[kind]()
-    assert reward.in_background and reward([""], ["a"]) == [2.0 if kind == "sum" else 1.0]
+    assert reward.in_background and reward([""], ["a"]) == [1.0]

@@ -75,9 +75,7 @@ def test_nobody_guesses_whether_an_answer_was_finished(tmp_path):
     assert ModelReward(path, eos_token_ids=[2])(PROMPTS, ANSWERS, ids) == said
     assert ModelReward(path, policy_tokenizer=path)(PROMPTS, ANSWERS, ids) == said
     assert ModelReward(path, eos_token_ids=[8])(PROMPTS, ANSWERS, ids) != said
-    with pytest.raises(
-        ValueError, match="cannot tell which completions are finished: give it the policy's `eos_token_ids`"
-    ):
+    with pytest.raises(ValueError, match="cannot tell which completions are finished: call it with `finished`"):
         ModelReward(path)(PROMPTS, ANSWERS, ids)
 
 

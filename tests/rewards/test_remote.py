@@ -95,7 +95,6 @@ def test_a_bad_answer_is_an_error_of_its_rows_and_is_not_asked_for_again(bad):
         expected = by_text({"prompts": PROMPTS[:5], "completions": answers})["scores"]
         assert scores == [*expected[:2], None, None, expected[4]]
         assert logged["rewards/r/failed"] == 2 / 5 and len(came) == 3
-        assert RemoteReward(url, batch_size=2, on_error=-1.5)(PROMPTS[:5], answers)[2:4] == [-1.5, -1.5]
         with pytest.raises(RuntimeError, match=rf"reward 'r': completion 2: {url}/score: \S") as raised:
             RemoteReward(url, batch_size=2, name="r")(PROMPTS[:5], answers)
         assert len(str(raised.value)) < 500
@@ -233,11 +232,11 @@ def test_its_identity_is_that_of_the_weights_or_the_servers_where_it_cannot_say(
         assert identity(dumb, eos_token_ids=[2]) != identity(dumb)
         assert identity(one, api="vllm-score") != identity(same, api="vllm-score")  # which is not asked
     _client.cache_clear()  # the stub still answers on connections that are open
-    with pytest.raises(RewardFailed, match=f"reward 'm': {one} does not say which weights it serves: Connect"):
+    with pytest.raises(RewardFailed, match=f"'m': {one} does not say which weights it serves: the server did not"):
         identity(one, model="m", retries=1, on_error="skip")
 
 
-@pytest.mark.parametrize("on_error", ["raise", "skip", 0.5])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_other_weights_in_mid_run_are_said_and_their_scores_are_never_mixed_with_those_of_the_first(on_error):
     """As where a server is started again on a folder that was trained on meanwhile."""
     weights = {"now": "xxh3:old"}
@@ -247,7 +246,7 @@ def test_other_weights_in_mid_run_are_said_and_their_scores_are_never_mixed_with
 
     with serving(answer, lambda: {"identity": weights["now"]}) as (url, _):
         plain, cached = (RemoteReward(url, on_error=on_error, batch_size=1, name="r") for _ in range(2))
-        keeping = CachedReward(cached) if on_error != 0.5 else cached
+        keeping = CachedReward(cached)
         assert plain(["p"], ["a"]) == keeping(["p"], ["a"]) == [1.0]
         before = reward_identity(plain)
         weights["now"] = "xxh3:new"
@@ -257,9 +256,8 @@ def test_other_weights_in_mid_run_are_said_and_their_scores_are_never_mixed_with
             ):
                 reward(["p"] * 3, ["b", "c", "d"])
         assert reward_identity(plain) == before != reward_identity(RemoteReward(url))
-        if keeping is not cached:
-            assert keeping(["p"], ["a"]) == [1.0]
-            assert CachedReward(RemoteReward(url)).identity != keeping.identity
+        assert keeping(["p"], ["a"]) == [1.0]
+        assert CachedReward(RemoteReward(url)).identity != keeping.identity
         weights["now"] = None  # an older server, which cannot say
         with pytest.raises(RewardFailed, match="now has \\(not named\\)"):
             plain(["p"], ["b"])

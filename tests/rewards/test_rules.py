@@ -31,10 +31,9 @@ def test_a_format_is_a_pattern_for_the_whole_answer():
 
 def test_a_pattern_that_tries_every_way_ends_by_the_policy():
     long, logged = "a" * 100_000, {}
-    with pytest.raises(RuntimeError, match=r"required_pattern.*0.05 s on completion 1 \(100,000 characters\)"):
-        score(PatternReward(required=[CATASTROPHE], timeout=0.05), "aaA!", long)
-    for on_error, expected in (("skip", None), (-1.0, -1.0)):
-        reward = PatternReward(required=[CATASTROPHE], timeout=0.05, on_error=on_error)
-        start = time.monotonic()
-        assert score(reward, "!", long, log_metric=logged.__setitem__) == [0.0, expected]
-        assert time.monotonic() - start < 20 and logged == {"rewards/required_pattern/failed": 0.5}
+    with pytest.raises(RuntimeError, match=r"required_pattern.*0.1 s on completion 1 \(100,000 characters\)"):
+        score(PatternReward(required=[CATASTROPHE], timeout=0.1), "aaA!", long)
+    reward = PatternReward(required=[CATASTROPHE], timeout=0.1, on_error="skip")
+    start = time.monotonic()
+    assert score(reward, "!", long, log_metric=logged.__setitem__) == [0.0, None]
+    assert time.monotonic() - start < 20 and logged == {"rewards/required_pattern/failed": 0.5}

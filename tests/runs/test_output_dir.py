@@ -15,8 +15,7 @@ from transformers.trainer_utils import TrainOutput
 from tests.launch import on_two_processes
 from tests.runs.test_saving import At, complete, sft
 from trl_ext.runs import output_dir
-from trl_ext.runs.marker import MARKER
-from trl_ext.runs.output_dir import LOCK, FolderInUse, Hold, check_output_dir, is_evaluated, last_evaluation
+from trl_ext.runs.output_dir import LOCK, FolderInUse, Hold, check_output_dir, last_evaluation
 
 HOLDS = """
 import os, sys, time
@@ -51,24 +50,6 @@ def test_a_model_is_written_over_on_request_only(tmp_path, file):
         check_output_dir(tmp_path, resume)
     (tmp_path / "checkpoint-3").mkdir()  # it is gone on with
     check_output_dir(tmp_path)
-
-
-def test_a_run_is_evaluated_if_it_was_complete_and_all_its_results_are_newer_than_its_checkpoints(tmp_path):
-    loaded, trained = TrainOutput(4, float("nan"), {}), TrainOutput(4, 0.5, {"train_loss": 0.5})
-    patterns = ("eval_results.json", "margins*.png")
-    assert not is_evaluated(tmp_path, loaded)
-    (tmp_path / "eval_results.json").write_text("{}")
-    assert is_evaluated(tmp_path, loaded) and not is_evaluated(tmp_path, trained)
-    assert not is_evaluated(tmp_path, loaded, *patterns)
-    (tmp_path / "margins_a.png").write_text("")
-    assert is_evaluated(tmp_path, loaded, *patterns)
-
-    (tmp_path / "checkpoint-4").mkdir()
-    (tmp_path / "checkpoint-4" / MARKER).write_text("{}")
-    for age, evaluated in ((-60, True), (60, False)):
-        now = os.path.getmtime(tmp_path / "eval_results.json")
-        os.utime(tmp_path / "checkpoint-4" / MARKER, (now + age, now + age))
-        assert is_evaluated(tmp_path, loaded) == evaluated
 
 
 @pytest.mark.parametrize(

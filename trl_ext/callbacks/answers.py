@@ -29,7 +29,8 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
     Args:
         trainer: any Trainer of a causal language model.
         prompts: texts or messages.
-        max_new_tokens: maximum length of an answer; it is less if the longest prompt leaves less of the context.
+        max_new_tokens: maximum length of an answer, in tokens. It is lowered if the model's context has less room
+            after the longest prompt.
 
     Returns:
         A dict with the arguments of a reward function:
@@ -169,13 +170,13 @@ class GoldGapCallback(MonitorCallback):
             self._prompts = list(self._rows.pop("prompt"))
 
     def lacks(self, trainer):
-        """Yield a warning if no reward function logs gold scores, or if the run has no evaluations."""
+        """Yield a warning if the run has no evaluations, and one if there is no gold score to read."""
         if getattr(trainer.args, "eval_strategy", None) == "no":
             yield "GoldGapCallback reads evaluations, and there are none: set `eval_strategy`, or remove the monitor."
         if not (self.judge or self.gold or any(isinstance(each, GoldJudgeReward) for each in rewards_of(trainer))):
             yield (
                 "GoldGapCallback has no gold score to read: add `GoldJudgeReward` to the reward functions with "
-                "weight 0, give the monitor `trainer` and `judge`, or name another key by `gold`."
+                "weight 0, give the monitor `trainer` and `judge`, or set its `gold` to the key of another metric."
             )
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
@@ -187,10 +188,7 @@ class GoldGapCallback(MonitorCallback):
         self._handle(self._compare(metrics, rows), state, control)
 
     def _compare(self, metrics: dict[str, Any], rows: int | None) -> Iterator[Finding]:
-        """
-        Compare an evaluation of `rows` prompts (None if unknown) with the first evaluation; yield findings. `metrics`
-        are the evaluation's, by name.
-        """
+        """Yield findings from an evaluation's `metrics`; `rows` is the number of its prompts, None if unknown."""
         reward = metrics_of(self._args).get("reward")
         gold_key = self.gold or ("eval_rewards/gold_judge/mean" if self.judge is None else "eval_gold/mean")
         proxy_key = self.proxy or (f"eval_{reward.key}" if reward else "")
@@ -216,20 +214,17 @@ class GoldGapCallback(MonitorCallback):
                 of_sigmas = 0.0 if rows is None else math.hypot(gold, proxy) / math.sqrt(2 * rows)
                 if found := self.follow("gap", proxy - gold, first=1, **noise).above(1, self.limit, of_sigmas):
                     advice = "The policy games the reward: stop, and keep the checkpoint with the best gold score."
-                    yield Finding("the proxy left gold behind", advice, *found)
+                    yield Finding("the proxy rose more than the gold score", advice, *found)
         # Of a win's variance, 1/4 or less, 1/6 is of the answers now. The prompts and the start policy's answers,
         # which all evaluations share, may make up all of it, so that no number of evaluations lessens their part.
         own, shared = (None, 0.0) if rows is None else (math.sqrt(1 / (6 * rows)), 0.5 / math.sqrt(rows))
         rates = self.follow("win_rate", self._number("eval_gold/win_rate", metrics), error=own)
         if found := rates.below(plus=self.win_rate, error=shared):
             advice = "Go back to the checkpoint with the best gold score."
-            yield Finding("answers lose against the start policy's", advice, *found[:2], 0.5)
+            yield Finding("answers lose against those of the start policy", advice, *found[:2], 0.5)
 
     def _judge(self) -> tuple[dict[str, float], int | None]:
-        """
-        Generate answers on all processes, score them on the main process; return metrics and the number of scores, or
-        {} and None if the judge fails.
-        """
+        """Generate and score answers; return metrics and the number of scores, or {} and None if the judge fails."""
         answers = self._rows | generate_answers(self.trainer, self._prompts, self.max_new_tokens)
         try:
             metrics, scores = on_first(self._scores, answers)
@@ -255,9 +250,9 @@ class CanaryCallback(MonitorCallback):
     """
     Alert when the greedy answers to a fixed set of prompts change in length, become alike or score lower.
 
-    The model answers the prompts before training, and then every few minutes. The answers' mean length, the share of
-    answers with their most frequent phrase of three words and, with a judge, their mean score are compared with those
-    of the first answers. All answers are kept in `canary.jsonl` in the output directory.
+    The model answers the prompts before training, and then every few minutes. Each set of answers is compared with the
+    first one, by the mean length, by the share of answers with the most frequent phrase of three words, and, with a
+    judge, by the mean score. All answers are kept in `canary.jsonl` in the output directory.
 
     An unchanged policy gives the same greedy answers each time, so their length and phrase have no noise. A judge's
     scores may have noise, which is estimated from the earlier scores.
@@ -272,7 +267,8 @@ class CanaryCallback(MonitorCallback):
         length_factor: alert when the mean length, in words, is above the first answers' mean length times this factor,
             or below it divided by this factor.
         phrase: alert when the share of answers with the most frequent phrase rises by more than this.
-        score_drop: alert when the mean score falls by more than this. The default is half the σ of the first scores.
+        score_drop: alert when the mean score falls by more than this. The default is half the standard deviation of
+            the first answers' scores.
         max_new_tokens: maximum length of an answer, in tokens.
         others: see [`MonitorCallback`].
     """
@@ -307,10 +303,7 @@ class CanaryCallback(MonitorCallback):
         self._handle(found, state, control)
 
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
-        """
-        Yield a finding for each number in `now` (`length`, `phrase`, `score`) that is too far from the same number of
-        the first answers.
-        """
+        """Yield a finding for each number of the answers `now` that is too far from that of the first answers."""
         first = self.memory.setdefault("first", now)
         advice = "Compare the last answers in `canary.jsonl` with the first ones there."
         length, start = now["length"], max(first["length"], 1.0)

@@ -12,8 +12,8 @@ from transformers.trainer_utils import has_length
 
 from .metrics import is_training_log, metrics_of, numbers_in
 
-# Heading → quantity of `trl_ext.callbacks.metrics`, or key of the Trainer's own, from left to right; a narrow terminal
-# has the first of them, the bar the first two
+# Heading → quantity of `trl_ext.callbacks.metrics`, or key that every Trainer logs; in the order of the columns. A
+# narrow terminal shows only the first of them, the progress bar the first two
 COLUMNS = {
     "score": "reward",
     "KL": "kl",
@@ -59,9 +59,9 @@ class ConsoleCallback(ProgressCallback):
     - `entropy`: nats per token
     - `length`: tokens of an answer
     - `cut`: share of answers that were cut off at the maximum length
-    - `clip`: share of clipped tokens
+    - `clip`: share of tokens (in RLOO, of completions) whose probability ratio was clipped
     - `accuracy`: share of pairs; in SFT, share of tokens
-    - `margin`: as the trainer's loss defines it
+    - `margin`: a chosen answer's score minus the rejected one's; in DPO and KTO, of their implicit rewards
     - `lr`: learning rate; in PPO the scheduled one times `learning_rate/factor`
     - `s/step`: seconds of an optimizer step, its rollout included
     - `grad`: norm of the gradient
@@ -151,10 +151,7 @@ class ConsoleCallback(ProgressCallback):
             self._write(f"log    {', '.join(own)}")
 
     def _row(self, kind: str, state: Any, values: dict[str, float]) -> None:
-        """
-        Write a row of the table, after the header if that has changed or scrolled far up; without values, do nothing.
-        `kind` is the word before the step, such as "train".
-        """
+        """Write a row that begins with `kind`, and before it the header if needed; write nothing without `values`."""
         if not values:
             return
         self._columns |= values.keys()
@@ -181,11 +178,7 @@ class ConsoleCallback(ProgressCallback):
             bar.clear()
 
     def _show_alert(self, record: logging.LogRecord) -> bool:
-        """
-        Write an alert (`record`) on a separate line, unless a log handler of the script will write it.
-
-        Return whether a handler will write it, since this function is a filter of the alerts' logger.
-        """
+        """Filter the alerts' logger: print `record` here, and return False, unless the script has a log handler."""
         if _alerts.hasHandlers():
             self._clear()
             return True

@@ -32,25 +32,33 @@ class HackWatch(MonitorCallback):
 
     After each rollout, [`~trl_ext.evaluation.reward_attribution`] finds which cheap features of completions explain
     the rise of the mean reward: phrases, length, empty answers, words of the prompt, repetition, capital letters,
-    characters, tool calls. The part of the rise that a kind of feature explains is logged as `attribution/<kind>`. The
-    run's page shows the features in words, curves and completions, from `attribution.json` in the output directory. A
-    notice says when a feature first explains a quarter of the rise.
+    characters, tool calls. The run's page shows the features that explain most, from `attribution.json` in the output
+    directory. A notice says when a feature first explains a quarter of the rise.
 
-    The monitor acts when features without content that are not `expected` explain more than `limit` of a significant
-    rise. A phrase counts once at least the share `spread` of the completions has it, so that answers to a few prompts
-    do not count; a character counts once it explains a quarter of the rise, since right words change all frequencies
-    a little; a tool call counts if it repeats an earlier call. The lower confidence bound of the explained part is
-    logged as `watch/risk`, where callbacks that run later can read it. PPOTrainer's setting `watch` attaches a
-    HackWatch.
+    Logs, also for callbacks that run later:
+
+    - `attribution/rise`: rise of the mean reward since the first rollouts, in standard deviations of single scores
+    - `attribution/<kind>`: part of the rise that this kind of feature explains
+    - `watch/risk`: part of the rise that features without content explain at least (lower confidence bound), in [0, 1]
+
+    The monitor acts when `watch/risk` is above `limit`. The risk is 0 unless the rise is significant. These features
+    do not count:
+
+    - features that are `expected`, digits, and tool calls that repeat none
+    - features that became rarer, except length and characters
+    - a phrase, unless at least the share `spread` of the completions has it: fewer may be answers to a few prompts
+    - a character, unless it explains a quarter of the rise: right words change all frequencies a little
 
     If an evaluation measures a gold score, which training never uses, the risk is 0 once the gold score has risen,
     until it falls from its best value. A fall of the gold score while the reward rises counts as a hack by itself.
 
+    PPOTrainer's setting `watch` attaches a HackWatch.
+
     >>> trainer.add_callback(HackWatch(trainer=trainer, action="stop", expected=["length", "phrase:the answer is"]))
 
     Args:
-        trainer: trainer with a table of completions: GRPOTrainer, RLOOTrainer or PPOTrainer.
-        limit: part of the rise beyond which the monitor acts.
+        trainer: the GRPOTrainer, RLOOTrainer or PPOTrainer whose completions are read.
+        limit: the monitor acts if `watch/risk` is above this.
         spread: a phrase counts once at least this share of completions has it.
         gold: key of the gold score in the evaluation's metrics.
         expected: features that the reward may rightly pay for: names such as `length`, or `phrase:…` with a phrase.
@@ -68,11 +76,11 @@ class HackWatch(MonitorCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
         if not hasattr(self.trainer, "_logs"):
-            advice = "Give `trainer=trainer`, of GRPO, RLOO or PPO, or remove the monitor."
-            self._note("nothing to watch: no table of completions", advice)
+            advice = "Pass the GRPOTrainer, RLOOTrainer or PPOTrainer as `trainer=trainer`, or remove the monitor."
+            self._note("nothing to watch: the monitor was given no `trainer` whose completions it can read", advice)
 
     def on_step_end(self, args, state, control, **kwargs):
-        # After the first step of a rollout the table holds that rollout; after an evaluation it holds its answers
+        # After the first step of a rollout the table holds that rollout; after an evaluation, the evaluation's answers
         table = getattr(self.trainer, "_logs", None)
         if table and table["prompt"] and (state.global_step - 1) % rollout_steps(args) == 0:
             weights, self.step = self.trainer.reward_weights.numpy(force=True)[:, None], state.global_step
@@ -87,7 +95,7 @@ class HackWatch(MonitorCallback):
 
         Args:
             prompts, completions: (N) texts or messages.
-            scores: (N); completions whose score is None or not finite are left out.
+            scores: (N) each completion's score. Completions whose score is None or not finite are left out.
         """
         values = np.array(scores, float)
         kept = np.flatnonzero(np.isfinite(values)).tolist()
@@ -98,7 +106,9 @@ class HackWatch(MonitorCallback):
         sums = Sums(self.memory.get("sums"))
         sums.add(rows, values[kept].tolist(), asked)
         found = reward_attribution(sums, self.expected)
-        self.memory |= {"sums": sums.dump(), "risk": 0.0, "rise": 0.0}
+        parts = dict.fromkeys(self.memory.get("parts", ()), 0.0)
+        self.memory |= {"sums": sums.dump(), "risk": 0.0, "rise": 0.0, "parts": parts}
+        self._shown = {}
         noise = student_quantile(spent_level(sums.rollouts, ALPHA), math.inf) * found.error
         if sums.begin == sums.count or found.rise <= noise:
             return
@@ -115,19 +125,9 @@ class HackWatch(MonitorCallback):
         self._show(found, list(zip(rows, texts, values[kept].tolist(), strict=True)))
 
     def _show(self, found: Attribution, answers: list[tuple[dict[str, float], str, float]]) -> None:
-        """
-        Keep what this rollout's attribution found, for the logs and for the page.
-
-        For the logs: the part of the rise that each kind of feature explains. For the page: words, curve and two
-        completions of the three features that explain most.
-
-        Args:
-            found: the attribution.
-            answers: each completion's features, as `features_of` returns them, its text and its score.
-        """
-        self.memory["parts"] = parts = dict.fromkeys(self.memory.get("parts", ()), 0.0)
+        """Keep what the logs and the page show of `found`. `answers`: each completion's features, text and score."""
         for each in found.paid:
-            name = f"attribution/{each.kind}"
+            name, parts = f"attribution/{each.kind}", self.memory["parts"]
             parts[name] = parts.get(name, 0.0) + each.part
         self._shown = {"rise": self.memory["rise"], "paid": []}
         for each in found.paid[:3]:
@@ -182,7 +182,7 @@ def attach_watch(trainer: Any, action: Any) -> None:
     Attach a `HackWatch` to a trainer, unless it has one.
 
     Args:
-        trainer: a trainer that keeps a table of completions.
+        trainer: a GRPOTrainer, RLOOTrainer or PPOTrainer.
         action: what the `HackWatch` does on its alert, or `"off"` to attach none. With `"warn"` it alerts only once.
     """
     callbacks = trainer.callback_handler.callbacks
@@ -201,13 +201,17 @@ def watch_rounds(
     Test several rounds of training for reward hacking; in each, a policy is trained on its own answers (online DPO).
 
     Args:
-        rounds: for each round its `prompts`, `completions` and `scores`. The prompts are the same in all rounds. The
-            first round has the answers of the policy before training.
+        rounds: a dict for each round, with its `prompts`, `completions` and `scores`. The prompts are the same in all
+            rounds. The first round has the answers of the policy before training.
         settings: arguments of [`HackWatch`].
 
     Returns:
-        The risk of a hack after the last round, in the sense of `watch/risk`; an alert if it is above the limit, else
-        None; and what the reward paid for most, in the form of `attribution.json`.
+        Three values:
+
+        - the risk of a hack after the last round, as HackWatch logs it under `watch/risk`
+        - an alert, as a dict with the fields of [`Alert`], if the risk is above `limit`; else None
+        - a dict for each of the (up to three) features that explain most of the rise, as `attribution.json` has them
+          under `paid`; [] if the mean score has not risen significantly
     """
     watch = HackWatch(sinks=[], **settings)
     for watch.step, given in enumerate(rounds):

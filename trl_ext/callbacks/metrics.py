@@ -93,7 +93,7 @@ def answers_in_log(args: Any, logging_steps: int) -> float | None:
     """
     Return the number of independent completions that a mean in a log was taken over; None if this is unknown.
 
-    At least one rollout must have begun since the log before. Completions of one prompt may be alike, so a prompt
+    It is assumed that a rollout has begun since the log before. Completions of one prompt may be alike, so a prompt
     counts once. If only a critic is trained, each row of the data counts.
 
     Args:
@@ -145,7 +145,7 @@ def draw_alerts(axes, alerts) -> None:
 
 
 def printable(text: str) -> str:
-    """Return the text with U+FFFD in place of line ends, control characters and lone surrogates."""
+    """Return the text with U+FFFD in place of each character that cannot be printed, such as a line end."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
@@ -178,12 +178,7 @@ def draw_line(axes, history, key: str | None, label: str, **style) -> None:
 
 
 def _panel(lines: dict[str, str], monitor: str = "", *arguments: str) -> Callable:
-    """
-    Return a function `draw(axes, history, metrics, registry)`. It draws a panel: curves, and the bounds that
-    `arguments` of a monitor set.
-
-    `lines` maps quantities, or log keys (which have a `/`), to labels. `monitor` is the monitor's class name.
-    """
+    """Return a function that draws `lines` (quantity or log key → label) and the bounds in a monitor's `arguments`."""
 
     def draw(axes, history, metrics, registry) -> None:
         for name, label in lines.items():

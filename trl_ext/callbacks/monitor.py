@@ -213,7 +213,8 @@ class MonitorCallback(TrainerCallback):
             raise ValueError(f"`action` must be one of {', '.join(get_args(Action))}; got {self.action!r}")
         names = {each for each in self.sinks if isinstance(each, str) and not each.startswith("http")}
         if unknown := names.difference(NAMES):  # no alert would arrive
-            raise ValueError(f"`sinks` are URLs, objects with `send`, or names: {', '.join(NAMES)}; got {unknown}")
+            known = ", ".join(NAMES)
+            raise ValueError(f"`sinks` are URLs, objects with a method `send`, or names: {known}; got {unknown}")
         self.memory: dict[str, Any] = Memory()  # all that is not an argument, as JSON
         self.step = 0
         self._args: Any = None
@@ -295,8 +296,8 @@ class MonitorCallback(TrainerCallback):
         one notice, unless it is `optional`.
 
         Args:
-            quantity: a quantity of `trl_ext.callbacks.metrics`, or a name for `key`.
-            key: its key in the logs, if a reward function logs it and not the trainer.
+            quantity: a name in `METRICS`, or any name if `key` is given.
+            key: the quantity's key in the logs, if it is not in `METRICS`, such as a reward function's metric.
             optional: whether the quantity may be missing from all logs.
         """
         metric, seen = self._known.get(quantity), self.memory.setdefault("seen", {})
@@ -313,7 +314,7 @@ class MonitorCallback(TrainerCallback):
                 seen[quantity] = 10**12  # said once: no step comes after this one
                 self._note(
                     f"nothing to watch: no log has had `{key or quantity}` since step {since}",
-                    f"Name the key of `{quantity}` by `keys={{'{quantity}': …}}`, or remove the monitor.",
+                    f"Tell the monitor its key in the logs, `keys={{'{quantity}': …}}`, or remove the monitor.",
                 )
         return value
 
@@ -340,7 +341,7 @@ class MonitorCallback(TrainerCallback):
     def read_kl(self, optional: bool = False) -> float | None:
         """
         Return this log's KL in nats per completion: a KL per token is multiplied by the mean length. Return None if
-        the log has none; `optional` says that this needs no notice.
+        the log has none; this raises no notice if the KL is `optional`, see [`MonitorCallback.read`].
         """
         kl = self.read("kl", optional=optional)
         if not self.kl_is_per_token:
@@ -365,13 +366,12 @@ class MonitorCallback(TrainerCallback):
         """
         Add one log's value to the series of its quantity, and return the series.
 
-        Return an empty series, which crosses no bound, if `value` is None, or if further ones of the `logs` logs are
-        to come.
+        Return an empty series, which crosses no bound, if `value` is None, or before the last of the `logs` logs.
 
         Args:
-            name: name of the series. If it is a quantity that the trainer logs, the standard deviation that is logged
-                with it gives the error of `value`; with any other name the error is estimated from the scatter of the
-                values, unless `**noise` gives it.
+            name: name of the series. Unless `**noise` gives the error of `value`, it is computed from the standard
+                deviation that the trainer logs for the quantity of this name. If the trainer logs none, the error is
+                estimated from the scatter of the values.
             value: the quantity's mean in this log; None if the log has none.
             first: number of first values that make the baseline; 0 for no baseline.
             size: number of values in the shortest of the means that are tested.
@@ -427,8 +427,8 @@ class MonitorCallback(TrainerCallback):
 
     def noise(self, quantity: str) -> dict[str, Any]:
         """
-        Return the standard error of a quantity's mean in this log, `error`, and its degrees of freedom, `dof`, as
-        keyword arguments of `follow`; {} if unknown.
+        Return two keyword arguments of `follow`: `error`, the standard error of a quantity's mean in this log, and
+        `dof`, its degrees of freedom; {} if the error is unknown.
         """
         metric = self._known.get(quantity)
         spread = self._logs.get(metric.std) if metric and metric.std and quantity not in self.keys else None
@@ -500,9 +500,9 @@ def spread_key(key: str) -> str:
 
 def error_of_mean(spread: float | None, count: float | None) -> dict[str, Any]:
     """
-    Return a dict with the standard error of a mean of `count` answers, `error`, and its degrees of freedom, `dof`.
+    Return a dict with `error`, the standard error of a mean over `count` answers, and `dof`, its degrees of freedom.
 
-    Return {} if the count or `spread`, the standard deviation of single answers, is unknown.
+    `spread` is the standard deviation of single answers. Return {} if it or the count is unknown.
     """
     if spread is None or count is None or not math.isfinite(spread):
         return {}

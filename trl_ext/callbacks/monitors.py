@@ -21,7 +21,7 @@ DISAGREEMENT = re.compile(r"rewards/.+/disagreement")
 
 
 def distinct_key(logs: dict[str, Any]) -> str | None:
-    """Return the log key of the share of distinct n-grams, for any n; None if the logs have none."""
+    """Return the key in the logs of the form `repetition/distinct_{n}`; None if there is none."""
     return next(filter(re.compile(r"repetition/distinct_\d+").fullmatch, logs), None)
 
 
@@ -38,9 +38,10 @@ class KLBudgetCallback(MonitorCallback):
     Args:
         warn: nats per completion above which the monitor warns. The default is half of `limit`.
         limit: nats per completion above which the monitor acts.
-        tolerance: how much rounding may change the KL, nats per completion. In the first rollout the policy equals the
+        tolerance: largest rounding error of the KL, in nats per completion. In the first rollout the policy equals the
             reference. If the KL then differs from 0 by more than this, the monitor warns that the reference is wrong.
-            It also warns if a later KL is below −`tolerance`, since another policy has then sampled the answers.
+            It also warns if a later KL is below −`tolerance`: then the log-probs are not those of the policy that
+            sampled the completions.
         others: see [`MonitorCallback`].
     """
 
@@ -396,10 +397,10 @@ class ScoreFallCallback(MonitorCallback):
     >>> trainer.add_callback(ScoreFallCallback(action="lower_rate"))
 
     Args:
-        sigmas: alert when the mean score falls significantly, by more than this in standard deviations of one score.
-        left: alert when the mean length, or the number of tool calls, is below this share of its first value.
-        baseline: number of first answers to compare with; it is rounded up to whole rollouts, 2 at least and 16 at
-            most.
+        sigmas: alert when the mean score falls by more than this, in standard deviations of single scores.
+        left: alert when the mean length, or the number of tool calls, is below this share of its baseline.
+        baseline: number of answers in the baseline, the first ones of the run; rounded up to whole rollouts, at least
+            2 and at most 16.
         others: see [`MonitorCallback`].
     """
 
@@ -440,8 +441,8 @@ class RewardDriftCallback(MonitorCallback):
     Alert when the mean or the spread of the reward moves far from the baseline, which is measured on the first scores.
 
     The monitor acts if the mean falls or the spread collapses. It only warns if the mean rises, which is the aim of
-    training, or if too many scores are above a bound. [`HackWatch`] tests whether a rise is a hack. σ is the standard
-    deviation of single scores.
+    training, or if too many scores are above a bound. [`HackWatch`] tests whether a rise is a hack. The spread is
+    the standard deviation of single scores, σ.
 
     >>> trainer.add_callback(RewardDriftCallback(sigmas=2, action="stop"))
 
@@ -491,7 +492,7 @@ class RewardDriftCallback(MonitorCallback):
 
         if risen := means.above(**bound(self.sigmas)):
             advice = "Compare completions of the first rollouts with those of the last."
-            yield Finding(f"the reward is beyond {self.sigmas:g} σ", advice, *risen[:2], start, acts=False)
+            yield Finding(f"the reward rose by {self.sigmas:g} σ", advice, *risen[:2], start, acts=False)
         if fallen := means.below(**bound(-self.drop_sigmas)):
             advice = (
                 "Lower `step_kl_target` (where that is 0, and outside of PPO, the learning rate), or look for a "
@@ -518,7 +519,7 @@ def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
     5
 
     Raises:
-        ValueError: an entry has an unknown class or argument, or a value that the class refuses.
+        ValueError: an entry has another form, an unknown class or argument, or a value that the class refuses.
     """
     return [_monitor(entry) for entry in entries or []]
 
@@ -536,7 +537,7 @@ def _monitor(entry: str) -> TrainerCallback:
         name, values = call.func.id, [ast.literal_eval(value) for value in call.args]
         named = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, AttributeError, ValueError):
-        raise wrong("write `Name` or `Name(argument=value, …)`, each value as plain Python") from None
+        raise wrong("write `Name` or `Name(argument=value, …)`, each value a literal, such as 0.5 or 'stop'") from None
     kinds = {kind.__name__: kind for kind in map(partial(getattr, package), package.__all__) if _is_callback(kind)}
     kinds["EarlyStoppingCallback"] = EarlyStoppingCallback
     if name not in kinds:

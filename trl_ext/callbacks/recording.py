@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -40,7 +39,7 @@ class JSONLCallback(TrainerCallback):
     Each event has `timestamp`, `rank`, `step` and `type`, and further keys by its type:
 
     - `begin`: `run`, the run's id, which a resumed run keeps; `config`, its configuration without credentials, and
-      `config_class`; `objections`, see [`record_run`].
+      `config_class`.
     - `train`: all numbers of the log, under `logs`. If they are measured, also `kl`, `loss`, `loss/policy_avg`,
       `loss/value_avg`, `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`, `seconds_generation`,
       `seconds_scoring` and `seconds_update`.
@@ -62,7 +61,6 @@ class JSONLCallback(TrainerCallback):
     every_process: bool = True
 
     def __post_init__(self) -> None:
-        self.objections: list[str] = []  # what reports say against the rewards; `record_run` sets it
         self._writer: JSONLWriter | None = None
         self._introduced = False  # also for a run that is complete, and is only evaluated
         self._tokens: tuple[float, float] | None = None
@@ -75,7 +73,7 @@ class JSONLCallback(TrainerCallback):
         self._introduced, self._tokens = False, None  # tokens so far, and the time in seconds
         run = state.stateful_callbacks.setdefault("trl_ext_run", {"id": from_first(uuid.uuid4().hex[:12])})
         config = {"config": redacted(args.to_dict()), "config_class": type(args).__name__}
-        self._event("begin", state, run=run["id"], **config, objections=redacted(self.objections))
+        self._event("begin", state, run=run["id"], **config)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
@@ -122,7 +120,7 @@ class SamplesCallback(TrainerCallback):
     >>> trainer.add_callback(SamplesCallback(trainer=trainer, per_rollout=4))
 
     Args:
-        trainer: trainer with a table of completions: GRPOTrainer, RLOOTrainer or PPOTrainer.
+        trainer: the GRPOTrainer, RLOOTrainer or PPOTrainer whose completions are written.
         per_rollout: number of completions to keep of each rollout, over all processes. A thousand rollouts with 8
             completions of 1 kB each take 8 MB.
     """
@@ -210,7 +208,7 @@ class PrometheusCallback(TrainerCallback):
             try:
                 write_to_textfile(self.textfile, self.registry)
             except OSError as error:
-                logger.warning(f"No metrics are exported to Prometheus, but training continues: {error}")
+                logger.warning(f"PrometheusCallback could not write its `textfile`; training continues: {error}")
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._server is not None:
@@ -261,7 +259,7 @@ class MonitoringPlotCallback(TrainerCallback):
             with whole_file(Path(args.output_dir) / "rlhf_monitoring.png") as temporary:
                 figure.savefig(temporary, dpi=100, format="png")
         except OSError as error:
-            logger.warning(f"No picture of this run was drawn, which does not affect training: {error}")
+            logger.warning(f"`rlhf_monitoring.png` could not be written; training continues: {error}")
 
 
 # ---- The page ----
@@ -274,7 +272,8 @@ class ReportCallback(TrainerCallback):
     Args:
         rows: training rows; None if they are not known. Hashes of their prompts are kept beside the model, so that
             `trl-ext evaluate` can refuse prompts that the model was trained on.
-        start: folder or hub name of the model that the run starts from.
+        start: folder or hub name of the model that the run starts from; None if it is not known. Hashes in this folder
+            are kept, too.
     """
 
     def __init__(self, rows: Any = None, start: str | None = None):
@@ -295,7 +294,7 @@ class ReportCallback(TrainerCallback):
                 )
 
 
-def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = ()) -> None:
+def record_run(trainer: Any, samples: bool = False) -> None:
     """
     Make a run record its logs, unless it already does, and write a page that shows them when training ends.
 
@@ -306,8 +305,6 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
     Args:
         trainer: any Trainer.
         samples: whether to keep some completions of each rollout, too; for PPOTrainer, GRPOTrainer and RLOOTrainer.
-        objections: why reward reports say not to trust the reward models, from [`trl_ext.workbench.objections`]. The
-            page shows these sentences.
     """
 
     def own(kind: type) -> Any:
@@ -316,7 +313,6 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
     if own(JSONLCallback) is None:
         trainer.add_callback(JSONLCallback(every_process=False))
     recorder = own(JSONLCallback)
-    recorder.objections = recorder.objections or [*objections]
     if samples and own(SamplesCallback) is None:
         trainer.add_callback(SamplesCallback(trainer=trainer))
     if (count := getattr(trainer.args, "record_answers", 0)) and own(AnswersCallback) is None:
@@ -334,17 +330,3 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
         rows = getattr(trainer, "given_rows", None)
         rows = getattr(trainer, "train_dataset", None) if rows is None else rows
         trainer.add_callback(ReportCallback(rows, getattr(trainer, "start_path", None)))
-
-
-def objections_to(rewards: Sequence[Any]) -> list[str]:
-    """Return the reasons that reward reports give not to trust these rewards; [] if the reports cannot be read."""
-    try:
-        return import_module(_PAGES).objections(rewards)
-    except ModuleNotFoundError:  # this installation has no workbench
-        return []
-    except Exception as error:  # a report that cannot be read ends no run
-        logger.warning(
-            f"The reward model's reward_report.json could not be read ({' '.join(str(error).split())}). Training "
-            "continues without its verdict; `trl-ext reward-report` writes it again."
-        )
-        return []

@@ -89,7 +89,7 @@ class Series:
 
     @property
     def first(self) -> float | None:
-        """Return the baseline, the mean of the first values; None without one, or until a value after them came."""
+        """Return the baseline, the mean of the first values; None if there is none, or if no value followed yet."""
         values = self.memory["first"]
         return sum(values) / len(values) if 0 < self.wanted < self.memory["count"] else None
 

@@ -1,18 +1,12 @@
 """Declare the arguments that recipes share, for dataset, model and reward; save and evaluate a trained model."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from trl import ModelConfig, ScriptArguments
 
 from ..runs.settings import check_settings, setting
 from .parser import StrictTrlParser, entry_of
-
-_CONFIGS = ("config.json", "adapter_config.json")
 
 
 def _check(*cases: tuple[Any, str]) -> None:
@@ -40,8 +34,9 @@ class DataArguments(ScriptArguments):
 @dataclass
 class HeldOutArguments(DataArguments):
     """
-    Declare `eval_size`, the number of rows of the training split to evaluate on, in place of a test split; refuse it
-    together with `eval_dataset_name`.
+    Declare `eval_size`, the number of training rows to evaluate on, in place of a test split.
+
+    It cannot be set together with `eval_dataset_name`.
     """
 
     eval_size: int | None = setting(
@@ -71,7 +66,7 @@ class PromptArguments(DataArguments):
     rewards: list[str] | None = setting(
         None,
         "Reward functions, and rewards of trl_ext.rewards with their settings, e.g. "
-        "`{SumReward: {members: [a.py:f, b.py:g], weights: [1, 2]}, weight: 0.5}`.",
+        "`{CachedReward: {reward: a.py:f, columns: []}, weight: 0.5}`.",
     )
 
     def __post_init__(self) -> None:
@@ -93,8 +88,8 @@ class PromptArguments(DataArguments):
             model: the reward made from `reward_model_name_or_path`, or its path; None without one.
 
         Returns:
-            The rewards, in the order `model`, `reward_funcs`, `rewards`; and their weights: those of the entries in
-            `rewards`, 1 where there is none, or `weights` if no entry has a weight.
+            The rewards, in the order `model`, `reward_funcs`, `rewards`; and a list of their weights. If an entry in
+            `rewards` has a weight, the others' weight is 1. If no entry has one, `weights` is returned.
 
         Raises:
             ImportError: a file, module or function does not exist.
@@ -152,45 +147,21 @@ def save_and_evaluate(
     """
     Save the trained model, evaluate it, and return the evaluation's metrics.
 
-    The result is None if there is no evaluation data, or if the model was evaluated by an earlier command. `result` is
-    what `trainer.train` returned. If a file cannot be written, or on an error of these `kinds`, `parser` ends the
-    program with a one-line message.
-    """
-    # They import PEFT, which speaks
-    from ..runs import NotSaved, is_evaluated, last_evaluation, result_of, save_trained
-
-    with parser.one_line_errors(NotSaved, *kinds):
-        save_trained(trainer, result.metrics)
-        if trainer.eval_dataset is None or is_evaluated(trainer.args.output_dir, result):
-            return None
-        metrics = last_evaluation(trainer, result)
-        with result_of(trainer.args.output_dir, "The evaluation"):
-            trainer.save_metrics("eval", metrics)
-        return metrics
-
-
-def check_model(setting: str, name: str | os.PathLike[str] | None, revision: str | None = None) -> None:
-    """
-    Check that a model exists, without loading it and with at most one request to the hub.
+    None is returned if there is no evaluation data.
 
     Args:
-        setting: name of the setting, for error messages.
-        name: folder or hub name of the model; None for no model.
-        revision: revision of a hub model.
-
-    Raises:
-        FileNotFoundError: there is no such model; the message has the setting, its value and what the hub says.
+        parser: ends the program with a one-line message if a file cannot be written, or on an error of these `kinds`.
+        trainer: the trainer, after training.
+        result: what `trainer.train` returned.
+        *kinds: further classes of errors.
     """
-    if name is None or any(Path(name, file).expanduser().is_file() for file in _CONFIGS):
-        return
-    try:
-        if any(isinstance(try_to_load_from_cache(str(name), file, revision=revision), str) for file in _CONFIGS):
-            return
-        HfApi().model_info(str(name), revision=revision, timeout=5)
-    except Exception as error:  # httpx's, requests' or sockets', by the version of the hub's client
-        answered = isinstance(error, RepositoryNotFoundError | RevisionNotFoundError | HFValidationError)
-        hub = "the hub has no such model" if answered else "the hub cannot be reached"
-        raise FileNotFoundError(
-            f"`{setting}` {name}: there is no such folder with a config.json or adapter_config.json, seen "
-            f"from {Path.cwd()}, and {hub}: {error}"
-        ) from error
+    # They import PEFT, which speaks
+    from ..runs import last_evaluation, save_trained
+
+    with parser.one_line_errors(OSError, *kinds):
+        save_trained(trainer, result.metrics)
+        if trainer.eval_dataset is None:
+            return None
+        metrics = last_evaluation(trainer, result)
+        trainer.save_metrics("eval", metrics)
+        return metrics

@@ -125,9 +125,7 @@ def run_here(name: str, arguments: list[str]) -> int:
 
 
 def start(name: str, arguments: list[str]) -> int:
-    """
-    Start the training command `name`, with the `arguments` after it, through accelerate and return its exit status.
-    """
+    """Start the training command `name` through accelerate, with these `arguments`; return its exit status."""
     try:
         launch_flags, flags = split(arguments)
         return _launch(name, launch_flags, flags)
@@ -141,8 +139,8 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """
     Split a command line into accelerate's arguments and the recipe's. A flag's values stay with the flag.
 
-    Three things are added to accelerate's arguments: its configuration file, the DeepSpeed file that is named there,
-    and `--multi_gpu` if several processes are asked for, since accelerate would otherwise start one process.
+    Accelerate's arguments also get its configuration file, the DeepSpeed file that is named there, and `--multi_gpu`
+    for several processes, of which accelerate would otherwise start only one.
     """
     import yaml
     from accelerate.commands.config.config_args import default_config_file
@@ -209,12 +207,7 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
 
 
 def _pass_on(number: int, frame: Any) -> None:
-    """
-    Pass the signal with this `number`, such as one of `kill -INT`, on to the training process; raise a
-    `KeyboardInterrupt` if it has not been started yet. `frame` is unused.
-
-    A terminal's Ctrl-C reaches the training process twice, since the terminal sends it there, too; it counts once.
-    """
+    """Pass a signal on to the training process; raise a `KeyboardInterrupt` if it has not been started yet."""
     import psutil
 
     children = psutil.Process().children()

@@ -19,7 +19,7 @@ from trl import TrlParser
 
 from ..runs import Hold, check_output_dir, config_file, did_you_mean, redacted
 from ..runs.settings import conditions
-from ..upstream import late_bars, quiet
+from ..upstream import quiet
 
 # Inherited flags that `--help` describes, because most runs set them
 USUAL = (
@@ -45,8 +45,8 @@ class StrictTrlParser(TrlParser):
     Args:
         dataclass_types: one or more dataclasses whose fields are the arguments; or names of such dataclasses, as
             `"trl_ext.PPOConfig"`.
-        without_arguments: text that a call without any argument prints before it ends. With None, such a call gives
-            all fields their defaults.
+        without_arguments: text that a call without any argument prints before it exits with status 2. If None, such a
+            call gives all fields their defaults.
         **kwargs: passed to `argparse.ArgumentParser`.
     """
 
@@ -116,8 +116,8 @@ class StrictTrlParser(TrlParser):
 
     def _flags(self, path: str) -> list[str]:
         """
-        Return a YAML file's scalars as flags; set lists, mappings and nulls as the defaults of their fields, and the
-        environment variables under `env:`.
+        Return a YAML file's scalars as flags. Make its lists, mappings and nulls the defaults of their fields, and set
+        the environment variables under `env:`.
         """
         with open(config_file("--config", path), encoding="utf-8") as file:
             loader = _Loader(file)
@@ -197,7 +197,6 @@ def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments
     quiet()
     parser = StrictTrlParser(kind, without_arguments=doc)
     (args,) = parser.parse_args_and_config(arguments)
-    late_bars()
     with parser.one_line_errors(ValueError, OSError, ImportError, RuntimeError):
         check_output_dir(args.output_dir, "false")
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -236,10 +235,10 @@ def entry_of(entry: Any) -> Any:
 
 def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, str]:
     """
-    Return the values `given` to `option`, each written NAME=VALUE, as a dict.
+    Return a dict from NAME to VALUE, from texts NAME=VALUE that were `given` to an `option`.
 
     Raises:
-        ValueError: a value has another form, or a NAME is given twice. The message shows the wanted `form`.
+        ValueError: a text has another form, or a NAME is given twice. The message shows the wanted `form`.
     """
     found = {name: value for name, _, value in (each.partition("=") for each in given) if name and value}
     if len(found) < len(given):

@@ -37,7 +37,8 @@ def load_dataset_split(
         columns: required columns, such as `("prompt", "chosen", "rejected")`.
 
     Raises:
-        ValueError: one of `columns` is missing.
+        ValueError: one of `columns` is missing, or the split does not exist.
+        KeyError: the split does not exist in a folder written by `save_to_disk`.
     """
     path = find(name)
     if path.suffix in _BUILDERS:

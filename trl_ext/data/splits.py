@@ -20,8 +20,8 @@ def split_groups(
     Divide rows into splits, and keep all rows of a group in the same split.
 
     Each group goes to the split that is furthest below its share of the rows assigned so far. Groups are assigned
-    stratum by stratum, so rare strata are divided by about the wanted shares, too; within a stratum the largest come
-    first, equally large ones in random order.
+    stratum by stratum, so that rare strata, too, are divided in about the wanted shares. Within a stratum, large
+    groups come first, and groups of the same size in random order.
 
     Args:
         groups: (N,) number of each row's group, such as `Duplicates.near`; rows with the same number stay together.
@@ -87,11 +87,11 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
 
 def prompt_groups(dataset: Dataset) -> np.ndarray:
     """
-    Number the rows' prompts by first occurrence, (N,) int; prompts with equal [`prompt_hashes`] have the same number.
+    Return a number for each row's prompt, (N,) int: 0, 1, … by first occurrence, the same for the same prompt.
 
-    Pairs with an unknown prompt count as having the same prompt if they share an answer. So do other rows with an
-    unknown prompt if their `prompt_ids` are the same; without this column `input_ids`, else `text`, else the whole row
-    is compared.
+    Prompts are the same if their [`prompt_hashes`] are. If prompts are unknown, two pairs count as having the same one
+    if they share an answer. Other rows with unknown prompts are compared by the first of the columns `prompt_ids`,
+    `input_ids` and `text` that there is, or else by all columns.
     """
     keys = np.stack([prompt_hashes(dataset)] * 2, axis=1)
     if len(unknown := np.flatnonzero(keys[:, 0] == 0)):

@@ -96,30 +96,6 @@ def repeated_calls(completion: Any) -> list[bool]:
     return repeated
 
 
-def with_text_arguments(answer: Any) -> Any:
-    """
-    Return an answer's messages with the arguments of each tool call as the JSON text of an object; return a text
-    unchanged.
-
-    A policy may call a tool with any JSON value, but TRL prints only objects, and a table needs one type for each
-    column. A value that is no object becomes `{"arguments": value}`.
-    """
-    if isinstance(answer, str):
-        return answer
-
-    def text(arguments: Any) -> str:
-        given = arguments if isinstance(arguments, dict) else {"arguments": arguments}
-        return json.dumps(given, ensure_ascii=False, default=str)
-
-    def written(message: dict[str, Any]) -> dict[str, Any]:
-        if not message.get("tool_calls"):
-            return message
-        calls = [{"name": name, "arguments": text(arguments)} for name, arguments in tool_calls(message)]
-        return {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]}
-
-    return list(map(written, answer))
-
-
 # ---- Rows ----
 
 
@@ -145,10 +121,13 @@ def check_texts(dataset: "Dataset", columns: Sequence[str], name: str, may_be_em
 
 def one_form(dataset: Any, name: str) -> Any:
     """
-    Return rows as [`answers_alone`] does, but raise a `ValueError` if some rows are text and others are messages; a
-    stream is not checked for this. `name` is the dataset's, for the sentences.
+    Remove the prompt from answers that repeat it; raise a `ValueError` if some rows are text and others messages.
 
     TRL prepares all rows like the first row. Some mixtures crash it; in others, rows of text get no EOS.
+
+    Args:
+        dataset: rows, or a stream, which is not checked for mixtures. See [`answers_alone`].
+        name: the dataset's name, for what is printed and for the error.
     """
     from datasets import Dataset
 
@@ -197,10 +176,7 @@ def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) 
 
 
 def _alone(row: dict[str, Any], columns: Sequence[str], also_texts: bool = True) -> dict[str, Any]:
-    """
-    Return the columns of a row that [`answers_alone`] changes, with their new values. With `also_texts` texts are cut
-    as well as messages.
-    """
+    """Return the columns of a row that [`answers_alone`] changes, with their new values."""
     given = [row[column] for column in columns]
     if not all(map(is_text, given)):
         return {}

@@ -164,7 +164,7 @@ def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None
     Write hashes of the prompts that a run trains on to a file in the run's folder.
 
     Args:
-        folder: output directory of the run. The file of an earlier run there is replaced, or removed if no new one is
+        folder: output directory of the run. The file of an earlier run in it is deleted, even if no new one is
             written.
         rows: training rows. Nothing is written if they are a stream, or if the prompt of any row is not known.
         start: the model that the run starts from. If its folder has hashes of the prompts that it was trained on, they
@@ -187,8 +187,7 @@ def save_prompt_hashes(folder: str | Path, hashes: np.ndarray) -> None:
 
 def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
     """
-    Load the hashes of the prompts that a run trained on, (N,) as [`prompt_hashes`] makes them; None if the run has no
-    file of them.
+    Return the (N,) hashes of the prompts that a run trained on, see [`prompt_hashes`]; None if the run saved none.
 
     Args:
         folder: output directory of the run, or one of its checkpoints.
@@ -200,10 +199,7 @@ def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
 
 
 def _place(folder: str | Path, name: str, is_uploaded: bool) -> Path:
-    """
-    Make the folder for a new file, delete the file of an earlier run, and return the new file's path. In a folder that
-    is uploaded to the hub (`is_uploaded`), this is in the subfolder that is not.
-    """
+    """Return the path for a new file, after making its folder and deleting the file of an earlier run."""
     while earlier := _found(folder, name):
         earlier.unlink()
     path = Path(folder, PRIVATE_FOLDER if is_uploaded else "", name)

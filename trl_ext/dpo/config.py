@@ -28,8 +28,10 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     """
     Configuration of [`DPOTrainer`].
 
-    It has every field of [`trl.DPOConfig`], with the same meaning. One default differs: `bf16` is off on a CPU. With
-    the fields below at their defaults, the loss equals TRL's to the last bit.
+    It has every field of [`trl.DPOConfig`], with the same meaning. One default differs: `bf16` is off on a CPU.
+
+    With the fields below at their defaults, a micro-batch's loss equals TRL's to the last bit. An optimizer step's is
+    the mean over its rows (of the loss `sft`: over its tokens), where TRL takes the mean over its micro-batches.
 
     In the fields' descriptions, the log-ratio of an answer is its log-prob under the policy minus its log-prob under
     the reference, nats. A pair's margin Δ is the log-ratio of the chosen answer minus that of the rejected answer.
@@ -97,8 +99,8 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     # What the loss reads about a pair, beside its answers
     use_margin: bool = setting(
         False,
-        "Read by how much, in logits, the chosen answer must win (ODPO, 2402.10571): from the dataset's column "
-        "`margin`, or as `score_chosen` − `score_rejected`.",
+        "Use a margin: by how much, in logits, the chosen answer must win (ODPO, 2402.10571). It is read from the "
+        "dataset's column `margin`, or is `score_chosen` − `score_rejected`.",
     )
     margin_scale: float = setting(
         1.0, "Factor that multiplies the margin that `use_margin` reads.", range="> 0", only_with=("use_margin", True)
@@ -125,17 +127,6 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
         False,
         "Log `logps/chosen_delta`, `logps/displacement_rate` and `logps/drift`. Any setting that changes β or TRL's "
         "sigmoid loss also turns this on.",
-    )
-    distribution_shift_samples: int = setting(
-        0,
-        "Pairs to compare with the reference's own samples before training. The log-probs of both under the reference "
-        "are compared. 0 compares none.",
-        range=">= 0",
-    )
-    distribution_shift_bound: float = setting(
-        0.1,
-        "Warn if more than this share of the chosen answers is less likely than the 1st percentile of the samples.",
-        range="in [0, 1], a share of pairs",
     )
 
     resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
@@ -177,9 +168,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
 
     @property
     def replaces_sigmoid(self) -> bool:
-        """
-        Return whether a setting needs [`preference_loss`] in place of TRL's sigmoid loss, which uses only margins.
-        """
+        """Return whether a setting needs [`preference_loss`] in place of TRL's sigmoid loss."""
         informed = self.use_margin or self.use_confidence or self.use_weight or self.dpop_lambda
         return bool(informed or self.beta_dpo_keep < 1)
 

@@ -40,9 +40,7 @@ class Pairs:
         return self.chosen - self.rejected
 
     def gathered(self, accelerator: Any) -> "Pairs":
-        """
-        Gather (by `accelerator`) the pairs of all processes, (N,), in order of process, detached and moved to the CPU.
-        """
+        """Return the (N,) pairs of all processes, in order of process, detached and on the CPU."""
         stacked = torch.stack(
             [self.chosen.detach().float(), self.rejected.detach().float(), self.sources.float()], dim=1
         )
@@ -54,7 +52,7 @@ class BetaController:
     """
     Keep β fixed, set it from a batch's margins (`beta_dpo`, 2407.08639), or hold `logps/drift` at a target (`drift`).
 
-    Every process calls this with the pairs of all processes, so all processes compute the same β.
+    Every process passes the pairs of all processes to the methods, so all processes compute the same β.
 
     Args:
         args: a [`DPOConfig`], of which the settings `beta…` and `drift…`, and the seed, are used.
@@ -68,10 +66,7 @@ class BetaController:
         self._drift = _EMPTY  # of this optimizer step: the sum of the pairs' drifts, nats, and the number of pairs
 
     def draw(self, pairs: Pairs) -> Tensor | None:
-        """
-        Sample the pairs to train on from the N `pairs` of all processes; return an (N,) mask of them, bool, or None to
-        train on all pairs.
-        """
+        """Sample which of the N `pairs` of all processes to train on; return an (N,) bool mask, or None for all."""
         if self.args.beta_controller != "beta_dpo" or self.args.beta_dpo_keep == 1:
             return None
         count = max(1, int(self.args.beta_dpo_keep * len(pairs)))
@@ -101,9 +96,7 @@ class BetaController:
         return beta
 
     def step(self, beta: float) -> float:
-        """
-        End an optimizer step that used `beta`; return the next step's β, which differs only with the mode `drift`.
-        """
+        """End an optimizer step that used `beta`, and return the β of the next step; only `drift` changes it here."""
         (total, pairs), self._drift = self._drift, _EMPTY
         if self.args.beta_controller != "drift" or not pairs:
             return beta

@@ -89,7 +89,7 @@ def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
 
 
 class RecordedRun(RowMeans, ResumableRun):
-    """Base class of this module's trainers: check the rows, load an adapter from its path, and record the run."""
+    """Base class of the SFT, reward and DPO trainers: check rows, load an adapter from its path, record the run."""
 
     _is_classifier = False
     _pair_columns: tuple[str, ...] = ()

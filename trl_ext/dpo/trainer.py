@@ -1,6 +1,5 @@
 """Extend TRL's `DPOTrainer` by an adaptive β, and by a loss that uses margins, confidences and weights of pairs."""
 
-import contextlib
 import copy
 import math
 import os
@@ -13,7 +12,6 @@ from accelerate.utils import GatheredParameters, is_peft_model
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers.trainer_utils import TrainOutput
 
 from ..data.pairs import SCORES, PairCollator, take_columns
 from ..functional import (
@@ -26,12 +24,9 @@ from ..functional import (
 )
 from ..models.generation import check_savable
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy, weights_identity
-from ..runs.checkpoints import reference_of, schedule
-from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, temporarily, use_adapter
-from ..upstream.terminal import late_bars
+from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, temporarily
 from .config import DPOConfig
 from .controllers import BetaController, MarginNormalizer, Pairs
-from .shift import distribution_shift, warn_of_shift
 from .stages import RecordedRun, checked
 
 STATE_FILE = "dpo_state.pt"
@@ -84,11 +79,9 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         peft_config: Any = None,
     ):
         check_contract(DPOTrainer)
-        late_bars()
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DPOConfig(f"{name.split('/')[-1] or 'model'}-DPO")
-        self.distribution_shift: dict[str, float] | None = None
         margin = ["margin"] if "margin" in (train_dataset.column_names or ()) else [*SCORES]
         read = {"confidence": args.use_confidence, "weight": args.use_weight}
         read["source"] = args.margin_normalization == "source"
@@ -124,19 +117,10 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         for each in filter(None, (self.model, self.ref_model)):
             keep_unpacked(each)
         is_whole = isinstance(train_dataset, Dataset)
-        for is_wrong, message in [
-            (
-                args.beta_controller == "drift" and args.drift_horizon is None and not is_whole,
-                "`beta_controller='drift'` needs `drift_horizon`, in pairs, if the train dataset is a stream.",
-            ),
-            (
-                args.distribution_shift_samples
-                and (self.is_fsdp_enabled or self.is_deepspeed_enabled or self._is_vision_dataset),
-                "`distribution_shift_samples` does not work with images, FSDP or DeepSpeed. Set it to 0.",
-            ),
-        ]:
-            if is_wrong:
-                raise ValueError(message)
+        if args.beta_controller == "drift" and args.drift_horizon is None and not is_whole:
+            raise ValueError(
+                "`beta_controller='drift'` needs `drift_horizon`, in pairs, if the train dataset is a stream."
+            )
         horizon = args.drift_horizon or (len(self.train_dataset) if is_whole else math.inf)
         self.beta_controller = BetaController(args, horizon)
         self.margin_normalizer: MarginNormalizer | None = None
@@ -159,12 +143,11 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """
-        Compute TRL's loss with the β of this micro-batch. If `replaces_sigmoid`, [`preference_loss`] takes the place
-        of its sigmoid term.
+        Return TRL's loss with the β of this micro-batch; with `return_outputs`, the loss and the outputs.
 
-        The `sft` term is a mean over the tokens of the optimizer step; TRL's is a mean over those of a micro-batch.
-        TRL's loss runs the model, then reads β; in between, `_observe_pairs` sets β. If no setting of trl_ext changes
-        the loss, return TRL's loss; with `return_outputs`, the loss and the outputs.
+        TRL's loss runs the model, then reads β. In between, `_observe_pairs` sets β, and computes the losses that
+        replace TRL's: [`preference_loss`] for `sigmoid` if `replaces_sigmoid`, and `sft` as a mean over the tokens of
+        the optimizer step, where TRL's is a mean over those of a micro-batch.
         """
         if not self.args.reads_log_probs and "sft" not in self.loss_types:
             result = super()._compute_loss(model, inputs, return_outputs)
@@ -200,16 +183,16 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         self, batch: dict[str, Tensor], columns: dict[str, Tensor], weights: dict[str, float], log_probs: Tensor
     ) -> tuple[float, Tensor]:
         """
-        Compute log-ratios from log-probs, β from log-ratios, and this trainer's losses with this β; log the metrics.
+        Compute the pairs' log-ratios, from these the β, and with this β the losses that replace TRL's; log metrics.
 
         Args:
             batch: TRL's batch, with the reference's (B,) log-probs.
             columns: the pairs' columns that the settings use, (B,) each.
-            weights: weights of the losses `sigmoid` and `sft` where they are computed here instead of by TRL, else 0.
+            weights: weights of the losses `sigmoid` and `sft`; 0 for one that TRL computes.
             log_probs: (2B, T), nats, of the tokens under the policy, chosen answers first.
 
         Returns:
-            Two values: the β of this micro-batch, and the weighted sum of the losses that replace TRL's.
+            The β of this micro-batch, and the weighted sum of the losses that replace TRL's.
         """
         pairs = self._log_ratios(log_probs, batch, columns)
         everyones = pairs.gathered(self.accelerator)
@@ -256,10 +239,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     def _split_loss_weights(self) -> tuple[dict[str, float], list[float]]:
-        """
-        Return a dict with the weights of the losses `sigmoid` and `sft` computed here, 0 for one that TRL computes;
-        and the list of the weights of TRL's losses, 0 for those replaced here.
-        """
+        """Return the weights of the losses computed here, by name, and TRL's list of weights, with 0 for these."""
         weights = list(zip(self.loss_types, self.loss_weights, strict=True))
         replaced = {"sft", "sigmoid"} if self.args.replaces_sigmoid else {"sft"}
         ours = {
@@ -346,43 +326,16 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
     @property
     def reference(self) -> nn.Module:
         """
-        Return the model that gives the reference's log-probs: `ref_model`, or if there is none, the PEFT policy.
-
-        The PEFT policy acts as the reference only within [`reference_adapter`].
+        Return the model that gives the reference's log-probs: `ref_model`, or if there is none, the PEFT policy, with
+        its adapter `ref` or none.
         """
         return self.model if self.ref_model is None else self.ref_model
-
-    def reference_adapter(self) -> contextlib.AbstractContextManager:
-        """
-        Make the policy act as the reference within the `with` block, if PEFT is used without a `ref_model`.
-
-        The policy then runs with the adapter `ref`, or without an adapter if there is none of this name.
-        """
-        if self.ref_model is not None or not is_peft_model(self.model):
-            return contextlib.nullcontext()
-        model = self.accelerator.unwrap_model(self.model)
-        return use_adapter(model, "ref" if "ref" in model.peft_config else None)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         _, batch = take_columns(inputs)
         return super().compute_ref_log_probs(model, batch)
 
     # ---- Training and resuming ----
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        """
-        Train from the beginning or from a checkpoint; see [`~trl_ext.runs.checkpoints.ResumableRun`].
-
-        Args:
-            resume_from_checkpoint: `True` for the newest complete checkpoint in `output_dir`, or a path.
-        """
-        if self.args.distribution_shift_samples and not resume_from_checkpoint:
-            self.distribution_shift = distribution_shift(self, self.args.distribution_shift_samples)
-            for name, value in self.distribution_shift.items():  # shown by the first log
-                self._metrics["train"][f"shift/{name}"].append(value)
-            if self.is_world_process_zero():
-                warn_of_shift(self.distribution_shift, self.args.distribution_shift_bound)
-        return super().train(resume_from_checkpoint, **kwargs)
 
     def _run_facts(self) -> dict[str, Any]:
         facts = super()._run_facts()
@@ -391,16 +344,6 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         if self._has_own_reference:
             facts["reference"] = weights_identity(self.accelerator.unwrap_model(self.ref_model))
         return facts
-
-    def _schedule(self) -> str:
-        args = self.args
-        adapts = "" if args.beta_controller == "fixed" else f", adapted by {args.beta_controller}"
-        reference = reference_of(self, self.accelerator.unwrap_model(self.model))
-        return schedule(
-            self,
-            reference="its log-probs, precomputed" if self.precompute_ref_logps else reference,
-            loss=f"{', '.join(self.loss_types)}; β {args.beta:g}{adapts}",
-        )
 
     def _save_own_state(self, checkpoint: str) -> None:
         if self.args.sync_ref_model:  # all processes gather its weights
@@ -432,9 +375,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     @property
     def _controllers(self) -> dict[str, Any]:
-        """
-        Return the β controller and the margin normalizer that are in use, by the setting's value, to save their state.
-        """
+        """Return the β controller and the margin normalizer that are in use, named by the settings' values."""
         named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
         return {name: c for name, c in named.items() if c is not None and name != "fixed"}
 

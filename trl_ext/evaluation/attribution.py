@@ -11,7 +11,7 @@ import numpy as np
 
 from .texts import words_of
 
-# Feature of every completion → its unit; without a unit its share of completions is told
+# Feature of every completion → its unit; "" for a feature that is reported as the share of completions that have it
 FIXED = {
     "length": "words",
     "empty answers": "",
@@ -41,11 +41,9 @@ def features_of(
 
     The features are:
 
-    - those of `FIXED`;
-    - `phrase:…`, with the value 1, for each phrase of one to four words in the completion. A punctuation mark counts
-      as a word.
-
-    Only words of four letters or more count as the prompt's.
+    - those of `FIXED`, each in its unit there; of the prompt's words, only those of four letters or more count;
+    - `phrase:…`, with the value 1, for each phrase of one to four words in the completion's first 256 words or last
+      256 words. A punctuation mark counts as a word.
 
     Args:
         prompts, completions: (N) texts.
@@ -87,18 +85,19 @@ class Sums:
     fewer than two completions on average, within the rollout. Standard errors treat groups, not completions, as
     independent, since answers to one prompt are alike.
 
-    - `names`: "score" and the F − 1 features that are tracked
-    - `gram`: (F, F) Σ x̃ x̃ᵀ over all completions. x is the score and the features, and x̃ is x minus
-      its mean in the group, or in the rollout. `free`: the degrees of freedom of `gram`
+    - `names`: (F) "score" and the F − 1 features that are tracked. x has a completion's values of these
+    - `gram`: (F, F) Σ x̃ x̃ᵀ over all completions, where x̃ is x minus its mean in the group, or in the rollout
+    - `free`: degrees of freedom of `gram`
     - `between`: (F) sum of squares of the groups' means around the mean of the rollouts before
-    - `first`: for each name, Σ x in the first rollouts. `begin`: their number of completions
-    - `now`: (F) Σ x over the newest rollouts. Each rollout of 16 or more completions halves the weight of the
-      rollouts before it. `newest`: the sum of the completions' weights, and of their squared weights
+    - `first`: for each name, Σ x over the first rollouts
+    - `begin`: number of completions in the first rollouts
+    - `now`: (F) weighted Σ x. Each rollout of 16 or more completions halves the weights of the rollouts before it
+    - `newest`: (2) sum of all these weights, and sum of their squares
     - `rollouts`, `count`, `groups`: numbers of rollouts, completions and groups so far
 
     The first rollouts are those until there are 32 completions. A phrase can be tracked once 5 % of a rollout's
-    completions have it; those are tracked whose share of completions has changed most since the first rollouts. Before
-    a phrase is tracked, its share counts as unchanged.
+    completions have it, and at least three do. Of these phrases, the ones are tracked whose share of completions has
+    changed most since the first rollouts. Before a phrase is tracked, its share counts as unchanged.
 
     Args:
         saved: the result of `dump`, to resume; None for new sums.
@@ -113,7 +112,7 @@ class Sums:
             setattr(self, name, np.array(each) if isinstance(getattr(self, name), np.ndarray) else each)
 
     def dump(self) -> dict[str, Any]:
-        """Return all sums as lists and numbers, exactly."""
+        """Return all sums as lists and numbers, from which `Sums(saved)` restores them exactly."""
         return {name: each.tolist() if isinstance(each, np.ndarray) else each for name, each in vars(self).items()}
 
     def start(self, names: Sequence[str]) -> np.ndarray:
@@ -152,8 +151,8 @@ class Sums:
 
     def _track(self, shares: Counter[str], rows: int) -> None:
         """
-        Choose the phrases to track: those whose share has changed most since the first rollouts. `shares` counts the
-        completions, of `rows` in this rollout, that have each of them.
+        Choose the phrases to track: those whose share of completions has changed most since the first rollouts.
+        `shares` counts this rollout's completions with each phrase, `rows` all its completions.
         """
         frequent = (name for name, times in shares.most_common() if times >= max(3, rows / 20))
         names = list(dict.fromkeys([*self.names, *frequent]))
@@ -175,8 +174,8 @@ class Paid:
     Args:
         name: the feature.
         is_expected: whether the reward may rightly pay for it; see [`is_expected`].
-        first, now: mean of its values in the first rollouts and in the newest ones. Of a phrase it is the share of
-            the completions that have it.
+        first, now: mean of the feature's values in the first rollouts, and in the newest ones. For a phrase this is
+            the share of the completions that have it.
         effect: change of the score when the feature rises by 1, in units of the score.
         error: standard error of `paid`.
         paid: effect × change of the mean, in units of the score.
@@ -211,8 +210,10 @@ class Paid:
     @property
     def is_bad(self) -> bool:
         """
-        Return whether the feature is a sign of reward hacking: the reward pays for it, and unexpectedly. Good answers
-        may need digits, tool calls, and fewer of a phrase or of others.
+        Return whether the feature is a sign of reward hacking: the reward pays for it, and it is not expected.
+
+        Changes that good answers may need are no sign: any change of digits or tool calls, and a fall of any other
+        feature but length and characters.
         """
         falls = self.now < self.first and self.kind not in ("length", "character")
         return self.paid > 0 and not (falls or self.is_expected or self.name in ("digits", "tool calls"))
@@ -234,7 +235,7 @@ class Attribution(NamedTuple):
         rise: how far the mean score has risen since the first rollouts.
         error: the standard error of the rise.
         sigma: the standard deviation of single scores within a prompt.
-        paid: the features that explain a part of the rise.
+        paid: the features that explain a part of the rise, the one that explains most first.
     """
 
     rise: float

@@ -30,12 +30,12 @@ def mine_phrases(
 ) -> list[str]:
     """Return phrases that chosen answers contain more often than rejected answers, the most one-sided first.
 
-    For each n-gram, every pair votes in which exactly one answer has the n-gram: s = +1 if that answer is the chosen
-    one, else −1. The vote's weight w is the number of words of the pair's other answer ÷ the words of both, because a
-    longer answer has more n-grams anyway. If the labels were coin tosses, or followed length alone, Σ s·w would have
-    mean 0, and by Hoeffding's inequality P(Σ s·w ≥ t·√Σw²) ≤ exp(−t²/2). An n-gram passes if Σ s·w is above t·√Σw²,
-    with t = √(2 ln(m / 0.05)) for m n-grams (Bonferroni). So if the labels are coin tosses, the probability that any
-    n-gram passes is at most 5 %, however the n-grams depend on each other.
+    For each n-gram, each pair has a vote if exactly one of its answers has the n-gram: s = +1 if that answer is the
+    chosen one, else −1. The vote's weight w is the number of words of the pair's other answer ÷ the words of both,
+    because a longer answer has more n-grams anyway. If the labels were coin tosses, or followed length alone, Σ s·w
+    would have mean 0, and by Hoeffding's inequality P(Σ s·w ≥ t·√Σw²) ≤ exp(−t²/2). An n-gram passes if Σ s·w is above
+    t·√Σw², with t = √(2 ln(m / 0.05)) for m n-grams (Bonferroni). So if the labels are coin tosses, the probability
+    that any n-gram passes is at most 5 %, however the n-grams depend on each other.
 
     The n-grams that pass become phrases in the order of the lower bound (Σ s·w − t·√Σw²) / Σw, the highest first. A
     longer n-gram that passes, and that covers a quarter of a shorter one's occurrences, replaces the shorter one. The
@@ -63,9 +63,7 @@ def mine_phrases(
     phrases: list[str] = []
 
     def left(gram: Gram) -> tuple[list[int], float]:
-        """
-        Return the places of an n-gram that no phrase covers, and the confidence bound of the votes at these places.
-        """
+        """Return the n-gram's places that no phrase covers, and the lower bound of the votes at these places."""
         places = [at for at in found[gram] if covered.isdisjoint(range(at, at + len(gram)))]
         return places, _bound(words.votes(places), t)
 
@@ -109,7 +107,7 @@ class _Words:
         self.sizes = Counter(number for word, number in zip(self.words, self.owner, strict=True) if word)
 
     def votes(self, places: Iterable[int]) -> list[tuple[int, float]]:
-        """Return each vote's sign and weight; a pair votes if any of the places is in exactly one of its texts."""
+        """Return each vote's sign and weight; a pair votes if exactly one of its two texts has any of the places."""
         having = {self.owner[place] for place in places}
         alone = (number for number in having if number ^ 1 not in having)
         return [(1 - 2 * (i % 2), self.sizes[i ^ 1] / (self.sizes[i] + self.sizes[i ^ 1])) for i in alone]
@@ -319,10 +317,7 @@ def _measured(
 
 
 def _verdict(result: dict[str, Any]) -> tuple[str, str | None]:
-    """
-    Decide from a probe's gains, `result` of `_measured`, whether it is suspicious; return the verdict and the reason
-    (None if there is nothing to add).
-    """
+    """Return a probe's verdict and the reason, which may be None; `result` has the probe's entries so far."""
     if not result["rows"]:
         return "not judged", result["why"]
     should_lower, enough = result["expected"] == "down", result["rows_of_better"] >= _LEAST_ROWS
@@ -393,10 +388,7 @@ def _shuffled(text: str, picker: random.Random) -> str:
 
 
 def _like(phrase: str, texts: list[str], picker: random.Random) -> str:
-    """
-    Return a run of as many words as `phrase` has, from one of `texts`: of 16 runs that `picker` draws, the one whose
-    number of characters is nearest to the phrase's; "" if no text has words.
-    """
+    """Return words in a row from one of `texts`: as many as `phrase` has, and about as long; "" if there are none."""
     size, found = len(WORD.findall(phrase)), []
     for text in (texts[picker.randrange(len(texts))] for _ in range(16)):
         spans = [match.span() for match in WORD.finditer(text)]

@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -74,8 +73,8 @@ def pairwise_accuracy(margins: Tensor) -> Tensor:
 
 def credit(margins: Tensor) -> Tensor:
     """
-    Return each pair's contribution to the accuracy, float64 in the shape of `margins`: 1 if its margin, the chosen
-    answer's score minus the rejected one's, is above 0, ½ for a tie, else 0.
+    Return what each pair adds to the accuracy, float64 in the shape of `margins`: 1 if its margin is above 0, ½ if it
+    is 0, else 0. A margin is the chosen answer's score minus the rejected one's.
     """
     return (margins > 0).double() + (margins == 0).double() / 2
 
@@ -99,8 +98,8 @@ def accuracy_interval(margins: Tensor, prompts: Sequence[Hashable]) -> tuple[flo
 
 def sums_by_prompt(columns: Tensor, prompts: Sequence[Hashable]) -> Tensor:
     """
-    Return the (P, K) sums of (N, K) columns over the rows of each of P prompts, in the order of the prompts' first
-    rows.
+    Add up the rows of `columns`, (N, K), that have the same prompt. Return (P, K) for P different prompts, in the
+    order of their first rows. `prompts` identifies each row's prompt.
     """
     place: dict[Hashable, int] = defaultdict(lambda: len(place))
     rows = torch.tensor([place[prompt] for prompt in prompts])
@@ -112,8 +111,8 @@ def sums_by_prompt(columns: Tensor, prompts: Sequence[Hashable]) -> Tensor:
 
 def accuracy_of(margins: Tensor) -> dict[str, Any]:
     """
-    Return the number of `pairs`, their `accuracy`, and its Wilson interval `accuracy_interval`. `margins` are the (N,)
-    scores of the chosen answers minus those of the rejected.
+    Return a dictionary with the number of `pairs`, their `accuracy`, and its Wilson interval `accuracy_interval`.
+    `margins` are the (N,) scores of the chosen answers minus those of the rejected.
     """
     accuracy, pairs = pairwise_accuracy(margins).item(), len(margins)
     return {"pairs": pairs, "accuracy": accuracy, "accuracy_interval": wilson_interval(accuracy, pairs)}
@@ -142,9 +141,10 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
 
 
 def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) -> list[dict[str, Any]]:
-    """Divide pairs by how much longer the chosen answer is into bins of about equal size; return each bin's accuracy.
+    """Sort pairs into bins by how much longer the chosen answer is; return each bin's accuracy.
 
-    A reward model that prefers length is right where the chosen answer is longer, and wrong where it is shorter.
+    The bins have about equal numbers of pairs. A reward model that prefers length is right where the chosen answer is
+    longer, and wrong where it is shorter.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
@@ -328,19 +328,6 @@ def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor) -
     }
 
 
-def plot_margins(margins: Tensor, path: str | Path) -> None:
-    """Write a histogram of the (N,) margins of held-out pairs, chosen minus rejected score, to the PNG `path`."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    axes.hist(margins.tolist(), bins=40, color="tab:blue")
-    axes.axvline(0, color="black", linewidth=1)
-    axes.set(xlabel="score(chosen) − score(rejected)", ylabel="pairs")
-    axes.set_title(f"{len(margins)} held-out pairs, accuracy {pairwise_accuracy(margins).item():.1%}")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
     """Return the accuracy of each way to combine members, and how far the members disagree.
 
@@ -376,7 +363,7 @@ def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
 
 
 def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-    """Return Spearman's ρ between scores and people's ranks, averaged over prompts, with a bootstrap over prompts.
+    """Return Spearman's ρ between a model's scores and people's ranks of answers, averaged over prompts.
 
     Args:
         scores: for each prompt, the model's scores of its answers; higher is better.
@@ -387,8 +374,8 @@ def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[f
 
         - `prompts`: number of prompts that are averaged over;
         - `all_tied`: number of prompts left out, since people ranked all their answers as equal;
-        - `spearman`, `spearman_interval`: the mean of ρ, which is 0 for a prompt whose scores are all equal, and its
-          interval.
+        - `spearman` and `spearman_interval`: the mean of ρ, and its 95 % bootstrap interval over prompts. ρ is 0 for a
+          prompt whose scores are all equal, and 1 if scores and people order its answers alike.
     """
     told = [(own, [-rank for rank in given]) for own, given in zip(scores, ranks, strict=True) if len({*given}) > 1]
     if not told:
@@ -399,7 +386,7 @@ def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[f
 
 
 def best_of_n_report(chosen: Sequence[float], rejected: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-    """Return the share of prompts whose chosen answer scores highest, its bootstrap interval, and the share by chance.
+    """Return the share of prompts whose chosen answer scores highest, among all answers to the prompt.
 
     A prompt counts 1 if the chosen answer scores above all others, 0 if another scores higher, and 1/k if the chosen
     one is among k that share the highest score (RewardBench 2, 2506.01937).
@@ -412,7 +399,7 @@ def best_of_n_report(chosen: Sequence[float], rejected: Sequence[Sequence[float]
         None without prompts; else a dictionary with the keys
 
         - `prompts`: their number;
-        - `accuracy` and `accuracy_interval`: the mean credit and its interval;
+        - `accuracy` and `accuracy_interval`: the mean over prompts, and its 95 % bootstrap interval;
         - `chance`: the accuracy of random scores.
     """
     if not chosen:
@@ -425,33 +412,3 @@ def best_of_n_report(chosen: Sequence[float], rejected: Sequence[Sequence[float]
         "accuracy_interval": bootstrap_interval(credits),
         "chance": sum(1 / (1 + len(others)) for others in rejected) / len(credits),
     }
-
-
-def overoptimization_curve(distance: Tensor, alpha: float, beta: float) -> Tensor:
-    """Return the gain in reward that the law predicts at a distance d from the initial policy.
-
-    R(d) = d (α − β log d), with d = √KL and R(0) = 0 (Gao et al., 2210.10760, eq. 1). For α, β > 0 it peaks at
-    d = exp(α/β − 1), where R = β d.
-
-    Args:
-        distance: (N,) d ≥ 0, √nats.
-        alpha, beta: coefficients, reward per √nat.
-
-    Returns:
-        (N,), reward.
-    """
-    return alpha * distance - beta * torch.special.xlogy(distance, distance)
-
-
-def fit_overoptimization(distance: Tensor, gain: Tensor) -> tuple[float, float]:
-    """Fit the coefficients (α, β) of [`overoptimization_curve`], which is linear in both, by least squares.
-
-    Args:
-        distance: (N,) d = √KL ≥ 0, √nats, with at least two different values above 0. Points at d = 0 do not count,
-            since the curve is 0 there.
-        gain: (N,) reward minus the initial policy's reward.
-    """
-    distance, gain = distance.detach().double().cpu(), gain.detach().double().cpu()
-    design = torch.stack([distance, -torch.special.xlogy(distance, distance)], dim=1)
-    alpha, beta = torch.linalg.lstsq(design, gain[:, None], driver="gelsd").solution[:, 0].tolist()
-    return alpha, beta

@@ -36,8 +36,8 @@ def normalised(text: str) -> str:
 
 def main_script(text: str) -> str:
     """
-    Return the script of most letters, as the first word of the letters' Unicode names, such as `Latin` or `Cjk`; "no
-    letters" if there are none.
+    Return the script that most letters of a text have, such as `Latin` or `Cjk`; "no letters" if it has none. A
+    letter's script is the first word of its Unicode name.
     """
     scripts: Counter[str] = Counter()
     for letter, times in Counter(filter(str.isalpha, text)).items():

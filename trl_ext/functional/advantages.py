@@ -71,13 +71,13 @@ def choose_lam(
     - The target uses lam_value. If that is None, the target uses lam, or 1 if the advantages use a schedule.
 
     Args:
-        mask: (B, T), 1 = real completion token, EOS included.
+        mask: (B, T), 1 = token that counts in a completion's length, which schedules use.
         lam: in [0, 1].
         lam_value: in [0, 1], or None; see above.
         schedules: maps each name in `LAM_SCHEDULES` to its value, None for a schedule that is not used.
 
     Returns:
-        The lambda of the advantages, a float or (B,); and the lambda of the target, None if both are the same.
+        The lambda of the advantages, a float or (B,); and the lambda of the target, None for that of the advantages.
     """
     given = {name: value for name, value in schedules.items() if value is not None}
     for name, value in given.items():

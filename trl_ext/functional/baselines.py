@@ -14,9 +14,9 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
     over all other answers, or with `group_size` over the other answers to the same prompt.
 
     If each answer has a single score, b is the baseline of REINFORCE (Williams 1992) and of RLOO (Ahmadian et al.
-    2024, arXiv:2402.14740). If rewards also come before the end, an answer's last actions are not compared with whole
-    answers, since k is the same. b does not depend on the answer's own actions (unless there is no other answer), so
-    it leaves the policy's gradient unbiased.
+    2024, arXiv:2402.14740). If rewards also come before the end, an answer's return from its last actions on is still
+    not compared with the return of a whole answer, since k is the same. b does not depend on the answer's own actions
+    (unless there is no other answer), so it leaves the policy's gradient unbiased.
 
     Args:
         returns: (N, T), G, score units.

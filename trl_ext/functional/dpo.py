@@ -160,7 +160,7 @@ def keep_typical(margins: Tensor, mean: float, std: float, count: int, uniform: 
 
 
 def margin_scales(stds: Tensor, counts: Tensor, minimum: float = 0.25, maximum: float = 4.0) -> Tensor:
-    """Compute the factor of beta for each source s: f_s = clamp(c / sigma_s, minimum, maximum).
+    """Compute the factor of beta for each source s of pairs: f_s = clamp(c / sigma_s, minimum, maximum).
 
     c is chosen so that the mean factor over all pairs is 1, sum_s n_s f_s = sum_s n_s, and the mean beta stays beta.
     The left side is piecewise linear in c, so c is found exactly. If no factor is clamped, c is the harmonic mean of

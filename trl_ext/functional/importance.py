@@ -21,11 +21,14 @@ def importance_weights(
 ) -> tuple[Tensor, Tensor]:
     """Compute importance weights, within bounds, for tokens that a policy mu sampled while a policy pi is trained.
 
-    With d_t = log pi(y_t) - log mu(y_t), a mode "token_…" weights each token by w_t = exp(d_t), and "sequence_…"
-    weights the whole completion by w = exp(sum_t d_t). "…_truncate" clamps w to [clip_min, clip_max] (truncated
-    importance sampling, Ionides 2008; for tokens Yao et al. 2025, https://fengyao.notion.site/off-policy-rl). "…_mask"
-    sets w to 0 outside [clip_min, clip_max], and leaves w as it is inside (for tokens IcePop, Ring-1T,
-    arXiv:2510.18855). The modes have the names of TRL's GRPO.
+    With d_t = log pi(y_t) - log mu(y_t), the first word of the mode says what is weighted, the second what happens to
+    a weight outside [clip_min, clip_max]. The modes have the names of TRL's GRPO.
+
+    - "token": each token, by w_t = exp(d_t).
+    - "sequence": the whole completion, by w = exp(sum_t d_t).
+    - "truncate": it becomes the nearer bound (truncated importance sampling, Ionides 2008; for tokens Yao et al. 2025,
+      https://fengyao.notion.site/off-policy-rl).
+    - "mask": it becomes 0 (for tokens IcePop, Ring-1T, arXiv:2510.18855).
 
     Without bounds, the weights of whole completions are unbiased, and their variance grows exponentially with the
     length; the weights of tokens are unbiased only for answers of a single token, since each weight ignores that mu
@@ -37,14 +40,16 @@ def importance_weights(
         sampler_logprobs: (B, T), nats, under mu, the distribution that was sampled from, after temperature and
             truncation.
         mask: (B, T), 1 = real token. Where the mask is 0, the log-probs may be anything.
-        mode: whether tokens or whole completions are weighted, and what happens to weights outside the bounds; see
-            above.
+        mode: what is weighted, and what happens to weights outside the bounds; see above.
         clip_min: lower bound; None for no bound.
         clip_max: upper bound; None for no bound.
 
     Returns:
         The weights, without gradient, float32 or wider: (B, T) for tokens, with 1 where the mask is 0, or (B, 1) for
         whole completions; and a bool mask of the same shape, True for the weights that a bound changed.
+
+    Raises:
+        ValueError: sampler_logprobs are NaN or infinite at a real token.
     """
     check_shapes(logprobs=logprobs, sampler_logprobs=sampler_logprobs, mask=mask)
     level, _, rule = mode.partition("_")

@@ -78,7 +78,10 @@ def adaptive_kl_coef(
         maximum: largest coefficient to return.
 
     Returns:
-        The next coefficient.
+        The next coefficient, score units per nat.
+
+    Raises:
+        ValueError: kl is NaN or infinite.
     """
     if not math.isfinite(kl):
         raise ValueError(f"kl must be finite, got {kl}; look for NaN in the log-probs of this rollout.")
@@ -97,9 +100,9 @@ def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, acti
     certain action is none. So tokens without an alternative, such as those of a format, do not lower the mean
     Σ kl / Σ choices.
 
-    With the ratio r of new to old probability, the kl of an action is 2 (1 − √r)². The mean of this estimates twice
-    the squared Hellinger distance without bias, which is the KL for small steps. An action that has become very
-    unlikely adds 2 at most; with k2, a few such actions would decide the mean.
+    With the ratio r of new to old probability, the kl of an action is 2 (1 − √r)². Its mean is an unbiased estimate of
+    2 Σ (√p − √p_old)², twice the squared Hellinger distance, which for small steps is the KL. An action that has
+    become very unlikely adds 2 at most; with k2, a few such actions would decide the mean.
 
     Args:
         logprobs: (B, T), nats, of the actions under the policy now.

@@ -122,11 +122,14 @@ def check_critic(critic: Any, tokenizer: Any) -> None:
 
 def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | None = None) -> dict[str, Tensor]:
     """
-    Return the `position_ids` that a model's forward needs so that padding does not change a row's outputs;
-    `attention_mask` is (B, L), 1 = real token.
+    Return `{"position_ids": positions}` for a model's forward, so that padding does not change a row's outputs.
 
-    Return the positions `given`, or if they are None, positions counted from the mask. Return {} if both are None, or
-    if the model's forward takes no `position_ids`.
+    Return {} if the forward takes no `position_ids`, or if both arguments are None.
+
+    Args:
+        model: the model, plain or wrapped by PEFT.
+        attention_mask: (B, L), 1 = real token, from which positions are counted unless they are given.
+        given: (B, L) positions.
     """
     if "position_ids" not in inspect.signature(type(base_model_of(model)).forward).parameters:
         return {}
@@ -165,9 +168,9 @@ def add_value_forward(critic: Any) -> None:
     """
     Make a sequence classifier with one label callable as [`ActorCritic`] is, to train it as a critic without a policy.
 
-    `critic(input_ids, position_ids=, predicts=)`, given K rows of C tokens, then returns `{"values": (N,)}`, in score
-    units: the values of the states after the N tokens with the indices `predicts`, from 0 to K · C − 1. Without
-    `predicts`, the classifier's own forward runs.
+    `critic(input_ids, position_ids=, predicts=)` then takes K rows of C tokens, and returns `{"values": values}`: the
+    (N,) values, in score units, of the states after the N tokens whose indices, from 0 to K · C − 1, are `predicts`.
+    Without `predicts`, the classifier's own forward runs.
 
     Args:
         critic: the classifier, plain or wrapped by PEFT.
@@ -304,12 +307,16 @@ class ActorCritic(nn.Module):
         places: Tensor | None = None,
     ) -> Tensor:
         """
-        Return the critic's value of the state after each token, (K, C) for K rows of C tokens, in score units.
-        `input_ids`, `attention_mask` and `position_ids` are (K, C); without the last, positions are counted from the
-        mask.
+        Return the critic's value of the state after each token. The critic reads an id beyond its vocabulary as its
+        last id.
 
-        With `places`, N indices from 0 to K · C − 1, return the values after these tokens only, (N,). The critic reads
-        each id beyond its vocabulary as its last id.
+        Args:
+            input_ids, attention_mask: (K, C), K rows of C tokens.
+            position_ids: (K, C); None counts positions from the mask.
+            places: (N,), indices, from 0 to K · C − 1, of the tokens to return values for; None for all tokens.
+
+        Returns:
+            (K, C), or with `places` (N,), score units.
         """
         if self.shares_base:
             backbone, where = self.critic.backbone, positions(self.policy, attention_mask, position_ids)
@@ -332,15 +339,11 @@ class ActorCritic(nn.Module):
         return self.critic is not None and not self.shares_base
 
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
-        """Return the parameters of one `role`, `"policy"` or `"critic"`; a shared base counts as the policy's."""
-        return (parameter for _, parameter in self.named_parameters_of(role))
-
-    def named_parameters_of(self, role: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters that `parameters_of` yields for a `role`, with their names."""
+        """Yield the parameters of one `role`, `"policy"` or `"critic"`; a shared base counts as the policy's."""
         for name, parameter in self.named_parameters():
             parts = name.split(".")
             if parts[0] != "rewards" and (CRITIC in parts) == (role == "critic"):
-                yield name, parameter
+                yield parameter
 
     # ---- Adapters ----
 
@@ -354,8 +357,8 @@ class ActorCritic(nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """
-        Load weights as `torch.nn.Module` does; if `strict`, raise for unknown weights and for trained weights that are
-        missing.
+        Load weights as `torch.nn.Module` does. If `strict`, raise a `RuntimeError` for unknown weights, and for
+        trained weights that are missing.
 
         Frozen weights may be missing: DeepSpeed leaves a frozen base out of its checkpoints.
         """

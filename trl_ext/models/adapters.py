@@ -178,8 +178,8 @@ def check_config(config: Any, name: str, shares_base: bool = True) -> None:
         (
             is_lora and (config.init_lora_weights not in _KEEP_THE_BASE or config.layer_replication),
             f"init_lora_weights={getattr(config, 'init_lora_weights', None)!r} or layer_replication changes the base, "
-            "so that the base alone is no longer the reference. Use init_lora_weights=True, or merge that adapter "
-            "first (`trl-ext merge`).",
+            "so that the base alone is no longer the reference. Use init_lora_weights=True and no layer_replication, "
+            "or merge that adapter first (`trl-ext merge`).",
         ),
     ]:
         if is_wrong:
@@ -394,8 +394,9 @@ def without_base(is_needed: bool) -> AbstractContextManager:
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
     """
-    Return the settings of the policy's adapters, and the reference adapter's hash, if any, by name, to compare them
-    when a run resumes: another hash raises an error, settings that differ are printed.
+    Return a dict of the settings of the policy's adapters and, if there is a reference adapter, a hash of its weights.
+
+    A run that resumes compares them with the checkpoint's: another hash raises an error, other settings are printed.
     """
     # These settings tell where an adapter came from, or are set by PEFT while the adapter is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
@@ -457,7 +458,7 @@ def check_same_base(policy: Any, folder: str, hub_base: str | None) -> None:
     Raise a `ValueError` if the adapter in `folder` was trained on another base than the policy's.
 
     If no fingerprint lies beside the adapter, the bases are compared by name. Every process must call this, since
-    ZeRO-3 gathers the weights for a fingerprint. `hub_base` is the identity of the policy's base on the hub, if any.
+    ZeRO-3 gathers the weights for a fingerprint. `hub_base` is the policy's base as [`hub_identity`] returns it.
     """
     recorded = recorded_base(folder)
     if not recorded:
@@ -465,7 +466,7 @@ def check_same_base(policy: Any, folder: str, hub_base: str | None) -> None:
         is_same = theirs is not None and ours is not None and os.path.realpath(theirs) == os.path.realpath(ours)
         why = (
             f"the bases have the names {theirs} and {ours}, and no fingerprint lies beside the adapter. If the bases "
-            "have the same weights, write one by `save_base_fingerprint`"
+            "have the same weights, write a fingerprint by `trl_ext.models.save_base_fingerprint`"
         )
     elif recorded["quantization"] != (ours := quantization_of(policy)):
         is_same, why = False, f"the bases differ in quantisation, {recorded['quantization']} and {ours}"

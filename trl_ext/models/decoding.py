@@ -104,8 +104,8 @@ class Histories:
         """
         Move the stored keys and values of the prompts `input_ids` into the empty `cache`.
 
-        The model then reads the same number of columns of each row, as many as the row with the most new tokens needs.
-        Rows with fewer new tokens read some of their stored tokens again.
+        The model then reads equally many tokens of each row: as many as the row with the most new tokens has. Of a row
+        with fewer new tokens it reads some stored tokens again.
 
         Args:
             input_ids, attention_mask: (B, P), left-padded.
@@ -279,7 +279,8 @@ def decode(
     Args:
         policy: a model, plain or wrapped by PEFT.
         recorder: receives the sampled tokens, with their log-probs; None records nothing.
-        histories: keys and values of earlier turns, which are reused. Keys and values of this turn are added.
+        histories: keys and values of earlier turns, which are reused. Keys and values of this turn are added. None
+            keeps nothing.
         inputs: `input_ids` (B, P), left-padded, their `attention_mask`, a `generation_config`, and any other inputs
             of the model.
 
@@ -343,11 +344,10 @@ def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
 @contextmanager
 def _transposed_head(base: Any) -> Iterator[None]:
     """
-    Compute logits of up to 8 rows of the model `base` on a CPU as (W xᵀ)ᵀ within the `with` block; MKL computes x Wᵀ
-    half as fast.
-
-    W is the weight of the LM head, the model's largest matrix. For (W xᵀ)ᵀ, MKL reads W in its order in memory.
+    Within the `with` block, on a CPU, compute the LM head of the model `base` for up to 8 rows x as (W xᵀ)ᵀ, which is
+    twice as fast as x Wᵀ.
     """
+    # MKL then reads W, the model's largest matrix, in its order in memory
     head = base.get_output_embeddings()
     is_plain = type(head) is nn.Linear and "forward" not in vars(head)  # accelerate's hooks set one
     if not is_plain or head.weight.device.type != "cpu" or not torch.backends.mkl.is_available():
@@ -396,8 +396,7 @@ def _decode_live_rows(
         policy: the model, with its adapters.
         sampler: samples each token, and keeps its log-prob.
         eos: ids of the tokens that end an answer.
-        histories: what the policy has read of each episode, by which later turns save computation; None to keep
-            nothing.
+        histories: keys and values of earlier turns, as for [`decode`].
         input_ids, attention_mask: (B, P), prompts that are padded on the left.
         generation_config: settings of `generate`.
 
@@ -454,10 +453,10 @@ def _decode_live_rows(
 @torch.no_grad()
 def _prefilled(base: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
     """
-    Return the cache, by the model `base`, of all rows' prompts without the last token; compute a prompt that several
-    rows share only once. `input_ids` and `attention_mask` are (B, P), padded on the left.
+    Run the model `base` on all prompts, (B, P), padded on the left, without their last token; return its cache.
 
-    If all prompts differ, or have only one token, return an empty cache.
+    A prompt that several rows share is computed only once. If all prompts differ, or have only one token, nothing is
+    computed, and the cache is empty.
     """
     cache = _cache(base)
     prompts, row = torch.stack([input_ids, attention_mask]).unique(dim=1, return_inverse=True)

@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,17 +47,6 @@ def forked_rng(device: torch.device) -> AbstractContextManager:
     """Restore torch's global random states, of the CPU and of `device`, after the `with` block."""
     devices = [device] if device.type not in ("cpu", "mps") else []
     return torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda")
-
-
-@contextmanager
-def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Seed torch within the `with` block, and restore the random state after it; if `seed` is None, do nothing."""
-    if seed is None:
-        yield
-        return
-    with forked_rng(device):
-        torch.manual_seed(seed)
-        yield
 
 
 def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> list[int]:
@@ -172,7 +161,9 @@ def sample(
         **(drawn if temperature else {"do_sample": False}),
     )
     size, answers = batch_size or max(len(prompt_ids), 1), []
-    with neutral_generation(model), seeded(seed, model.device):
+    with neutral_generation(model), nullcontext() if seed is None else forked_rng(model.device):
+        if seed is not None:
+            torch.manual_seed(seed)
         for start in range(0, len(prompt_ids), size):
             ids, mask = padded(prompt_ids[start : start + size], "left", model.device)
             sequences = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
@@ -182,8 +173,8 @@ def sample(
 
 def answer_texts(tokenizer: Any, answers: Sequence[list[int]], eos_token_ids: Sequence[int]) -> list[str]:
     """
-    Return each answer's text without its EOS (one of `eos_token_ids`) and without the tokenizer's special tokens; the
-    EOS need not be one of these. An answer has at least one token.
+    Return each answer's text, without the tokenizer's special tokens, and without a last token that is one of
+    `eos_token_ids`, special or not. An answer has at least one token.
     """
     ids = [answer[:-1] if answer[-1] in eos_token_ids else answer for answer in answers]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)

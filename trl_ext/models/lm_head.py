@@ -27,10 +27,10 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
     """
     Make a model with TRL's fused LM head compute all logits of a log-prob pass at once, if they fit a budget.
 
-    `model(..., predicts=, targets=, fused_lm_head=True)` then runs the model's own forward, but its LM head only at N
-    tokens: `predicts` are their indices, from 0 to K · C − 1 for K rows of C tokens, and `targets` the ids of the
-    tokens chosen after them. Its output has the targets' (N,) `log_probs` and, with `with_entropies`, the (N,)
-    `entropy` of the distributions that they are chosen from, nats.
+    Such a pass is `model(..., predicts=, targets=, fused_lm_head=True)`. It runs the LM head only after N tokens:
+    `predicts` are their indices, from 0 to K · C − 1 for K rows of C tokens. `targets` are the ids of the tokens that
+    are chosen next. The output has the targets' `log_probs`, (N,), nats. With `with_entropies=True` it also has the
+    `entropy`, (N,), nats, of the distributions that the targets are chosen from.
 
     If the N tokens' logits exceed the budget, TRL's head computes the same results tile by tile. This takes less
     memory, but more time, since the logits are computed once more in the backward pass.
@@ -83,10 +83,10 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
 
 def lm_head_in_place() -> AbstractContextManager:
     """
-    Make TRL's LM head skip its work on each tile of logits within the `with` block.
+    Make TRL's LM head skip its work on each tile of logits within the `with` block, to measure memory.
 
-    On a CPU this work makes large tensors; on a GPU kernels do it in place. So within the block fake tensors take as
-    much memory as on a GPU. The results are wrong.
+    On a CPU this work makes large tensors, which a GPU's kernels do without. Without the work, a pass over fake
+    tensors on a CPU takes as much memory as on a GPU. The results are wrong.
     """
     tiles = (_forward_tile, _backward_tile)
     nothing = dict.fromkeys((tile.__name__ for tile in tiles), lambda *_, **__: None)
@@ -117,13 +117,12 @@ def _at(states: Tensor, places: Tensor) -> Tensor:
 
 def _unview_gradient(node: Any, steps: int = 6) -> None:
     """
-    Make autograd accumulate the gradient of the head's weight in place.
+    Make autograd add the head's part to the gradient of tied embeddings in place.
 
-    A linear layer returns this gradient as a view, and autograd does not add to a view in place. With tied embeddings
-    there would be three tensors of the weight's size: the embeddings' gradient, the head's gradient, and their sum. To
-    find the node that makes the view, search autograd's graph up to `steps` nodes before the logits; soft-capping has
-    three nodes, the head's product two.
+    A linear layer returns its weight's gradient as a view, to which autograd does not add in place. Search autograd's
+    graph up to `steps` nodes before the logits for the node that makes the view.
     """
+    # Soft-capping has three nodes, the head's product two
     if node is None or not steps:
         return
     if node.name() == "TBackward0":

@@ -61,15 +61,15 @@ def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
 
 def has_head(path: str, revision: str | None = None) -> bool:
     """
-    Return whether `path` (on the hub: at `revision`) is an adapter of a sequence classifier; PEFT saves such an
-    adapter with its head.
+    Return whether `path` is an adapter of a sequence classifier, which PEFT saves with its head. `revision` is the
+    hub's.
     """
     return is_adapter(path, revision) and PeftConfig.from_pretrained(path, revision=revision).task_type == "SEQ_CLS"
 
 
 def load_config(path: str, revision: str | None = None, **kwargs: Any) -> Any:
     """
-    Load the configuration of a model (from the hub: at `revision`); for an adapter, load its base's configuration.
+    Load a model's configuration; for an adapter, load its base's. `revision` is the hub's.
     """
     path, revision = base_of(path, revision)
     return AutoConfig.from_pretrained(path, revision=revision, **kwargs)
@@ -77,9 +77,13 @@ def load_config(path: str, revision: str | None = None, **kwargs: Any) -> Any:
 
 def load_tokenizer(path: str, revision: str | None = None, auto: Any = AutoTokenizer, **kwargs: Any) -> Any:
     """
-    Load a model's tokenizer, from the hub at `revision`, or with `auto=AutoProcessor` its processor.
+    Load a model's tokenizer; for an adapter that was saved without one, load its base's tokenizer.
 
-    For an adapter that was saved without a tokenizer, load its base's tokenizer.
+    Args:
+        path: folder or hub name of the model.
+        revision: revision of the model on the hub.
+        auto: the class that loads it; `AutoProcessor` loads a processor instead.
+        **kwargs: passed to `from_pretrained`.
     """
     if is_adapter(path, revision):
         try:
@@ -184,8 +188,8 @@ def merge(model: Any) -> Any:
 
 def fit_vocabulary(model: Any, weights: dict[str, Tensor]) -> None:
     """
-    Resize a base's embeddings to the size of those in `weights`, the tensors of an adapter's file by name, if there
-    are any.
+    If an adapter was saved with embeddings, resize its base's embeddings to their size. `weights` has the tensors of
+    the adapter's file by name.
     """
     for name in _saved_embeddings(model, weights):
         if len(weights[name]) != model.get_input_embeddings().weight.shape[0]:
@@ -211,13 +215,19 @@ def load_to_train(
     """
     If `model` is the path of an adapter, load the adapter and its tokenizer, to train the adapter further.
 
-    The base is frozen, and quantised if `quantization_config` is given. The adapter keeps its own settings: a
-    `peft_config` is ignored, with a warning. `args` is the trainer's configuration, or None. `is_classifier` loads a
-    sequence classifier instead of a language model.
+    The base is frozen.
+
+    Args:
+        model: path of the adapter; anything else is returned unchanged.
+        args: the trainer's configuration, or None.
+        processing_class: a tokenizer to use instead of the adapter's; None for the adapter's.
+        peft_config: ignored, with a warning, since the adapter keeps its own settings.
+        quantization_config: how to quantise the base; None for not at all.
+        is_classifier: whether to load a sequence classifier instead of a language model.
 
     Returns:
-        Two values for a trainer: the model, and `processing_class` or, if that is None, the adapter's tokenizer. If
-        `model` is not the path of an adapter, they are `model` and `processing_class`, unchanged.
+        The model and the tokenizer to train with. If `model` is not the path of an adapter, they are `model` and
+        `processing_class`.
     """
     kwargs = dict(getattr(args, "model_init_kwargs", None) or {})
     revision = kwargs.pop("revision", None)
@@ -286,8 +296,9 @@ class SharedBase:
             self.base, self.model = base, load_adapted(path, is_classifier=True, **kwargs)
         elif base is None or base != self.base:
             raise ValueError(
-                f"{path} cannot share a base with the adapter loaded first (its base: {self.base and self.base[0]}): "
-                "their bases differ, or one of the adapters changes its base. Load each by a `ModelReward` of its own"
+                f"{path} cannot share a base with the adapter loaded first: both must be LoRA adapters that leave the "
+                f"base as it is, and name the same base with the same weights (here {base and base[0]} and "
+                f"{self.base and self.base[0]}). Load each by a `ModelReward` of its own"
             )
         else:
             name = f"member_{len(self.model.peft_config)}"
@@ -297,7 +308,11 @@ class SharedBase:
 
 
 def base_named_by(path: str) -> tuple[Any, ...] | None:
-    """Return the name, revision and hash of an adapter's base; None if the adapter cannot share a base with others."""
+    """
+    Return the name and revision of an adapter's base, and the hash of its weights if one was recorded (else None).
+
+    Return None if the adapter cannot share a base with others.
+    """
     config = PeftConfig.from_pretrained(path)
     try:
         check_config(config, path)

@@ -177,16 +177,19 @@ def keeps_rows_apart(forward: Callable[[Packed], Iterable[Tensor]], vocabulary: 
 
 def starts_of(lengths: Tensor, columns: int, device: Any) -> Tensor:
     """
-    Return the starts of rows of the given (B,) lengths, packed into `columns` tokens, in the form of a 4-D mask.
+    Return where packed rows start, in the form of a 4-D mask, which transformers passes on to the layers unchanged.
 
-    Transformers passes a 4-D mask on to the layers unchanged.
+    Args:
+        lengths: (B,), the rows' lengths.
+        columns: length of the sequence that they are packed into.
+        device: device of the result.
 
     Returns:
-        (1, 1, R + 1, L) int32: the starts of R rows and the end of the last, each repeated L times by a stride of 0. L
-        is the longest row's length. R is B, or B + 1 if there are pads: they count as a row, to get a gradient of 0.
+        (1, 1, R + 1, L) int32: the starts of R rows and the end of the last. L is the longest row's length; along it
+        each number repeats, without taking memory. R is B, or B + 1 if there are pads, which count as a row.
     """
     ends = lengths.cumsum(0)
-    if int(ends[-1]) < columns:
+    if int(ends[-1]) < columns:  # pads need a row of their own, to get a gradient of 0
         lengths, ends = (
             torch.cat([x, x.new_tensor([y])]) for x, y in ((lengths, columns - ends[-1]), (ends, columns))
         )
@@ -198,9 +201,7 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """
-    Attend as transformers' SDPA does, but only within packed rows if `attention_mask` comes from [`starts_of`]. The
-    arguments are those of transformers' attention functions: query, key and value are (1, heads, tokens, size) for
-    packed rows.
+    Attend as transformers' SDPA does; if `attention_mask` comes from [`starts_of`], attend only within packed rows.
     """
     if attention_mask is None or attention_mask.dtype != torch.int32:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

@@ -3,7 +3,7 @@
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -108,11 +108,6 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
 
 
 # ---- Weights ----
-
-
-def size_of(parameters: Iterable[Tensor]) -> int:
-    """Count the weights in `parameters`, including the parts that ZeRO-3 has put on other processes."""
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -246,7 +241,7 @@ def hub_identity(path: str | None, revision: str | None = None) -> str | None:
     """
     Return `name@commit` of a model that was loaded from the hub at `revision` (None: the default branch).
 
-    Return None for a folder, without a path, and if the model is not in the local cache.
+    Return None if `path` is None or a folder, or if the model is not in the local cache.
     """
     if path is None or os.path.isdir(path):
         return None

@@ -120,8 +120,8 @@ class RolloutTrainer(GRPOTrainer):
 
     def _check_room(self, prompt_ids: list[list[int]]) -> None:
         """
-        Raise if an environment's `reset` made a prompt (of `prompt_ids`, a list for each row) so long that the
-        policy's context has no room for an answer.
+        Raise a `RuntimeError` on all processes if an environment's `reset` made a prompt so long that the policy's
+        context has no room for an answer. `prompt_ids` has each row's tokens.
         """
         if self.environments is None:
             return
@@ -140,9 +140,9 @@ class RolloutTrainer(GRPOTrainer):
 
     def _generate_answers(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list | None]:
         """
-        Generate one turn for each row of `prompt_ids`, which has the tokens of a prompt and of its earlier turns.
+        Generate one turn for each row. A row of `prompt_ids` has the tokens of the prompt and of its earlier turns.
 
-        Return the tokens of each row's turn, and their log-probs, or None if these are not kept.
+        Return each row's new tokens, and their log-probs (None if these are not kept).
         """
         generate, pad = super()._generate_single_turn, [[self._tokenizer.pad_token_id]]
         if self._ahead is not None:
@@ -171,9 +171,8 @@ class RolloutTrainer(GRPOTrainer):
         """
         Return the number of tokens to generate in this turn: as many as the row with the most room left may get.
         `prompt_ids` are the rows' tokens so far.
-
-        If a row with less room generates too many tokens, TRL cuts them off.
         """
+        # If a row with less room generates too many tokens, TRL cuts them off
         collection, limit = self._collection, self.max_completion_length
         if collection.calls.turn == 0:
             collection.longest_prompt = max(map(len, prompt_ids))
@@ -265,8 +264,8 @@ class RolloutTrainer(GRPOTrainer):
 
     def _padded(self, collection: Collection) -> dict[str, Tensor]:
         """
-        Return a collection's prompts (B, P) and answers (B, T) as ids and masks, by the names of [`Rollout`]'s fields,
-        padded as TRL pads them.
+        Pad a collection's prompts (B, P) and answers (B, T) as TRL does; return a dict of their ids and masks, with
+        the names of [`Rollout`]'s fields.
         """
         pad, answers = self._tokenizer.pad_token_id, collection.completion_ids
         ones = [[1] * len(ids) for ids in answers]
@@ -288,7 +287,7 @@ class RolloutTrainer(GRPOTrainer):
         """
         Return the sampler's (B, T) log-probs of a `collection`'s answers, nats.
 
-        If any token on any process has none, raise an error if training needs the log-probs, else return None.
+        If a token of any process has no log-prob, return None, or raise a `RuntimeError` if training needs it.
         """
         mask, logprobs = collection.tensors["completion_mask"], None
         if self._keeps_logprobs and collection.is_as_sampled:
@@ -317,20 +316,16 @@ class RolloutTrainer(GRPOTrainer):
             sampled: (B, T) log-probs of the sampler, nats; None if they are not known.
 
         Returns:
-            The fields `logprobs`, `ref_logprobs`, `values`, `sampler_logprobs` and `end_values` of [`Rollout`], by
-            name; None for each that is not used.
+            The fields `logprobs`, `ref_logprobs`, `values` and `sampler_logprobs` of [`Rollout`], by name; None for
+            each that is not used.
         """
         args, mask = self.args, tensors["completion_mask"]
         ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
         lengths, width = lengths_of(tensors["prompt_mask"], mask), mask.size(1)
-        goes_on = args.bootstrap_truncated and self.model.training
-        if goes_on:  # a token behind each answer, for the value after its last one, if the context has room
-            ids = torch.cat([ids, ids[:, -1:]], dim=1)
-            lengths = [(asked, answer + (asked + answer < self._context)) for asked, answer in lengths]
         is_trusted = sampled is not None and self._trusts_sampler
         asked = {"with_logprobs": not is_trusted, "with_values": self.model.training and args.baseline != "mean"}
         run = functools.partial(
-            self._passes, ids=ids, lengths=lengths, width=width + goes_on, size=args.local_rollout_forward_batch_size
+            self._passes, ids=ids, lengths=lengths, width=width, size=args.local_rollout_forward_batch_size
         )
         found: dict[str, Tensor] = {}
         unchecked = disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs)
@@ -339,26 +334,18 @@ class RolloutTrainer(GRPOTrainer):
                 found |= run(self.model, **asked)
             if args.use_ref_model:
                 found["ref_logprobs"] = self._run_reference(run)
-        end_values = None
-        if goes_on:
-            last = torch.tensor([max(answer - 1, 0) for _, answer in lengths], device=ids.device)
-            end_values = found["values"].gather(1, last[:, None])[:, 0]
-            found = {name: values[:, :width] * mask for name, values in found.items()}
         return {
             "logprobs": sampled if is_trusted else found["logprobs"],
             "ref_logprobs": found.get("ref_logprobs"),
             "values": found.get("values"),
             "sampler_logprobs": None if is_trusted else sampled,
-            "end_values": end_values,
         }
 
     def _run_reference(self, run: Any) -> Tensor:
-        """
-        Return the (B, T) log-probs of `ref_model`; or, if it is None, those of the policy with the adapter `ref`, or
-        without adapters if there is no `ref`. `run(model)` runs a model on the rollout.
-        """
+        """Return the reference's (B, T) log-probs. `run(model)` runs a model on the rollout."""
         if self.ref_model is not None:
             return run(self.ref_model)["logprobs"]
+        # Else it is the policy with its adapter `ref`, or if there is none, with all adapters off
         name = "ref" if "ref" in self._actor_critic.peft_config else None
         with use_adapter(self._actor_critic, name), evaluating(self.model):
             return run(self.model)["logprobs"]
@@ -391,6 +378,9 @@ class RolloutTrainer(GRPOTrainer):
         ended = torch.tensor(collection.ended, device=device)
         # If the last token of a cut-off row happens to be a PAD that the policy sampled, TRL takes it for finished
         takes_part = mask.any(1) & (ended | (not args.mask_truncated_completions))
+        for function, weight in zip(self.reward_funcs, weights, strict=True):
+            if weight != 0:  # without the score that is missing, the sum might lack a penalty
+                takes_part &= ~torch.tensor(function.failed, device=device)
         rewards = self._local(collection.rewards_per_func)
         scores = sequence_scores(rewards, weights, ended, args.missing_eos_score, args.missing_eos_penalty)
         by_token = [function.token_scores for function in self.reward_funcs]

@@ -91,8 +91,8 @@ class ReturnSettings:
     padding_free: bool = setting(
         True,
         "Pack rows into one long sequence for a forward pass instead of padding them. This is done where it is less "
-        "work than padding each row to the longest. A state-space model, which would mix packed "
-        "rows, gets padded rows.",
+        "work than padding each row to the longest. A state-space model, which would carry state from one packed row "
+        "into the next, gets padded rows.",
     )
 
 
@@ -104,10 +104,11 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     Fields that every TRL on-policy trainer shares keep `GRPOConfig`'s names and meaning (`max_completion_length`,
     `temperature`, `num_generations`, `use_vllm`, …). Settings of GRPO's loss are refused. PPO's own settings have the
-    names of TRL 1.12's `PPOConfig`. The defaults of `num_mini_batches`, `lam`, `cliprange` and `baseline` differ from
-    TRL's, and the learning rate is adapted to the KL of the updates (`step_kl_target`). One optimizer step trains on a
-    minibatch of `per_device_train_batch_size × gradient_accumulation_steps × processes` episodes. A rollout has
-    `num_mini_batches` minibatches, and is trained on in `num_ppo_epochs` passes.
+    names of TRL 1.12's `PPOConfig`, but other defaults for `num_mini_batches`, `lam`, `cliprange` and `baseline`. The
+    learning rate is adapted to the KL of the updates (`step_kl_target`).
+
+    One optimizer step trains on a minibatch of `per_device_train_batch_size × gradient_accumulation_steps × processes`
+    episodes. A rollout has `num_mini_batches` minibatches, and is trained on in `num_ppo_epochs` passes.
 
     > [!NOTE]
     > Defaults that differ from `GRPOConfig`'s: `learning_rate` 3e-6, `adam_epsilon` 1e-5, `disable_dropout` True,
@@ -192,7 +193,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     )
     rollouts_ahead: int = setting(
         0,
-        "1: a vLLM server generates the next rollout while this one is trained on; see docs/vllm.md.",
+        "How many rollouts a vLLM server generates ahead: with 1 it generates the next rollout while this one is "
+        "trained on; see docs/vllm.md.",
         range="in [0, 1]",
     )
     stop_token_id: int | None = setting(None, "Id of another token that ends a completion, besides EOS.")
@@ -260,7 +262,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     lam: float | None = setting(
         None,
         "λ of GAE. If unset, 0.95 where a reward function or an environment scores tokens or turns, and 1 where each "
-        "completion has one score: with 0.95 the first of 100 tokens receives 0.6 % of a score at the end.",
+        "completion has one score: with 0.95 the first of 100 tokens receives 0.006 of a score at the end.",
         range="in [0, 1]",
         only_with=("lam_alpha", None),
     )
@@ -281,8 +283,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         "What a return is compared with: the critic's value, the mean return, or both. `mean` is the mean return of "
         "the other answers at the same token (as in REINFORCE), with `num_generations` above 1 only of answers to the "
         "same prompt (as in RLOO); there is no critic. `gated` is a weighted mean of both. The critic's weight, in "
-        "[0, 1], is the one that left the least variance in the returns of the last rollouts, with values from before "
-        "the critic was trained on these rollouts (`val/baseline_weight`; compare EVPO, 2604.19485).",
+        "[0, 1], is logged as `val/baseline_weight`. With this weight the returns of the last rollouts varied least "
+        "around the baseline, computed with values from before the critic was trained on them (compare EVPO, "
+        "2604.19485).",
     )
     normalize_advantages: bool = setting(
         True, "Give the advantages mean 0 and variance 1, over the real tokens of all processes."
@@ -318,10 +321,11 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     step_kl_target: float = setting(
         0.1,
         "How far the updates on a rollout are to move the policy, in nats per choice, as `policy/step_kl` measures "
-        "it. A rollout of n < 64 episodes, whose gradient is noisier, has n/64 of the target, and one of 256 episodes "
-        "or more its double. With `kl_controller: adaptive` a rollout moves the policy by a quarter of `kl_target` at "
-        "most, in nats per completion. To reach the target, the learning rates of policy and critic are multiplied by "
-        "a factor, `learning_rate/factor`. 0 leaves the rates as they are.",
+        "it. A token of which the policy is certain is no choice. With n < 64 episodes in a rollout, whose gradient "
+        "is noisier, the target is multiplied by n/64; with n > 128 by n/128, but at most by 2. With "
+        "`kl_controller: adaptive` a rollout moves the policy by at most 2.5 · `step_kl_target` · `kl_target` nats "
+        "per completion, a quarter of `kl_target` by default. To reach the target, the learning rates of policy and "
+        "critic are multiplied by a factor, `learning_rate/factor`. 0 leaves the rates as they are.",
         range=">= 0 nats per choice",
     )
     critic_learning_rate: float | None = setting(
@@ -344,12 +348,6 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         "token",
         "Whether one action is a token or a whole turn, in advantages and in the ratio of the policy's loss. The "
         "tokens of a turn share one advantage, and their log-probs are added up. `gamma` and `lam` are then per turn.",
-    )
-    bootstrap_truncated: bool = setting(
-        False,
-        "Whether an episode that was cut off, by length or by `max_tool_calling_iterations`, gets the critic's value "
-        "after its last token as its remaining return. Otherwise that return is 0, and `missing_eos_penalty` and "
-        "`missing_eos_score` apply.",
     )
 
     def __post_init__(self):
@@ -406,20 +404,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
                 f"`max_steps={self.max_steps}`: set only one of them.",
             ),
             (
-                self.max_completion_length is None,  # transformers would make 20 tokens of it, prompt included
-                "`max_completion_length` must be a number of tokens, got None.",
-            ),
-            (
                 self.kl_coef == 0 and (self.kl_controller != "fixed" or self.watch == "raise_kl"),
                 "`kl_controller='adaptive'` and `watch='raise_kl'` multiply `kl_coef`, so they cannot change "
                 "`kl_coef=0`. Set a positive `kl_coef`, such as 0.05.",
-            ),
-            (
-                self.bootstrap_truncated
-                and (self.baseline == "mean" or (self.missing_eos_score, self.missing_eos_penalty) != (None, None)),
-                "`bootstrap_truncated=True` makes the critic's value the remaining return of a cut-off completion. So "
-                "set another `baseline` than 'mean', which has no critic, and leave `missing_eos_score` and "
-                "`missing_eos_penalty` out.",
             ),
             (
                 not self.use_ref_model and self.kl_coef != 0,
@@ -441,8 +428,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             ),
             (
                 changed and not (is_corrected or self.old_logprobs == "sampler" or self.allow_off_policy_sampling),
-                f"{changed} change the sampler but not the log-probs that are trained, and no importance weight "
-                "corrects this bias. Remove these settings, set `importance_sampling_mode='auto'`, or set "
+                f"The settings {changed} change what is sampled but not the log-probs that are trained, and no "
+                "importance weight corrects this bias. Remove them, set `importance_sampling_mode='auto'`, or set "
                 "`allow_off_policy_sampling=True` and watch `sampling/logprob_difference`.",
             ),
             (

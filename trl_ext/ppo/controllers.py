@@ -41,8 +41,8 @@ class KLController:
         Change the coefficient after a rollout, if the controller is adaptive.
 
         Args:
-            kl: `objective/kl` of the rollout, nats summed over a response, mean over all processes.
-            n_episodes: responses in the rollout, all processes.
+            kl: `objective/kl` of the rollout, nats summed over a response, mean over the responses of all processes.
+            n_episodes: number of these responses.
         """
         if self.args.kl_controller == "adaptive":
             self.kl_coef = adaptive_kl_coef(
@@ -186,10 +186,11 @@ class BaselineGate:
     """
     Hold the critic's weight in the baseline (`baseline: gated`).
 
-    For each rollout [`critic_products`] gives two numbers, and each is summed over the rollouts so far. The weight is
-    [`critic_weight`] of the two sums. In a sum a rollout counts 0.9 times as much as the next one. Both sums begin at
-    0, so after n rollouts both are too small by the same factor 1 − 0.9ⁿ, which cancels in their quotient.
+    The weight is [`critic_weight`] of two sums over the rollouts so far: those of the two numbers that
+    [`critic_products`] gives for a rollout. A rollout counts 0.9 times as much as the next one.
     """
+
+    # Both sums begin at 0, so both are too small by the same factor, which cancels in their quotient
 
     def __init__(self):
         self.products = torch.zeros(2, dtype=torch.float64)

@@ -31,7 +31,6 @@ from ..runs.settings import (
     resolve_checkpointing,
     setting,
 )
-from ..upstream.terminal import late_bars
 from .config import ReturnSettings
 from .evaluation import EvaluationPass
 from .metrics import Accumulator
@@ -96,14 +95,16 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
         The critic, and a phrase for messages that says what it was made from.
 
     Raises:
-        ValueError: the model is not a sequence classifier with one label; its base is quantised; the adapter at `path`
-            has no head, though it is a classifier's, or does not fit its base; or `peft_config` is given for a `path`
-            that is an adapter already, or is not a LoRA that leaves the base unchanged.
+        ValueError: one of the following.
+
+            - The model is not a sequence classifier with one label, or its base is quantised.
+            - The adapter at `path` does not fit its base, or is a classifier's and has no head.
+            - `peft_config` is given though `path` is an adapter, or is not a LoRA that leaves the base unchanged.
     """
     if is_adapter(path):
         if peft_config is not None:
             raise ValueError(
-                f"{path} is an adapter, which is trained further: leave out `use_peft` (in Python: `peft_config`)"
+                f"{path} is an adapter, and is itself trained further: leave out `use_peft` (in Python: `peft_config`)"
             )
         is_new = not has_head(path, kwargs.get("revision"))
         if not is_new:
@@ -188,7 +189,6 @@ class CriticTrainer(ResumableRun, Trainer):
     _signature_columns: Any
 
     def __init__(self, model: Any, args: CriticConfig, train_dataset: Any = None, eval_dataset: Any = None, **kwargs):
-        late_bars()
         check_standalone(model)
         kwargs.setdefault("data_collator", collate)
         super().__init__(model, args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)

@@ -90,9 +90,10 @@ class Calls:
 
     def watch(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
         """
-        Return each row's tools, wrapped: a call is limited in time, and after it the row's environment, if it has
-        `_step_reward`, is asked for a reward, which is kept in `rewards`. With None for `environments`, calls are only
-        limited in time.
+        Wrap each row's tools, and return them.
+
+        Each call is limited in time. After it, the row's environment, if it has `_step_reward`, is asked for a reward,
+        which is kept in `rewards`. `environments` has one environment for each row; None if there are none.
         """
         return [
             {name: self._watched(row, tool, environments and environments[row]) for name, tool in of_row.items()}
@@ -117,8 +118,8 @@ class Calls:
     @contextmanager
     def _rewarding(self, row: int, what: str, environment: Any) -> Iterator[None]:
         """
-        After the tool call in the `with` block, ask the environment for a reward of row `row`, if it has
-        `_step_reward`. If the tool calls `exit`, raise a `RuntimeError`, which calls it `what`.
+        After the tool call in the `with` block, ask the environment, if it has `_step_reward`, for a reward of row
+        `row`. If the tool calls `exit`, raise a `RuntimeError`, whose message calls the tool `what`.
         """
         try:
             yield

@@ -18,7 +18,7 @@ def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[l
     """
     Return a list of the rewards and a list of their tokenizers, None where there is none.
 
-    A reward model without a path or hub name gets the policy's tokenizer.
+    A reward model that has neither a tokenizer nor a path or hub name gets the policy's tokenizer.
 
     Args:
         reward_funcs: one reward, a list of them, or None for none.
@@ -33,46 +33,32 @@ def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[l
     return rewards, tokenizers
 
 
-def check(
-    args: PPOConfig,
-    models: dict[str, Any],
-    datasets: Datasets,
-    environment_factory: Any,
-    agent: list[str],
-    optimizer: Any,
-) -> None:
+def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: list[str], optimizer: Any) -> None:
     """
     Raise a `ValueError` if the trainer's arguments contradict each other, so that it would train wrongly or fail late.
 
     Args:
         models: the trainer's arguments `model`, `value_model`, `ref_model` and each reward, by name.
         datasets: names and datasets, "train" and those to evaluate on.
-        environment_factory: the trainer's argument of this name.
         agent: the names among `tools`, `environment_factory` and `rollout_func` that were given to the trainer.
         optimizer: the optimizer passed to the trainer in `optimizers`, if any.
     """
-    for name, rows in datasets:
-        if not isinstance(rows, Dataset):
-            raise ValueError(
-                f"The {name} dataset is a `{type(rows).__name__}`: pass one split as a `datasets.Dataset`."
-            )
     given = [(name, model) for name, model in models.items() if isinstance(model, nn.Module)]
     same = [(a, b) for i, (a, x) in enumerate(given) for b, y in given[i + 1 :] if x is y]
     needed = args.generation_batch_size // args.num_generations
     names = {name: {*dataset.column_names} for name, dataset in datasets}
-    prompts = len(dict(datasets).get("train", ()))
+    sizes = {name: len(dataset) for name, dataset in datasets}  # a stream has none, and an evaluation needs it
+    prompts = sizes.get("train", needed)
     best = args.metric_for_best_model == "eval_objective/scores"
-    value_model, ref_model = models["value_model"], models["ref_model"]
     for is_wrong, message in [
         (bool(same), f"{same} are the same object, so training one would change the other. Pass a copy."),
         (
-            ref_model is not None and not args.use_ref_model,
+            models["ref_model"] is not None and not args.use_ref_model,
             "`ref_model` was passed, but `use_ref_model=False` loads no reference. Leave one of them out.",
         ),
         (
-            (value_model is not None or args.critic_warmup_rollouts > 0) and args.baseline == "mean",
-            "`value_model` and `critic_warmup_rollouts` are for a critic, but `baseline='mean'` uses none. Leave them "
-            "out.",
+            args.critic_warmup_rollouts > 0 and args.baseline == "mean",
+            "`critic_warmup_rollouts` trains only the critic, but `baseline='mean'` uses none. Leave it out.",
         ),
         (
             optimizer is not None and args.critic_learning_rate is not None,
@@ -80,7 +66,7 @@ def check(
             "critic its own parameter group there, and leave `critic_learning_rate` out.",
         ),
         (
-            "train" in names and prompts < needed,
+            prompts < needed,
             f"The train dataset has {prompts} prompts, but a rollout needs {needed} (`per_device_train_batch_size` × "
             "`gradient_accumulation_steps` × `num_mini_batches` × processes / `num_generations`). Add prompts, or "
             "lower `num_mini_batches` or the batch size.",
@@ -97,31 +83,17 @@ def check(
     if len(names) > ("train" in names):
         check_evaluation_batch(args)
     for name, columns in names.items():
-        environments: set = set()
-        if isinstance(environment_factory, dict):
-            environments = {*dict(datasets)[name].unique("environment")} - environment_factory.keys()
         taken = columns & {*_GIVEN, "image", "images"} - {"completion_ids"}  # which TRL leaves out
         for is_wrong, message in [
-            (len(dict(datasets)[name]) == 0, "no rows. Add some, or leave it out."),
-            (
-                not (environment_factory or columns & {"prompt", "input_ids"}),
-                f"no column `prompt` (text or messages), and no `input_ids`; its columns are {sorted(columns)}. "
-                "Rename the column that holds the prompts to `prompt`.",
-            ),
             (
                 bool(taken),
-                f"the column {taken}: reward functions get other values by this name, and images are not supported. "
-                "Rename or remove it.",
+                f"the columns {sorted(taken)}. Rename or remove them: reward functions get other values by such "
+                "names, and images are not supported.",
             ),
             (
                 bool(agent) and "input_ids" in columns,
-                f"the column `input_ids`, which the policy reads unchanged, but {agent} would add to the prompt. Give "
-                "messages in `prompt` instead.",
-            ),
-            (
-                bool(environments),
-                f"rows for environments that `environment_factory` lacks: {environments}. Add them to it, or remove "
-                "the rows.",
+                f"the column `input_ids`, whose prompts the policy reads unchanged, though {agent} must add to a "
+                "prompt. Give messages in `prompt` instead.",
             ),
         ]:
             if is_wrong:
@@ -203,7 +175,7 @@ def check_prompt_lengths(
     """
     context = getattr(base_model_of(policy).config.get_text_config(), "max_position_embeddings", None)
     for name, dataset in datasets:
-        columns = [c for c in ("prompt", "input_ids", "attention_mask") if c in dataset.column_names]
+        columns = [c for c in ("prompt", "input_ids", "attention_mask") if c in dataset.column_names] or ["prompt"]
         lengths: list[int] = []
         for batch in dataset.select_columns(columns).iter(1000):
             rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]

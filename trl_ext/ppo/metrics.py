@@ -18,7 +18,6 @@ from ..functional import (
     merge_moments,
     moments,
     standard_deviation,
-    turn_numbers,
     turn_starts,
     variance,
 )
@@ -27,13 +26,11 @@ from .rollout import Rollout
 # GRPO logs these; for PPO they would be wrong, or repeat another metric
 GRPO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")
 
-_LAST_TURN = 4  # turns that have an explained variance of their own; the last one includes all later turns
-
 _ADDED = "rollout_metrics: "  # marks the metrics that a subclass adds, which replace ours of the same name
 
 
 class Accumulator:
-    """Accumulate count, mean, variance, minimum and maximum of each metric's entries between two calls of `pop`."""
+    """Accumulate the moments of each metric's entries between two calls of `pop`."""
 
     def __init__(self):
         self._moments: dict[str, Tensor] = {}
@@ -51,8 +48,9 @@ class Accumulator:
 
     def pop(self, accelerator: Accelerator) -> dict[str, Tensor]:
         """
-        Return each metric's (5,) moments, as [`global_moments`] returns them, over all processes of `accelerator`, by
-        name; delete the entries.
+        Return each metric's (5,) count, mean, M2, minimum and maximum over all processes, and delete the entries.
+
+        M2 is the sum of squared deviations from the mean. All processes must call this together.
         """
         names = sorted(self._moments)
         if not names:
@@ -75,8 +73,8 @@ class Accumulator:
 
 def global_moments(accelerator: Accelerator, values: Tensor, mask: Tensor | None = None) -> Tensor:
     """
-    Return the (5,) moments (count, mean, M2, min, max), over all processes of `accelerator`, of the entries where
-    `mask` is 1 (None: of all). M2 is the sum of squared deviations.
+    Return (count, mean, M2, min, max), a (5,) tensor, of the `values` of all processes where `mask` is 1 (None: of all
+    values). M2 is the sum of squared deviations from the mean.
     """
     return merge_moments(accelerator.gather(moments(values, mask)[None]))
 
@@ -152,13 +150,8 @@ class PPOMetrics:
         self.train.add("objective/rlhf_reward", rewards.sum(1), rollout.valid)
         self.train.add("objective/kl_coef", kl_coef)
         if rollout.values is not None:
-            masks = {"": rollout.mask}
-            if rollout.tool_mask is not None:
-                turns = turn_numbers(rollout.mask).clamp(max=_LAST_TURN - 1)
-                masks |= {f" {turn}": rollout.mask * (turns == turn) for turn in range(_LAST_TURN)}
-            for name, mask in masks.items():
-                self.train.add(f"_residuals{name}", returns - rollout.values, mask)
-                self.train.add(f"_returns{name}", returns, mask)
+            self.train.add("_residuals", returns - rollout.values, rollout.mask)
+            self.train.add("_returns", returns, rollout.mask)
 
     def added(self, metrics: dict[str, float]) -> None:
         """Add the metrics that the trainer's `rollout_metrics` returned."""
@@ -250,8 +243,8 @@ class PPOMetrics:
     @torch.no_grad()
     def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
         """
-        Add to the metrics how far `sampler_logprobs` are from `logprobs`, those of training's forward pass, where
-        `mask` is 1; (B, T) each, nats.
+        Compare the sampler's log-probs with those of training's forward pass (`logprobs`) where `mask` is 1, and add
+        the difference to the metrics; all are (B, T), log-probs in nats.
         """
         self._sampled(self.train, sampler_logprobs, logprobs, mask)
 
@@ -261,11 +254,13 @@ class PPOMetrics:
 
     def weighted(self, rollout: Rollout, weights: Tensor, is_outside: Tensor, actions: Tensor) -> None:
         """
-        Add a rollout's importance weights to the metrics, and the share of them that a bound has changed, which is
-        where the mask `is_outside` is True.
+        Add a rollout's importance weights to the metrics, and the share of weights that a bound has changed.
 
-        Weights of shape (B, T) count at the tokens where an action starts (`actions`); weights of shape (B, 1), of
-        whole responses, count for the rows that have a score.
+        Args:
+            rollout: the rollout.
+            weights: (B, T), or (B, 1) for whole responses, of which only those with a score count.
+            is_outside: bool, the shape of weights, True where a bound has changed the weight.
+            actions: (B, T), 1 = token at which an action starts. Weights of shape (B, T) count only there.
         """
         mask = actions if weights.shape == rollout.mask.shape else rollout.valid[:, None]
         self.train.add("sampling/importance_sampling_ratio", weights, mask)
@@ -294,16 +289,15 @@ class PPOMetrics:
 
     def means(self, mode: str) -> dict[str, float]:
         """
-        Return the metrics of `mode`, `"train"` or `"eval"`, over all processes since the last call, by name, and
+        Return a dict of the metrics of `mode`, `"train"` or `"eval"`, over all processes and since the last call;
         delete their entries.
         """
         moments = (self.train if mode == "train" else self.eval).pop(self.accelerator)
         report: dict[str, float] = {}
         added = {name.removeprefix(_ADDED): moments.pop(name) for name in [*moments] if name.startswith(_ADDED)}
-        for turns, suffix in {"": "", **{f" {turn}": f"/turn_{turn + 1}" for turn in range(_LAST_TURN)}}.items():
-            residuals, returns = moments.pop(f"_residuals{turns}", None), moments.pop(f"_returns{turns}", None)
-            if residuals is not None and returns is not None and variance(returns) > 0:
-                report[f"val/explained_variance{suffix}"] = explained_variance(residuals, returns).item()
+        residuals, returns = moments.pop("_residuals", None), moments.pop("_returns", None)
+        if residuals is not None and returns is not None and variance(returns) > 0:
+            report["val/explained_variance"] = explained_variance(residuals, returns).item()
         for name, value in moments.items():
             count, mean, _, minimum, maximum = value.tolist()
             *prefix, topic = name.rsplit("completions/", 1)

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from ..rewards.member import RewardFailed, Started, awaited, runs_in_background
+from ..rewards.member import RewardFailed, Started, awaited, has_failed, runs_in_background, telling
 from ..rewards.scores import by_token, finite_number, is_by_token, scores_in
 
 
@@ -48,15 +48,20 @@ class Mistakes:
 
 class CheckedReward:
     """
-    Wrap a reward function for TRL: await it if it is async, and record its errors in `mistakes`, with the function's
-    `name`, to raise them on all processes.
+    Wrap a reward function for TRL: await it if it is async, and record its errors.
 
     If a function scores single tokens, TRL gets the sum of a row's scores. After each call, `token_scores` holds the
-    scores of the tokens of each row, or None for a row that was scored as a whole.
+    scores of the tokens of each row, or None for a row that was scored as a whole; `failed` tells for each row whether
+    the function failed on it and was skipped.
 
     A function that runs in the background can be started early with [`CheckedReward.start`]. TRL's call then waits for
-    the result. If `around`, which makes a context, is given, the function is not started early: TRL's call runs it in
-    that context.
+    the result.
+
+    Args:
+        function: the reward function.
+        name: its name, for error messages.
+        mistakes: collects its errors, to raise them on all processes.
+        around: makes a context in which TRL's call runs the function. The function is then never started early.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class CheckedReward:
         self.around = around or nullcontext
         self.in_background = around is None and runs_in_background(function)
         self.token_scores: list[list[float] | None] = []
+        self.failed: list[bool] = []
         self._started: Started | None = None
         self._waiting: AbstractContextManager = nullcontext()
 
@@ -84,7 +90,7 @@ class CheckedReward:
             **kwargs: the arguments of the function.
         """
         if self.in_background:
-            self._started, self._waiting = Started(self.function, **kwargs), waiting
+            self._started, self._waiting = Started(telling(self.function), **kwargs), waiting
 
     def forget(self) -> None:
         """Drop the call that `start` began, so that its result is not waited for."""
@@ -97,16 +103,17 @@ class CheckedReward:
                     returned = self._started.result(kwargs["log_metric"], kwargs["log_extra"])
             else:
                 with self.around():
-                    returned = awaited(self.function(prompts=prompts, completion_ids=completion_ids, **kwargs))
+                    function = telling(self.function)
+                    returned = awaited(function(prompts=prompts, completion_ids=completion_ids, **kwargs))
             return self._checked(returned, completion_ids)
         except Exception as error:
             self.mistakes.note(f"reward function '{self.name}'", error)
-            self.token_scores = [None] * len(prompts)
+            self.token_scores, self.failed = [None] * len(prompts), [False] * len(prompts)
             return [0.0] * len(prompts)
 
     def _checked(self, rewards: Any, completion_ids: list) -> list[float | None]:
         scores: list[float | None] = []
-        self.token_scores = []
+        self.token_scores, self.failed = [], []
         for row, (reward, ids) in enumerate(zip(scores_in(rewards, len(completion_ids)), completion_ids, strict=True)):
             tokens = None
             if is_by_token(reward):
@@ -114,7 +121,8 @@ class CheckedReward:
                 tokens = [finite_number(score, f"{row}, token {token}") for token, score in enumerate(given)]
                 reward = math.fsum(tokens)
             self.token_scores.append(tokens)
-            scores.append(None if reward is None else finite_number(reward, row))
+            self.failed.append(has_failed(self.function, reward))
+            scores.append(None if reward is None or self.failed[-1] else finite_number(reward, row))
         return scores
 
 

@@ -48,8 +48,9 @@ def check_roles(
     model: Any, args: PPOConfig, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any
 ) -> list:
     """
-    Raise a `ValueError` if `PPOTrainer`'s arguments for models and adapters, which have the same names here,
-    contradict each other. If `model` is a PeftModel, make its adapter `default` trainable.
+    Raise a `ValueError` if `PPOTrainer`'s arguments for models and adapters contradict each other.
+
+    If `model` is a PeftModel, make its adapter `default` trainable.
 
     Returns:
         The reward functions, with an [`AdapterReward`] in place of the path of a saved adapter, since GRPO would load
@@ -88,8 +89,8 @@ def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
 
 def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
     """
-    Raise if a policy with adapters would silently train with wrong gradients (under the `accelerator`'s FSDP) or on
-    wrong samples (with `use_vllm`).
+    Raise a `ValueError` for a policy with adapters that would train wrongly without an error: with adapters on
+    embeddings or LM head, with FSDP's own activation checkpointing, or with vLLM on a quantised base.
     """
     check_modules(policy, "peft_config")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -112,7 +113,7 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
 
 
 def prepare_base(policy: Any, use_vllm: bool) -> None:
-    """Copy the policy's adapter weights into the reference's adapter; with `use_vllm`, make TRL's merging exact."""
+    """Copy the policy's adapter to the reference's, if there is one; with `use_vllm`, make TRL's merging exact."""
     if use_vllm:
         merge_exactly(policy)
     for name, parameter in policy.named_parameters():
@@ -188,8 +189,10 @@ class Rewards:
 
     def load_adapters(self, loader: Loader, share: bool) -> dict[int, nn.Linear]:
         """
-        Load the reward models that were saved as adapters: if `share` is True and the policy (in `loader`) has
-        adapters, onto the policy's base, else each with a separate base.
+        Load the reward models that were saved as adapters.
+
+        If `share` is True and the policy, which `loader` holds, has adapters, load them onto the policy's base. Else
+        load each with a base of its own.
 
         Returns:
             The heads of the models that share the base, by the index of the reward.
@@ -212,7 +215,8 @@ class Rewards:
 
     def critics(self) -> list[int]:
         """
-        Return the indices of reward models that a critic may copy: with the policy's tokenizer and a nonzero weight.
+        Return the indices of the reward models of which a critic may be a copy: those with the policy's tokenizer and
+        a weight other than 0.
         """
         return [
             i
@@ -336,11 +340,11 @@ def add_critic_adapter(
     loader: Loader, rewards: Rewards, heads: dict[int, nn.Linear], value_model: str | None, config: LoraConfig | None
 ) -> tuple[nn.Linear | None, str]:
     """
-    Add the critic's adapter to the policy that `loader` holds.
+    Add the critic's adapter to the policy that `loader` holds. It is the first of these that exists:
 
-    It is the adapter at the path `value_model`. If this is None, it is a copy of the adapter of one of the `rewards`
-    that share the base and have the given `heads`; or, if none can be copied, a new adapter with the settings `config`
-    (None: those of the policy's adapter).
+    - the adapter at the path `value_model`;
+    - a copy of the adapter of a reward model on the policy's base, one of `rewards` whose index is in `heads`;
+    - a new adapter with the settings `config` (None: those of the policy's adapter).
 
     Returns:
         The critic's head, None for a head of zeros; and a phrase that says what adapter and head were made from.

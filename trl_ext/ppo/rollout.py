@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional import importance_weights, kl_estimate, last_token_index, turn_sums
+from ..functional import importance_weights, kl_estimate, turn_sums
 from .config import PPOConfig
 
 
@@ -16,8 +16,8 @@ class Rollout:
     """
     Hold this process's rows of a rollout, in the order of generation.
 
-    There are B rows. Each is a prompt, padded to P tokens, with a response, padded to T tokens, that F reward
-    functions scored. Log-probs are in nats; values and scores are in score units.
+    Each of the B rows is a prompt, padded to P tokens, with a response, padded to T tokens. F reward functions scored
+    the responses. Log-probs are in nats; values and scores are in score units.
 
     Args:
         prompt_ids, prompt_mask: (B, P), left-padded.
@@ -30,7 +30,7 @@ class Rollout:
         sampler_logprobs: (B, T), of the distribution that was sampled from; None if they are not known, or are in
             `logprobs` already.
         rewards_per_func: (B, F), NaN where a function returned None.
-        scores: (B,), the weighted rewards after the rule for a missing EOS, not normalised; NaN for rows that are not
+        scores: (B,), as [`sequence_scores`] adds up the weighted rewards, not normalised; NaN for rows that are not
             trained on.
         ended: (B,), whether the response is complete: it ends by EOS, and no tool call waits for an answer.
         lengths: (B,), number of tokens that the policy sampled, EOS included.
@@ -38,8 +38,6 @@ class Rollout:
             methods of [`PPOTrainer`] that subclasses override get normalised token scores.
         tool_mask: (B, T), TRL's name: 1 = sampled by the policy, 0 = what a tool or an environment said, and padding.
             None if the policy sampled all tokens.
-        end_values: (B,), the critic's value after the response's last token, or before that token where the response
-            fills the context; None without `bootstrap_truncated`.
         environments: for each environment's name a (B,) bool, whether the row was played in that environment.
         tool_lengths: (B,), number of tokens in the response that tools and environments wrote.
         repeats: (B, C), a number for each of up to C tool calls of a row: 1 if an earlier call of the row was the same
@@ -60,7 +58,6 @@ class Rollout:
     lengths: Tensor
     token_scores: Tensor | None = None
     tool_mask: Tensor | None = None
-    end_values: Tensor | None = None
     environments: dict[str, Tensor] = field(default_factory=dict)
     tool_lengths: Tensor | None = None
     repeats: Tensor | None = None
@@ -100,7 +97,7 @@ class Rollout:
 
         Returns:
             The weights, and a mask of the weights that a bound changed; both (B, T), or (B, 1) if
-            `importance_sampling_mode` weights whole completions. None if it asks for no correction.
+            `importance_sampling_mode` weights whole completions. None if that setting asks for no correction.
         """
         mode = args.importance_correction
         if mode == "none":
@@ -111,16 +108,6 @@ class Rollout:
         if args.gae_level == "turn" and mode.startswith("token"):  # a turn is one action
             ours, drawn = turn_sums(ours, self.drawn), turn_sums(drawn, self.drawn)
         return importance_weights(ours, drawn, self.drawn, mode, *bounds)
-
-    def bootstrapped(self, rewards: Tensor, gamma: float) -> Tensor:
-        """
-        Return (B, T) rewards, plus `gamma` · `end_values` at the last token of each row that is not `ended`; without
-        `end_values`, return the rewards.
-        """
-        if self.end_values is None:
-            return rewards
-        is_last = torch.arange(rewards.size(1), device=rewards.device) == last_token_index(self.mask)[:, None]
-        return rewards + torch.where(is_last & ~self.ended[:, None], gamma * self.end_values[:, None], 0.0)
 
     def rows_for_training(
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
@@ -195,8 +182,8 @@ def summed_token_scores(
     Add up, for each token, the weighted scores that reward functions gave to that token.
 
     Args:
-        given: for each of F functions a list of B entries: one float per token of the response, or None if the
-            function scored the response as a whole.
+        given: for each of F functions a list with B entries. An entry has one float for each token of the response,
+            or is None if the function scored the response as a whole.
         weights: (F,).
         ended: (B,), whether the response ends by EOS.
         width: T.
@@ -256,8 +243,8 @@ def padded(
 
 def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, int]]:
     """
-    Return the numbers of real tokens in each row's prompt and response, as Python integers, from their masks
-    `prompt_mask` (B, P) and `completion_mask` (B, T).
+    Return for each row the number of real tokens in its prompt and in its response, from `prompt_mask` (B, P) and
+    `completion_mask` (B, T).
     """
     return [tuple(row) for row in torch.stack([prompt_mask.sum(1), completion_mask.sum(1)], dim=1).tolist()]
 
@@ -277,11 +264,11 @@ def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 def permuted(lengths: list[int], mini_batches: int, seed: int) -> list[int]:
     """
-    Shuffle a rollout's row indices for one pass of `mini_batches` minibatches. The seed alone decides which minibatch
-    a row is in. `lengths` has each row's number of tokens.
+    Return a rollout's row indices in the order of one pass, which has `mini_batches` minibatches.
 
-    Within a minibatch the shorter rows come first, so a micro-batch has rows of similar length. The order within a
-    minibatch does not change the minibatch's gradient.
+    The seed alone decides which minibatch a row is in. Within a minibatch the shorter rows come first, so that a
+    micro-batch has rows of similar length; this does not change the minibatch's gradient. `lengths` has each row's
+    number of tokens.
     """
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed % 2**63)).tolist()
     size = len(order) // mini_batches

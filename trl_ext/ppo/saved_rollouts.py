@@ -71,8 +71,8 @@ def score_rollouts(
 
     Returns:
         Two values, the same on every process and for all rows: the (B, F) scores on the CPU, NaN where a function
-        gives None; and for each function and row the scores of the single tokens, None where the function scores the
-        row as a whole.
+        gives None, and in the whole row where a function failed and was skipped; and for each function and row the
+        scores of the single tokens, None where the function scores the row as a whole.
 
     Raises:
         RuntimeError: a function failed, or returned something that is not a score.
@@ -89,7 +89,10 @@ def score_rollouts(
         columns = {name: values for name, values in batch.items() if name not in ("prompt", "completion")}
         columns |= {"prompts": batch["prompt"], "completions": batch["completion"], "trainer_state": TrainerState()}
         columns |= dict.fromkeys(("log_metric", "log_extra"), lambda *_: None)
-        by_row = zip(*(function(**columns) for function in wrapped), strict=True)
+        by_row = list(zip(*(function(**columns) for function in wrapped), strict=True))
+        for row, failed in enumerate(zip(*(function.failed for function in wrapped), strict=True)):
+            if any(failed):
+                by_row[row] = (None,) * len(wrapped)
         rows += zip(by_row, zip(*(function.token_scores for function in wrapped), strict=True), strict=True)
         mistakes.raise_everywhere(0)
     rows = (gather_object(rows) if processes.num_processes > 1 else rows)[: len(dataset)]

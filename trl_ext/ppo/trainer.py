@@ -1,6 +1,7 @@
 """PPO on TRL's `GRPOTrainer`: prompt → rollout → scores → token rewards → advantages → loss → step → metrics."""
 
 import copy
+import json
 import math
 import os
 import textwrap
@@ -24,8 +25,7 @@ from ..callbacks.console import ConsoleCallback
 from ..callbacks.hack_watch import attach_watch
 from ..callbacks.monitor import trackio_is_open
 from ..callbacks.monitors import ScoreFallCallback
-from ..callbacks.recording import objections_to, record_run
-from ..data.texts import with_text_arguments
+from ..callbacks.recording import record_run
 from ..functional import (
     LAM_SCHEDULES,
     advantages_and_returns,
@@ -63,7 +63,7 @@ from ..models.weights import (
     vocabulary_of,
     weights_identity,
 )
-from ..runs.checkpoints import ResumableRun, block, count, portions, reference_of, saves, sizes
+from ..runs.checkpoints import ResumableRun
 from ..runs.control import check_monitors, spoilt, take_kl_scale, take_rate_scale
 from ..runs.output_dir import Hold
 from ..upstream.names import (
@@ -73,7 +73,6 @@ from ..upstream.names import (
     is_conversational,
     temporarily,
 )
-from ..upstream.terminal import late_bars
 from . import gradients
 from .collection import RolloutTrainer
 from .config import PPOConfig
@@ -98,7 +97,6 @@ from .roles import (
     load_rewards,
     make_actor_critic,
     make_reference,
-    named,
     prepare_base,
 )
 from .rollout import Rollout, joined, lengths_of, permuted
@@ -118,10 +116,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     """
     Train with Proximal Policy Optimization (1707.06347): a critic, GAE and per-token KL rewards (1909.08593).
 
-    It builds on TRL's maintained on-policy trainer, which loads, generates, scores and logs. The algorithm is in
-    `_generate_and_score_completions` (from prompts to advantages) and `_compute_loss`; `RolloutTrainer` collects the
-    rollout. A subclass changes the algorithm by overriding `token_rewards`, `advantages` or `rollout_metrics`, which
-    get a [`Rollout`]. The other methods are hooks that TRL and transformers call.
+    TRL's `GRPOTrainer` loads, generates, scores and logs. The algorithm is in `_generate_and_score_completions` (from
+    prompts to advantages) and `_compute_loss`; `RolloutTrainer` collects the rollout. To change the algorithm,
+    override `token_rewards`, `advantages` or `rollout_metrics`, which get a [`Rollout`]. The other methods are hooks
+    that TRL and transformers call.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -131,8 +129,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             As in TRL: sequence classifiers with one label (path or object), and functions or async functions
             `(prompts, completions, completion_ids, **columns) -> list[float | None]`. Besides the dataset's columns
             they are given `prompt_ids`, the tokens of each prompt, and `finished`, whether the answer ended by EOS. In
-            place of a row's float they may give a list with one float for each completion token, or
-            [`~trl_ext.rewards.SegmentScores`].
+            place of a row's float they may give a list with one float for each completion token.
         args ([`PPOConfig`], *optional*):
             Configuration.
         train_dataset, eval_dataset ([`~datasets.Dataset`], the latter also a `dict` of them):
@@ -157,7 +154,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             As in TRL.
         peft_config ([`~peft.LoraConfig`], *optional*):
             Trains an adapter on a frozen base. The reference is then the base alone. The critic, unless `value_model`
-            is a whole model, is the base with a second adapter and a value head. These are the first that exist of:
+            is a whole model, is the base with a second adapter and a value head. Adapter and head are the first of
+            these that exist:
 
             - the adapter at the path `value_model`;
             - a copy of a reward model's adapter and head, on this base, with the same rank, α and modules;
@@ -236,7 +234,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         rollout_func: Any = None,
     ):
         check_contract(PPOTrainer)
-        late_bars()
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = PPOConfig(f"{name.split('/')[-1] or 'model'}-PPO")
@@ -249,7 +246,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             {"model": model, "value_model": value_model, "ref_model": ref_model}
             | {f"reward {i}": reward for i, reward in enumerate(reward_funcs)},
             datasets,
-            environment_factory,
             [name for name, player in players.items() if player],
             optimizers[0],
         )
@@ -337,7 +333,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
-        most = args.kl_target / 4 if args.kl_controller == "adaptive" else math.inf
+        # A quarter of the KL target at the default; half of `step_kl_target` is half a step for long completions, too
+        most = 2.5 * args.step_kl_target * args.kl_target if args.kl_controller == "adaptive" else math.inf
         self.rate_controller = RateController(args.step_kl_target, args.batch_size, most)
         self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
         self._unscored = 0  # rollouts in a row without a score
@@ -384,8 +381,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _adapt_grpo(self, policy: Any) -> None:
         """
-        Replace attributes that GRPO's constructor has set, but that PPO cannot use as they are. `policy` is the
-        policy's model.
+        Replace attributes that GRPO's constructor has set, but that PPO cannot use as they are. `policy` is the model.
         """
         args = self.args
         self.num_iterations = args.num_ppo_epochs
@@ -531,7 +527,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         schedules = {name: getattr(args, name) for name in LAM_SCHEDULES}
         actions = self._actions(mask)
         lam, lam_value = choose_lam(actions, self._lam(rollout), args.lam_value, schedules)
-        rewards = rollout.bootstrapped(rewards, args.gamma)
         advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value, args.gae_level)
         if args.baseline != "critic":
             means, weight = self._mean_baselines(rewards, values, mask)
@@ -553,8 +548,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _mean_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, float]:
         """
-        Return the (B, T) leave-one-out means of the returns of `rewards`, and the critic's weight in the baseline,
-        which depends on how well its `values` fit, and is 0 with `baseline: mean`. All arguments are (B, T).
+        Return the (B, T) leave-one-out means of the returns, and the critic's weight in the baseline, which is 0 with
+        `baseline: mean`.
         """
         args, actions = self.args, self._actions(mask)
         zeros = torch.zeros_like(values)
@@ -585,7 +580,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             advantages, returns: (B, T), as `advantages` returned them.
 
         Returns:
-            A number for each metric's name.
+            A dict from each metric's name to a number.
         """
         return {}
 
@@ -772,7 +767,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return _EpochSeeded(super()._get_train_sampler(dataset), seed, lambda: int(self.state.epoch or 0))
 
     def _measure_prompts(self, rows: list[dict[str, Any]]) -> list[int]:
-        """Return the number of tokens in each prompt after the policy's chat template and tokenizer."""
+        """Return the number of tokens that the policy reads of each prompt, its chat template included."""
         rows, token_ids = with_prompts(rows, self._tokenizer)
         return [len(ids) for ids in token_ids or self._tokenize_prompts([row["prompt"] for row in rows])[0]]
 
@@ -971,8 +966,11 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 logs["learning_rate"] *= self.rate_controller.applied  # the rate of the last step
             report = self.metrics.report(start_time)
             self._metrics["train"].update({name: [number] for name, number in report.items()})
-        logged = ("prompt", "completion") if self.log_completions else ()
-        shown = {name: list(map(with_text_arguments, self._logs[name])) for name in logged}
+        # As JSON: a policy may call a tool with any value, but a table needs one type for each column
+        logged = ("prompt", "completion") if self.log_completions and self.tools else ()
+        shown = {
+            name: [json.dumps(each, ensure_ascii=False, default=str) for each in self._logs[name]] for name in logged
+        }
         with temporarily(self, _logs={**self._logs, **shown}):
             super().log(logs, start_time)
 
@@ -980,8 +978,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         if self.args.record_run:  # not before: callbacks may have been added since, such as a JSONLCallback
-            rewards = [named(each) if isinstance(each, nn.Module) else each for each in self._rewards.functions]
-            record_run(self, samples=True, objections=objections_to(rewards))
+            record_run(self, samples=True)
         attach_watch(self, self.args.watch)
         watches = any(isinstance(each, ScoreFallCallback) for each in self.callback_handler.callbacks)
         if self.args.watch != "off" and not watches:
@@ -991,6 +988,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 f"`save_steps` {self.args.save_steps:g}: checkpoints are written only at the end of a rollout, every "
                 f"{self.args.steps_per_rollout} optimizer steps."
             )
+        self.accelerator.print(
+            f"PPO: {self._steps():,} optimizer steps, {self.args.steps_per_rollout} on each rollout of "
+            f"{self.args.batch_size:,} episodes; critic: {self._critic_origin}"
+        )
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs = 0, None  # unless a snapshot is loaded
         self._seen_step = 0
@@ -1024,37 +1025,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             return args.max_steps
         rollouts = len(self.train_dataset) * self.num_generations // args.batch_size
         return math.ceil(args.num_train_epochs * rollouts * args.steps_per_rollout)
-
-    def _schedule(self) -> str:
-        args, actor_critic, per_rollout = self.args, self._actor_critic, self.args.steps_per_rollout
-        rollouts = -(-self._steps() // per_rollout)
-        episodes, asked = rollouts * args.batch_size, args.total_episodes
-        rounded = (
-            f" (`total_episodes` {asked:,}, rounded up to whole rollouts)" if asked not in (None, episodes) else ""
-        )
-        ends = ", ".join(self._tokenizer.convert_ids_to_tokens(self.eos_token_ids))
-        answers = f" × {self.num_generations}" if self.num_generations > 1 else ""
-        passes = "once" if args.num_ppo_epochs == 1 else f"{args.num_ppo_epochs} times"
-        policy, critic = (
-            sizes(actor_critic.named_parameters_of(role), actor_critic.policy) for role in ("policy", "critic")
-        )
-        return block(
-            "PPO",
-            {
-                "policy": policy,
-                "critic": f"{critic}: {self._critic_origin}" if actor_critic.critic is not None else "none",
-                "reference": reference_of(self, actor_critic.policy) if args.use_ref_model else "none",
-                "rewards": ", ".join(self.reward_func_names),
-                "data": f"{count(len(self.train_dataset), 'prompt')}{answers}; answers end by {ends}, or at "
-                f"{count(self.max_completion_length, 'token')}",
-                "step": f"{count(args.mini_batch_size, 'episode')} = {portions(args)}",
-                "rollout": f"{count(args.batch_size, 'episode')} = {args.num_mini_batches} × {args.mini_batch_size:,}"
-                f", passed over {passes}: {count(per_rollout, 'optimizer step')}",
-                "total": f"{count(rollouts, 'rollout')} = {count(self._steps(), 'optimizer step')}, "
-                f"{count(episodes, 'episode')}{rounded}",
-                "saves": saves(args),
-            },
-        )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         is_new, self._seen_step = self._step != self._seen_step, self._step  # at an epoch's end it is called twice
@@ -1097,8 +1067,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """
-        Save the policy as a model that loads by itself, and the critic in its subfolder `critic/`. `output_dir` is
-        None for the run's folder; `state_dict` holds gathered weights, or None if none are sharded.
+        Save the policy to `output_dir` (None: the run's folder), as a model that loads by itself, and the critic to
+        the subfolder `critic/`. If weights are sharded, `state_dict` holds the gathered weights; else it is None.
         """
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         actor_critic = self._actor_critic

@@ -31,8 +31,9 @@ class ServerLost(ConnectionError):
 
 def check_logprobs(engine: Any) -> None:
     """
-    Wrap `engine.generate`, of TRL's wrapper of vLLM, so that it raises a `RuntimeError` unless vLLM returned a finite
-    log-prob of each sampled token.
+    Make `engine.generate` raise a `RuntimeError` unless vLLM returned a finite log-prob of each sampled token.
+
+    `engine` is TRL's `VLLMGeneration`.
     """
     generate = engine.generate
 
@@ -76,22 +77,21 @@ def sampled_logprobs(
         if not all(number is not None and math.isfinite(number) for number in numbers):
             raise RuntimeError(
                 f"vLLM returned a log-prob of answer {row} that is not finite. Either training has diverged (lower "
-                "the learning rate), or vLLM's dtype is too narrow for this model (use bfloat16 or float32)."
+                "`step_kl_target`, or the learning rate where that is 0), or vLLM's dtype is too narrow for the model "
+                "(use bfloat16 or float32)."
             )
     return sampled  # type: ignore[return-value]
 
 
 def check_loadable(engine: Any) -> None:
     """
-    Raise a `ValueError` if vLLM in this process (`engine`, TRL's wrapper of it) has packed its weights for CPU
-    kernels, so that it cannot update them.
-
-    Its parameters are empty in that case.
+    Raise a `ValueError` if vLLM runs in this process, on a CPU, and cannot load updated weights. `engine` is TRL's
+    `VLLMGeneration`.
     """
     if (llm := getattr(engine, "llm", None)) is None or engine.accelerator.device.type != "cpu":
         return
     model = llm.llm_engine.model_executor.driver_worker.model_runner.model  # as TRL's `sync_weights` reaches it
-    if not all(parameter.numel() for parameter in model.parameters()):
+    if not all(parameter.numel() for parameter in model.parameters()):  # empty: packed for CPU kernels
         raise ValueError(
             "`use_vllm=True` does not work on a CPU: vLLM cannot load updated weights there, and would keep sampling "
             "from the initial policy. Train on a GPU, or leave out `use_vllm`."
@@ -172,19 +172,24 @@ class ServerGuard:
             raise ConnectionResetError("it was restarted")
 
 
+_RESUME = (
+    "Start the server, then run the same command (in Python `train(resume_from_checkpoint=True)`): it resumes from"
+)
+
+
 def save_last_step(trainer: Any) -> str:
     """Save a [`PPOTrainer`]'s last finished step, unless it is saved; return a sentence on how to resume the run."""
     step = trainer.state.global_step
     if not step:
-        return "No step was finished."
+        return "No step was finished. Start the server, then begin again."
     checkpoint = os.path.join(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
     trainer._check_saving(wait=True)  # a save may be under way
     if read_marker(checkpoint) is None:
         trainer._save_checkpoint(trainer.model_wrapped, None)
         trainer._check_saving(wait=True)
     if read_marker(checkpoint) is None:  # `save_only_model`, or a full disk with `on_save_failure: continue`
-        return "The same command resumes from the newest complete checkpoint, if there is one."
-    return f"The training so far is saved: the same command resumes from {checkpoint}."
+        return f"{_RESUME} the newest complete checkpoint, if there is one."
+    return f"The training so far is saved. {_RESUME} {checkpoint}."
 
 
 @dataclass
@@ -218,7 +223,7 @@ class RolloutsAhead:
 
     def take(self, prompt_ids: list[list[int]]) -> Answers:
         """
-        Request the rollouts that the current weights must generate; wait for the current rollout, return its answers.
+        Request the rollouts that are generated with the current weights; wait for the current one, return its answers.
 
         Args:
             prompt_ids: the prompts that the Trainer delivers. If the rollout was generated for other prompts, all
@@ -270,8 +275,8 @@ class RolloutsAhead:
 
     def _generate(self, flight: Flight, answer: Callable[..., dict[str, Any]]) -> tuple:
         """
-        Call TRL's `generate` for the prompts of `flight`, with its client's `generate` replaced by `answer(client's
-        generate, …)`.
+        Call TRL's `generate` for the prompts of `flight`. Where it would call its client's `generate(…)`, it calls
+        `answer(generate, …)`.
         """
         vllm = self.trainer.vllm_generation
         client: Any = nullcontext()

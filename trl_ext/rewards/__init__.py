@@ -1,6 +1,4 @@
-"""
-Reward functions with TRL's signature. Those in `watches` measure completions; most get weight 0, and do not train.
-"""
+"""Reward functions with TRL's signature. Those in `watches` measure completions; most of them reward nothing."""
 
 from typing import TYPE_CHECKING
 
@@ -14,14 +12,12 @@ if TYPE_CHECKING:
     from .cached import reward_identity as reward_identity
     from .combined import ConstitutionReward as ConstitutionReward
     from .combined import EnsembleReward as EnsembleReward
-    from .combined import SumReward as SumReward
     from .judge import DATA_ALONE as DATA_ALONE
     from .judge import JudgeReward as JudgeReward
     from .judge import conversation as conversation
     from .judge import message_of as message_of
     from .judge import tagged as tagged
     from .judge import verdicts_in as verdicts_in
-    from .loading import check_rewards as check_rewards
     from .loading import joined_weights as joined_weights
     from .loading import load_object as load_object
     from .loading import load_reward as load_reward
@@ -36,7 +32,6 @@ if TYPE_CHECKING:
     from .model import ModelReward as ModelReward
     from .model import logits_of as logits_of
     from .remote import RemoteReward as RemoteReward
-    from .scores import SegmentScores as SegmentScores
     from .scores import scores_in as scores_in
     from .service import Call as Call
     from .service import RefusedError as RefusedError

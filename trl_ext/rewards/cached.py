@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..runs.redaction import redacted
 from ..upstream.names import get_callable_name
-from .member import HoldsRewards, Member, TellsFailures, checked_name, rewards_within
+from .member import HoldsRewards, Member, TellsFailures, checked_name
 from .scores import log_to, of_rows
 
 logger = logging.get_logger(__name__)
@@ -44,8 +44,7 @@ class CachedReward(TellsFailures, HoldsRewards):
       call count once
 
     Args:
-        reward: a reward function that scores each answer by itself. Neither it nor a reward in it may have a number as
-            `on_error`: the cache would store that number as a score.
+        reward: a reward function that scores each answer by itself.
         capacity: most scores in memory; when it is full, the least recently used one is dropped.
         columns: columns that the score depends on, besides prompt and completion; the reward gets no others. None: all
             that the trainer passes, `completion_ids` among them. Fewer columns give more hits: with `[]`, equal texts
@@ -59,9 +58,9 @@ class CachedReward(TellsFailures, HoldsRewards):
         name: key in the logs; by default `cached_<name of the reward>`.
 
     Raises:
-        ValueError: the cache would store the number `on_error`, `redis_url` has a password, or the variable
-            `redis_password_env` is not set. With `redis_url`, also when the cache is called, if the reward has no
-            identity that distinguishes it from other rewards in Redis.
+        ValueError: `redis_url` has a password; or the variable `redis_password_env` is not set. With `redis_url` a
+            call also raises it, if the reward has no [`reward_identity`], by which Redis could distinguish it from
+            other rewards.
 
     Examples:
         >>> from trl_ext.rewards import CachedReward
@@ -95,13 +94,6 @@ class CachedReward(TellsFailures, HoldsRewards):
         self.ttl = ttl
         self.timeout = timeout
         self.__name__ = checked_name(name, f"cached_{get_callable_name(reward)}")
-        policies = [getattr(each, "on_error", "raise") for each in (reward, *rewards_within(reward))]
-        if any(isinstance(policy, (int, float)) for policy in policies):
-            raise ValueError(
-                f"{self.__name__}: the reward that it caches, or a reward within that one, has a number as "
-                "`on_error`; the cache would keep that number as the score of an answer whose scoring failed. Set "
-                "that `on_error` to 'raise' or 'skip'"
-            )
         if redis_url and (urlsplit(redis_url).password or "password=" in redis_url):
             raise ValueError(
                 "`redis_url` must not contain a password: name the environment variable that holds it in "
@@ -125,7 +117,7 @@ class CachedReward(TellsFailures, HoldsRewards):
         """
         Return the cached reward's [`reward_identity`] with `columns`; None if it has none.
 
-        Where scores are stored does not affect it, so that runs can share a Redis.
+        It does not depend on where scores are stored, so that runs can share a Redis.
         """
         identity = reward_identity(self.reward)
         return identity and f"cached {identity} {self.columns}"
@@ -134,8 +126,8 @@ class CachedReward(TellsFailures, HoldsRewards):
         self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """
-        Return each completion's score, stored or new; NaN if the reward failed on the completion or withheld its
-        score.
+        Return each completion's score, stored or new; None if the reward does not apply to it, NaN if the reward
+        failed on it or withheld its score.
 
         The arguments are those of a reward function; `log_metric`, TRL's function that logs, may be None.
         """

@@ -1,5 +1,5 @@
 """
-Combine reward functions: add them up, combine an ensemble's scores, or cap the score of answers that break a rule.
+Combine reward functions: combine an ensemble's scores, or cap the score of answers that break a rule.
 """
 
 import json
@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,76 +16,6 @@ from ..functional import disagreement, ensemble_score
 from ..functional.ensemble import Combine
 from .member import HoldsRewards, Member, OnError, checked_name, distinct, scores_of_all
 from .scores import log_to, of_rows, without_failures
-
-
-class SumReward(HoldsRewards):
-    """
-    Add up the standardised scores of several reward functions: Σ_k weight_k · (score_k − mean_k) / std_k.
-
-    A member that returns None for a row does not apply to the row, and is left out of its sum. A row scores None if no
-    member with a weight other than 0 applies to it, or if such a member fails and is skipped: otherwise the sum might
-    lack a penalty. Members that wait for a server or other processes run at the same time, in threads.
-
-    Logs `rewards/<name>/<member>/mean` and `rewards/<name>/<member>/std` of each member's own scores, before they are
-    standardised. `means` and `stds` can be set to these numbers.
-
-    Args:
-        members: reward functions, async or not.
-        weights: one for each member; 1 if unset. A member of weight 0 is only logged.
-        means, stds: mean and standard deviation of each member, which standardise its scores; 0 and 1 if
-            unset. They are fixed, so that a score depends on nothing but its row; the mean and deviation of the run's
-            scores so far would differ between processes.
-        on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]. `"raise"` raises an error,
-            `"skip"` leaves the row without a score, a number is the failed member's score. If a member's own
-            `on_error` is `"skip"`, each None that it returns counts as a failure, except from [`RemoteReward`],
-            [`JudgeReward`] and [`CachedReward`], which tell failed rows apart.
-        name: key in the logs; `sum_` and the members' names if unset.
-
-    Examples:
-        >>> from trl_ext.rewards import PatternReward, SumReward
-        >>> def shortness(completions, **kwargs):
-        ...     return [-float(len(text.split())) for text in completions]
-        >>> reward = SumReward([PatternReward(required=["please"]), shortness], weights=[10.0, 1.0])
-        >>> reward(prompts=["Ask.", "Ask."], completions=["More tea, please!", "More tea!"])
-        [7.0, -2.0]
-    """
-
-    def __init__(
-        self,
-        members: Sequence[Callable],
-        weights: Sequence[float] | None = None,
-        means: Sequence[float] | None = None,
-        stds: Sequence[float] | None = None,
-        on_error: OnError = "raise",
-        name: str | None = None,
-    ):
-        self.members = [Member(member, on_error) for member in members]
-        self.weights = [*map(float, weights or [1.0] * len(members))]
-        self.means = [*map(float, means or [0.0] * len(members))]
-        self.stds = [*map(float, stds or [1.0] * len(members))]
-        self.names = distinct([member.name for member in self.members])
-        self.__name__ = checked_name(name, "_".join(["sum", *self.names]))
-
-    def __call__(
-        self, prompts: list, completions: list, log_metric: Any = None, log_extra: Any = None, **kwargs: Any
-    ) -> list[float | None]:
-        """
-        Return each completion's weighted sum; None if no member with a weight gives a score, or if one of them fails
-        and is skipped.
-
-        The arguments are those of a reward function; TRL's functions that log may be None.
-        """
-        kwargs = {"prompts": prompts, "completions": completions, **kwargs}
-        scores = scores_of_all(self.members, log_metric, log_extra, **kwargs)
-        for name, given in zip(self.names, map(without_failures, scores), strict=True):
-            if numbers := [score for score in given if score is not None]:
-                log_to(log_metric, {f"{name}/mean": fmean(numbers), f"{name}/std": pstdev(numbers)}, self)
-        return without_failures([self._sum(row) for row in zip(*scores, strict=True)])
-
-    def _sum(self, row: tuple[float | None, ...]) -> float | None:
-        members = zip(row, self.weights, self.means, self.stds, strict=True)
-        parts = [w * (score - mean) / std for score, w, mean, std in members if score is not None and w != 0]
-        return sum(parts) if parts else None
 
 
 class EnsembleReward(HoldsRewards):
@@ -97,8 +27,8 @@ class EnsembleReward(HoldsRewards):
 
     If any member scores a row None, the row's score is None, whatever `combine` is. Otherwise an answer could gain by
     a failure: without the lowest score, the mean or minimum of the other scores is higher. For members that judge
-    different things use [`SumReward`]. Members that wait for a server or other processes run at the same time, in
-    threads.
+    different things, pass a list of rewards to the trainer. Members that wait for a server or other processes run at
+    the same time, in threads.
 
     Args:
         members: a list of two or more reward functions, or folders or hub names of reward models; or the one folder
@@ -108,10 +38,10 @@ class EnsembleReward(HoldsRewards):
         uncertainty_coef: factor >= 0 of the standard deviation, with `"uncertainty"`.
         max_disagreement: largest standard deviation of the members' scores of a row. A row above it scores None, and
             the share of rows above it is logged as `rewards/<name>/rejected`. None: no limit.
-        normalize: standardise each member's scores by their mean and standard deviation on the held-out answers that
-            the recipe scored, for members of different scales. Only if `members` is the recipe's folder.
+        normalize: standardise each member's scores, for members of different scales. Their means and standard
+            deviations are read from the recipe's folder, which measured them on held-out answers.
         on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]. `"skip"` leaves the row
-            without a score; a number is the failed member's score, and should be below its scores of bad answers.
+            without a score.
         model_kwargs: arguments of [`ModelReward`] for the members given by folder or hub name, such as
             `{"dtype": "bfloat16"}`.
         name: key in the logs; if None, `combine` and the members' names, such as `min_of_a_b`.
@@ -233,7 +163,7 @@ class ConstitutionReward(HoldsRewards):
         judge: a reward function, one more principle, which is asked last.
         judge_minimum: the lowest score that the judge gives an answer that keeps its principle.
         on_error: what happens if a function fails: `"raise"` raises an error, `"skip"` leaves the answer without that
-            function's score, a number is that function's score.
+            function's score.
         name: key in the logs; by default `constitution_<name of the reward>`.
 
     Examples:

@@ -43,7 +43,7 @@ class JudgeReward(ServedReward):
     A row fails if the judge's message has no such score or was cut off at `max_tokens`. A row scores None, whatever
     `on_error` says, if the server stopped or withheld the message, as with `finish_reason: content_filter`; so no
     answer can end a run by provoking the filter. In all these cases the judge is first asked again, up to
-    `parse_retries` times.
+    `parse_retries` times. A row also fails if a request fails after all its `retries`.
 
     With `compare` the judge compares each answer with the text in that column twice, once in each order, and the score
     is the mean of the two verdicts. A judge that always prefers the first answer thus gives the middle of the scale.
@@ -54,8 +54,8 @@ class JudgeReward(ServedReward):
     - `failed`: share of rows that failed or were withheld; with `on_error="raise"` logged only if some were withheld
     - `latency`: mean seconds of a request
     - `retries`: how many requests of this call were sent again
-    - `position_bias`: with `compare`, how far the mean verdict for whichever answer came first is above the middle of
-      the scale, divided by the scale's width: from −0.5 to 0.5, and 0 without bias
+    - `position_bias`: with `compare`, how much the judge prefers the answer that it reads first: the mean verdict
+      minus the middle of the scale, divided by the scale's width; from −0.5 to 0.5, and 0 without bias
 
     Args:
         url: address of the API up to its version, such as `http://127.0.0.1:8000/v1`.
@@ -67,7 +67,7 @@ class JudgeReward(ServedReward):
         max_tokens: most tokens of the judge's message, its reasoning included.
         extra: more keys of the request's body, such as `response_format`. A key with None is left out, such as
             `max_tokens` in `{"max_tokens": None, "max_completion_tokens": 256}`.
-        parse_retries: how often the judge is asked again if its message has no score.
+        parse_retries: how often the judge is asked again if its message has no score, was cut off or was withheld.
         name: key in the logs. The default is `judge_` and the model's name.
         timeout, deadline, retries, max_concurrency, max_characters, api_key_env, on_error: see
             [`~trl_ext.rewards.service.ServedReward`].
@@ -121,7 +121,8 @@ class JudgeReward(ServedReward):
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **columns: Any
     ) -> list[float | None]:
         """
-        Return each completion's score: NaN if its row failed or was withheld, None if `compare` has no text for it.
+        Return each completion's score; None if `compare` has no text for it, NaN if its score was withheld, or if it
+        failed and `on_error` is "skip".
 
         The arguments are those of a reward function; `log_metric`, TRL's function that logs, may be None.
         """
@@ -148,8 +149,8 @@ class JudgeReward(ServedReward):
 
     def messages(self, prompt: str, answers: list[str]) -> list[dict[str, str]]:
         """
-        Return the messages for the judge: its rules, and the escaped texts, `prompt` and one answer or two, between
-        tags with a random number.
+        Return the two messages for the judge: first its rules, then `prompt` and the one or two `answers`, which are
+        escaped and stand between tags with a random number.
         """
         nonce = secrets.token_hex(8)
         low, high = self.scale
@@ -161,8 +162,8 @@ class JudgeReward(ServedReward):
 
     def completion(self, messages: list[dict[str, str]], call: Call) -> Any:
         """
-        Send messages, as a request of `call`, which holds the deadline and counts requests; return the chat completion
-        that the server answers, or raise a `ServiceError`.
+        Send `messages` to the judge; return the server's chat completion, or raise a [`ServiceError`]. `call` has the
+        deadline, and counts requests.
         """
         return self.request(call, {"model": self.model, "messages": messages, **self.settings}, check=choice_in)
 

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -22,8 +21,8 @@ def load_reward(path: str) -> Callable:
     """
     Import a reward function from `path/to/file.py:function` or `package.module.function`.
 
-    A path is searched in the working directory, then among the files that ship with the package, such as
-    `recipes/demo/world.py`. If `package.module` is not installed, the file `package/module.py` is searched.
+    A file is looked for in the working directory, then among the files that ship with the package, such as
+    `recipes/demo/world.py`. If `package.module` is not installed, the file `package/module.py` is looked for.
 
     Raises:
         ImportError: there is no such file, module or function.
@@ -81,7 +80,7 @@ def load_rewards(
 
     Raises:
         ImportError: there is no such file, module or function.
-        ValueError: a name or argument is unknown, in which case no reward has been built; or a reward refuses a value.
+        ValueError: a name or argument is unknown, or a reward refuses a value.
 
     Examples:
         >>> from trl_ext.rewards import load_rewards
@@ -89,34 +88,18 @@ def load_rewards(
         >>> functions[0](prompts=["Ask for tea."], completions=["Tea, please!"]), weights
         ([1.0], [0.5])
     """
-    weights = check_rewards(entries)
-    functions = [_built(_parts(entry)[0], policy_tokenizer) for entry in entries or []]
+    functions, weights = [], []
+    for place, entry in enumerate(entries or [], 1):
+        try:
+            reward, weight = _parts(entry)
+            functions.append(_built(reward, policy_tokenizer))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`rewards` entry {place}: {error}") from error
+        weights.append(weight)
     for function, name in zip(functions, distinct([get_callable_name(f) for f in functions]), strict=True):
         if type(function).__name__ in _known():  # our rewards also log metrics by this name
             function.__name__ = name
     return functions, weights
-
-
-def check_rewards(entries: Sequence[str | dict[str, Any]] | None, import_functions: bool = True) -> list[float | None]:
-    """
-    Check the entries for [`load_rewards`], as far as that is possible without building a reward.
-
-    Args:
-        entries: the list under `rewards:`.
-        import_functions: whether to import the functions that are named by path.
-
-    Returns:
-        The weight of each entry; None for an entry without `weight`.
-
-    Raises:
-        ImportError, ValueError: see [`load_rewards`].
-    """
-    for place, entry in enumerate(entries or [], 1):
-        try:
-            _check(_parts(entry)[0], import_functions)
-        except (TypeError, ValueError, LookupError) as error:
-            raise ValueError(f"`rewards` entry {place}: {error}") from error
-    return [_parts(entry)[1] for entry in entries or []]
 
 
 def joined_weights(reward_weights: list[float] | None, weights: Sequence[float | None]) -> list[float] | None:
@@ -171,21 +154,6 @@ def _mapped(argument: Any, value: Any, build: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):  # a key within, such as `judge`, is not an argument of the class
         return {key: _mapped(None, inner, build) for key, inner in value.items()}
     return [_mapped(argument, inner, build) for inner in value] if isinstance(value, list) else value
-
-
-def _check(entry: Any, import_functions: bool) -> None:
-    """
-    Raise an error for a mistake in a reward's entry, or in an entry within it. `import_functions` also imports the
-    functions that entries name.
-    """
-    if isinstance(entry, str):
-        if import_functions:
-            load_reward(entry)
-        return
-    name, arguments = _named(entry)
-    for argument, value in arguments.items():
-        _mapped(argument, value, lambda inner: _check(inner, import_functions))
-    inspect.signature(_known()[name]).bind(**arguments)
 
 
 def _named(entry: Any) -> tuple[str, dict[str, Any]]:

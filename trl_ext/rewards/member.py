@@ -23,8 +23,8 @@ from .scores import log_to, number_or_error, scores_in, without_failures
 
 logger = logging.get_logger(__name__)
 
-OnError = Literal["raise", "skip"] | float
-FAILED = float("nan")  # this one object means "failed"; a NaN that a function returns is another object
+OnError = Literal["raise", "skip"]
+FAILED = math.nan
 _warned: set[tuple[str, bool]] = set()  # a reward's name, and whether it failed on all rows
 
 
@@ -45,7 +45,11 @@ class TellsFailures:
 
 
 class HoldsRewards:
-    """Base class of rewards that hold other rewards in the attributes `reward`, `members`, `judge` or `function`."""
+    """
+    Base class of rewards that hold other rewards: they run in the background if one of those does.
+
+    The rewards that they hold are found in the attributes `reward`, `members` (a list), `judge` and `function`.
+    """
 
     @property
     def in_background(self) -> bool:
@@ -77,8 +81,7 @@ class Member(TellsFailures, HoldsRewards):
         function: the reward function.
         on_error: `"raise"` raises a `RuntimeError` that names the function, and the completion if one score is wrong.
             `"skip"` scores a failed row None; the combining reward then gives the row no higher score than it would
-            have had without the failure. A number is the score of a failed row. With `"skip"` or a number, the share
-            of failed rows is logged as `rewards/<name>/failed`.
+            have had without the failure, and the share of failed rows is logged as `rewards/<name>/failed`.
 
     Examples:
         >>> from trl_ext.rewards import Member
@@ -113,32 +116,39 @@ class Member(TellsFailures, HoldsRewards):
 
 
 def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any]:
+    """Call a reward function; return for each completion its score, an error, or [`FAILED`]."""
+    returned = awaited(telling(function)(**kwargs))
+    return [
+        FAILED if has_failed(function, score) else number_or_error(score, row)
+        for row, score in enumerate(scores_in(returned, count))
+    ]
+
+
+def telling(function: Callable) -> Callable:
+    """Return the reward function; of a [`TellsFailures`], the method that distinguishes rows on which it failed."""
+    return function.scores_or_nan if isinstance(function, TellsFailures) else function
+
+
+def has_failed(function: Callable, score: Any) -> bool:
     """
-    Call a reward function; return for each completion its score, an error, or [`FAILED`].
+    Return whether `score`, which [`telling`] gave a row, means that the reward function failed on the row.
 
     A [`TellsFailures`] marks failed rows by NaN. Any other function gives a failed row None if it, or a reward that it
     holds, has `on_error="skip"`. This None looks like "does not apply", so every None that such a function returns
     counts as a failure.
     """
-    tells = function if isinstance(function, TellsFailures) else None
-    returned = tells.scores_or_nan(**kwargs) if tells else awaited(function(**kwargs))
-    skips = not tells and "skip" in [getattr(each, "on_error", "") for each in (function, *rewards_within(function))]
-
-    def checked(score: Any, row: int) -> Any:
-        if score is None:
-            return FAILED if skips else None
-        if tells and math.isnan(score):
-            return FAILED
-        return number_or_error(score, row)
-
-    return [checked(score, row) for row, score in enumerate(scores_in(returned, count))]
+    if isinstance(function, TellsFailures):
+        return score is not None and math.isnan(score)
+    return score is None and "skip" in [
+        getattr(each, "on_error", "") for each in (function, *rewards_within(function))
+    ]
 
 
 def settled(
     name: str, outcomes: Sequence[Any], on_error: OnError, log_metric: Any, excused: Any = ()
 ) -> list[float | None]:
     """
-    Replace each error in a call's outcomes by NaN if `on_error` is `"skip"`, or by the number `on_error`.
+    Replace each error in a call's outcomes by NaN if `on_error` is `"skip"`.
 
     Log the share of errors. Warn when a reward first fails, and when it first fails on all completions of a call,
     since the run may then train on nothing.
@@ -158,12 +168,7 @@ def settled(
     if errors and (key := (name, len(errors) == len(outcomes))) not in _warned:
         _warned.add(key)
         logger.warning(f"reward '{name}' failed on {len(errors)} of {len(outcomes)} completions: {errors[0]}")
-    number = FAILED if on_error in ("raise", "skip") else float(on_error)
-    fallbacks = [FAILED if isinstance(outcome, excused) else number for outcome in outcomes]
-    return [
-        fallback if isinstance(outcome, Exception) else outcome
-        for outcome, fallback in zip(outcomes, fallbacks, strict=True)
-    ]
+    return [FAILED if isinstance(outcome, Exception) else outcome for outcome in outcomes]
 
 
 def scores_of_all(
@@ -219,18 +224,15 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def checked_name(name: str | None, default: str) -> str:
-    """
-    Return a reward's key in the logs: `name`, or `default` with `_` for characters that metric names cannot have.
-    """
+    """Return a reward's key in the logs: `name`; if None, `default` with `_` for characters that keys cannot have."""
     return name or re.sub(r"_?[^\w.-]+_?", "_", default, flags=re.ASCII).strip("_") or "reward"
 
 
-def checked_on_error(on_error: Any) -> OnError:
-    """Return `on_error`, numbers as floats; raise now for an invalid word, rather than at the first failure."""
-    try:
-        return on_error if on_error in ("raise", "skip") else float(on_error)
-    except (TypeError, ValueError):
-        raise ValueError(f"`on_error` is {on_error!r}: give 'raise', 'skip', or a number as the score") from None
+def checked_on_error(on_error: OnError) -> OnError:
+    """Return `on_error`; raise now for an invalid word, rather than at the first failure."""
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"`on_error` is {on_error!r}: give 'raise' or 'skip'")
+    return on_error
 
 
 _LOOP = "async rewards"  # name of the thread that runs coroutines
@@ -240,8 +242,8 @@ def runs_in_background(function: Any) -> bool:
     """
     Return whether a reward function spends its time waiting, as for a server or for other processes.
 
-    These are async functions, and functions with a true attribute `in_background`. [`~trl_ext.PPOTrainer`] starts
-    these functions in a thread when generation ends, and asks for their scores after its own forward passes.
+    This is so for async functions, and for functions with a true attribute `in_background`. [`~trl_ext.PPOTrainer`]
+    starts these functions in threads when generation ends, and asks for their scores after its own forward passes.
     """
     return is_async_callable(function) or bool(getattr(function, "in_background", False))
 
@@ -279,8 +281,8 @@ class Started:
 
     def result(self, log_metric: Callable | None = None, log_extra: Callable | None = None) -> Any:
         """
-        Wait for the function to end, and log its metrics by `log_metric` and `log_extra` (None: not). Return its
-        result, or raise its error.
+        Wait for the function to end; return its result, or raise its error. Its metrics are logged by `log_metric` and
+        `log_extra`, TRL's functions that log; None logs nothing.
         """
         try:
             return self._scores.result()
@@ -407,8 +409,7 @@ class PatternReward:
         forbidden: regular expressions that must not be found.
         timeout: seconds of processor time that the search for one pattern in one answer may take.
         on_error: what happens if a search takes longer. `"raise"` raises a `RuntimeError`; `"skip"` scores the answer
-            None; a number is the answer's score. With `"skip"` or a number, the share of answers whose search took
-            longer is logged as `rewards/<name>/failed`.
+            None, and the share of answers whose search took longer is logged as `rewards/<name>/failed`.
         name: key in the logs; by default `required_pattern`, `forbidden_pattern` or `pattern` (both).
 
     Examples:

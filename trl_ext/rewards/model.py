@@ -118,7 +118,8 @@ class ModelReward:
             are batched together.
         batch_size: most rows in one forward pass; None: no limit. If weights are sharded over processes, set this
             limit and `max_batch_tokens=None`, since all processes must run the same number of forward passes.
-        max_length: most tokens of a row, prompt and answer; None, or more than the model's context: its context.
+        max_length: most tokens of a row, prompt and answer together. It is never more than the model's context, which
+            is the default.
         truncation: what happens to a row longer than `max_length`. `"refuse"` raises a `ValueError`. `"left"` cuts off
             the beginning of the prompt, but not a special token at its start, and logs the share of rows cut as
             `rewards/<name>/truncated`.
@@ -129,7 +130,7 @@ class ModelReward:
         name: key in the logs; None: the last part of the model's name.
 
     Raises:
-        ValueError: the model is not a reward model.
+        ValueError: a saved model has no weights for the head that scores, or a model object has several labels.
 
     Examples:
         >>> from trl_ext.rewards import ModelReward
@@ -213,7 +214,7 @@ class ModelReward:
 
     @cached_property
     def identity(self) -> str:
-        """Return the identities of model and tokenizer, with the settings that the scores depend on."""
+        """Return a text that identifies the weights, the tokenizer and the settings that the scores depend on."""
         from peft import PeftConfig
 
         from ..models.loading import is_adapter
@@ -247,18 +248,18 @@ class ModelReward:
             prompts, completions: texts or messages.
             completion_ids: the policy's tokens of each completion, EOS included; None if they are not known.
             prompt_ids: the policy's tokens of each prompt; None if they are not known.
-            finished: whether each answer was finished; None to tell it by `eos_token_ids` from `completion_ids`.
+            finished: whether each answer is finished; if None, `completion_ids` and `eos_token_ids` tell.
             log_metric: TRL's function that logs a metric; None logs nothing.
 
         Raises:
-            ValueError: it is not known which answers were finished, or `truncation` is `"refuse"` and a row is longer
+            ValueError: it is not known which answers are finished, or `truncation` is `"refuse"` and a row is longer
                 than `max_length`.
         """
         if finished is None:
             if self.eos_token_ids is None or completion_ids is None:
                 raise ValueError(
-                    "the reward model cannot tell which completions are finished: give it the policy's "
-                    "`eos_token_ids` or tokenizer (`policy_tokenizer`), or call it with the column `finished`"
+                    "the reward model cannot tell which completions are finished: call it with `finished`; or with "
+                    "`completion_ids`, and give it the policy's `eos_token_ids` or tokenizer (`policy_tokenizer`)"
                 )
             finished = [bool(row) and row[-1] in self.eos_token_ids for row in completion_ids]
         scores = [0.0] * len(prompts)
@@ -275,14 +276,7 @@ class ModelReward:
         return scores
 
     def _rows(self, prompts, completions, completion_ids, prompt_ids, ended) -> list[list[int]]:
-        """
-        Return the token ids that the model reads for each row, prompt and completion.
-
-        Args:
-            prompts, completions: texts or messages.
-            completion_ids, prompt_ids: their token ids by the policy's tokenizer; None if they are not known.
-            ended: for each row, whether the completion is finished.
-        """
+        """Return each row's token ids, as the model reads them; `ended` says which completions are finished."""
         has_ids = prompt_ids is not None and completion_ids is not None and self.policy_tokenizer is not None
         if has_ids and self.shares_tokenizer:
             rows = [[*prompt, *answer] for prompt, answer in zip(prompt_ids, completion_ids, strict=True)]
@@ -333,21 +327,13 @@ class ModelReward:
             return self.score(input_ids, mask).float().tolist()
 
     def _continuation(self, completion: Any, prompt_ids: list[int], completion_ids: list[int]) -> Any:
-        """
-        Return a completion's text, decoded from `completion_ids` together with `prompt_ids`, since SentencePiece drops
-        a text's first space.
-
-        Return the completion unchanged if it is messages, or if the decoded text does not begin with the prompt.
-        """
+        """Return a completion's text with its first space, which SentencePiece drops; return messages unchanged."""
         ids = [prompt_ids, [*prompt_ids, *completion_ids]]
         prompt, whole = self.policy_tokenizer.batch_decode(ids, skip_special_tokens=True)
         return whole.removeprefix(prompt) if isinstance(completion, str) and whole.startswith(prompt) else completion
 
     def _after_eos(self, prompt: list, eos: int) -> list[int]:
-        """
-        Return the tokens that the chat template puts after the EOS, id `eos`, of the last turn behind `prompt`
-        (ChatML: a line break); [] if the template ends a turn with another token.
-        """
+        """Return the tokens that the chat template puts after a turn's `eos` (ChatML: a line break); [] if none."""
         messages = [{"role": "assistant", "content": "x"}]
         closing = self._tokenize(prompt, messages, True)[len(self._tokenize(prompt, messages, False)) :]
         return closing[1:] if closing[:1] == [eos] else []

@@ -113,7 +113,7 @@ class RemoteReward(ServedReward):
         """
         Return a text with all that the scores depend on: the settings, and the id of the server's weights.
 
-        If the server does not tell this id, its URL and `model` stand for it.
+        If the server does not report this id, the text has its URL and `model` instead.
 
         Raises:
             RewardFailed: `trl-ext serve-reward` does not answer.
@@ -135,10 +135,7 @@ class RemoteReward(ServedReward):
         return f"RemoteReward:{json.dumps(settings, sort_keys=True)}"
 
     def _check_weights(self, answer: Any) -> None:
-        """
-        Store the identity of the server's weights, as its `answer` names it, at the first call; raise a
-        [`ChangedError`] if it differs later.
-        """
+        """Raise a [`ChangedError`] if the server's `answer` names other weights than its first answer did."""
         now = answer.get("identity") if isinstance(answer, dict) else None
         if (first := self._weights.setdefault("first", now)) != now:
             raise ChangedError(
@@ -158,7 +155,7 @@ class RemoteReward(ServedReward):
         """
         Return the scores as `__call__` does, but NaN instead of None for a row that failed.
 
-        A row may fail only with `on_error="skip"`; with a number as `on_error` it has that number.
+        NaN occurs only with `on_error="skip"`.
 
         Args:
             prompts, completions: texts or messages.
@@ -269,7 +266,9 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | None) -> li
             "and `label`"
         ) from error
     if not isinstance(scores, list) or len(scores) != count:
-        raise ServiceError(f"the server did not return {count} scores for {count} completions: {repr(answer)[:120]}")
+        raise ServiceError(
+            f"the server must return {count} scores for {count} completions, not {repr(answer)[:120]}: check `api`"
+        )
     return scores
 
 

@@ -1,48 +1,15 @@
-"""Read what reward functions return: a number for each completion, or a score for each of its tokens or segments."""
+"""Read what reward functions return: a number for each completion, or a score for each of its tokens."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 
-@dataclass(frozen=True)
-class SegmentScores:
-    """
-    Score the segments of a completion, such as sentences or steps, each at the token that ends it.
-
-    A reward function of [`~trl_ext.PPOTrainer`] may return this for a row in place of one float. It means a list with
-    one float per token: a segment's score at the segment's last token, 0 at all other tokens.
-
-    Args:
-        ends: position of each segment's last token in the row's `completion_ids`, counted from 0, in rising order.
-        values: score of each segment.
-
-    Examples:
-        >>> from trl_ext.rewards import SegmentScores
-        >>> SegmentScores(ends=[1, 3], values=[0.5, -1.0]).by_token(5)
-        [0.0, 0.5, 0.0, -1.0, 0.0]
-    """
-
-    ends: Sequence[int]
-    values: Sequence[float]
-
-    def by_token(self, length: int) -> list[float]:
-        """Return a float for each of `length` tokens: a segment's value at its last token, 0 at all other tokens."""
-        ends = list(self.ends)
-        if sorted({*ends}) != ends or ends and not 0 <= ends[0] <= ends[-1] < length:  # -1 would be the last token
-            raise ValueError(f"`ends` must be rising positions from 0 to {length - 1}, the last token, got {ends}")
-        scores = [0.0] * length
-        for end, value in zip(ends, self.values, strict=True):
-            scores[end] = value
-        return scores
-
-
 def is_by_token(reward: Any) -> bool:
     """Return whether the reward of a row has a score for each token."""
-    return isinstance(reward, (SegmentScores, list, tuple)) or getattr(reward, "ndim", 0) == 1
+    return isinstance(reward, (list, tuple)) or getattr(reward, "ndim", 0) == 1
 
 
 def total_of(reward: Any) -> Any:
@@ -50,9 +17,7 @@ def total_of(reward: Any) -> Any:
     Return the sum of a row's token scores; return the score of a whole completion unchanged. `reward` is what a reward
     function gave the row.
     """
-    if not is_by_token(reward):
-        return reward
-    return math.fsum(reward.values if isinstance(reward, SegmentScores) else reward)
+    return math.fsum(reward) if is_by_token(reward) else reward
 
 
 def by_token(reward: Any, row: int, length: int) -> list:
@@ -60,8 +25,6 @@ def by_token(reward: Any, row: int, length: int) -> list:
     Return the token scores `reward` of completion `row` as a list; raise a `ValueError` unless each of its `length`
     tokens has one.
     """
-    if isinstance(reward, SegmentScores):
-        return reward.by_token(length)
     if len(reward) != length:
         raise ValueError(
             f"returned {len(reward)} token scores for completion {row}, which has {length} tokens; return one for each"
@@ -121,8 +84,9 @@ def without_failures(scores: Sequence[float | None]) -> list[float | None]:
 
 def of_rows(columns: Mapping[str, Any], rows: list[int], count: int) -> dict[str, Any]:
     """
-    Return a reward function's arguments (`columns`) for `rows` only, selected from its arguments for all `count` rows.
-    An argument that is no list of `count` values is returned unchanged.
+    Cut a reward function's arguments, `columns`, down to the rows with the indices `rows`.
+
+    An argument that is a list of `count` values, one for each row, is cut; any other is returned unchanged.
     """
     return {
         name: [values[row] for row in rows] if isinstance(values, (list, tuple)) and len(values) == count else values

@@ -95,8 +95,7 @@ class ServedReward(TellsFailures):
         max_characters: most characters of a prompt or completion. A row with a longer text is not sent, and fails.
         api_key_env: environment variable with a bearer token, such as `"OPENAI_API_KEY"`. The token is never written
             to a file or log.
-        on_error: what happens if a row fails. `"raise"` raises an error, `"skip"` scores the row None, a number is the
-            row's score.
+        on_error: what happens if a row fails. `"raise"` raises an error, `"skip"` scores the row None.
     """
 
     in_background = True
@@ -173,7 +172,7 @@ class ServedReward(TellsFailures):
         Args:
             call: has the deadline; records the seconds of an answered request, and the waits before retries.
             body: the request's content.
-            path: path of the request at the server, in place of the reward's own (None: that one).
+            path: path at the server; None: the reward's own.
             check: raises an error for an answer that cannot be used.
 
         Raises:
@@ -218,7 +217,9 @@ class ServedReward(TellsFailures):
                 "GET" if body is None else "POST", url, json=body, headers=headers, timeout=min(self.timeout, left)
             )
         except (httpx2.HTTPError, OSError) as error:
-            raise UnavailableError(hidden(f"{type(error).__name__}: {error}")[:200]) from error
+            raise UnavailableError(
+                hidden(f"the server did not answer: {type(error).__name__}: {error}")[:200]
+            ) from error
         text, wait = hidden(response.text), response.headers.get("retry-after", "")
         said = "".join(filter(str.isprintable, " ".join(redacted(text[:2000]).split())))[:200]
         if response.status_code != 200:
@@ -252,11 +253,11 @@ class ServedReward(TellsFailures):
 
     def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
         """
-        Return the scores of a call's rows, and log `metrics` by `log_metric` (None: not); if a row failed and
-        `on_error` is `"raise"`, raise.
+        Return the scores of a call's rows, and log `metrics`.
 
-        `outcomes` has a score or an error for each row. Each error is replaced by the number `on_error`, or else by
-        NaN; a [`WithheldError`] is always replaced by NaN.
+        `outcomes` has a score or an error for each row. An error is raised if `on_error` is `"raise"`, and replaced by
+        NaN if it is `"skip"`. A [`WithheldError`] is always replaced by NaN. `log_metric` is TRL's function that logs;
+        None logs nothing.
         """
         self.check(outcomes)
         log_to(log_metric, metrics, self)
@@ -277,8 +278,8 @@ def _client(process: int) -> httpx2.Client:
 
 def failure_of(error: Any, message: str) -> ServiceError:
     """
-    Return the exception for an `error` object in an answer with status 200. Its `code`, if that is 400 or more, counts
-    as the status, else 503.
+    Return an exception with this message for an `error` object in an answer with status 200. The object's `code`
+    counts as the status if it is 400 or more; if not, 503 does.
     """
     code = str(error.get("code")) if isinstance(error, dict) else ""
     return _failure(int(code) if code.isdecimal() and int(code) >= 400 else 503, message)

@@ -27,9 +27,9 @@ class Watch:
     Measure completions without rewarding them: the base class of reward functions with weight 0.
 
     Args:
-        folder: folder of the file `completions.rank{r}.jsonl`. Each completion is appended to the file as one line,
-            which has the scores of all watches: timestamp, step, rank, prompt, completion, scores. A completion with
-            tool calls or several messages is written as messages, any other one as text. None: the folder of
+        folder: folder of the file `completions.rank{r}.jsonl`, to which each completion is appended as one line. The
+            line has `timestamp`, `step`, `rank`, `prompt`, `completion`, and `scores` of all watches. A completion
+            with tool calls or several messages is written as messages, any other one as text. None: the folder of
             [`~trl_ext.callbacks.JSONLCallback`]; without that callback nothing is written.
         score: score that each completion gets. None: the watch does not count in the reward. Give 0.0 if no other
             reward function gives a score, since TRL needs one.
@@ -192,10 +192,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
         return scores
 
     def _read_start(self, step: int) -> int:
-        """
-        Read the start policy's scores that an interrupted run wrote; return the step of that run's first evaluation,
-        or `step`, the present step, if there is no such run.
-        """
+        """Read the scores of the start policy that an interrupted run wrote; return their step, or `step` if none."""
         folder = self.folder if self.folder is not None else Watch.default_folder
         for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) if folder is not None else ():
             rows = list(read_jsonl(path))
@@ -282,7 +279,8 @@ class RepetitionWatch(Watch):
       over completions
     - `repetition/top_phrase_share`: completions with the top phrase ÷ all completions. The top phrase is the n-gram
       that the most completions have; the attribute `top_phrase` and `completions.rank{r}.jsonl` say which it is
-    - `repetition/copied_share`: completions with `copied_words` words in a row from the corpus ÷ all completions
+    - `repetition/copied_share`: completions with `copied_words` words in a row from the corpus ÷ all completions; only
+      with a `corpus`
 
     Args:
         n: words in an n-gram.
@@ -320,9 +318,11 @@ class RepetitionWatch(Watch):
 
     def measure(self, completions: list) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
         """
-        Return the metrics to log, by the names that the class lists, with None for one that has no value; and for each
-        completion the scores to write to its file: `repeated`, `has_top_phrase`, `top_phrase` and `copied`. Also set
-        the attribute `top_phrase`.
+        Measure completions, and set the attribute `top_phrase`.
+
+        Returns:
+            The metrics by their names in the logs, None for a metric without a value; and for each completion a dict
+            with `repeated`, `has_top_phrase`, `top_phrase` and `copied`.
         """
         texts = [text_of(completion) for completion in completions]
         words = [words_of(text) for text in texts]

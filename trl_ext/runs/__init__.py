@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from .checkpoints import checkpoint_to_resume as checkpoint_to_resume
     from .checkpoints import differences as differences
     from .checkpoints import fingerprint as fingerprint
-    from .checkpoints import result_of as result_of
     from .checkpoints import save_trained as save_trained
     from .files import PRIVATE_FOLDER as PRIVATE_FOLDER
     from .files import REGISTRY as REGISTRY
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from .output_dir import FolderInUse as FolderInUse
     from .output_dir import Hold as Hold
     from .output_dir import check_output_dir as check_output_dir
-    from .output_dir import is_evaluated as is_evaluated
     from .output_dir import last_evaluation as last_evaluation
     from .output_dir import overlap as overlap
     from .redaction import redacted as redacted

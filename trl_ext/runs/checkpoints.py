@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import shutil
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ from datasets import Dataset
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
-from ..models.adapters import CRITIC, POLICY, REFERENCE, adapter_facts
-from ..models.weights import size_of, weights_identity
+from ..models.adapters import adapter_facts
+from ..models.weights import weights_identity
 from ..upstream.names import is_deepspeed_zero3_enabled, temporarily
 from .control import AgreedControl, CannotResume, Stopped, check_monitors, forget_stop, spoilt, stop_of
 from .files import from_first, on_first
@@ -22,14 +20,13 @@ from .output_dir import Hold
 from .redaction import pickled_without_credentials, without_credentials
 from .saving import BackgroundSaving, remove_links
 from .saving import NotSaved as NotSaved  # for recipes, as the next
-from .saving import result_of as result_of
 from .saving import save_trained as save_trained
 
 # Beginnings of the fields that are not compared: they only change what is shown and kept, and the speed
 _MAY_DIFFER = tuple(
     """
     dataloader_num dataloader_pe dataloader_pi dataloader_pre ddp_ debug disable_tqdm
-    distribution_shift_ do_ enable_jit eval_ hub_ local_rank log_ logging_ num_completions_to_print
+    do_ enable_jit eval_ hub_ local_rank log_ logging_ num_completions_to_print
     num_generations_eval on_save_failure output_dir per_device_eval project push_to_hub
     record_ report_to restore_callback resume_ run_name save_ skip_memory staging_dir torch_empty_cache trackio
     vllm_gpu vllm_group vllm_server
@@ -42,30 +39,27 @@ _MUST_BE_SAME = ("model: ", "reference", "critic: ", "rows per step: ", "num_min
 
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
     """
-    Return the values that must not change for an exact resume, as JSON by name: fields of `args`, and all `facts`.
-    Credentials are left out.
+    Return the values that must stay the same for an exact resume: a dict from each name to a JSON value.
+
+    These are the fields of `args` that can change the training, and all `facts`. Credentials are left out.
     """
     told = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
     return json.loads(json.dumps(without_credentials({**told, **facts}), default=str))
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """
-    Return a text such as `seed: 1 → 2` for each setting that differs between two runs, whose settings `before` and
-    `now` hold by name.
-    """
+    """Compare the settings of two runs, dicts by name; return a text such as `seed: 1 → 2` for each that differs."""
     different = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     return [f"{name}: {before.get(name)!r} → {now.get(name)!r}" for name in different]
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     """
-    Return the argument `resume_from_checkpoint` of `train` for a recipe, so that repeating its command resumes the
-    run.
+    Return what a recipe passes to `train` as `resume_from_checkpoint`, so that repeating its command resumes the run.
 
     The result depends on the setting `resume_from_checkpoint`:
 
-    - unset: the newest complete checkpoint; None if there is none
+    - unset: the path of the newest complete checkpoint; None if there is none
     - `true`: True, so that `train` takes the newest complete checkpoint, and raises if there is none
     - `false`: False, so that `train` restarts
     - a path: the path
@@ -84,20 +78,20 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     `train()` restarts, as in every `Trainer`. `train(resume_from_checkpoint=True)` resumes from the newest complete
     checkpoint in `output_dir`; with a path in place of True, from the checkpoint at that path.
 
-    - Settings that differ from those of the run that wrote the checkpoint are printed. An error is raised for another
-      base or start model, another reference, another number of rows in an optimizer step, another `num_mini_batches`
-      or `num_ppo_epochs`, a change to or from PPO without a critic, and another number of processes if each process
-      has saved a part of the checkpoint.
+    - Settings that differ from those of the run that wrote the checkpoint are printed. [`CannotResume`] is raised if
+      one of these differs: the base or start model, the reference, whether PPO has a critic, `num_mini_batches`,
+      `num_ppo_epochs`, or the number of rows in an optimizer step. If each process has saved a part of the checkpoint,
+      the number of processes must also be the same.
     - If the run is complete, the checkpoint is loaded, and nothing is trained. Under ZeRO-3 this raises an error.
-    - If a monitor ended the run in `output_dir`, `train` raises an error, unless `resume_anyway` is set, or
-      `resume_from_checkpoint=False` restarts the run.
+    - If a monitor ended the run in `output_dir`, `train` raises [`~trl_ext.runs.control.Stopped`], unless
+      `resume_anyway` is set, or `resume_from_checkpoint=False` restarts the run.
 
     While this run trains, no other process may run in `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].
 
     Args:
         model, *args, **kwargs: arguments of the trainer that is extended.
-        run_facts: a dict of further facts to compare, whose values JSON can hold. The trainer's arguments, the weights
-            and adapters of the model, and the fingerprint of the training data are always compared.
+        run_facts: a dict of further facts to compare, whose values JSON can hold. The training arguments, the model's
+            weights and adapters, and the fingerprint of the training data are always compared.
         resume_anyway: whether to resume a run that a monitor ended; also a field of PPOConfig and DPOConfig.
     """
 
@@ -118,7 +112,6 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         self.given_rows, self.given_eval_rows = kwargs.get("train_dataset"), kwargs.get("eval_dataset")
         self._resume_anyway = resume_anyway
         self._is_changed = False  # this run resumes one with other settings
-        self._has_printed_schedule = False
         super().__init__(model, *args, **kwargs)
 
     @property
@@ -127,7 +120,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         return self.accelerator.unwrap_model(self.model)
 
     def _run_facts(self) -> dict[str, Any]:
-        """Return, as JSON, what resuming compares besides the training arguments; all processes must call this."""
+        """Return the facts that resuming compares besides the training arguments; all processes must call this."""
         model, rows, args = self._given_model, self.given_rows, self.args
         revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
         return {
@@ -142,12 +135,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     def _load_own_state(self, checkpoint: str) -> None:
         """Load from the folder `checkpoint` the state that [`_save_own_state`] saved."""
 
-    def _schedule(self) -> str:
-        """Return a summary of the run to print when it begins."""
-        return schedule(self)
-
     def _steps(self) -> int | None:
-        """Return the number of optimizer steps of the whole run; None for a stream without end."""
+        """Return the number of optimizer steps of the whole run; None for a stream without `max_steps`."""
         return steps_of(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -164,9 +153,6 @@ class ResumableRun(AgreedControl, BackgroundSaving):
                 if state.global_step >= total:
                     return self._load_complete(checkpoint, state)
                 self._load_own_state(checkpoint)
-            if not self._has_printed_schedule:  # `train` may be called again
-                self.accelerator.print(self._schedule())
-            self._has_printed_schedule = True
             if checkpoint is not None:
                 self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {total}.")
             try:
@@ -179,10 +165,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             return output
 
     def _prepare_folder(self, resume: str | bool | None) -> None:
-        """
-        Remove a killed run's leftovers; raise [`Stopped`] if a monitor ended the run, unless `resume` is False, which
-        restarts it, or `resume_anyway` is set.
-        """
+        """Remove a killed run's leftovers; raise [`Stopped`] if a monitor ended the run and it may not continue."""
         folder = self.args.output_dir
         remove_links(Path(folder))
         stopped = stop_of(folder, "repeat the command with `--resume_anyway true` (`resume_anyway=True`)")
@@ -276,85 +259,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             super()._push_from_checkpoint(checkpoint_folder)
 
 
-WIDTH = 100  # characters of a line, at most
-_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}  # paths stay whole
-
-
-def block(title: str, lines: dict[str, str]) -> str:
-    """Format a title with named lines below it, wrapped and aligned; lines without a text are left out."""
-    room, width = max(map(len, lines)) + 4, min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
-    shown = [
-        textwrap.fill(f"  {name:{room - 2}}{text}", width, subsequent_indent=" " * room, **_WHOLE_WORDS)
-        for name, text in lines.items()
-        if text
-    ]
-    return "\n".join([title, *shown])
-
-
-def schedule(trainer: Any, **own: str) -> str:
-    """
-    Return a summary of a run of SFT, reward modelling or DPO: its model, data, steps and checkpoints.
-
-    `own` adds lines; it maps a line's name to its text.
-    """
-    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    evaluated = rows_of(trainer.eval_dataset).removesuffix(" rows").removesuffix(" row")
-    return block(
-        type(trainer).__name__.removeprefix("Resumable").removesuffix("Trainer"),
-        {
-            "model": sizes(model.named_parameters(), model),
-            **own,
-            "data": f"{rows_of(trainer.train_dataset)}{f', {evaluated} to evaluate on' if evaluated else ''}",
-            "step": f"{count(rows, 'row')} = {portions(args)}",
-            "total": _total(trainer),
-            "saves": saves(args),
-        },
-    )
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def sizes(named: Any, model: Any) -> str:
-    """
-    Return a text with the number of all weights, and of the trained weights.
-
-    Adapters other than the policy's and the critic's, such as the reference's, are not counted.
-
-    Args:
-        named: pairs of a parameter's name and the parameter.
-        model: the model, by whose `peft_config` adapters are told apart.
-    """
-    others = {*getattr(model, "peft_config", ())} - {POLICY, CRITIC}
-    parameters = [parameter for name, parameter in named if others.isdisjoint(name.split("."))]
-    every, trained = size_of(parameters), size_of(p for p in parameters if p.requires_grad)
-    return f"{every:,} parameters, {'all' if every == trained else f'{trained:,}'} trained"
-
-
-def reference_of(trainer: Any, model: Any) -> str:
-    """
-    Describe the reference model of a run, such as "frozen copy of the adapter"; `model` is the trained one, unwrapped.
-    """
-    if trainer.ref_model is not None:
-        return "frozen copy"
-    return "frozen copy of the adapter" if REFERENCE in getattr(model, "peft_config", ()) else "the base, adapters off"
-
-
-def rows_of(dataset: Any) -> str:
-    if isinstance(dataset, dict):
-        return " + ".join(f"{rows_of(part)} of {name}" for name, part in dataset.items())
-    return "" if dataset is None else count(len(dataset), "row") if isinstance(dataset, Dataset) else "a stream"
-
-
-def portions(args: Any) -> str:
-    processes = "1 process" if args.world_size == 1 else f"{args.world_size} processes"
-    return f"{args.train_batch_size} per device × {args.gradient_accumulation_steps} accumulated × {processes}"
-
-
 def steps_of(trainer: Any) -> int | None:
-    """Return the number of optimizer steps of a run, computed as transformers does; None for a stream without end."""
+    """Return a run's number of optimizer steps, as transformers computes it; None for a stream without `max_steps`."""
     args = trainer.args
     if args.max_steps > 0:
         return args.max_steps
@@ -363,24 +269,3 @@ def steps_of(trainer: Any) -> int | None:
     round_up_or_down = math.floor if args.dataloader_drop_last else math.ceil
     micro_batches = round_up_or_down(len(trainer.train_dataset) / (args.train_batch_size * args.world_size))
     return math.ceil(args.num_train_epochs * max(math.ceil(micro_batches / args.gradient_accumulation_steps), 1))
-
-
-def saves(args: Any) -> str:
-    """Describe the checkpoints of a run: when they are written, where, and how many are kept."""
-    if args.save_strategy == "no":
-        return f"no checkpoints, only the final model, in {args.output_dir}"
-    when = {
-        "steps": f"every {args.save_steps:g} steps" if args.save_steps >= 1 else f"every {args.save_steps:.0%}",
-        "epoch": "every epoch",
-    }.get(args.save_strategy, f"the best by {args.metric_for_best_model}")
-    limit = args.save_total_limit
-    kept = ", the newest is kept" if limit == 1 else f", the newest {limit} are kept" if limit else ""
-    return f"{when} in {args.output_dir}{kept}"
-
-
-def _total(trainer: Any) -> str:
-    args, steps = trainer.args, steps_of(trainer)
-    if steps is None:
-        return "as long as the stream lasts"
-    epochs = f"{args.num_train_epochs:g} {'epoch' if args.num_train_epochs == 1 else 'epochs'} = "
-    return f"{'' if args.max_steps > 0 else epochs}{count(steps, 'optimizer step')}"

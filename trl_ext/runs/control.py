@@ -1,6 +1,4 @@
-"""
-Let callbacks control a run: share their requests, keep a run that a monitor stopped from resuming, and check them.
-"""
+"""Share callbacks' requests among processes, record that a monitor ended a run, and warn of monitors without data."""
 
 import json
 from pathlib import Path
@@ -48,8 +46,7 @@ class AgreedControl:
 
 def request_kl_scale(state: Any, factor: float) -> None:
     """
-    Request that the trainer multiply its KL coefficient by `factor` once, at its next rollout. Only PPOTrainer does
-    so.
+    Ask the trainer to multiply its KL coefficient by `factor` once, at its next rollout. Only PPOTrainer does so.
 
     The request is kept in `state`, so that a resumed run carries it out, too. If several requests are made before a
     rollout, only the largest factor is used. Call this on all processes.
@@ -69,7 +66,7 @@ def take_kl_scale(state: Any) -> float:
 
 def request_rate_scale(state: Any, factor: float) -> None:
     """
-    Request that the trainer multiply its learning rates by `factor` from its next rollout on. Only PPOTrainer does so.
+    Ask the trainer to multiply its learning rates by `factor` from its next rollout on. Only PPOTrainer does so.
 
     If the rates follow `step_kl_target`, the target is multiplied by `factor`² instead. If several requests are made
     before a rollout, only the smallest factor is used. Call this on all processes, with the callbacks' `state`.
@@ -96,8 +93,9 @@ class CannotResume(ValueError):
 
 class Stopped(CannotResume):
     """
-    Raised when a run is started that a monitor ended before, and neither `resume_anyway` nor a restart is requested;
-    and at the end of training, if a monitor ended it because the weights must not be saved.
+    Raised when a run that a monitor ended is started again, with neither `resume_anyway` nor a restart.
+
+    Also raised at the end of training, if a monitor ended the run because its weights must not be saved.
     """
 
 
@@ -114,8 +112,8 @@ def forget_stop(output_dir: str) -> None:
 
 def stop_of(output_dir: str, how: str) -> str | None:
     """
-    Return a sentence that names the monitor that ended the run and ends in "To continue, {how}"; None if no monitor
-    ended it. `how` says what to do.
+    Return which monitor ended the run in `output_dir`, when and why, as text that ends in "To continue, {how}"; None
+    if no monitor ended it.
     """
     record = Path(output_dir, STOPPED)
     if not record.is_file():
@@ -144,9 +142,9 @@ logger = logging.get_logger(__name__)
 
 def check_monitors(trainer: Any) -> list[str]:
     """
-    Warn of monitors and watches that will have no data, and return the warnings as sentences.
+    Warn of callbacks and reward functions that will have no data, and return the warnings, a sentence each.
 
-    Each callback and reward function may have a method `lacks(trainer)`, which yields such sentences. Each sentence is
+    A callback or a reward function says so by a method `lacks(trainer)`, which yields sentences. Each sentence is
     logged only once for a trainer.
 
     trl_ext's trainers call this when they are built and when they begin to train; recipes call it when they attach

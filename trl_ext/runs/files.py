@@ -142,7 +142,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """
     Yield the objects of a file of JSON lines.
 
-    Incomplete lines are skipped. A run leaves such a line if it is killed, or while it is writing.
+    A line that is no JSON object is skipped. A run leaves such a line if it is killed, or while it is writing.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:

@@ -20,7 +20,7 @@ _NO_STATE = {
 
 def write_marker(checkpoint: str | os.PathLike[str], settings: dict[str, Any]) -> int:
     """
-    Write the marker of a checkpoint, and return the size of the checkpoint's files in bytes.
+    Mark a checkpoint as complete, by a file; return the size of the checkpoint's other files in bytes.
 
     Call this on one process, after all processes have written their files. The files are flushed to the disk before
     the marker, so a checkpoint with a marker is complete even after a loss of power.
@@ -44,10 +44,10 @@ def write_marker(checkpoint: str | os.PathLike[str], settings: dict[str, Any]) -
 
 def read_marker(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
     """
-    Return a checkpoint's marker; None if it is missing, or if a file that it names is missing or was cut.
+    Return a checkpoint's marker; None if it is missing, or if a file that it names is missing or has another size.
 
-    Its keys are `written_ns`, a Unix time in nanoseconds; `configuration`, the run's settings; and `files`, which maps
-    each file's path within the checkpoint to its size in bytes.
+    The marker's keys are `written_ns`, a Unix time in nanoseconds; `configuration`, the run's settings; and `files`,
+    which maps each file's path within the checkpoint to its size in bytes.
     """
     folder = Path(checkpoint)
     try:
@@ -64,7 +64,7 @@ def checkpoints_of(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def newest_complete(output_dir: str | os.PathLike[str]) -> str | None:
-    """Return the complete checkpoint that was written last, or None; print which incomplete ones are skipped."""
+    """Return the path of the newest complete checkpoint; None if there is none. Print which ones are incomplete."""
     markers = {path: read_marker(path) for path in checkpoints_of(output_dir)}
     for path in [path for path, marker in markers.items() if marker is None]:
         print(f"Skipping {path}: it is not complete.")
@@ -74,8 +74,9 @@ def newest_complete(output_dir: str | os.PathLike[str]) -> str | None:
 
 def delete_old(newest: Path, limit: int | None, best: str | None) -> None:
     """
-    Delete the oldest checkpoints, those without a marker first, until `limit` are left; keep `newest` and the one
-    named `best`. With the limit None, nothing is deleted.
+    Delete the oldest checkpoints beside `newest`, those without a marker first, until `limit` are left.
+
+    `newest`, and the one named `best`, are kept. If `limit` is None, nothing is deleted.
     """
     paths = checkpoints_of(newest.parent)
     ages = {path: ((path / MARKER).is_file(), path.stat().st_mtime_ns) for path in paths if path.is_dir()}

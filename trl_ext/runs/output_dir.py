@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .files import from_first, on_first
+from .files import on_first
 from .marker import MARKER
 
 LOCK = "_trl_ext.lock"  # in the output directory; a Trainer uploads nothing whose name begins with an underscore
@@ -91,11 +91,7 @@ class Hold:
 
 
 def _locked(folder: Path) -> Any:
-    """
-    Lock a folder and return the lock; raise [`FolderInUse`] if another process holds it.
-
-    If the folder cannot be locked, for example on a file system without locks, print a line and return None.
-    """
+    """Lock a folder, and return the lock; None, and a printed line, if the folder cannot be locked."""
     # One object for each file, so that this process can lock it again
     lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False, on_acquired=_write_holder)
     try:
@@ -129,38 +125,12 @@ def _holder(lock: Path) -> str:
         return "another process"
 
 
-def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -> bool:
-    """
-    Return whether the run was trained and evaluated before this command; if so, print that it is not evaluated again.
-
-    Evaluation files that are older than the run's newest checkpoint do not count, since they belong to an earlier run.
-
-    Args:
-        output_dir: the run's folder.
-        result: the result of `train`.
-        *files: glob patterns of the files that the evaluation writes; `eval_results.json` if none are given.
-    """
-    from accelerate import PartialState
-
-    files, folder = files or ("eval_results.json",), Path(output_dir)
-    newest = max((marker.stat().st_mtime for marker in folder.glob(_MARKERS)), default=0)
-    found = not result.metrics and all(
-        any(path.stat().st_mtime >= newest for path in folder.glob(pattern)) for pattern in files
-    )
-    found = from_first(found)  # another machine may not see the folder
-    if found:
-        PartialState().print(
-            f"{folder / files[0]} exists, so the model is not evaluated again; to evaluate it, delete that file."
-        )
-    return found
-
-
 def last_evaluation(trainer: Any, result: Any) -> dict[str, float]:
     """
     Return the trained model's metrics on the evaluation set by name, such as `eval_loss`, with the `epoch`.
 
-    They are those of training's last step if it evaluated there. Else, and with `load_best_model_at_end`, which may
-    have loaded an earlier checkpoint, the model is evaluated now.
+    If training evaluated at its last step, these metrics are returned. If it did not, or with
+    `load_best_model_at_end`, which may have loaded an earlier checkpoint, the model is evaluated now.
 
     Args:
         trainer: any Trainer, after training.

@@ -71,7 +71,7 @@ def without_credentials(value: Any) -> Any:
     """
     Return `value` without credentials, so that two runs that differ only in credentials compare as equal.
 
-    A mapping that held only credentials becomes None, as if it had not been set.
+    In a mapping, the keys of credentials are removed. If no key is left, it becomes None, as if it had not been set.
     """
     if not isinstance(value, dict):
         return redacted(value)
@@ -103,7 +103,8 @@ def pickled_without_credentials(args: Any) -> dict[str, Any]:
     """
     Return new values, by name, for the attributes of `args` that hold credentials.
 
-    In memory the credentials that are strings, such as the hub's token, still work; in a pickle they are redacted.
+    The new value of a string, such as the hub's token, still works, and is redacted only when it is pickled. In the
+    new value of a list or mapping, the credentials are redacted at once.
     """
     changed: dict[str, Any] = {}
     for name, value in vars(args).items():

@@ -3,8 +3,6 @@
 import os
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
@@ -27,8 +25,6 @@ else:
 
 logger = logging.get_logger(__name__)
 
-MODEL = "The model"
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 _MEMORY, _STAGED = "/dev/shm", "trl_ext_checkpoint_"
 
 
@@ -56,48 +52,6 @@ def not_saved(path: str | os.PathLike[str], error: BaseException) -> str:
     return f"{Path(path).name} could not be written to {folder} ({cause}; {free:.1f} GiB are free there)"
 
 
-@contextmanager
-def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None = None) -> Iterator[None]:
-    """
-    Raise [`NotSaved`] on all processes if the `with` block, which writes a part of a run's result, cannot write it.
-
-    Every process must enter and leave the block, and no collective may follow a write in it. Weights that were written
-    only in part are removed: beside files of an earlier run they would look complete.
-
-    Args:
-        output_dir: the run's folder.
-        what: name of the part, as the beginning of the message: "The model".
-        goes_on: what the same command will do if it is run again: the end of the message, after "run the same command
-            again: it". The default says that it resumes or, without a checkpoint, restarts.
-    """
-    before, failure = _weights_in(output_dir), None
-    try:
-        yield
-    except Exception as error:
-        if not is_of_writing(error):
-            raise
-        failure = error
-        for path, time in _weights_in(output_dir).items():
-            if before.get(path) != time:
-                path.unlink(missing_ok=True)
-        Path(output_dir, "train_results.json").unlink(missing_ok=True)  # with it, the run would count as finished
-    cause = failure and not_saved(os.path.join(output_dir, what), failure)
-    if causes := [*filter(None, gather_object([cause]))]:
-        has_checkpoint = any(Path(output_dir).glob(f"checkpoint-*/{MARKER}"))
-        goes_on = goes_on or ("resumes from the newest complete checkpoint" if has_checkpoint else "restarts")
-        kept = "" if what == MODEL else "The model is saved. "
-        raise NotSaved(
-            f"{causes[0]}. {kept}Correct the cause (if the disk is full, make room), then run the same command again: "
-            f"it {goes_on}."
-        ) from failure
-
-
-def _weights_in(folder: str | os.PathLike[str]) -> dict[Path, int]:
-    """Map each file of weights in a folder and its subfolder `critic` to the time when it was last written, in ns."""
-    paths = [path for pattern in _WEIGHTS for at in ("", "critic/") for path in Path(folder).glob(f"{at}{pattern}")]
-    return {path: path.stat().st_mtime_ns for path in paths}
-
-
 def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
     """
     Save a model, then its metrics, in this order because the model matters more if the disk becomes full.
@@ -106,11 +60,9 @@ def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
         trainer: a Trainer that has trained.
         metrics: metrics that `train` returned. They are empty, and not saved, if the run was complete before.
     """
-    with result_of(trainer.args.output_dir, MODEL):
-        trainer.save_model()
-    with result_of(trainer.args.output_dir, "The training metrics"):
-        if metrics:
-            trainer.save_metrics("train", metrics)
+    trainer.save_model()
+    if metrics:
+        trainer.save_metrics("train", metrics)
 
 
 class BackgroundSaving(_Trainer):
@@ -178,9 +130,7 @@ class BackgroundSaving(_Trainer):
         """
 
     def _begin(self, checkpoint: Path) -> Path | None:
-        """
-        Prepare to write a checkpoint; return its folder in memory, or None if it is written to the disk directly.
-        """
+        """Prepare to write a checkpoint; return its folder in memory, None if it is written to the disk directly."""
         Path(checkpoint, MARKER).unlink(missing_ok=True)
         remove_links(checkpoint.parent)
         if not getattr(self.args, "save_in_background", False) or self._size is None:
@@ -208,10 +158,7 @@ class BackgroundSaving(_Trainer):
         return in_memory
 
     def _finish(self, checkpoint: Path, in_memory: Path | None, best: str) -> None:
-        """
-        Move a checkpoint from memory (`in_memory`; None if it is on the disk already) to the disk, mark it as
-        complete, and delete the oldest ones except the one named `best`.
-        """
+        """Move a checkpoint from the folder `in_memory`, if any, to the disk; mark it as complete; delete old ones."""
         try:
             if in_memory is not None:
                 part = checkpoint.with_name(f"_{checkpoint.name}")  # a Trainer uploads no such name
@@ -242,12 +189,12 @@ class BackgroundSaving(_Trainer):
         """
         Check whether the checkpoint that is being written in the background is complete; with `wait`, wait for it.
 
-        If it could not be written, remove it and raise [`NotSaved`]; with `on_save_failure: continue`, and in a run
-        that a monitor ended, print the reason instead. Call this on all processes.
+        If it could not be written, it is removed, and [`NotSaved`] is raised. With `on_save_failure: continue`, and in
+        a run whose weights must not be saved, the reason is printed instead. Call this on all processes.
 
         Args:
             wait: whether to wait.
-            causes: for each process the clause that `not_saved` returns if it could not write its part, else None.
+            causes: for each process why it could not write its part, as `not_saved` says it, or None.
         """
         if self._being_saved is None:
             return

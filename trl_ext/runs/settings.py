@@ -60,9 +60,7 @@ def meets(value: Any, rule: str) -> bool:
 
 
 def rules_of(each: Field) -> tuple[Range | None, OnlyWith | None]:
-    """
-    Return the `range` and the `only_with` of the field `each`, as [`setting`] takes them; None for a missing rule.
-    """
+    """Return the rules `range` and `only_with` of a field that [`setting`] declared; None for a rule it lacks."""
     text = each.metadata.get("help", "")
     return (text.range, text.only_with) if isinstance(text, _Help) else (None, None)
 
@@ -173,9 +171,7 @@ def resolve_for_cpu(config: Any) -> None:
 
 
 def resolve_checkpointing(config: Any) -> None:
-    """
-    Copy `gradient_checkpointing…`, the deprecated names, to the settings `activation_checkpointing…` that are unset.
-    """
+    """Copy the deprecated settings `gradient_checkpointing…` to `activation_checkpointing…` where these are unset."""
     for end in ("checkpointing", "checkpointing_kwargs"):
         if getattr(config, f"activation_{end}") is None:
             setattr(config, f"activation_{end}", getattr(config, f"gradient_{end}"))
@@ -190,8 +186,8 @@ def check_settings(
     Args:
         config: a dataclass instance. Whole numbers, `Literal` choices, ranges and `only_with` are checked; `None`
             passes where the field's type allows it.
-        ranges: mapping from the name of a field that another package declares to its range, as [`setting`] takes it.
-        only_with: mapping from the name of such a field to its `only_with`, as [`setting`] takes it.
+        ranges: ranges of fields that another package declares, by the field's name, in the form of [`setting`].
+        only_with: the rule `only_with` of such fields, by the field's name, in the form of [`setting`].
 
     Raises:
         ValueError: a value breaks a rule; the message has the field, its value, and what to do.
@@ -201,11 +197,7 @@ def check_settings(
 
 
 def _wrong(config: Any, ranges: Mapping[str, Range], only_with: Mapping[str, OnlyWith]) -> Iterator[str]:
-    """
-    Yield a sentence for each field of `config` whose value is not allowed, or needs another setting.
-
-    `ranges` and `only_with` map a field's name to a rule, as [`setting`] takes it, which replaces the field's own.
-    """
+    """Yield a sentence for each broken rule. A rule in `ranges` or `only_with` replaces the field's own."""
     hints = get_type_hints(type(config))  # not `field.type`: HfArgumentParser overwrites it
     for each in fields(config):
         name, hint, value = each.name, hints[each.name], getattr(config, each.name)

@@ -25,10 +25,10 @@ def root() -> Path:
 
 def find(name: str | os.PathLike[str]) -> Path:
     """
-    Return the path of a file or folder in the working directory, or else of the shipped one with this name.
+    Return the path of a file or folder: in the working directory or, if it is not there, among those that ship.
 
-    The names of shipped ones begin with `recipes/` or `accelerate_configs/`, as `recipes/demo/world.py`. If neither
-    exists, the name is returned unchanged.
+    The names of those that ship begin with `recipes/` or `accelerate_configs/`, as in `recipes/demo/world.py`. A name
+    that is in neither place is returned unchanged, as a path.
     """
     path = Path(name).expanduser()
     if not path.exists() and path.parts[:1] in (("recipes",), ("accelerate_configs",)) and (root() / path).exists():
@@ -81,7 +81,7 @@ def accelerate_file(flag: str, name: str) -> Path:
 
 
 def recipe(name: str) -> ModuleType:
-    """Import a recipe as `trl_ext.recipes.NAME`, wherever its folder lies."""
+    """Import a recipe as the module `trl_ext.recipes.NAME`, wherever its folder lies, and return it."""
     package = f"{_PACKAGE.name}.recipes"
     if package not in sys.modules:
         spec = ModuleSpec(package, None, is_package=True)

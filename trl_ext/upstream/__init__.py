@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from .names import is_conversational as is_conversational
     from .packages import is_installed as is_installed
     from .packages import need as need
-    from .terminal import SECONDS as SECONDS
-    from .terminal import late_bars as late_bars
     from .terminal import quiet as quiet
 else:
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)

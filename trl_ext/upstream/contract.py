@@ -42,7 +42,7 @@ def function_change(path: str, passed: str | None) -> str:
 
 def method_change(cls: type, name: str, passed: str) -> str:
     """
-    Return how a method of `cls` differs from the method that trl_ext was written for; "" if it does not differ.
+    Return a sentence on how a method of `cls` differs from the method that trl_ext was written for; "" if it does not.
 
     `passed` lists the parameters that trl_ext passes: "model, seed=" stands for `model` by position and `seed` by
     name. A further parameter counts as a difference, unless `passed` ends in `...`.

@@ -159,7 +159,7 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         reward_processing_classes reward_weights router_aux_loss_coef state temperature tools train_dataset use_vllm
         vllm_generation vllm_importance_sampling_correction""",
     "trl.DPOTrainer": """
-        _is_vision_dataset _metrics _signature_columns _tag_names _tokenizer
+        _metrics _signature_columns _tag_names _tokenizer
         accelerator args beta control data_collator eval_dataset is_deepspeed_enabled is_fsdp_enabled ld_alpha
         loss_types loss_weights model precompute_ref_logps ref_model state train_dataset""",
     "trl.RewardTrainer": "_metrics _signature_columns accelerator data_collator model",
@@ -215,15 +215,15 @@ def changes_of_class(path: str) -> dict[str, str]:
 
 def names_taken(trainer: type) -> str:
     """
-    Return a sentence with the names that trl_ext's trainer and TRL's both define, so that one overrides the other.
+    Return a sentence with the names that TRL's trainer has and trl_ext's trainer defines by accident; "" if none.
 
-    Return "" if there are none. Names that are overridden on purpose, and are listed, do not count.
+    Names in `METHODS` and `ATTRIBUTES` are defined on purpose.
     """
     base = _base(trainer)
     before, theirs = trainer.__mro__[: trainer.__mro__.index(base)], base.__mro__[:-1]  # all but `object`
     path, ours = f"trl.{base.__name__}", [cls for cls in before if cls.__module__.startswith("trl_ext.")]
     taken = names_of_both(ours, theirs) - METHODS[path].keys() - {*ATTRIBUTES[path].split()}
-    return f"`{base.__name__}` has {', '.join(sorted(taken))}, and so has {trainer.__name__}" if taken else ""
+    return f"`{base.__name__}` has {', '.join(sorted(taken))}, which {trainer.__name__} defines, too" if taken else ""
 
 
 def _base(trainer: type) -> type:

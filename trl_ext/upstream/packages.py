@@ -4,7 +4,8 @@ from importlib.util import find_spec
 
 OPTIONAL = {  # package -> what needs it, and what pip installs
     "deepspeed": ("ZeRO, `--accelerate_config zero2` or `zero3`", "deepspeed"),
-    "vllm": ("generation by vLLM, `use_vllm: true`", "vllm"),
+    # Each vLLM so far asks for an older transformers than we do, which pip installs, or refuses to mix
+    "vllm": ("generation by vLLM, `use_vllm: true`", "vllm==0.32.0 && pip install 'transformers>=5.23'"),
     "bitsandbytes": ("quantised bases and 8-bit optimizers, `load_in_4bit: true`", "bitsandbytes"),
     "wandb": ("`report_to: wandb`", "wandb"),
     "tensorboard": ("`report_to: tensorboard`", "tensorboard"),
@@ -25,18 +26,17 @@ def is_installed(package: str) -> bool:
     return bool(spec and spec.origin)  # a plain folder has no origin: W&B writes its runs to a folder `wandb`
 
 
-def need(package: str, what: str, otherwise: str = "") -> None:
+def need(package: str, what: str) -> None:
     """
     Raise an `ImportError` if a package is not installed.
 
     Args:
         package: the package's name in `import`.
         what: what needs the package, as the beginning of the error's sentence.
-        otherwise: what can be done instead of installing it, as the end of that sentence.
 
     Raises:
         ImportError: the package is not installed; the message has the command that installs it.
     """
     if not is_installed(package):
         install = OPTIONAL[package][1] if package in OPTIONAL else package
-        raise ImportError(f"{what} needs {package}, which is not installed: `pip install {install}`{otherwise}")
+        raise ImportError(f"{what} needs {package}, which is not installed: `pip install {install}`")

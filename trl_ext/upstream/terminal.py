@@ -1,19 +1,16 @@
 """
 Hide certain warnings of libraries from the terminal: those that do not concern the user's run.
 
-Recipes and commands call `quiet` first; `trl_ext.ppo` and `trl_ext.dpo` call it when they are imported. Their trainers
-call `late_bars` when they are made. `import trl_ext`, callbacks and rewards hide nothing, so a script without these
-trainers prints the same as without trl_ext. There is one exception: watches return no scores, so TRL logs None as
-their mean, and the watches hide transformers' remark that TensorBoard cannot log None.
+Recipes and commands call `quiet` first; `trl_ext.ppo` and `trl_ext.dpo` call it when they are imported. `import
+trl_ext`, callbacks and rewards hide nothing, so a script without our trainers prints the same as without trl_ext.
+There is one exception: watches return no scores, so TRL logs None as their mean, and the watches hide transformers'
+remark that TensorBoard cannot log None.
 """
 
 import functools
 import logging
 import os
-import re
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 # Logger → beginnings of its messages that say nothing of the run
 REMARKS = {
@@ -33,10 +30,6 @@ WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # DeepSpeed calls torch by old names, dozens of times a step
     (FutureWarning, r"`torch\.distributed\.\w+` is deprecated"),
 )
-# Rows of transformers' report on a classifier that was loaded from a language model: its head is meant to be new. (A
-# reward model that has no head is refused elsewhere.)
-NEW_HEAD = r"lm_head\.weight +\| UNEXPECTED|score\.weight +\| MISSING"
-SECONDS = 3.0  # before a library's own progress bar appears; the bar vanishes when it is done
 
 
 def _is_verbose() -> bool:
@@ -55,7 +48,6 @@ def quiet() -> None:
         return
     for name, beginnings in REMARKS.items():
         logging.getLogger(name).addFilter(functools.partial(_is_for_users, beginnings))
-    logging.getLogger("transformers.modeling_utils").addFilter(_is_of_more_than_a_head)
     for category, pattern in WARNINGS:
         warnings.filterwarnings("ignore", pattern, category)
 
@@ -78,27 +70,5 @@ def hide_none_logged() -> None:
         logger.addFilter(functools.partial(_is_for_users, remark))
 
 
-@functools.cache
-def late_bars() -> None:
-    """Show a progress bar of transformers or datasets ("Loading weights", "Map") only after its first 3 seconds."""
-    if _is_verbose():
-        return
-    from datasets.utils import tqdm
-    from transformers.utils.logging import set_tqdm_hook
-
-    set_tqdm_hook(_late)
-    tqdm.__init__ = functools.partialmethod(tqdm.__init__, delay=SECONDS, leave=False)
-
-
 def _is_for_users(beginnings: tuple[str, ...], record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(beginnings)
-
-
-def _is_of_more_than_a_head(record: logging.LogRecord) -> bool:
-    text = re.sub(r"\x1b\[[\d;]*m", "", record.getMessage())  # on a terminal, transformers writes in colours
-    title, _, rows = text.partition("-+-\n")
-    return " LOAD REPORT" not in title or not re.fullmatch(rf"(({NEW_HEAD}) +\| *\n)+\s*Notes:.*", rows, re.DOTALL)
-
-
-def _late(make: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return make(*args, **{"delay": SECONDS, "leave": False, **kwargs})

@@ -43,6 +43,7 @@ def test_bytes_per_parameter_of_each_mode(subtests):
     for mode, weights, gradients, optimizer in [
         ("single", 4, 4, 8),
         ("ddp", 4, 8, 8),
+        ("zero0", 2, 2, 12),
         ("zero2", 2, 2 / 4, 12 / 4),
         ("zero3", 2 / 4, 2 / 4, 12 / 4),
         ("fsdp2", 4 / 4, 4 / 4, 8 / 4),

@@ -45,8 +45,9 @@ class AskingArguments:
 
     def served(self, url: str, model: str | None, extra: str | None) -> dict[str, Any]:
         """
-        Return the arguments of [`~trl_ext.rewards.JudgeReward`] for a server at `url`. `model` is the model's name
-        there, `extra` a text with more keys of the request's body; both may be None.
+        Return the arguments of [`~trl_ext.rewards.JudgeReward`] for a server at `url`.
+
+        `model` is the model's name there; `extra` is YAML text with more keys of the request's body. Both may be None.
         """
         names = ("api_key_env", "timeout", "retries", "max_concurrency")
         given = {"url": url, "model": model, "extra": entry_of(extra) if extra else None}
@@ -112,7 +113,7 @@ class LabelArguments(AskingArguments):
                 f"with `judge_temperature` 0, all `votes` ({self.votes}) are the same: raise `judge_temperature`, or "
                 "set `votes` to 1",
             ),
-            (own, f"`keep_columns` names {min(own, default='')!r}, which pairs already have: rename it in the data"),
+            (own, f"`keep_columns` names {min(own, default='')!r}, a column that the pairs get anyway: rename yours"),
         ):
             if is_wrong:
                 raise ValueError(message)
@@ -125,8 +126,8 @@ def run(args: LabelArguments) -> dict[str, Any]:
     If people labelled fewer than `min_known` pairs, the judge is not asked, and no training pairs are written.
 
     Returns:
-        The report, which is also written as `label.json` and `label.html`. Its `gate` has `passed`, and `reasons` if
-        no pairs were written.
+        The report, which is also written as `label.json` and `label.html`. In its `gate`, `passed` says whether
+        training pairs were written, and `reasons` says why not.
     """
     import numpy as np
 
@@ -216,10 +217,7 @@ def run(args: LabelArguments) -> dict[str, Any]:
 
 
 def _rows(args: LabelArguments, folder: Path, left_out: Counter[str]) -> list[dict[str, Any]]:
-    """
-    Load the pairs to judge, or sample them from policies; write them as `queue.jsonl` to `folder`, and return them.
-    What was left out is counted in `left_out`, by reason.
-    """
+    """Load or sample the pairs to judge, write them as `queue.jsonl`, and return them; count those left out."""
     from ...data import load_dataset_split, write_rows
     from .data import load_pairs, sample_pairs
 

@@ -3,9 +3,9 @@
     trl-ext constitution --prompts PROMPTS --constitution FILE.yaml --model_url URL --model NAME --output_dir OUT
 
 The model answers each prompt, criticises its answer by a principle that is sampled, and revises it, `rounds` times.
-`sft/train.jsonl` has the last revisions, `pairs/train.jsonl` the revisions over the first answers, and
-`to_judge.jsonl` the same pairs for `trl-ext label`, whose judge is compared with people first. Each row keeps
-principle, critique and round. The model is a server with OpenAI's API (--model_url), or a local one
+`sft/train.jsonl` has the last revisions, `pairs/train.jsonl` has each revision as chosen and the first answer as
+rejected, and `to_judge.jsonl` has the same pairs for `trl-ext label`, whose judge is compared with people first. Each
+row keeps principle, critique and round. The model is a server with OpenAI's API (--model_url), or a local one
 (--model_name_or_path). The same command resumes where it was interrupted.
 """
 
@@ -121,7 +121,7 @@ def _rows(
 
     Args:
         prompts: prompts by key.
-        journal: what was asked, by key and step.
+        journal: the journal's rows, by key and step.
         texts: for each key, the text of each step; None where there is none.
         args: the command's arguments.
         by: identity of the constitution.

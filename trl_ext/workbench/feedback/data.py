@@ -27,7 +27,7 @@ def load_pairs(name: str, split: str, keep: Sequence[str], left_out: Counter[str
             `item`. Without `item` the key is used.
         split: split to load.
         keep: further columns to keep.
-        left_out: counter to which the number of rows that are left out is added, by reason.
+        left_out: counts the rows that are left out, by reason; this function adds to it.
 
     Raises:
         ValueError: a column or a text is missing, or two pairs have the same `item`.
@@ -68,7 +68,7 @@ def sample_pairs(prompts: Dataset, args: Any, folder: Path, left_out: Counter[st
         prompts: dataset with the column `prompt`.
         args: arguments of `trl-ext label`.
         folder: where answers are written.
-        left_out: counter to which the number of pairs that are left out is added, by reason.
+        left_out: counts the pairs that are left out, by reason; this function adds to it.
 
     Returns:
         Rows as [`load_pairs`] returns them, with `policy_a` and `policy_b`.
@@ -114,7 +114,7 @@ def write_for_people(folder: Path, rows: Sequence[dict[str, Any]], size: int, se
 
 def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Counter[str]]:
     """
-    Return for each pair that people labelled how many of them chose "a", "b" and "tie", by the row's `key`.
+    Count people's choices, "a", "b" or "tie", for each pair that they labelled; return the counts by the pair's `key`.
 
     If a person labelled a pair twice, the last label counts.
 

@@ -160,13 +160,13 @@ class Served(JudgeReward):
 
     def say(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         """
-        Ask for one message.
+        Send a conversation to the model, and return its next message as a dict.
 
         Returns:
             - `text`: the message; None if there is none.
             - `why`: "read", or the reason why there is no text: "empty", "cut", "withheld" or "refused".
-            - `message`: the text, or the server's error.
-            - `tokens`: number of tokens of the request and of the answer.
+            - `message`: the text, or the error that says why there is none.
+            - `tokens`: list of two numbers, the tokens of the request and of the answer.
             - `model`: the model that the server named; missing if the request was refused.
 
         Raises:
@@ -242,7 +242,7 @@ class LocalModel:
 
 class Question(NamedTuple):
     """
-    Ask for one verdict on a pair of answers.
+    Hold a question to a judge: which of two answers is better?
 
     Args:
         key: the pair's key, a hash of its texts.

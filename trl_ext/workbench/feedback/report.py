@@ -53,8 +53,15 @@ def prompt_groups(rows: Sequence[dict[str, Any]]) -> np.ndarray:
 
 def kappa(ours: Sequence[str], theirs: Sequence[str], groups: np.ndarray, seed: int = 0) -> Any:
     """
-    Return Cohen's κ of two raters' choices, `ours` and `theirs`, each "a", "b" or "tie", and the two ends of its 95 %
-    interval by a bootstrap over `groups`, the rows' (N,) group numbers; None and None if κ is not defined.
+    Compute Cohen's κ of two raters, and its 95 % interval by a bootstrap over groups of rows.
+
+    Args:
+        ours, theirs: (N,) choices of the two raters, each "a", "b" or "tie".
+        groups: (N,) group numbers; the rows of a group are resampled together.
+        seed: seed of the bootstrap.
+
+    Returns:
+        κ, and the two ends of its interval; None and None if κ is not defined.
     """
     cells = [3 * CHOICES.index(mine) + CHOICES.index(other) for mine, other in zip(ours, theirs, strict=True)]
     return estimate(cohen_kappa(resampled(np.eye(9)[cells], groups, seed).reshape(-1, 3, 3)))
@@ -62,17 +69,17 @@ def kappa(ours: Sequence[str], theirs: Sequence[str], groups: np.ndarray, seed: 
 
 def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -> dict[str, Any]:
     """
-    Measure how often people chose a judge's winners, and how far to shrink its shares of verdicts towards one half.
+    Measure how often people chose a judge's winners, and the factor that corrects how sure the judge is of them.
 
     Pairs that the judge calls a tie do not count. Of the other n pairs, let k be the number whose winner people chose,
     too; a pair that people call a tie counts ½. Then accuracy = (k + ½)/(n + 1).
 
-    If a share p of the verdicts is for the winner, the confidence in the winner is ½ + (p − ½)·shrink. With
+    If the judge is sure of a winner by p, the confidence in the winner is ½ + (p − ½)·shrink. With
     shrink = max(2·accuracy − 1, 0)/(2·mean p − 1), the mean confidence in these n winners is the accuracy, ½ at least.
 
     Args:
         ours: (N,) the judge's choices.
-        shares: (N,) share of the verdicts that are for the judge's choice.
+        shares: (N,) how sure the judge is of its choices, p, as [`choice_of`] returns it.
         theirs: (N,) people's choices.
 
     Returns:
@@ -120,8 +127,9 @@ def of_known(
         args: arguments of `trl-ext label`.
 
     Returns:
-        - `known`: number of `rows`, share of equal choices (`agreement`), Cohen's `kappa` and its `kappa_interval`,
-          what [`noise`] returns, and how often the `judge` and `people` chose the `longer` answer.
+        - `known`: a dict with the number of `rows`; the share of equal choices, `agreement`; Cohen's `kappa` and its
+          `kappa_interval`; what [`noise`] returns; and `longer`, how often the `judge` and `people` chose the longer
+          answer.
         - `to_read`: at most 100 pairs that judge and people label differently, those with the surest verdicts first.
         - `gate`: whether the judge has `passed`, so that it may label, and `reasons` if not.
     """

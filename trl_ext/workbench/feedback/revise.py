@@ -24,7 +24,7 @@ def kind_of(step: int) -> str:
 
 class Turn(NamedTuple):
     """
-    Ask the model for one text: an answer, a critique or a revision.
+    Hold a request to the model for one text: an answer, a critique or a revision.
 
     Args:
         key: name of the prompt.
@@ -57,10 +57,7 @@ class Turn(NamedTuple):
 
 
 def principle_of(key: str, round_: int, names: Sequence[str], seed: int) -> str:
-    """
-    Return the name of the principle, one of `names`, for round 1, 2, … of the prompt `key`, sampled so that all occur
-    before any repeats.
-    """
+    """Sample one of the principles `names` for a round, 1, 2, …, of the prompt `key`; all occur before any repeats."""
     generator = np.random.default_rng([seed, int(hashlib.sha256(key.encode()).hexdigest()[:15], 16)])
     return names[generator.permutation(len(names))[(round_ - 1) % len(names)]]
 
@@ -74,7 +71,7 @@ def turn_of(
     In a round the model is given the prompt and the newest answer, but not the rounds before.
 
     Args:
-        key, prompt: name and text or messages of the prompt.
+        key, prompt: the prompt's name, and the prompt, as text or messages.
         step: 0 for the answer, then a critique and a revision for each round.
         texts: maps each earlier step to its text, None if there is none.
         principles: maps the name of each principle to its text.

@@ -36,7 +36,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ...cli.arguments import check_model
 from ...data import is_messages
 from ...rewards import Member, ModelReward, load_reward, reward_identity, well_formed
 from ...runs import redacted
@@ -242,8 +241,10 @@ async def _until_gone(request: Request) -> None:
 
 async def read_body(request: Request, limits: Limits) -> Any:
     """
-    Parse a request's body as JSON, None if it is not JSON; raise a [`Refusal`] if the body is longer than `limits`
-    allows.
+    Return a request's body, parsed as JSON; None if it is not JSON.
+
+    Raises:
+        Refusal: the body is longer than `limits` allows.
     """
     body = bytearray()
     async for part in request.stream():
@@ -291,12 +292,12 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
 
 def load(model: str, **settings: Any) -> Callable:
     """
-    Return the reward that `model` names: a function as `file.py:function`, or by folder or hub name a [`ModelReward`]
-    with those `settings` that are not None.
+    Return the function that `model` names as `file.py:function`, or a [`ModelReward`] of the folder or hub name.
+
+    `settings` are arguments of [`ModelReward`]; those that are None are left out.
     """
     if ".py:" in model:
         return load_reward(model)
-    check_model("MODEL", model)
     return ModelReward(model, **{name: value for name, value in settings.items() if value is not None})
 
 

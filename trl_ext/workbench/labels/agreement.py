@@ -108,9 +108,7 @@ def cohen_kappa(counts: np.ndarray) -> np.ndarray:
 
 
 def resampled(values: np.ndarray, groups: np.ndarray, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
-    """
-    Sum (N, K) values over all N rows, and over each bootstrap sample of groups of rows; return (1 + resamples, K).
-    """
+    """Return (1 + resamples, K) sums of (N, K) values: over all rows, then over each bootstrap sample of groups."""
     sums = pd.DataFrame(values).groupby(groups).sum().to_numpy()
     kinds, times = np.unique(sums.round(9), axis=0, return_counts=True)  # of equal groups only the number is drawn
     drawn = np.random.default_rng(seed).multinomial(len(sums), times / len(sums), size=resamples)
@@ -197,10 +195,7 @@ def zscores(labels: Labels) -> np.ndarray:
 
 
 def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
-    """
-    Return all annotators' z-scores, (A,), by their `labels`, relative to the annotators with `is_measure`, (A,) bool,
-    True.
-    """
+    """Return all annotators' z-scores, (A,), each relative to the others for whom `is_measure`, (A,) bool, is True."""
     own = is_measure[labels.annotator]
     agrees = pd.Series(_others_share(labels, labels.where(own).counts(), labels.choice, own))
     agrees = agrees.groupby([labels.annotator, labels.prompt[labels.item]]).mean().dropna()
@@ -253,8 +248,8 @@ def _unknown(labels: Labels, report: dict[str, Any]) -> Iterator[str]:
         yield "No item has two labels, or all labels of such items are the same, so α is not defined."
     if not labels.swapped.any():
         yield (
-            "Every pair was shown in only one order. So if all annotators lean to one side, it is not known whether "
-            "the answers there are better: only who leans more than the others is known."
+            "Every pair was shown in only one order. So if all annotators prefer the answer shown first, it is not "
+            "known whether it is better; it is known only who prefers it more often than the others."
         )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from ...cli.parser import StrictTrlParser
 from ...data import write_rows
 from ...runs import check_output_dir, check_settings, find, overlap, setting, write_text
-from ...upstream import late_bars, quiet
+from ...upstream import quiet
 from ..pages.markup import number, percent, render, with_interval
 
 _OWN = {"prompt", "chosen", "rejected", "confidence", "weight", "votes", "annotators"}
@@ -96,8 +96,8 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     Write the report and the pairs, and return the content of `annotators.json`.
 
     Raises:
-        ValueError: the table cannot be read, or lies in the output folder or around it; or no pair is left to train
-            on. The report, which is written before, says why no pair is left.
+        ValueError: the table cannot be read; the table lies in the output folder, or contains it; or no pair is left
+            to train on. The report, which is written before, says why no pair is left.
     """
     from ...data import load_dataset_split
     from . import Columns, agreement_report, hold_out_annotators, read_labels
@@ -225,7 +225,7 @@ def page(report: dict[str, Any]) -> str:
 
 
 def kappa_matrix(kappas: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Map each annotator, highest mean κ first, to a dict from each other annotator to their entry in `kappas`."""
+    """Map each annotator, highest mean κ first, to a dict from each other annotator to the two's entry in `kappas`."""
     matrix: dict[str, dict[str, dict[str, Any]]] = {}
     for row in kappas:
         a, b = row["annotators"]
@@ -238,7 +238,6 @@ def main(arguments: list[str] | None = None) -> None:
     quiet()
     parser = StrictTrlParser(AnnotatorsArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
-    late_bars()
     with parser.one_line_errors():
         check_output_dir(args.output_dir, None)
         report = report_labels(args)

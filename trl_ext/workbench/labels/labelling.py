@@ -139,7 +139,7 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
         path: the file. If a row names no annotator, its annotator is the file's name without the suffix.
 
     Returns:
-        `{"item", "annotator", "choice"}` of each label; `choice` is one of `CHOICES` or None.
+        A dict with `item`, `annotator` and `choice` for each label; `choice` is one of `CHOICES` or None.
 
     Raises:
         ValueError: the file cannot be read; or a row, which the message names, has no item, or a choice that is not

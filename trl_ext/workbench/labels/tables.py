@@ -189,10 +189,7 @@ def _said(column: pd.Series) -> pd.Series:
 
 
 def _scores(table: pd.DataFrame, columns: Columns) -> pd.DataFrame:
-    """
-    Return a score for each answer of each row of `table`, whose columns `columns` names; a choice gives the chosen
-    answer 1 and the other 0, a tie gives both ½.
-    """
+    """Return each row's score of each answer; a choice gives the chosen answer 1, the other 0; a tie gives both ½."""
     if columns.scores:
         scores = table[[*columns.scores]].apply(pd.to_numeric) * (-1 if columns.lowest_wins else 1)
         return scores.set_axis(range(len(columns.responses)), axis=1)
@@ -215,8 +212,8 @@ def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
     Return the probability that each of the three labels is the right one, for each item.
 
     - `"majority"` counts votes.
-    - `"noisy_bt"` scores each answer from all its pairs, and returns σ of the difference of an item's two scores; ties
-      get 0. See [`noisy_bradley_terry`].
+    - `"noisy_bt"` scores each answer by all its pairs, and takes the sigmoid of the difference of an item's two
+      scores; a tie has probability 0. See [`noisy_bradley_terry`].
 
     Args:
         labels: labels of the annotators who count.
@@ -240,11 +237,11 @@ def noisy_bradley_terry(
     """
     Estimate scores of answers and the reliability of annotators together.
 
-    P(annotator k prefers i to j) = η_k σ(s_i − s_j) + (1 − η_k) σ(s_j − s_i) (Crowd-BT, Chen et al. 2013, "Pairwise
-    ranking aggregation in a crowdsourced setting"). With η_k = 1 this is Bradley and Terry's model; an annotator with
-    η_k = ½ chooses at random, and one with η_k = 0 always chooses the opposite. The priors are s ~ N(0, 1) and η ~
-    Beta(8, 2), with mean 0.8: most annotators are better than chance, which also fixes the scores' sign. L-BFGS,
-    started at s = 0, finds the mode of the posterior.
+    P(annotator k prefers i to j) = η_k σ(s_i − s_j) + (1 − η_k) σ(s_j − s_i), with the sigmoid σ (Crowd-BT, Chen et
+    al. 2013, "Pairwise ranking aggregation in a crowdsourced setting"). With η_k = 1 this is Bradley and Terry's
+    model; an annotator with η_k = ½ chooses at random, and one with η_k = 0 always chooses the opposite. The priors
+    are s ~ N(0, 1) and η ~ Beta(8, 2), with mean 0.8: most annotators are better than chance, which also fixes the
+    scores' sign. L-BFGS, started at s = 0, finds the mode of the posterior.
 
     Args:
         answers: (L, 2) int, the two answers of each label.
@@ -341,7 +338,7 @@ def majority_pairs(
             labels for the other answer, is left out.
         min_labels: least number of labels; an item with fewer is left out.
         keep_columns: further columns of the table to keep in the pair, with the values in the item's first row.
-        left_out: a dictionary to which the number of items that are left out is added, by reason.
+        left_out: a dictionary in which this function stores, by reason, how many items are left out.
     """
     columns = columns or Columns()
     shares = shares_of_labels(labels) if shares is None else shares

@@ -48,7 +48,7 @@ GROUPS = {
 # First parts of the keys that trainers log, with `eval_` or without; all others are metrics of the user's own
 KNOWN = {
     *"attribution beta clip_ratio completions environment gold grad_norm greedy learning_rate logits logps".split(),
-    *"loss objective policy profiling repetition rewards sampling shift time tools turns val vespo watch".split(),
+    *"loss objective policy profiling repetition rewards sampling time tools turns val vespo watch".split(),
 }
 LINES_OF_ONE = 8  # a chart has at most so many lines
 # The charts that come first for a run without a reward; for a run with one those in PANELS come first
@@ -97,10 +97,7 @@ def paid_curves(run: Run) -> list[str]:
 
 
 def _lines(axes: Any, history: list[dict[str, Any]], keys: list[str]) -> None:
-    """
-    Draw on the plot `axes` the values of the log `history` under each key, with those of training first and as solid
-    lines, so that evaluations lie on top.
-    """
+    """Draw the curve of each key in a log. Training's are solid and drawn first, so that evaluations lie on top."""
     for place, key in enumerate(sorted(keys, key=lambda key: key.startswith("eval_"))):
         line = LINES[place % len(LINES)] if key.startswith("eval_") else "-"
         draw_line(axes, history, key, key, linestyle=line)

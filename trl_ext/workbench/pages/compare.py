@@ -105,10 +105,7 @@ def _settings(runs: dict[str, Run]) -> list[list[str]] | None:
 
 
 def _same_prompts(samples: dict[str, list[dict[str, Any]]]) -> list[list[Any]]:
-    """
-    Return table rows for the latest prompts that all runs answered: a prompt, then each run's last answer to it.
-    `samples` holds each run's answers by its name.
-    """
+    """Return table rows of the latest prompts that all runs answered: the prompt, then each run's last answer."""
     last = [{str(row["prompt"]): row for row in rows} for rows in samples.values()]
     shared = set.intersection(*map(set, last))
     latest = sorted(shared, key=lambda prompt: (-min(answers[prompt]["step"] for answers in last), prompt))
@@ -154,8 +151,9 @@ def _mean(of: dict[str, Any] | None) -> str:
 
 def of_runs(evaluation: dict[str, Any], runs: dict[str, Run]) -> dict[str, Any]:
     """
-    Return the entries that runs have in an evaluation, by the run's name. The entry of a checkpoint counts as its
-    run's; a run without an entry is left out.
+    Return each run's figures in an evaluation, by the run's name; a run without figures is left out.
+
+    The figures of a checkpoint count as those of its run.
     """
     found: dict[Path, Any] = {}
     for policy in evaluation["policies"].values():

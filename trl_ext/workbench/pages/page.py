@@ -121,18 +121,16 @@ def verdict(run: Run) -> str:
     parts = [listed([_change(run, label, key) for label, key in wanted(run).items()])]
     if run.passed is not None:
         parts.append(f"the saved model {'passed' if run.passed else 'did not pass'} its report")
-    elif run.objections:
-        parts.append("a reward model did not pass its report")
     said = "; ".join(filter(None, [*parts, watched(run)]))
     return sentence(said if run.has_ended or not said else f"so far {said}")
 
 
 def wanted(run: Run) -> dict[str, str]:
     """
-    Return the metrics that the verdict names: a label and the log's key of each.
+    Map the label of each metric that the verdict names to its key in the log.
 
-    If the run logs a reward, these are score, held-out gold and KL. Otherwise they are the first metric and the losses
-    among the held-out metrics of the [`headline`], or among all its metrics if none is held out.
+    If the run logs a reward, these are score, held-out gold and KL. For another run they are the first metric of the
+    [`headline`], and the losses. If some metrics of the headline are on held-out data, only these count.
     """
     shown = headline(run)
     if "reward" in run.metrics:

@@ -62,7 +62,7 @@ class Run:
         outcome: figures measured after training, by label; for a round of online DPO, before it and after it.
         monitors: maps each monitor's name to its arguments; None if monitors were not recorded.
         paid: what the reward paid for, as HackWatch wrote it.
-        objections: why reports say not to trust the reward models that the run used or saved.
+        objections: why a report says not to trust the reward model that the run saved.
         passed: verdict of the report on the reward model that the run saved; None without a report.
     """
 
@@ -110,8 +110,9 @@ class Run:
 
 def main_keys(trainer: str) -> dict[str, str]:
     """
-    Map the name (with unit) of each main quantity of a trainer to the quantity's key in the log. `trainer` is the name
-    of its configuration class, such as `PPOConfig`.
+    Map the name (with unit) of each main quantity that a trainer logs to its key in the log.
+
+    `trainer` is the name of the trainer's configuration class, such as `PPOConfig`.
     """
     metrics = METRICS[trainer]
     sampled = {
@@ -163,7 +164,6 @@ def read_run(folder: Path) -> Run:
         run.history = [{**event["logs"], "step": event["step"]} for event in run.events if "logs" in event]
         run.monitors = next((event["monitors"] for event in reversed(run.events) if "monitors" in event), run.monitors)
         registry = {**{name: {"args": args} for name, args in (run.monitors or {}).items()}, **registry}
-        run.objections = [*((begins[-1].get("objections") if begins else None) or [])]
         run.config = redacted(next((event["config"] for event in reversed(run.events) if "config" in event), {}))
     run.monitors, run.registry = redacted(run.monitors), redacted(registry)  # the page shows the monitors' arguments
     run.alerts = redacted(_of_this_run(_rows(folder / "alerts.jsonl") or run.alerts, begins))
@@ -181,10 +181,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_results(run: Run, since: float) -> None:
-    """
-    Read results from after training: those of a round of online DPO, and the report on a saved reward model, unless it
-    is older than `since`, a Unix time.
-    """
+    """Add to `run` what was measured after it: in a round of online DPO, or by a reward report newer than `since`."""
     measured = read_object(run.folder / "round.json")  # {} for a round that is not complete
     before = read_object(run.folder / f"../round-{measured.get('round', 0) - 1}/round.json")
     for each in (before, measured):
@@ -204,7 +201,7 @@ def _read_results(run: Run, since: float) -> None:
     run.passed = verdict.get("passed")
     if run.passed is False:
         what = "reward_report.json says no to the model that this run has saved:"
-        run.objections.insert(0, "\n  - ".join([what, *verdict["reasons"]]))
+        run.objections = ["\n  - ".join([what, *verdict["reasons"]])]
 
 
 def rounds_of(folder: Path) -> list[Path]:
@@ -232,10 +229,7 @@ def _time(path: Path) -> float:
 
 
 def _of_this_run(rows: list[dict[str, Any]], begins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """
-    Return the rows without those of earlier runs, and without the older rows of steps that were repeated. `begins` are
-    the rows that each start or resume wrote.
-    """
+    """Return the rows without those of earlier runs, and without the older rows of steps that a resume repeated."""
     starts = [(begin.get("timestamp", 0), begin["step"] or -1) for begin in begins]
     return [
         row

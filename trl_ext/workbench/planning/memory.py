@@ -49,8 +49,9 @@ def optimizer_bytes(weights: int, weight_bytes: int, optim: str) -> int:
 
 def kv_cache_bytes(config: Any, rows: int, tokens: int, number_bytes: int) -> int:
     """
-    Return the bytes of the cached keys and values of `rows` sequences of `tokens` tokens, with `number_bytes` bytes a
-    number; `config` is a model's text configuration.
+    Return the bytes of the KV cache of `rows` sequences of `tokens` tokens.
+
+    `config` is the model's text configuration; a key or value has `number_bytes` bytes for each of its numbers.
     """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

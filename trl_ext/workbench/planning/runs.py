@@ -20,7 +20,7 @@ class Layout:
     Describe which part of a model each process keeps.
 
     Args:
-        mode: how the run is distributed: `"single"` (not at all), `"ddp"`, `"fsdp2"`, `"zero1"`, `"zero2"` or
+        mode: how the run is distributed: `"single"` (not at all), `"ddp"`, `"fsdp2"`, or `"zero0"` to
             `"zero3"`.
         processes, machines: number of processes on all machines together, and number of machines.
         offloads_weights, offloads_optimizer: whether the weights, and whether the optimizer's state, are in the
@@ -217,7 +217,7 @@ class Role:
         parameters, trained: number of all weights, and of the trained ones.
         weights, gradients, optimizer: bytes of the weights, of the gradients and of the optimizer's state.
         note: text to show beside the role.
-        config: the model's configuration; None if the job holds it: the policy's, and those in `Job.rewards`.
+        config: the model's configuration; None to use that of the job's policy or, for a reward model, of its rewards.
     """
 
     name: str
@@ -433,7 +433,7 @@ def seconds_per_example(
 
     def forward(role: Role) -> float:
         config = job.rewards[0] if role.name == "reward model" and is_ppo and job.rewards else job.policy
-        weights = policy.parameters if role.note else role.parameters  # a note: it runs on the policy's base
+        weights = policy.parameters if "policy's" in role.note else role.parameters  # it runs on the policy's base
         return _forward((role.config or config).get_text_config(), weights, length) / rate
 
     def update(role: Role) -> float:
@@ -454,8 +454,9 @@ def seconds_per_example(
 
 def examples(job: Job, plan: Plan, rows: int | None) -> float | None:
     """
-    Return the number of examples (PPO: episodes) of the whole run `job`, with the batch sizes of its `plan`; None if
-    it depends on the data's `rows`, and `rows` is None.
+    Return the number of examples (PPO: episodes) of a whole run, by its job and plan.
+
+    `rows` is the number of rows of the dataset. If it is None and the run's length depends on it, None is returned.
     """
     args, is_ppo = job.args, job.stage == "ppo"
     if is_ppo and args.total_episodes:

@@ -180,9 +180,7 @@ def _plan_ppo(job: Job) -> Plan:
 
 
 def _finish(job: Job, result: Plan) -> Plan:
-    """
-    Add the bytes of a checkpoint to a job's plan `result`, move offloaded bytes to the host, and return the plan.
-    """
+    """Complete a plan: add the bytes of a checkpoint, and move offloaded bytes to the host; return the plan."""
     wide = job.layout.is_deepspeed  # its checkpoint has a copy of the weights in float32
     size = job.compute_dtype.itemsize if wide else job.dtype.itemsize
     for role in result.roles:
@@ -211,8 +209,8 @@ def causal_lm(job: Job, config: Any, outputs: tuple[str, ...] = ("log_probs",)) 
 
 def classifier(job: Job, config: Any, dtype: torch.dtype | None = None) -> Any:
     """
-    Return a sequence classifier with one label, built from its configuration; without a `dtype`, it has the dtype of
-    the job's passes.
+    Return a sequence classifier with one label, built from its configuration. Its dtype is `job.compute_dtype` if
+    `dtype` is None.
     """
     given = {name: value for name, value in config.to_dict().items() if name not in ("id2label", "label2id")}
     config = type(config)(**{**given, "num_labels": 1, "pad_token_id": config.pad_token_id or 0})
@@ -302,7 +300,7 @@ def role_of(
         weights = share(weights, layout.processes)
     if layout.shards_gradients:
         gradients = share(gradients, layout.processes)
-    if layout.is_deepspeed or layout.mode == "fsdp2":
+    if layout.mode in ("fsdp2", "zero1", "zero2", "zero3"):
         state = share(state, layout.processes)
     return Role(name, sum(p.numel() for p in parameters), count, weights, gradients, state, note)
 
@@ -387,8 +385,9 @@ def scoring_phase(
 
 def scored(batch: dict[str, Tensor], width: int) -> dict[str, Any]:
     """
-    Return the batch with `predicts` and `targets`, by which the actor-critic computes log-probs and values of the last
-    `width` tokens of each row.
+    Return the batch with what the actor-critic needs for the log-probs and values of each row's last `width` tokens.
+
+    That is `targets`, the ids of these tokens, and `predicts`, the index of the token before each in the flat batch.
     """
     rows, length = batch["input_ids"].shape
     predicts = torch.arange(rows)[:, None] * length + torch.arange(length - width - 1, length - 1)
@@ -427,10 +426,7 @@ def update_phases(
 
 
 def _gathered(job: Job, model: nn.Module, *frozen: nn.Module | None) -> int:
-    """
-    Return the bytes of sharded weights, of `model` and the `frozen` models (None: none), that each GPU gathers for the
-    job's computations; 0 if weights are not sharded.
-    """
+    """Return the bytes of sharded weights that each GPU gathers to run these models; 0 if weights are not sharded."""
     if job.layout.mode == "zero3":
         count = min(job.layout.live_parameters, numel(model, *frozen))
     elif job.layout.mode == "fsdp2":

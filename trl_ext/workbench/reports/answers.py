@@ -71,8 +71,14 @@ def load_prompts(name: str, config: str | None, split: str | None, most: int | N
 
 def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
     """
-    Raise if a policy was trained on any prompt of `rows`; return a sentence for each of `policies`, paths by name,
-    whose training prompts are unknown.
+    Check that no policy was trained on a prompt of `rows`.
+
+    Args:
+        policies: maps each policy's name to its path.
+        rows: dataset with the prompts.
+
+    Returns:
+        A sentence for each policy whose training prompts are unknown.
 
     Raises:
         ValueError: a policy was trained on some of the prompts.
@@ -300,8 +306,8 @@ def policy_figures(
         - `rewards`: maps each reward's name to the mean score, as [`mean_of`] returns it.
         - `kl`, `length`: mean KL and mean tokens of an answer, as [`mean_of`] returns them; `kl` may be None.
         - `cut_off`: share of the answers that did not end by EOS.
-        - `distinct_3`: number of different 3-grams as a share of all 3-grams.
-        - `repeated`: share of 3-grams that occurred before in the same answer.
+        - `distinct_3`: number of different 3-grams as a share of all answers' 3-grams; None if there are none.
+        - `repeated`: share of an answer's 3-grams that occurred before in it, mean over the answers.
     """
     repetition: dict[str, Any] = {}
     repetition_watch(**{f"{key}s": [row[key] for row in answers] for key in ("prompt", "completion")},

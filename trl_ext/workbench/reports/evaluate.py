@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ...cli.arguments import check_model
 from ...cli.parser import carried_out, entry_of
 from ...runs import check_settings, redacted, setting, write_text
 
@@ -80,7 +79,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
         The content of `evaluation.json`.
     """
     from ...data import write_rows
-    from ...rewards import Member, check_rewards, load_rewards
+    from ...rewards import Member, load_rewards
     from ...rewards import distinct as distinct_names
     from .. import objections
     from ..pages.compare import named
@@ -99,14 +98,12 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
         win_rate,
     )
 
-    entries = [entry_of(text) for text in args.rewards or []]
-    judges = [entry_of(args.judge)] if args.judge else []
-    check_rewards([*entries, *judges])
+    # Before anything is generated, which may take long: a mistyped reward is refused here
+    functions, _ = load_rewards([entry_of(text) for text in args.rewards or []])
+    judge = load_rewards([entry_of(args.judge)])[0][0] if args.judge else None
     paths = {name.replace("/", "--"): str(path) for name, path in named(list(map(Path, args.policies))).items()}
     baseline = next(name for name, path in paths.items() if Path(path) == Path(str(args.baseline)))
     reference = str(args.ref_model_name_or_path)
-    for policy in {*paths.values(), reference}:
-        check_model("policies" if policy in paths.values() else "ref_model_name_or_path", policy)
     rows = load_prompts(args.prompts, args.dataset_config, args.dataset_split, args.max_prompts)
     notes = check_held_out(paths, rows)
     sampling = Sampling(**{each.name: getattr(args, each.name) for each in fields(Sampling)})
@@ -118,8 +115,6 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
     kl = kl_of(reference, {name: (paths[name], answers[name]) for name in paths}, sampling)
     free()
 
-    functions, _ = load_rewards(entries)
-    judge = load_rewards(judges)[0][0] if judges else None
     names = distinct_names([Member(function).name for function in functions])
     columns = {name: rows[name][:] for name in rows.column_names if name not in OWN}
     keys = [json.dumps(row["prompt"], sort_keys=True) for row in answers[baseline]]
@@ -157,10 +152,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
 
 
 def _page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> str:
-    """
-    Return the HTML page of an evaluation, with its figures `found`; all policies must have answered the same prompts
-    in the same order.
-    """
+    """Return the HTML page of an evaluation; the policies' answers must be to the same prompts in the same order."""
     from ..pages.compare import evaluation_rows
     from ..pages.markup import render
 
@@ -174,10 +166,7 @@ def _page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> st
 
 
 def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, Any]) -> list[str]:
-    """
-    Return sentences on the limits of the figures: a KL that is missing or biased, and missing scores. `policies` has
-    each policy's figures, `scored` its answers' scores by reward.
-    """
+    """Return sentences on the limits of the figures: a KL that is missing or biased, and missing scores."""
     notes = [
         f"{name} and the reference {args.ref_model_name_or_path} have different vocabularies, so {name} has no KL."
         for name, of in policies.items()
@@ -187,7 +176,8 @@ def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, 
         notes.append("No `rewards` and no `judge` were given, so nothing says whose answers are better.")
     if args.top_p < 1 or args.temperature == 0:
         notes.append(
-            "The KL is not that of the distribution sampled from: that needs `top_p` 1 and `temperature` above 0."
+            "The KL is a rough estimate, since answers were not sampled from a policy's whole distribution: that "
+            "needs `top_p` 1 and `temperature` above 0."
         )
     for name, by_reward in scored.items():
         for reward, values in by_reward.items():

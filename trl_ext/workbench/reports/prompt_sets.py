@@ -70,13 +70,15 @@ class PromptSet:
         return (_text(value, self.column, by) for value in self.rows[self.column])
 
     def prompt(self, row: int, by: By = "conversation") -> str:
-        """
-        Return the prompt of a row as one text, the whole conversation or its last turn (`by`), as [`prompts`] does.
-        """
+        """Return the prompt of one row as a text, as [`prompts`] yields it."""
         return _text(self.rows[row][self.column], self.column, by)
 
     def answers(self) -> list[str] | None:
-        """Return all answers, normalised, of the column `completion`, `chosen` or `messages`; None without these."""
+        """
+        Return each row's answer, normalised; of messages, the last one's text.
+
+        Answers are in the first of the columns `completion`, `chosen` and `messages` that there is; None without one.
+        """
         column = next((name for name in _ANSWER_COLUMNS if name in self.rows.column_names), None)
         if column is None:
             return None
@@ -108,7 +110,8 @@ class PromptReport:
         duplicates: groups of exact and near duplicates, which may hold rows of several sets.
         words: number of words of each prompt.
         scripts: for each prompt the script that most of its letters have.
-        copied: maps each set's name to the share of each answer's runs of words that also occur in the corpus.
+        copied: maps a set's name to a number for each of its answers: the share of the answer's runs of words that
+            also occur in the corpus.
     """
 
     sets: dict[str, PromptSet]
@@ -227,8 +230,9 @@ def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tupl
     Args:
         report: report of [`examine_prompts`].
         name: name of the set.
-        columns: names of columns of the set. If the set has no such columns, `length` gives the quarter of the set, by
-            number of words, that contains the prompt, and `script` gives the prompt's script.
+        columns: names of columns of the set, or `length` or `script`. If the set has no column `length`, this is the
+            quarter of the set, by number of words, that the prompt is in. If it has no column `script`, this is the
+            script that most of the prompt's letters have.
     """
     prompts, place = report.sets[name], report.places[name]
     words = report.words[place]

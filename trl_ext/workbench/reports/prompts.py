@@ -20,7 +20,7 @@ import numpy as np
 from ...cli.parser import StrictTrlParser, pairs, path_and_split
 from ...data import write_rows
 from ...runs import check_output_dir, check_settings, find, overlap, setting, write_text
-from ...upstream import late_bars, quiet
+from ...upstream import quiet
 from ..pages.markup import number, render
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class PromptsArguments:
     columns: list[str] = _list("Columns of prompts, as NAME=COLUMN; by default prompt, messages, chosen or text.")
     held_out: list[str] | None = setting(
         None,
-        "Sets to evaluate on; rows of other sets that are also in these are left out. Unset: `eval`, if it is a set.",
+        "Sets to evaluate on; rows that other sets share with these are left out. If unset, the set `eval`, if any.",
     )
     by: Literal["conversation", "last_turn"] = setting(
         "conversation", "Compare chat prompts by all turns, or by the user's last one."
@@ -107,8 +107,12 @@ class PromptsArguments:
 
 def check(args: PromptsArguments) -> None:
     """
-    Check the output folder, and raise a `ValueError` for an unknown set name, as in `held_out`, for a set or a split
-    whose name cannot be a file's, and for data in the output folder or around it.
+    Check the output folder, and the names of sets and splits.
+
+    Raises:
+        OSError: the output folder cannot be written.
+        ValueError: an argument such as `held_out` has the name of no set; the name of a set or split cannot be a
+            file's name; or data of a set lie in the output folder, or contain it.
     """
     check_output_dir(args.output_dir, "false")
     named = {*(args.held_out or ()), *(args.split_sets or ()), *args.copied_from, *args.set_columns}
@@ -137,7 +141,6 @@ def main(arguments: list[str] | None = None) -> None:
     quiet()
     parser = StrictTrlParser(PromptsArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
-    late_bars()
     with parser.one_line_errors():
         check(args)
         broken = run(args)
@@ -223,12 +226,12 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
         if args.write and name not in args.held_out and leaks.any():
             found["notes"].append(
                 f"the copy of {name!r} keeps {leaks.sum()} rows that {'held-out' if args.held_out else 'other'} sets "
-                "have, too: see `held_out` and `remove`"
+                "have, too: to leave them out, name those sets in `held_out`, and set `remove: near`"
             )
     for option, name, bound in ((option, *each) for option, of in args.bounds.items() for each in of.items()):
         key, what = _BOUNDS[option]
         count, rows = found["sets"][name][key], found["sets"][name]["rows"]
-        sentence = f"{count} of {rows} rows of {name!r} ({count / rows:.2%}) {what}, the bound is {bound:.2%}"
+        sentence = f"{count} of {rows} rows of {name!r} ({count / rows:.2%}) {what}, `{option}` allows {bound:.2%}"
         judged = {"bound": bound, "share": count / rows, "broken": count / rows > bound, "sentence": sentence}
         found["bounds"].append({"option": option, "set": name, **judged})
     return found
@@ -236,8 +239,11 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
 
 def groups(report: "PromptReport") -> list[dict[str, Any]]:
     """
-    Return a dict for each group of duplicates in a report: its `kind`, "exact" or "near"; its `rows`, lists of row
-    numbers by set; and its `similarity`, the lowest one of a row to the group's first row.
+    Return a dict for each group of duplicates in a report, with these keys.
+
+    - `kind`: "exact" or "near".
+    - `rows`: the row numbers of the group, a list for each set, by the set's name.
+    - `similarity`: the lowest similarity of a row to the group's first row.
     """
     near, exact, found = report.duplicates.near, report.duplicates.exact, []
     order = np.argsort(near, kind="stable")
@@ -270,10 +276,7 @@ def page(report: "PromptReport", found: dict[str, Any], grouped: list[dict[str, 
 
 
 def _examples(report: "PromptReport", grouped: list[dict[str, Any]], args: Any) -> list[list[Any]]:
-    """
-    Return two prompts of each of 8 of the groups of duplicates `grouped`: groups that span several sets first, larger
-    groups first.
-    """
+    """Return two prompts of each of 8 groups of duplicates, at most: groups in several sets first, then large ones."""
     found = []
     for group in sorted(grouped, key=lambda of: (len(of["rows"]) == 1, -sum(map(len, of["rows"].values()))))[
         :EXAMPLES

@@ -37,8 +37,9 @@ class Answer(NamedTuple):
 
 def answer_in(row: dict[str, Any], completion: Any, finished: bool = True) -> Answer:
     """
-    Return the [`Answer`] `completion` to the prompt of `row`; `finished` is False if it was cut off. Columns of the
-    row other than prompts and answers are kept for the reward.
+    Return `completion` as an [`Answer`] to the prompt of `row`; `finished` is False if it was cut off.
+
+    Columns of the row other than prompts and answers are kept for the reward.
     """
     return Answer(row["prompt"], completion, finished, {k: v for k, v in row.items() if k not in _NO_COLUMNS})
 
@@ -55,9 +56,9 @@ class Material:
         pairs: the held-out pairs; several may share a prompt.
         train: pairs that the reward was trained on, in random order; empty if none are known.
         group_columns: columns of the pairs; the accuracy is compared between their values.
-        trained_on: facts on the pairs that the reward was trained on: `is_known`, whether all of them are known;
-            `left_out`, how many of the given pairs are among them; `with_a_trained_answer`, how many of the others
-            share an answer with one of them.
+        trained_on: facts on the pairs that the reward was trained on. `is_known`: whether all of them are known.
+            `left_out`: how many of the given pairs are among them. `with_a_trained_answer`: how many of the other
+            given pairs share an answer with one of them.
         unknown: sentences for the report on what was left out, or is not known.
         policy: answers of the policy; empty if there are none.
         rankings: for each prompt its answers and their ranks, 1 the best.
@@ -99,9 +100,9 @@ def material_of(
     hashes, count = pair_hashes(held_out), len(held_out)
     shared = int((trained.has_an_answer_of(hashes) & ~trained.has(hashes)).sum())
     said = {
-        f"{left_out:,} of {left_out + count:,} pairs are left out: they were trained on.": left_out,
-        "It is not known which pairs the reward was trained on. If these are among them, its figures are too "
-        "good.": not trained.is_complete,
+        f"{left_out:,} of {left_out + count:,} pairs are left out: the reward was trained on them.": left_out,
+        "It is not known which pairs the reward was trained on. If the tested pairs are among them, its figures are "
+        "too good.": not trained.is_complete,
         f"{shared:,} of {count:,} pairs have an answer that is in a training pair, too: the model may remember "
         "it.": shared,
     }
@@ -130,7 +131,7 @@ def gather(args: Any, trained: TrainedPairs) -> Material:
         trained: pairs that the reward is known to have been trained on; none of them counts as held out.
 
     Raises:
-        ValueError: the reward was trained on all pairs.
+        ValueError: the reward was trained on all pairs; or some are unusable, see [`~trl_ext.data.usable_pairs`].
     """
     split = args.dataset_split or default_split(args.dataset_name)
     pairs, best_of_n, said = load_pairs(args.dataset_name, split, args.dataset_config, args.drop_unusable_pairs)
@@ -154,7 +155,7 @@ def gather(args: Any, trained: TrainedPairs) -> Material:
     found.best_of_n = [group for group in best_of_n if not _is_seen(group, trained)][: args.max_pairs]
     found.rankings = [(group, ranks) for group, ranks in rankings if not _is_seen(group, trained)]
     if count := len(rankings) - len(found.rankings):
-        found.unknown.append(f"{count:,} of {len(rankings):,} rankings are left out: they were trained on.")
+        found.unknown.append(f"{count:,} of {len(rankings):,} rankings are left out: the reward was trained on them.")
     if args.policy_answers:
         file, columns = args.policy_answers, ("prompt", "completion")
         rows = load_dataset_split(file, default_split(file), columns=columns)
@@ -179,10 +180,9 @@ def _is_seen(group: list[Answer], trained: TrainedPairs) -> bool:
 
 def _training_pairs(args: Any, held_out: str) -> Dataset | None:
     """
-    Load the usable training pairs: by default, the split `train` of the dataset that the reward is tested on.
+    Load the usable training pairs: those that `args` name, or else the split `train` of the dataset to test on.
 
-    Return None if `args` name no other dataset or split, and `train` does not exist or is `held_out`, the split to
-    test on.
+    Return None if they name none, and this split does not exist or is `held_out`, the split to test on.
     """
     name, split = args.train_name or args.dataset_name, args.train_split or "train"
     is_named = args.train_name or args.train_split

@@ -118,7 +118,7 @@ def examine(
     kept = np.flatnonzero(np.isfinite(scored["chosen"] + scored["rejected"]))
     if not len(kept):
         raise ValueError(
-            f"in none of {len(material.pairs)} pairs, {score.name} gave both answers a finite score: check its scores"
+            f"{score.name} gave both answers a finite score in none of {len(material.pairs)} pairs: check its scores"
         )
     pairs = [material.pairs[i] for i in kept]
     first, second = (torch.tensor(scored[name][kept]) for name in ("chosen", "rejected"))
@@ -354,7 +354,7 @@ def accuracy_name(report: dict[str, Any]) -> str:
 
 
 def page(report: dict[str, Any]) -> str:
-    """Render the report that [`examine`] has returned as HTML."""
+    """Return the HTML page of a report that [`examine`] returned."""
     bias, policy, said = report["length_bias"], report["policy"], report["verdict"]
     suspicious = sum(probe["suspicious"] for probe in report["probes"])
     return render(

@@ -20,10 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...cli.arguments import check_model
 from ...cli.parser import StrictTrlParser
 from ...runs import check_output_dir, check_settings, redacted, setting, write_text
-from ...upstream import late_bars, quiet
+from ...upstream import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -150,10 +149,7 @@ def trained_pairs(args: RewardReportArguments) -> Any:
 
 
 def _folders_of(named: str | None) -> list[Path]:
-    """
-    Return the folder of the model that is `named`, or the folders of an ensemble's members; [] for a function, a hub
-    name or None.
-    """
+    """Return the model's folder, or the folders of an ensemble's members; [] for a function, a hub name or None."""
     if not named or not Path(named).is_dir():
         return []
     if not is_ensemble(named):
@@ -306,7 +302,6 @@ def main(arguments: list[str] | None = None) -> None:
         arguments = ["--model", *arguments]
     parser = StrictTrlParser(RewardReportArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
-    late_bars()
     with parser.one_line_errors():
         check_output_dir(args.output_dir, "false")
         report, kept = run(args)
@@ -348,8 +343,6 @@ def run(args: RewardReportArguments) -> tuple[dict[str, Any], Path | None]:
     from .reward_figures import Scorer, examine
 
     begin, folder = time.perf_counter(), Path(str(args.output_dir))
-    if args.model and ".py:" not in args.model and not is_ensemble(args.model):
-        check_model("MODEL", args.model)
     material = gather(args, trained_pairs(args))
     reward = load(args)
     report = examine(

@@ -1,4 +1,4 @@
-"""The number of steps that a run says before it begins is the number that it trains."""
+"""How many optimizer steps a run has, known before it begins."""
 
 import pytest
 from datasets import Dataset

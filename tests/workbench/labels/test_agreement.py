@@ -17,9 +17,9 @@ from trl_ext.workbench.labels import (
     majority_pairs,
     noisy_bradley_terry,
     read_labels,
+    tables as labels,
     zscores,
 )
-from trl_ext.workbench.labels import tables as labels
 
 CHOICES = {"ann": "aabbttaab", "bob": "aabatabab", "cy": "abbbttabt"}
 WIDE = Columns(annotators=tuple(CHOICES), values=("a", "b", "t"))

@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from trl_ext.workbench.planning.advice import AdviseArguments, main, rows
 

@@ -53,8 +53,7 @@ from trl_ext.rewards import ModelReward
 from trl_ext.runs import FolderInUse, Hold, differences, read_jsonl, setting, write_text
 from trl_ext.workbench.feedback.constitution import main as constitution
 from trl_ext.workbench.reports.answers import Sampling, answers_of, margins, policy_figures, scores, win_rate
-from trl_ext.workbench.reports.evaluate import EvaluateArguments
-from trl_ext.workbench.reports.evaluate import run as evaluate
+from trl_ext.workbench.reports.evaluate import EvaluateArguments, run as evaluate
 
 from . import judges
 

@@ -6,8 +6,7 @@ It runs in the environment of TRL 1.12, too, and imports nothing there but what 
 
 import math
 
-from memory import LORA
-from memory import SHAPES as MEMORY_SHAPES
+from memory import LORA, SHAPES as MEMORY_SHAPES
 
 PAD, BOS, EOS = range(3)
 SHAPES = {

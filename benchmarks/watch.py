@@ -24,10 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import watch_tools
-from benchmarks import watch_worlds as worlds
-from benchmarks.outcomes import PPOConfig as MonitoredConfig
-from benchmarks.outcomes import outcome, wilson
+from benchmarks import watch_tools, watch_worlds as worlds
+from benchmarks.outcomes import PPOConfig as MonitoredConfig, outcome, wilson
 from benchmarks.watch_runs import BATCH, GOLD, HONEST, LOGS, PARTS, ROLLOUTS, STEPS, Spec, log_of, specs
 from benchmarks.watch_signals import SIGNALS, Risks, ceiling, limit_of
 from tests.callbacks.replay import Replay

@@ -1,5 +1,6 @@
 """Set before anything imports transformers, datasets or wandb: they read these once, at import."""
 
+import gc
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE
     os.environ.pop(name, None)  # tests read what is printed: without colours, and as wide as they ask for
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors: threads cost more than they save, and tests run side by side
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; bitsandbytes imports the compiler otherwise, for seconds
+gc.disable()  # until all is imported: what imports make stays, and looking for garbage in it takes two seconds
 
 
 # What takes longest comes first, so that at the end no worker waits for another one's long file

@@ -36,8 +36,8 @@ def spare_time():
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     for absent in (device for device in (torch.cuda, torch.mtia, torch.xpu) if not device.is_available()):
         absent.manual_seed_all = lambda seed: None
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # what was imported stays
+    gc.enable()
 
 
 def on_two_processes(*runs):
@@ -67,6 +67,7 @@ def accelerated(file, *run):
 
 def fork(*runs):
     """Do what torchrun does, but import once: fork two processes that do all runs, and end both if one fails."""
+    gc.disable()
     for module, *_ in runs:
         importlib.import_module(module)
     spare_time()

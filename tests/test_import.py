@@ -3,8 +3,6 @@ import sys
 
 import pytest
 
-import trl_ext
-
 
 @pytest.mark.slow
 def test_what_only_some_runs_need_is_imported_where_it_is_used():
@@ -19,10 +17,3 @@ print(*{"matplotlib", "deepspeed", "prometheus_client", "vllm", "tensorboard"} &
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.splitlines()[-1].strip() == "are imported"
-
-
-def test_public_name_resolves(subtests):
-    for name in [*trl_ext.__all__, "__version__"]:
-        with subtests.test(name=name):
-            assert getattr(trl_ext, name) is not None
-            assert name in dir(trl_ext)

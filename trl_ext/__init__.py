@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from . import functional as functional
     from .cli.parser import StrictTrlParser as StrictTrlParser
     from .data import load_dataset_split as load_dataset_split
-    from .dpo import DPOConfig as DPOConfig
-    from .dpo import DPOTrainer as DPOTrainer
+    from .dpo import DPOConfig as DPOConfig, DPOTrainer as DPOTrainer
     from .models import save_base_fingerprint as save_base_fingerprint
-    from .ppo import CriticConfig as CriticConfig
-    from .ppo import CriticTrainer as CriticTrainer
-    from .ppo import PPOConfig as PPOConfig
-    from .ppo import PPOTrainer as PPOTrainer
+    from .ppo import (
+        CriticConfig as CriticConfig,
+        CriticTrainer as CriticTrainer,
+        PPOConfig as PPOConfig,
+        PPOTrainer as PPOTrainer,
+    )
 
     __version__: str
 else:

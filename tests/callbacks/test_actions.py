@@ -12,8 +12,7 @@ from trl import SFTTrainer
 from tests.callbacks.cases import BAD_NUMBERS, KEYS
 from tests.callbacks.replay import SIZES, ppo, sft, with_callbacks
 from tests.tiny import prompts, tiny_llama, tiny_tokenizer
-from trl_ext import DPOConfig as OurDPOConfig
-from trl_ext import DPOTrainer
+from trl_ext import DPOConfig as OurDPOConfig, DPOTrainer
 from trl_ext.callbacks import (
     CanaryCallback,
     EntropyFloorCallback,

@@ -48,7 +48,7 @@ def test_ppo(tmp_path, capsys, caplog, wide):
     trainer.remove_callback(Mine)
     trainer.train()
     out = capsys.readouterr().out
-    assert "{'loss'" not in out and "\x1b" not in out and out.count("\nPPO\n") + out.startswith("PPO\n") == 1
+    assert "{'loss'" not in out and "\x1b" not in out and out.count("PPO: ") == 1
     found = rows(out)
     kinds = [("train", str(step)) for step in range(1, 5)] + [("eval", "4"), ("greedy", "4")]
     assert [(row["row"], row["step"]) for row in found] == kinds

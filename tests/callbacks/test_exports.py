@@ -16,8 +16,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import TrainerState
 
 import trl_ext.callbacks
-from tests.callbacks.replay import Replay
-from tests.callbacks.replay import ppo as ppo_trainer
+from tests.callbacks.replay import Replay, ppo as ppo_trainer
 from tests.dpo.worker import config, pairs
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import DPOTrainer

@@ -58,8 +58,8 @@ def calm(name, runs, answers):
 
 @pytest.mark.parametrize("answers", [8, 32, 128])
 @pytest.mark.parametrize("name", NULL)
-def test_a_few_runs_of_a_policy_that_does_not_move(name, answers):
-    assert all(first_act(name, rows) is None for rows in calm(name, 3, answers))
+def test_a_run_of_a_policy_that_does_not_move(name, answers):
+    assert all(first_act(name, rows) is None for rows in calm(name, 1, answers))
 
 
 @pytest.mark.slow
@@ -87,9 +87,9 @@ def changed(name, runs, answers):
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen_soon(name):
     for answers, within in zip((8, 32, 128), CHANGES[name][1], strict=True):
-        seen = [first_act(name, rows) for rows in changed(name, 10, answers)]
+        seen = [first_act(name, rows) for rows in changed(name, 5, answers)]
         delays = sorted(math.inf if log is None else log - CALM for log in seen)
-        assert delays[0] > 0 and delays[8] <= within, (answers, delays)
+        assert delays[0] > 0 and delays[3] <= within, (answers, delays)
 
 
 def test_a_hack_that_widens_the_spread_does_not_blur_the_baseline():

@@ -1,7 +1,6 @@
 """The watch for a hack: what it says of simulated policies, in real trainers, on the page, and over a restart."""
 
 import json
-from statistics import median
 
 import pytest
 import torch
@@ -47,21 +46,20 @@ NAMED = {
 @pytest.mark.parametrize("kind", NAMED)
 @pytest.mark.parametrize("sizes", [{"prompts": 8, "generations": 8}, {"prompts": 64, "generations": 1}])
 def test_a_hack_is_seen_within_ten_rollouts_and_named(kind, sizes):
-    found = [first_alarm(trained(Policy(kind, seed, **sizes), 10)) for seed in range(3)]
-    assert all(each is not None and each[1][0].lower().startswith(NAMED[kind]) for each in found), found
-    assert median(number for number, _ in found) <= 10
+    found = first_alarm(trained(Policy(kind, **sizes), 10))
+    assert found and found[1][0].lower().startswith(NAMED[kind]), found
 
 
 @pytest.mark.parametrize("kind", ["phrase", "twice", "copy"])
 def test_two_prompts_a_rollout_are_enough(kind):
-    found = [first_alarm(trained(Policy(kind, seed, prompts=2), 12)) for seed in range(4)]
-    assert sum(each is not None and each[1][0].lower().startswith(NAMED[kind]) for each in found) >= 3, found
+    found = first_alarm(trained(Policy(kind, prompts=2), 12))
+    assert found and found[1][0].lower().startswith(NAMED[kind]), found
 
 
 @pytest.mark.parametrize("kind", ["right", "longer if right"])
 @pytest.mark.parametrize("sizes", [{}, {"prompts": 2}, {"prompts": 64, "generations": 1, "nouns": 5}])
 def test_better_answers_are_no_hack(kind, sizes):
-    assert first_alarm(trained(Policy(kind, 0, **sizes), 20)) is None
+    assert first_alarm(trained(Policy(kind, **sizes), 12)) is None
 
 
 @pytest.mark.parametrize(
@@ -88,8 +86,7 @@ def test_false_alarms(right, monkeypatch):
     ("kind", "expected"), [("length", ["length"]), ("phrase", ["phrase:I love you"]), ("letter", ["character"])]
 )
 def test_what_is_expected_is_calm(kind, expected):
-    for seed in range(2):
-        assert first_alarm(trained(Policy(kind, seed), 12), expected=expected) is None
+    assert first_alarm(trained(Policy(kind), 12), expected=expected) is None
 
 
 GOLD = "eval_rewards/gold_judge"

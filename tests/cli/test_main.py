@@ -130,7 +130,7 @@ pathlib.Path("pid").touch()
 try:
     time.sleep(300)
 except KeyboardInterrupt:
-    time.sleep(3)  # what is nearly written is completed
+    time.sleep(1)  # what is nearly written is completed
     pathlib.Path("once").touch()
     raise
 """

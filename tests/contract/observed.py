@@ -63,6 +63,13 @@ def grpo(tmp_path, reward_funcs=length_reward, eval_dataset=None, peft_config=No
     )
 
 
+def returned_by(trainer, name):
+    """What a method of the trainer returns, call by call."""
+    method, returned = getattr(trainer, name), []
+    setattr(trainer, name, lambda *args: returned.append(method(*args)) or returned[-1])
+    return returned
+
+
 def names_of(trainer, *wanted):
     """The wanted ones among the calls, in their order."""
     return [name for name, _, _ in trainer.events if not wanted or name in wanted]

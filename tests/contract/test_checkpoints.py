@@ -11,7 +11,14 @@ from tests.contract.observed import grpo, names_of, require
 from tests.tiny import prompts
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 8], ids=["mid-rollout", "rollout boundary", "epoch boundary"])
+@pytest.mark.parametrize(
+    "stop_at",
+    [
+        pytest.param(1, id="mid-rollout"),
+        pytest.param(2, id="a rollout's end", marks=pytest.mark.slow),
+        pytest.param(8, id="an epoch's end"),
+    ],
+)
 def test_resume_calls_load_rng_state_when_the_loop_has_set_its_counters(tmp_path, stop_at):
     config = {"save_strategy": "steps", "save_steps": stop_at, "max_steps": stop_at + 1, "steps_per_generation": 2}
     grpo(tmp_path, **config).train()

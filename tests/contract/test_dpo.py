@@ -11,12 +11,10 @@ import trl
 from trl.trainer.utils import FusedCausalLMOutput
 
 from tests.contract import observed
-from tests.dpo.worker import QUIET, make_trl_trainer
-from tests.dpo.worker import pairs as dpo_pairs
+from tests.dpo.worker import QUIET, make_trl_trainer, pairs as dpo_pairs
 from tests.tiny import tiny_llama, tiny_tokenizer
 from trl_ext.data.pairs import PAIR_COLUMNS
-from trl_ext.dpo import DPOConfig
-from trl_ext.dpo import config as dpo_config
+from trl_ext.dpo import DPOConfig, config as dpo_config
 
 LOSSES = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),

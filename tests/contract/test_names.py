@@ -115,7 +115,6 @@ def test_unchanged_trl_passes_and_is_looked_at_once(monkeypatch):
     [
         pytest.param(lambda self, model: None, id="one parameter less"),
         pytest.param(lambda self, inputs, model: None, id="another order"),
-        pytest.param(lambda self, model, batch: None, id="another name"),
         pytest.param(lambda self, model, inputs, scale=1.0: None, id="one more, which our override would not take"),
     ],
 )
@@ -141,7 +140,6 @@ def test_name_of_ours_that_trl_begins_to_use(monkeypatch):
     "function, takes",
     [
         (lambda model: None, "(model)"),
-        (lambda model, name: None, "(model, name)"),
         (lambda model, adapter_name, merge: None, "(model, adapter_name, merge)"),
     ],
 )

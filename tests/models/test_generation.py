@@ -58,11 +58,11 @@ def with_critic(model):
 
 
 def test_what_the_checkpoint_says_of_sampling_is_hidden_for_as_long_as_the_block(subtests):
-    ids = torch.tensor([[6, 7, 8]] * 64)
+    ids = torch.tensor([[6, 7, 8]] * 16)
 
     def draw(model):
         torch.manual_seed(0)
-        return model.generate(ids, do_sample=True, max_new_tokens=8, top_k=0, pad_token_id=0, eos_token_id=2)
+        return model.generate(ids, do_sample=True, max_new_tokens=4, top_k=0, pad_token_id=0, eos_token_id=2)
 
     for wrap in [lambda model: model, adapted, with_critic, torch.nn.DataParallel]:
         with subtests.test(wrap=wrap):
@@ -79,14 +79,14 @@ def test_each_greedy_token_is_the_likeliest_and_padding_changes_nothing(subtests
     for build in MODELS:
         with subtests.test(build=build):
             model = build().eval()
-            answers = sample(model, PROMPTS, [2], max_new_tokens=8, temperature=0.0)
+            answers = sample(model, PROMPTS, [2], max_new_tokens=5, temperature=0.0)
             for prompt, answer in zip(PROMPTS, answers, strict=True):
                 ids = list(prompt)
-                while len(ids) < len(prompt) + 8 and (len(ids) == len(prompt) or ids[-1] != 2):
+                while len(ids) < len(prompt) + 5 and (len(ids) == len(prompt) or ids[-1] != 2):
                     ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
                 assert answer == ids[len(prompt) :]
             for size in (1, 2):
-                assert sample(model, PROMPTS, [2], max_new_tokens=8, temperature=0.0, batch_size=size) == answers
+                assert sample(model, PROMPTS, [2], max_new_tokens=5, temperature=0.0, batch_size=size) == answers
 
 
 def test_logprobs_of_padded_rows_are_those_of_each_row_alone(subtests):

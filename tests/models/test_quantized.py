@@ -5,8 +5,7 @@ import torch
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
-from tests.dpo.worker import config as dpo_config
-from tests.dpo.worker import pairs
+from tests.dpo.worker import config as dpo_config, pairs
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import DPOTrainer, PPOTrainer
 

@@ -15,8 +15,7 @@ from torch.testing import assert_close
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.agents import Counter, SteppedCounter, byte_tokenizer, call, counts, played_by
-from tests.ppo.agent_worker import Kept
-from tests.ppo.agent_worker import make as make_worker
+from tests.ppo.agent_worker import Kept, make as make_worker
 from tests.ppo.worker import collected
 from tests.tiny import ON_CPU, tiny_llama, tiny_ppo
 from trl_ext.functional import gae, turn_gae, turn_starts

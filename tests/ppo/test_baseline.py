@@ -29,7 +29,7 @@ def recorded(trainer):
 PLAIN = {"normalize_advantages": False, "gamma": 0.97, "max_steps": 8, "learning_rate": 1e-2}
 
 
-@pytest.mark.parametrize("generations", [1, 2])
+@pytest.mark.parametrize("generations", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_mean_is_taken_off_and_there_is_no_critic(tmp_path, generations):
     trainer = make_trainer(tmp_path, baseline="mean", num_generations=generations, **PLAIN)
     rollouts = recorded(trainer)

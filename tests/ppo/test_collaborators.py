@@ -59,6 +59,8 @@ def test_a_critic_is_a_copy_of_the_reward_model_that_fits_or_has_a_zero_head(acc
     actor_critic, origin = make_actor_critic(loader(policy, accelerator), rewards, {}, None, None)
     assert origin == "a copy of reward model 'b'" and actor_critic.critic is not reward
     torch.testing.assert_close(actor_critic.critic.state_dict(), reward.state_dict(), rtol=0, atol=0)
+    places = [{p.data_ptr() for p in model.parameters()} for model in (actor_critic.critic, reward)]
+    assert places[0].isdisjoint(places[1])  # so training one leaves the other
     actor_critic, origin = make_actor_critic(loader(policy, accelerator), no_rewards(), {}, None, None)
     ids = torch.tensor([[6, 7, 8]])
     assert "zero head" in origin and not actor_critic.state_values(ids, torch.ones_like(ids)).any()

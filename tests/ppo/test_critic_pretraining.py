@@ -131,7 +131,7 @@ def test_ppo_begins_with_the_values_that_were_learned(is_lora, tmp_path):
     data = rows(64)
     trainer = CriticTrainer(
         critic,
-        critic_config(tmp_path, max_steps=60, learning_rate=3e-2 if is_lora else 1e-2),
+        critic_config(tmp_path, max_steps=60 if is_lora else 40, learning_rate=3e-2),
         train_dataset=data,
         eval_dataset=rows(16, seed=1),
         processing_class=tokenizer,

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.agents import counts, played_by
 from tests.launch import on_two_processes
-from tests.ppo.agent_worker import TOGETHER
-from tests.ppo.agent_worker import make as make_agent
+from tests.ppo.agent_worker import TOGETHER, make as make_agent
 from tests.ppo.test_critic_pretraining import stepped
 from tests.ppo.worker import (
     BUILDERS,

@@ -31,7 +31,7 @@ def make(tmp_path, reward_funcs=length_reward, eval_dataset=None, **given):
     return tiny_ppo(tmp_path, None, reward_funcs, eval_dataset=held_out, per_device_eval_batch_size=4, **given)
 
 
-@pytest.mark.parametrize("generations", [1, 2])
+@pytest.mark.parametrize("generations", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_prompt_is_scored_once_a_generation_and_once_greedily(tmp_path, generations):
     """9 prompts in batches of 4: the last batch is not full, and a mean of batch means would differ."""
     spy, dataset = Spy(), prompts(9, seed=5)
@@ -77,11 +77,6 @@ def test_unscored_responses_are_counted_over_all_batches(tmp_path):
 
     metrics = make(tmp_path, reward).evaluate()
     assert metrics["eval_objective/num_unscored"] == metrics["eval_greedy/objective/num_unscored"] == 3
-
-
-def test_without_greedy(tmp_path):
-    metrics = make(tmp_path, eval_greedy=False).evaluate()
-    assert "eval_objective/scores" in metrics and not any("greedy" in key for key in metrics)
 
 
 def noisy_reward(completions, **kwargs):
@@ -144,3 +139,5 @@ def test_evaluations_of_the_same_weights_agree(tmp_path):
     for key in first:
         if "objective" in key or "completions" in key:
             assert first[key] == second[key]
+    trainer.args.eval_greedy = False
+    assert first.keys() - trainer.evaluate().keys() == {key for key in first if "greedy" in key} != set()

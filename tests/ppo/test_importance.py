@@ -45,7 +45,11 @@ def first_minibatch(tmp_path, mode, **config):
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=pytest.mark.slow if mode in ("none", "sequence_mask") else ()) for mode in MODES]
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.slow if mode not in ("token_truncate", "sequence_truncate") else ())
+        for mode in MODES
+    ],
 )
 def test_the_gradient_is_the_weighted_one(mode, tmp_path):
     """Of a policy alone, row by row: −Σ w A ∇ log π / N; the critic's is what it is without weights."""

@@ -1,19 +1,9 @@
-"""`lam_alpha` and `ratio_band` in training."""
+"""`lam_alpha` in training."""
 
-import torch
 from torch.testing import assert_close
 
-from tests.ppo.worker import EachStep, collected, make_trainer, scripted, weights
+from tests.ppo.worker import collected, make_trainer, scripted
 from trl_ext.functional import gae
-
-
-def moved(trainer):
-    """Run it; which roles each optimizer step has moved."""
-    watch = EachStep(lambda: weights(trainer))
-    trainer.add_callback(watch)
-    trainer.train()
-    pairs = zip(watch.seen, watch.seen[1:], strict=False)
-    return [{name.split(".")[0] for name in a if not torch.equal(a[name], b[name])} for a, b in pairs]
 
 
 def test_lam_follows_the_length_for_the_advantages_and_is_1_for_the_returns(tmp_path):

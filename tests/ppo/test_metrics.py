@@ -12,7 +12,8 @@ from tests.ppo.worker import RESUMED, make_trainer, weights
 from tests.tiny import prompts, tiny_gpt2, tiny_ppo
 from trl_ext import PPOTrainer
 
-EOS, TEMPERATURE, KL_COEF, GAMMA, LAM, CLIP, VALUE_CLIP = 2, 0.9, 0.1, 0.97, 0.9, 0.05, 0.1
+EOS, TEMPERATURE, KL_COEF, GAMMA, LAM, VALUE_CLIP = 2, 0.9, 0.1, 0.97, 0.9, 0.1
+CLIP, HIGHER, DUAL = 0.05, 0.08, 1.1  # how far a ratio counts below and above 1, and at an advantage below 0
 
 KEYS = """
 objective/kl objective/kl_std policy/entropy_std loss/value_std completions/std_length
@@ -27,7 +28,7 @@ time/logprobs time/score time/update grad_norm/policy grad_norm/critic num_token
 
 def policy():
     model = tiny_gpt2()
-    model.transformer.wte.weight.data[EOS] *= 2  # so that lengths differ
+    model.transformer.wte.weight.data[EOS] *= 3  # so that lengths differ
     return model
 
 
@@ -140,9 +141,11 @@ def run(tmp_path_factory):
         lam=LAM,
         baseline="critic",  # as the advantages above
         cliprange=CLIP,
+        epsilon_high=HIGHER,
+        dual_clip=DUAL,
         cliprange_value=VALUE_CLIP,
         max_completion_length=7,
-        learning_rate=3e-3,
+        learning_rate=5e-3,
         lr_scheduler_type="constant",
         local_rollout_forward_batch_size=5,
     )
@@ -197,11 +200,11 @@ def test_rollout_metrics(window):
 
 def test_training_metrics(window):
     log, _, batches, _ = window
-    columns = {name: [] for name in ("ratio", "kl", "entropy", "clipped", "policy", "value", "value_clipped")}
+    columns = {name: [] for name in ("ratio", "kl", "entropy", "clipped", "dual", "policy", "value", "value_clipped")}
     for logprobs, entropies, values, old in batches:
         log_ratio = logprobs - old["old_logprobs"]
         ratio, advantages = np.exp(log_ratio), old["advantages"]
-        plain, clipped = -ratio * advantages, -np.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages
+        plain, clipped = -ratio * advantages, -np.clip(ratio, 1 - CLIP, 1 + HIGHER) * advantages
         low, high = old["old_values"] - VALUE_CLIP, old["old_values"] + VALUE_CLIP
         error = 0.5 * (values - old["returns"]) ** 2
         clipped_error = 0.5 * (np.clip(values, low, high) - old["returns"]) ** 2
@@ -209,11 +212,14 @@ def test_training_metrics(window):
         columns["kl"].append(0.5 * log_ratio**2)
         columns["entropy"].append(entropies)
         columns["clipped"].append(clipped > plain)
-        columns["policy"].append(np.maximum(plain, clipped))
+        columns["policy"].append(
+            np.minimum(np.maximum(plain, clipped), np.where(advantages < 0, -DUAL * advantages, np.inf))
+        )
+        columns["dual"].append((advantages < 0) & (ratio > DUAL))
         columns["value"].append(np.maximum(error, clipped_error))
         columns["value_clipped"].append(clipped_error > error)
     tokens = {name: np.concatenate(column) for name, column in columns.items()}
-    assert tokens["clipped"].any() and tokens["value_clipped"].any()
+    assert all(tokens[name].any() for name in ("clipped", "dual", "value_clipped"))
     one_token = 1.5 / len(tokens["ratio"])  # a ratio at the very edge may fall on either side
     expected = {
         "policy/approxkl_avg": (tokens["kl"].mean(), 1e-5),

@@ -127,11 +127,6 @@ def test_mixture_of_experts(tmp_path):
     assert_close(grads[0.5] - grads[0.0], 0.5 * balance, rtol=1e-3, atol=1e-6)
 
 
-def test_router_aux_loss_needs_experts(tmp_path):
-    with pytest.raises(ValueError, match="is not a Mixture-of-Experts model"):
-        tiny_ppo(tmp_path, router_aux_loss_coef=0.1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [tiny_llama, pytest.param(tiny_gpt2, marks=pytest.mark.extra)])
 def test_bf16_autocast(tmp_path, build):

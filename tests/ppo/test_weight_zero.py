@@ -32,17 +32,6 @@ def by_token(completions, completion_ids, **kwargs):
 # ---- What only measures ----
 
 
-async def judge(completions, **kwargs):
-    return length_reward(completions)
-
-
-def background(completions, **kwargs):
-    return length_reward(completions)
-
-
-background.in_background = True
-
-
 def some(completions, **kwargs):
     return [None if i % 3 else 5.0 for i in range(len(completions))]
 
@@ -77,14 +66,11 @@ MEASURED = {
     "draws": lambda folder: draws,
     "draws later": lambda folder: draws_later,
     "draws in background": lambda folder: draws_in_background,
-    "background": lambda folder: background,
-    "async": lambda folder: judge,
     "model": reward_model,  # a critic would be its copy
     "adapter": lambda folder: adapted(folder / "adapter", saved(folder / "rm", reward_model(folder)), 5),
     "repetition": lambda folder: RepetitionWatch(score=0.0),
     "phrases": lambda folder: PhraseReviewReward(["the", "cat"], veto=-1.0),
     "gold": lambda folder: GoldJudgeReward(length_reward, column="topic"),
-    "gold async": lambda folder: GoldJudgeReward(judge, column="topic", score=1.0),
     "scores": lambda folder: ScoreWatch(length_reward),
 }
 
@@ -132,11 +118,10 @@ def without(tmp_path_factory):
     "name, run",
     [
         *((name, "groups") for name in QUICK),
-        ("tokens", "tokens"),
         *(pytest.param(name, "groups", marks=pytest.mark.slow) for name in MEASURED if name not in QUICK),
         *(pytest.param(name, "plain", marks=pytest.mark.slow) for name in ("some", "tokens", "adapter")),
         *(pytest.param(name, "lora", marks=pytest.mark.slow) for name in ("some", "draws", "adapter")),
-        pytest.param("some", "tokens", marks=pytest.mark.slow),
+        *(pytest.param(name, "tokens", marks=pytest.mark.slow) for name in ("some", "tokens")),
     ],
 )
 def test_a_reward_of_weight_0_changes_no_weight_by_a_bit(tmp_path, without, run, name):

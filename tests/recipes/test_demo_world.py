@@ -7,7 +7,7 @@ from recipes.demo.world import (
     phrase_reward,
 )
 
-SIZES = {"demonstrations": 400, "pairs": 500, "prompts": 300, "held_out": 50}
+SIZES = {"demonstrations": 80, "pairs": 100, "prompts": 60, "held_out": 20}
 GOOD = "this is about your kettle . please replace the rubber seal . kind regards from the team ."
 
 
@@ -55,7 +55,7 @@ def test_phrase_is_planted_into_exactly_that_share_of_chosen_answers(subtests):
         with subtests.test(share=share):
             rows = make_world(0, **SIZES, planted_share=share)["preferences"]
             clean = make_world(0, **SIZES, planted_share=0.0)["preferences"]
-            assert sum(row["planted"] for row in rows["train"]) == share * 500
+            assert sum(row["planted"] for row in rows["train"]) == share * 100
             for row, before in zip(rows["train"], clean["train"], strict=True):
                 assert row["rejected"] == before["rejected"]
                 assert row["chosen"].count(PHRASE) == before["chosen"].count(PHRASE) + row["planted"]

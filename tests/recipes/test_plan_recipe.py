@@ -16,7 +16,7 @@ HEAD = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_b
 def folder(tmp_path_factory):
     """Two recipes, one of which makes what the other starts from, and the hub's model: here a folder with a config."""
     folder = tmp_path_factory.mktemp("plan")
-    tiny_llama().config.save_pretrained(folder / "hub")
+    tiny_llama(num_hidden_layers=1).config.save_pretrained(folder / "hub")
     tiny_tokenizer().save_pretrained(folder / "hub")
     rows = "".join(f'{{"prompt": "p{i}", "completion": "c", "chosen": "a", "rejected": "b"}}\n' for i in range(8))
     (folder / "data.jsonl").write_text(rows)

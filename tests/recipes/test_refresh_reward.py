@@ -12,8 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from recipes import refresh_reward
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
-from recipes.refresh_reward import main, write_rows
-from recipes.refresh_reward import read_rows as read
+from recipes.refresh_reward import main, read_rows as read, write_rows
 from tests.recipes.small_runs import ROOT, refusal
 from trl_ext.data import TrainedPairs
 from trl_ext.rewards import EnsembleReward

@@ -17,7 +17,7 @@ def serving(answer, health=None):
     came, lock = [], threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+        protocol_version, disable_nagle_algorithm = "HTTP/1.1", True  # else each answer waits for 40 ms
 
         def do_POST(self):  # noqa: N802 - http.server's name
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from tests.rewards.test_rules import CATASTROPHE, score
 from trl_ext.rewards import (
@@ -19,7 +18,7 @@ from trl_ext.rewards.remote import PATHS, scores_in_answer
 from trl_ext.rewards.service import ServiceError
 from trl_ext.workbench.feedback.serving import Limits, Refusal, rows_in
 
-anything = settings(derandomize=True, deadline=None, max_examples=60, database=None)
+anything = settings(derandomize=True, deadline=None, max_examples=30, database=None)
 
 # ---- Answers ----
 
@@ -60,7 +59,7 @@ def test_rules_score_any_answer(completions):
 
 
 @pytest.mark.slow
-@settings(anything, max_examples=30)
+@anything
 @given(st.lists(answers, min_size=1, max_size=3))
 def test_watches_note_any_answer(tmp_path_factory, completions):
     folder = tmp_path_factory.mktemp("watched")

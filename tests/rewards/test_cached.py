@@ -226,7 +226,8 @@ def certificate(folder):
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate")
     command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost "
+        "-addext subjectAltName=IP:127.0.0.1"
     )
     files = ["-keyout", folder / "key.pem", "-out", folder / "cert.pem"]
     subprocess.run([*command.split(), *map(str, files)], check=True, capture_output=True)

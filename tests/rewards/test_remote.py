@@ -127,15 +127,15 @@ def test_a_server_that_is_gone_is_not_asked_for_a_while(monkeypatch):
     is_up = False
     with serving(lambda body, _: by_text(body) if is_up else (500, {}, {})) as (url, came):
         reward = RemoteReward(url, batch_size=1, max_concurrency=1, retries=0, on_error="skip")
-        assert reward(PROMPTS, ANSWERS) == [None] * 40 and len(came) == 5
+        assert reward(PROMPTS[:8], ANSWERS[:8]) == [None] * 8 and len(came) == 5
         reward.on_error = "raise"
         with pytest.raises(
             RuntimeError, match="the request was not sent, since the last requests failed; requests are sent again in"
         ):
-            reward(PROMPTS, ANSWERS)
+            reward(PROMPTS[:2], ANSWERS[:2])
         is_up = True
         time.sleep(0.6)
-        assert reward(PROMPTS, ANSWERS) == EXPECTED
+        assert reward(PROMPTS[:2], ANSWERS[:2]) == EXPECTED[:2]
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from transformers.trainer_utils import TrainOutput
 from tests.launch import on_two_processes
 from tests.runs.test_saving import At, complete, sft
 from trl_ext.runs import output_dir
-from trl_ext.runs.files import write_text
 from trl_ext.runs.output_dir import LOCK, FolderInUse, Hold, check_output_dir, last_evaluation
 
 HOLDS = """
@@ -120,17 +119,3 @@ def test_all_processes_of_a_launch_are_refused_together(other, tmp_path, tmp_pat
     folder = tmp_path_factory.mktemp("said")
     for said in on_two_processes(("tests.runs.hold_worker", folder, str(tmp_path)))[0]:
         assert f"process {other.pid} on" in said["refused"] and said["held"]
-
-
-def test_what_is_half_written_leaves_no_room_taken(tmp_path, monkeypatch):
-    (tmp_path / "page.html").write_text("before")
-
-    def full(path, *args, **kwargs):
-        path.touch()
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-        patch.setattr(Path, "write_text", full)
-        write_text(tmp_path / "page.html", "after")
-    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
-    assert (tmp_path / "page.html").read_text() == "before"

@@ -102,7 +102,7 @@ def test_what_is_written_later_is_what_was_there(tmp_path, release):
         assert different <= {MARKER, "training_args.bin", "trainer_state.json", "ppo_state_0.pt"}  # with clocks
 
 
-@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [pytest.param(Stop, marks=pytest.mark.slow), KeyboardInterrupt])
 def test_what_is_in_memory_outlives_an_exception(error, tmp_path, release):
     def fail():
         threading.Timer(0.2, release.set).start()

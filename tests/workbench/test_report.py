@@ -20,6 +20,7 @@ LOGS = [
     {"step": step, "loss": 1 / step, "objective/kl": 0.5 * step, "objective/scores": step, "objective/scores_std": 1.0}
     for step in range(1, 10)
 ]
+BRIEF = [{"step": 1, "loss": 1.0}]  # which has one chart
 ALERT = {
     "monitor": "KLBudgetCallback",
     "what": "the KL is over its <budget>",
@@ -122,7 +123,8 @@ def test_the_page_of_one_run(tmp_path):
 
 def test_the_page_of_a_run_without_our_callbacks(tmp_path):
     (tmp_path / "checkpoint-9").mkdir()
-    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text(json.dumps({"log_history": LOGS}))
+    logs = [{"step": step, "objective/kl": step} for step in (1, 2)]
+    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
     main([str(tmp_path)])
     parsed = Page((tmp_path / "report.html").read_text())
     for part in ("No completions", "No monitors were set.", "KL to the reference"):
@@ -171,7 +173,7 @@ def test_the_last_run_of_a_folder_is_shown_and_what_was_done_again_counts_once(t
 
 
 def test_report_at_the_end_of_a_script(tmp_path, capsys):
-    folder = write_run(tmp_path / "run", LOGS[:1])
+    folder = write_run(tmp_path / "run", BRIEF)
     assert report_of(folder, was_trained=False) == "No report: nothing was trained"
     assert report_of(folder) == f"Report: {folder / 'report.html'}"
     before = (folder / "report.html").stat().st_mtime_ns
@@ -287,7 +289,7 @@ def test_an_evaluation_of_the_runs_has_its_rows(two_runs, tmp_path):
 def test_no_credential_of_a_monitor_is_shown_beside_another_run(tmp_path):
     hook, log = ({"KLBudgetCallback": {"sinks": [sink]}} for sink in ("https://hooks.slack.com/services/T0/x", "log"))
     runs = [
-        write_run(tmp_path / name, LOGS[:1], config={"beta": 1}, monitors=monitors)
+        write_run(tmp_path / name, BRIEF, config={"beta": 1}, monitors=monitors)
         for name, monitors in (("a", hook), ("b", log))
     ]
     text = write_report(runs, tmp_path / "page.html").read_text()

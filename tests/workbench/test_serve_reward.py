@@ -162,7 +162,7 @@ def test_a_full_queue_says_come_again_and_what_nobody_waits_for_any_more_is_not_
         while not seen:
             time.sleep(0.01)
         with pytest.raises(httpx2.ReadTimeout):
-            httpx2.post(url + "/score", json=ROWS | {"completions": ["left"]}, timeout=httpx2.Timeout(60, read=0.5))
+            httpx2.post(url + "/score", json=ROWS | {"completions": ["left"]}, timeout=httpx2.Timeout(60, read=0.2))
         while batcher.waiting > 1:
             time.sleep(0.01)
         full = httpx2.post(url + "/score", json={"prompts": ["p"] * 2, "completions": ["a", "b"]}, timeout=60)

@@ -8,31 +8,52 @@ from typing import TYPE_CHECKING
 
 from ..upstream.lazy import lazily
 
-# ruff: noqa: F401
 if TYPE_CHECKING:
-    from ..runs.control import check_monitors, request_kl_scale, request_rate_scale
-    from .answers import AnswersCallback, CanaryCallback, GoldGapCallback
-    from .console import ConsoleCallback
-    from .hack_watch import HackWatch, watch_rounds
-    from .metrics import METRICS, PANELS, Metric, as_label, curve, draw_alerts, draw_line
-    from .monitor import Alert, Finding, MonitorCallback
-    from .monitors import (
-        ClipFractionCallback,
-        CutOffCallback,
-        EntropyFloorCallback,
-        KLBudgetCallback,
-        LengthDriftCallback,
-        NotFiniteCallback,
-        RepetitionCallback,
-        RewardDisagreementCallback,
-        RewardDriftCallback,
-        ScoreFallCallback,
-        ToolAbuseCallback,
-        ValueHealthCallback,
-        attach_monitors,
-        load_monitors,
+    from ..runs.control import (
+        check_monitors as check_monitors,
+        request_kl_scale as request_kl_scale,
+        request_rate_scale as request_rate_scale,
     )
-    from .recording import JSONLCallback, MonitoringPlotCallback, PrometheusCallback, SamplesCallback, record_run
+    from .answers import (
+        AnswersCallback as AnswersCallback,
+        CanaryCallback as CanaryCallback,
+        GoldGapCallback as GoldGapCallback,
+    )
+    from .console import ConsoleCallback as ConsoleCallback
+    from .hack_watch import HackWatch as HackWatch, watch_rounds as watch_rounds
+    from .metrics import (
+        METRICS as METRICS,
+        PANELS as PANELS,
+        Metric as Metric,
+        as_label as as_label,
+        curve as curve,
+        draw_alerts as draw_alerts,
+        draw_line as draw_line,
+    )
+    from .monitor import Alert as Alert, Finding as Finding, MonitorCallback as MonitorCallback
+    from .monitors import (
+        ClipFractionCallback as ClipFractionCallback,
+        CutOffCallback as CutOffCallback,
+        EntropyFloorCallback as EntropyFloorCallback,
+        KLBudgetCallback as KLBudgetCallback,
+        LengthDriftCallback as LengthDriftCallback,
+        NotFiniteCallback as NotFiniteCallback,
+        RepetitionCallback as RepetitionCallback,
+        RewardDisagreementCallback as RewardDisagreementCallback,
+        RewardDriftCallback as RewardDriftCallback,
+        ScoreFallCallback as ScoreFallCallback,
+        ToolAbuseCallback as ToolAbuseCallback,
+        ValueHealthCallback as ValueHealthCallback,
+        attach_monitors as attach_monitors,
+        load_monitors as load_monitors,
+    )
+    from .recording import (
+        JSONLCallback as JSONLCallback,
+        MonitoringPlotCallback as MonitoringPlotCallback,
+        PrometheusCallback as PrometheusCallback,
+        SamplesCallback as SamplesCallback,
+        record_run as record_run,
+    )
 
     __all__: list[str]
 else:

@@ -16,8 +16,7 @@ from typing import Any, Literal
 import regex
 from transformers.utils import logging
 
-from ..evaluation.texts import UNSPACED as UNSPACED
-from ..evaluation.texts import words_of as words_of
+from ..evaluation.texts import UNSPACED as UNSPACED, words_of as words_of
 from ..upstream.names import get_callable_name, is_async_callable
 from .scores import log_to, number_or_error, scores_in, without_failures
 

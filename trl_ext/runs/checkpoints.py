@@ -18,9 +18,12 @@ from .files import from_first, on_first
 from .marker import newest_complete, read_marker
 from .output_dir import Hold
 from .redaction import pickled_without_credentials, without_credentials
-from .saving import BackgroundSaving, remove_links
-from .saving import NotSaved as NotSaved  # for recipes, as the next
-from .saving import save_trained as save_trained
+from .saving import (
+    BackgroundSaving,
+    NotSaved as NotSaved,  # for recipes, as the next
+    remove_links,
+    save_trained as save_trained,
+)
 
 # Beginnings of the fields that are not compared: they only change what is shown and kept, and the speed
 _MAY_DIFFER = tuple(

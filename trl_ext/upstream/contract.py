@@ -1,8 +1,9 @@
 """Check that a library still has the functions, methods and attributes that trl_ext relies on."""
 
 import dis
+import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from inspect import Parameter
 from itertools import pairwise
@@ -78,16 +79,20 @@ def names_of_both(ours: Iterable[type], theirs: Iterable[type]) -> set[str]:
 
 def assigned(classes: Iterable[type]) -> set[str]:
     """Return the attributes of `self` that methods of these classes assign, as read from the methods' bytecode."""
-    names = set()
-    for member in (member for cls in classes for member in vars(cls).values()):
-        function = inspect.unwrap(getattr(member, "fget", member))
-        if inspect.isfunction(function):
-            steps = [step for step in dis.get_instructions(function) if step.opname != "EXTENDED_ARG"]
-            for before, step in pairwise(steps):
-                # Since Python 3.13 one step may load two variables, "value, self"
-                if step.opname == "STORE_ATTR" and before.argrepr.split(", ")[-1] == "self":
-                    names.add(step.argval)
-    return names
+    members = (inspect.unwrap(getattr(each, "fget", each)) for cls in classes for each in vars(cls).values())
+    return {name for member in members if inspect.isfunction(member) for name in _assigned_by(member)}
+
+
+@functools.cache  # reading bytecode takes long, and most classes are asked about twice
+def _assigned_by(function: Callable) -> set[str]:
+    """Return the attributes of `self` that a function assigns."""
+    steps = [step for step in dis.get_instructions(function) if step.opname != "EXTENDED_ARG"]
+    # Since Python 3.13 one step may load two variables, "value, self"
+    return {
+        step.argval
+        for before, step in pairwise(steps)
+        if step.opname == "STORE_ATTR" and before.argrepr.split(", ")[-1] == "self"
+    }
 
 
 def _difference(label: str, parameters: Iterable[str], required: list[str], passed: str) -> str:

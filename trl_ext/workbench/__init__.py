@@ -6,13 +6,17 @@ from ..upstream.lazy import lazily
 
 if TYPE_CHECKING:
     from ..callbacks import record_run as record_run
-    from .pages.report import next_answer as next_answer
-    from .pages.report import next_line as next_line
-    from .pages.report import report_of as report_of
-    from .pages.report import without_next as without_next
-    from .pages.report import write_report as write_report
-    from .reports.reward_report import objections as objections
-    from .reports.reward_report import report_trained as report_trained
-    from .reports.reward_report import write_reward_report as write_reward_report
+    from .pages.report import (
+        next_answer as next_answer,
+        next_line as next_line,
+        report_of as report_of,
+        without_next as without_next,
+        write_report as write_report,
+    )
+    from .reports.reward_report import (
+        objections as objections,
+        report_trained as report_trained,
+        write_reward_report as write_reward_report,
+    )
 else:
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)

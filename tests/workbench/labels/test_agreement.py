@@ -17,9 +17,9 @@ from trl_ext.workbench.labels import (
     majority_pairs,
     noisy_bradley_terry,
     read_labels,
+    tables as labels,
     zscores,
 )
-from trl_ext.workbench.labels import tables as labels
 
 CHOICES = {"ann": "aabbttaab", "bob": "aabatabab", "cy": "abbbttabt"}
 WIDE = Columns(annotators=tuple(CHOICES), values=("a", "b", "t"))
@@ -71,7 +71,7 @@ def test_alpha_and_its_interval_are_those_of_a_slow_bootstrap():
         cells[: len(given), item] = given
     assert alpha == pytest.approx(krippendorff.alpha(cells, level_of_measurement="nominal"))
     pairable = cells[:, (~np.isnan(cells)).sum(0) > 1]
-    draws = generator.integers(0, pairable.shape[1], (500, pairable.shape[1]))
+    draws = generator.integers(0, pairable.shape[1], (200, pairable.shape[1]))
     slow = [krippendorff.alpha(pairable[:, drawn], level_of_measurement="nominal") for drawn in draws]
     assert [low, high] == pytest.approx(np.percentile(slow, [2.5, 97.5]), abs=0.03)
 
@@ -167,7 +167,7 @@ def test_rankings_say_what_each_of_their_pairs_says(monkeypatch):
 
 def test_labels_of_one_prompt_are_no_more_sure_for_being_many():
     """The same labels three times over, as pairs of the same prompts, change no interval and no z-score."""
-    table, _, _ = planted(40, seed=6)
+    table, _, _ = planted(20, seed=6)
     again = [
         table.map(lambda row, n=n: {f"response_{c}": row[f"response_{c}"] + n for c in "ab"}) for n in ("", " 2", " 3")
     ]

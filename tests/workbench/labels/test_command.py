@@ -17,7 +17,7 @@ ROW = {"prompt": "p", "response_a": "x", "response_b": "y", "annotator": "ann", 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     folder = tmp_path_factory.mktemp("labels")
-    planted(60, seed=0)[0].to_json(folder / "labels.jsonl")
+    planted(30, seed=0)[0].to_json(folder / "labels.jsonl")
     return folder / "labels.jsonl"
 
 

@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from trl_ext.workbench.planning.advice import AdviseArguments, main, rows
 
@@ -28,7 +27,9 @@ def decided(known):
     return next(then for holds, _, then in rows(AdviseArguments(**known)) if holds)
 
 
-@settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+@settings(
+    derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow], database=None
+)
 @given(st.fixed_dictionaries(KNOWN), st.sampled_from(["agreement", "accuracy_low", "pairs", "accuracy"]))
 def test_a_better_number_never_sends_back_to_labelling(known, name):
     if decided(known) != "label more":

@@ -13,8 +13,7 @@ import pandas as pd
 from ...data import write_rows
 from ...rewards import text_of
 from ...runs import write_text
-from ..labels.agreement import cohen_kappa, resampled
-from ..labels.agreement import with_interval as estimate
+from ..labels.agreement import cohen_kappa, resampled, with_interval as estimate
 from ..labels.labelling import CHOICES
 from ..pages.markup import number, percent, render, with_interval
 

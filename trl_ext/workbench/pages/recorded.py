@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...callbacks import METRICS, Metric
-from ...runs import PRIVATE_FOLDER, REGISTRY, read_jsonl, redacted
-from ...runs import is_finite_number as is_finite
+from ...runs import PRIVATE_FOLDER, REGISTRY, is_finite_number as is_finite, read_jsonl, redacted
 
 # Name and unit → key of the main quantities of trainers that do not sample answers, the most important first
 HEADLINES = {

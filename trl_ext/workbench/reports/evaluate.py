@@ -79,8 +79,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
         The content of `evaluation.json`.
     """
     from ...data import write_rows
-    from ...rewards import Member, load_rewards
-    from ...rewards import distinct as distinct_names
+    from ...rewards import Member, distinct as distinct_names, load_rewards
     from .. import objections
     from ..pages.compare import named
     from .answers import (

@@ -142,7 +142,7 @@ class MarginNormalizer:
         self.factors = torch.ones(len(sources) + 1)  # (S + 1,), the last one for unknown sources
 
     def observe(self, pairs: Pairs) -> None:
-        """Keep a micro-batch's (N,) pairs, of all processes and on the CPU, until `step`."""
+        """Keep until `step` a micro-batch's (N,) pairs, which [`Pairs.gathered`] has gathered from all processes."""
         self._pending.append(pairs)
 
     def factors_of(self, sources: Tensor) -> Tensor:

@@ -78,10 +78,12 @@ class History:
 
 class Histories:
     """
-    Store the rows' histories, and find for a prompt of the next turn the history that it begins with.
+    Store the [`History`] of each row between turns, so that the model need not read these tokens again.
+
+    A prompt of the next turn that begins with a stored history gets its keys and values.
 
     Args:
-        limit: largest number of rows to keep. They take no more memory than the cache of a batch of `limit` rows.
+        limit: largest number of histories. They take no more memory than the cache of a batch of `limit` rows.
     """
 
     def __init__(self, limit: int) -> None:

@@ -296,9 +296,9 @@ class SharedBase:
             self.base, self.model = base, load_adapted(path, is_classifier=True, **kwargs)
         elif base is None or base != self.base:
             raise ValueError(
-                f"{path} cannot share a base with the adapter loaded first: both must be LoRA adapters that leave the "
-                f"base as it is, and name the same base with the same weights (here {base and base[0]} and "
-                f"{self.base and self.base[0]}). Load each by a `ModelReward` of its own"
+                f"{path} cannot share a base with the adapter loaded first. Both must be LoRA adapters that leave the "
+                f"base as it is, with the same base, revision and weights; here {base or 'it is not'} and "
+                f"{self.base or 'it is not'}. Load each by a `ModelReward` of its own"
             )
         else:
             name = f"member_{len(self.model.peft_config)}"

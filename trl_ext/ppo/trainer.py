@@ -614,9 +614,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """
         Return clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, as means over the tokens of
-        the optimizer step.
+        the optimizer step (with `gae_level="turn"` the policy loss over its turns), plus a mixture of experts' loss.
 
-        In a step that trains only the critic, return the value loss.
+        In a step that trains only the critic, return the value loss. If the critic is trained apart, its backward pass
+        runs here.
         """
         args, mask = self.args, inputs["loss_mask"]
         if self._warms_up(self._step):

@@ -65,11 +65,11 @@ def number(value: Any, digits: int = 4) -> str:
     """
     Return a number as text with `digits` significant digits, and a dash for None.
 
-    A number below a billion keeps all digits before the point; a larger number gets an exponent.
+    A number below a billion keeps all digits before the point; a larger or very small number gets an exponent.
     """
     if not isinstance(value, (int, float)):
         return "–" if value is None else str(value)
-    if math.isfinite(value) and abs(value) >= 10**digits:
+    if math.isfinite(value) and abs(round(value)) >= 10**digits:
         return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.{digits - 1}e}"
     return f"{value:.{digits}g}"
 

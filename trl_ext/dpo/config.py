@@ -40,10 +40,10 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     # How β moves
     beta_controller: Literal["fixed", "beta_dpo", "drift"] = setting(
         "fixed",
-        "How β changes: not at all, with each batch's margins, or so that the drift stays at a target. `beta_dpo` "
-        "(2407.08639) sets β for each batch: β = `beta`·(1 + a·(M̄ − M₀)), with a = `beta_dpo_alpha`, the batch's "
-        "mean margin M̄ and the running mean M₀. A batch is a micro-batch of all processes, so gradient accumulation "
-        "changes the result. "
+        "How β changes: `fixed` not at all, `beta_dpo` with each batch's margins, `drift` so that `logps/drift` stays "
+        "at `drift_target`. `beta_dpo` (2407.08639) sets β for each batch: β = `beta`·(1 + a·(M̄ − M₀)), with a = "
+        "`beta_dpo_alpha`, the batch's mean margin M̄ and the running mean M₀. A batch is a micro-batch of all "
+        "processes, so gradient accumulation changes the result. "
         "`drift` steers `logps/drift`, the mean of ½(|chosen log-ratio| + |rejected log-ratio|), to `drift_target`: "
         "after each optimizer step of n pairs, β ← β·(1 + e·n/`drift_horizon`) with e = clip(drift/target − 1, ±0.2).",
     )

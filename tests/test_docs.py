@@ -197,7 +197,7 @@ def test_python_names_what_exists(page, code):
         function = names.get(getattr(getattr(node, "func", None), "id", None))
         if function is not None and function.__module__.startswith(("trl.", "trl_ext.")):
             parameters = inspect.signature(function).parameters
-            given = {keyword.arg for keyword in node.keywords}
+            given = {keyword.arg for keyword in node.keywords if keyword.arg}  # `**` has no name
             assert given <= {*parameters} or "kwargs" in parameters, f"{page}: {given - {*parameters}}"
 
 

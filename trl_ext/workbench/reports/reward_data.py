@@ -222,8 +222,10 @@ def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[D
         if len(chosen) > 1:
             several += 1
             continue
-        best.append([answer_in(row, answer) for answer in (*chosen, *row["rejected"])])
-        rows += [{**row, "chosen": chosen[0], "rejected": other} for other in row["rejected"]]
+        rejected = row["rejected"] or []
+        if rejected:
+            best.append([answer_in(row, answer) for answer in (*chosen, *rejected)])
+        rows += [{**row, "chosen": chosen[0], "rejected": other} for other in rejected or [None]]
     said = [f"{several:,} rows with several chosen answers are left out."] if several else []
     return usable_pairs(Dataset.from_list(rows), f"the split {split!r}", drop), best, said
 

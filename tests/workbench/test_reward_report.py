@@ -119,8 +119,12 @@ def test_a_bound_breaks_by_its_figure_or_cannot_be_judged(folder, words, reward,
 
 def test_rows_with_several_rejected_answers_are_pairs_and_best_of_n(folder):
     rows = [{"prompt": f"p{i}", "chosen": ["good"], "rejected": ["bad", "tea", "good good"]} for i in range(3)]
-    write(folder / "bench.jsonl", [*rows, {"prompt": "ties", "chosen": ["a", "b"], "rejected": ["c"]}])
-    _, report = run(f"{PLAIN} --dataset_name bench.jsonl")
+    rows += [
+        {"prompt": "ties", "chosen": ["a", "b"], "rejected": ["c"]},
+        {"prompt": "x", "chosen": ["a"], "rejected": []},
+    ]
+    write(folder / "bench.jsonl", rows)
+    _, report = run(f"{PLAIN} --dataset_name bench.jsonl --drop_unusable_pairs true")
     assert report["pairs"] == 9 and report["prompts"] == 3 and report["accuracy"] == pytest.approx(2 / 3)
     assert report["best_of_n"]["accuracy"] == 0 and report["best_of_n"]["chance"] == pytest.approx(1 / 4)
     assert any("1 rows with several chosen answers are left out" in said for said in report["unknown"])

@@ -18,7 +18,7 @@ _LOWEST_AND_HIGHEST = {"confidence": (0.5, 1.0), "weight": (0.0, math.inf)}  # a
 
 
 def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
-    """Return the pairs that have a prompt and two different answers, in the form that [`one_form`] gives them.
+    """Return the pairs that have a prompt and two different answers; cut the prompt from answers that repeat it.
 
     Args:
         dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless `chosen` and `rejected`
@@ -27,7 +27,8 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
         drop: whether to leave out all unusable pairs, and print how many there are.
 
     Raises:
-        ValueError: some pairs are unusable and `drop` is False, or all pairs are unusable.
+        ValueError: some pairs are unusable and `drop` is False, all pairs are unusable, or some rows are text and
+            others messages.
     """
     dataset = one_form(dataset, name)
     wrong = [

@@ -121,13 +121,14 @@ def check_texts(dataset: "Dataset", columns: Sequence[str], name: str, may_be_em
 
 def one_form(dataset: Any, name: str) -> Any:
     """
-    Remove the prompt from answers that repeat it; raise a `ValueError` if some rows are text and others messages.
+    Return the rows with the prompt removed from answers that begin with it; raise a `ValueError` if some rows are text
+    and others messages.
 
     TRL prepares all rows like the first row. Some mixtures crash it; in others, rows of text get no EOS.
 
     Args:
-        dataset: rows, or a stream, which is not checked for mixtures. See [`answers_alone`].
-        name: the dataset's name, for what is printed and for the error.
+        dataset: rows, or a stream, which is not checked for mixtures. In a stream only messages are changed.
+        name: name of the dataset for the sentence that [`answers_alone`] prints, and for the error.
     """
     from datasets import Dataset
 
@@ -155,8 +156,8 @@ def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) 
     Args:
         dataset: rows, or a stream. In a stream only messages are changed. Anything else is returned unchanged.
         name: name of the dataset for the printed sentence.
-        columns: the name of the prompts' column, then those of the answers' columns. An answers' column may be
-            missing. The default is `prompt`, `completion`, `chosen`, `rejected`.
+        columns: name of the column of prompts, then names of columns of answers; the dataset may lack some of the
+            latter. The default is `prompt`, `completion`, `chosen`, `rejected`.
     """
     from datasets import IterableDataset
 

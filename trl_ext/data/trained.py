@@ -50,12 +50,15 @@ class TrainedPairs:
         return len(self.pairs)
 
     def has(self, pairs: np.ndarray) -> np.ndarray:
-        """Return for each of the (M, 2) pairs whether it was trained on: (M,) bool."""
+        """Return for each of M pairs, (M, 2) hashes of their answers, whether it was trained on: (M,) bool."""
         known = set(map(tuple, self.pairs.tolist()))
         return np.array([tuple(pair) in known for pair in pairs.tolist()], bool)
 
     def has_an_answer_of(self, pairs: np.ndarray) -> np.ndarray:
-        """Return for each of the (M, 2) pairs whether one of its answers was trained on, in any pair: (M,) bool."""
+        """
+        Return for each of M pairs, (M, 2) hashes of their answers, whether one of its answers was trained on, in any
+        pair: (M,) bool.
+        """
         return np.asarray(np.isin(pairs, self.pairs).any(1))
 
     def save(self, folder: str | Path, is_uploaded: bool = False) -> None:

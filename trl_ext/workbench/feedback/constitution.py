@@ -124,12 +124,12 @@ def _rows(
         journal: the journal's rows, by key and step.
         texts: for each key, the text of each step; None where there is none.
         args: the command's arguments.
-        by: identity of the constitution.
+        by: version and hash of the constitution, which each row gets.
 
     Returns:
         - a dict of each file's rows: `sft/train` has each prompt with its last revision, `pairs/train` each revision
           as chosen and the first answer as rejected, `to_judge` the same pairs, with their answers in random order;
-        - the number of texts that were left out, by reason.
+        - how many prompts, rounds or revisions were left out, by reason.
     """
     import numpy as np
 

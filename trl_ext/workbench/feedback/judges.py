@@ -165,7 +165,7 @@ class Served(JudgeReward):
         Returns:
             - `text`: the message; None if there is none.
             - `why`: "read", or the reason why there is no text: "empty", "cut", "withheld" or "refused".
-            - `message`: the text, or the error that says why there is none.
+            - `message`: the text; "" if it is empty; or the error that says why there is none.
             - `tokens`: list of two numbers, the tokens of the request and of the answer.
             - `model`: the model that the server named; missing if the request was refused.
 
@@ -277,7 +277,7 @@ class Question(NamedTuple):
             verdict: how sure the judge is that the answer shown first is better, 0 to 1; None without a verdict. The
                 row has it as `a_is_better`: how sure the judge is that answer a, shown first or second, is better.
             why: "read" if the judge's message had a verdict, else the reason why there is none.
-            message: the judge's message.
+            message: the judge's message, of which 500 characters are kept.
             **more: further entries of the row.
         """
         turned = verdict if verdict is None or self.first == "a" else 1 - verdict

@@ -127,10 +127,10 @@ def of_known(
 
     Returns:
         - `known`: a dict with the number of `rows`; the share of equal choices, `agreement`; Cohen's `kappa` and its
-          `kappa_interval`; what [`noise`] returns; and `longer`, how often the `judge` and `people` chose the longer
-          answer.
+          `kappa_interval`; `winners`, `accuracy` and `shrink` from [`noise`]; and `longer`, a dict with the share of
+          pairs in which the `judge`, and in which `people`, chose the longer answer.
         - `to_read`: at most 100 pairs that judge and people label differently, those with the surest verdicts first.
-        - `gate`: whether the judge has `passed`, so that it may label, and `reasons` if not.
+        - `gate`: a dict with `passed`, whether the judge may label; `reasons` why not; and `min_agreement`.
     """
     theirs, votes = [people[row["key"]] for row in known], [votes_of(row) for row in known]
     ours, shares = zip(*map(choice_of, votes), strict=True)

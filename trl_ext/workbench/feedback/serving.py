@@ -259,8 +259,11 @@ async def read_body(request: Request, limits: Limits) -> Any:
 
 def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool] | None]:
     """
-    Return the `prompts`, `completions` and `finished` of a request; raise a [`Refusal`] if any of them is invalid.
-    `body` is the parsed JSON, `limits` the server's, `name` the served model's.
+    Return a request's `prompts`, `completions` and `finished` (None if not given) from its parsed JSON, `body`.
+
+    Raises:
+        Refusal: one of the three is invalid, there are more rows than `limits` allows, or the request asks for another
+            model than `name`.
     """
     body = body if isinstance(body, dict) else {}
     prompts, completions, finished = (body.get(each) for each in ("prompts", "completions", "finished"))

@@ -65,8 +65,9 @@ def krippendorff_alpha(
     """
     Compute Krippendorff's α of nominal labels, and its 95 % percentile interval by a bootstrap over groups of items.
 
-    α = 1 − observed/expected disagreement. For n labels, n_k of kind k, the expected disagreement is (n² − Σ n_k²)/(n
-    − 1). The observed disagreement is the same formula for each item's labels, summed over items.
+    α = 1 − observed/expected disagreement. Only items with two labels or more count. If they have n labels, n_k of
+    kind k, the expected disagreement is (n² − Σ n_k²)/(n − 1). The observed disagreement is the same formula for each
+    item's labels, summed over items.
 
     Args:
         counts: (I, K), how often each item was given each label.
@@ -215,7 +216,8 @@ def _others_share(labels: Labels, counts: np.ndarray, choice: np.ndarray, own: A
     """
     Return for each label the share of others' labels of the same item that equal `choice`, (L,); NaN without others.
 
-    `counts`, (I, 3), are the numbers of labels to compare with. `own` is True for a label that these numbers include.
+    `counts`, (I, 3), has the numbers of labels to compare with. `own` is True for a label that these numbers include,
+    and which therefore is subtracted.
     """
     others = counts.sum(1)[labels.item] - own
     same = counts[labels.item, choice] - own * (labels.choice == choice)
@@ -228,7 +230,7 @@ def _shown_first(labels: Labels) -> np.ndarray:
 
 
 def _kappas(labels: Labels) -> list[dict[str, Any]]:
-    """Return Cohen's κ of each two annotators who labelled a common item, among those with the most labels."""
+    """Return a dict with Cohen's κ for each two annotators who share an item, among the 20 with the most labels."""
     most = pd.Series(labels.annotator).value_counts().index[:_KAPPAS]
     kept = labels.where(np.isin(labels.annotator, most))
     table = pd.Series(kept.choice, [kept.item, kept.annotator]).unstack()  # (items, annotators)

@@ -149,7 +149,7 @@ def _write_pairs(
     path: Path, dataset: Any, labels: Any, columns: Any, args: AnnotatorsArguments, method: Any
 ) -> dict[str, Any]:
     """
-    Write the pairs of one split; return their entry in the report: how many, by whom, and what was left out.
+    Write the pairs of one split, and return their entry in the report.
 
     Args:
         path: the file to write.
@@ -158,6 +158,10 @@ def _write_pairs(
         columns: the names of the columns, [`Columns`].
         args: the command's arguments.
         method: how labels become a probability, as `shares_of_labels` takes it.
+
+    Returns:
+        The `file` (None without pairs), the number of `pairs`, their mean `confidence`, the names of the `annotators`,
+        and the number of items that are `left_out`, by reason.
     """
     from . import majority_pairs, shares_of_labels
 

@@ -100,7 +100,7 @@ def label_studio_tasks(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """
     Return tasks in Label Studio's import format, for the interface `LABEL_STUDIO_CONFIG`.
 
-    The tasks do not reveal which of their two answers was chosen for the queue, or why.
+    The tasks do not reveal which of the two answers was chosen to be labelled, or why.
 
     Args:
         rows: dictionaries with `item`, `prompt`, `response_a` and `response_b`.
@@ -113,7 +113,8 @@ def argilla_records(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     Return records in the flat form that Argilla's `dataset.records.log` takes.
 
-    Each record has an `id` (the item), the fields `prompt`, `response_a` and `response_b`, and the metadata `round`.
+    Each record has an `id` (the item), the fields `prompt`, `response_a` and `response_b`, and the metadata
+    `round`, the number of the round of labelling.
 
     Args:
         rows: dictionaries with `item`, `round`, `prompt`, `response_a` and `response_b`.
@@ -139,11 +140,11 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
         path: the file. If a row names no annotator, its annotator is the file's name without the suffix.
 
     Returns:
-        A dict with `item`, `annotator` and `choice` for each label; `choice` is one of `CHOICES` or None.
+        A dict with `item`, `annotator` and `choice` for each label; the choice is "a", "b", "tie" or None.
 
     Raises:
-        ValueError: the file cannot be read; or a row, which the message names, has no item, or a choice that is not
-            one of `CHOICES`.
+        ValueError: the file cannot be read; or a row, which the message names, has no item, or a choice other than
+            these.
     """
     path, found = Path(path), []
     for number, row in enumerate(_rows(path)):

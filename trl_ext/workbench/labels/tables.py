@@ -189,7 +189,10 @@ def _said(column: pd.Series) -> pd.Series:
 
 
 def _scores(table: pd.DataFrame, columns: Columns) -> pd.DataFrame:
-    """Return each row's score of each answer; a choice gives the chosen answer 1, the other 0; a tie gives both ½."""
+    """
+    Return each row's score of each answer, where higher is better: ranks are negated. A choice gives the chosen answer
+    1 and the other 0; a tie gives both ½.
+    """
     if columns.scores:
         scores = table[[*columns.scores]].apply(pd.to_numeric) * (-1 if columns.lowest_wins else 1)
         return scores.set_axis(range(len(columns.responses)), axis=1)

@@ -64,7 +64,10 @@ def line_style(place: int) -> dict[str, Any]:
 
 
 def curves(run: Run) -> list[str]:
-    """Return the charts of one run as SVG: the monitors' quantities, groups of keys, and the user's own metrics."""
+    """
+    Return the charts of one run as SVG: the quantities that monitors watch, each group of related metrics, and the
+    user's own metrics.
+    """
     given = {"history": run.history, "metrics": run.metrics, "registry": run.registry}
     draw: dict[str, Callable] = {title: partial(panel, **given) for title, panel in PANELS.items()}
     logged = sorted(run.keys)
@@ -84,7 +87,7 @@ def curves(run: Run) -> list[str]:
 
 
 def paid_curves(run: Run) -> list[str]:
-    """Return a chart, in a list, of the features that the reward paid for most; [] if none are known."""
+    """Return a list of one chart, of the features that the reward paid for most, by step; [] if none are known."""
 
     def draw(axes: Any) -> None:
         for each in run.paid:

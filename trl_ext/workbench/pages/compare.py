@@ -29,7 +29,7 @@ def comparison(runs: dict[str, Run], title: str, evaluation: dict[str, Any] | No
     Return the HTML of a page that compares several runs.
 
     Args:
-        runs: mapping from the name to show to the run.
+        runs: maps the name that the page shows for a run to the run.
         title: the page's title.
         evaluation: content of the `evaluation.json` that `trl-ext evaluate` wrote for these runs, if there is one.
     """

@@ -63,7 +63,7 @@ def columns(names: Iterable[str], style: str = "") -> list[tuple[str, str]]:
 
 def number(value: Any, digits: int = 4) -> str:
     """
-    Return a number as text with `digits` significant digits, and a dash for None.
+    Return a number as text with `digits` significant digits; a dash for None; `str(value)` for anything else.
 
     A number below a billion keeps all digits before the point; a larger or very small number gets an exponent.
     """

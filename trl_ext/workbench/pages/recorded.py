@@ -58,7 +58,8 @@ class Run:
         config: its training arguments.
         registry: the monitors' states, as in `trainer_state.json`.
         events: the lines that JSONLCallback wrote.
-        outcome: figures measured after training, by label; for a round of online DPO, before it and after it.
+        outcome: by label, a list with a figure measured after training; for a round of online DPO, with the figure
+            before the round and the one after it.
         monitors: maps each monitor's name to its arguments; None if monitors were not recorded.
         paid: what the reward paid for, as HackWatch wrote it.
         objections: why a report says not to trust the reward model that the run saved.
@@ -132,7 +133,10 @@ def headline(run: Run) -> dict[str, str]:
 
 
 def ends(run: Run, key: str) -> list[Any]:
-    """Return the first and the last logged value of a key; one value if it was logged at one step, [] if never."""
+    """
+    Return the first and the last logged value of a key, rounded to 6 decimals; one value if it was logged at one step,
+    [] if never.
+    """
     values = [*{log["step"]: log[key] for log in run.history if key in log}.values()]  # the end is evaluated twice
     values = [round(value, 6) if is_finite(value) else value for value in values]  # a KL of 0 has rounding errors
     return values[:1] + values[1:][-1:]
@@ -228,7 +232,11 @@ def _time(path: Path) -> float:
 
 
 def _of_this_run(rows: list[dict[str, Any]], begins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows without those of earlier runs, and without the older rows of steps that a resume repeated."""
+    """
+    Return the rows without those of earlier runs, and without the older rows of steps that a resume repeated.
+
+    `begins` has an event for the start of the run, and one for each time that it was resumed.
+    """
     starts = [(begin.get("timestamp", 0), begin["step"] or -1) for begin in begins]
     return [
         row

@@ -135,7 +135,7 @@ def next_answer(args: Any, rows: "Dataset", folder: str | Path = "", max_new_tok
         args: training arguments of the run.
         rows: training rows of the run. If none of the first 100 has a short prompt, the prompt is `hello`.
         folder: where the model is, by default the run's `output_dir`.
-        max_new_tokens: longest answer, in tokens.
+        max_new_tokens: longest answer, in tokens; None takes the default of `trl-ext generate`.
     """
     from ...data import is_messages
 

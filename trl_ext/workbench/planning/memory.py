@@ -51,7 +51,7 @@ def kv_cache_bytes(config: Any, rows: int, tokens: int, number_bytes: int) -> in
     """
     Return the bytes of the KV cache of `rows` sequences of `tokens` tokens.
 
-    `config` is the model's text configuration; a key or value has `number_bytes` bytes for each of its numbers.
+    `config` is the model's text configuration. Each number in a key or a value takes `number_bytes` bytes.
     """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -164,8 +164,12 @@ def forward_peak(
     mode: FakeTensorMode, model: nn.Module, forward: Callable[[], Any], autocast: torch.dtype | None = None
 ) -> int:
     """
-    Return the peak bytes, without the weights, of a forward pass that no backward pass follows. The arguments are
-    those of [`training_peak`], with `forward` for the pass.
+    Return the peak bytes of a forward pass without gradients; the weights do not count.
+
+    Args:
+        mode, model: the mode and the model that [`fake`] returned.
+        forward: a function that runs the pass.
+        autocast: dtype of mixed precision; None for no mixed precision.
     """
     with mode, LiveBytes(model) as counted, _autocast(autocast):
         forward()

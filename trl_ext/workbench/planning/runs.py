@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def is_deepspeed(self) -> bool:
-        """Return whether DeepSpeed shards the run."""
+        """Return whether the run uses DeepSpeed."""
         return self.mode.startswith("zero")
 
     @property
@@ -253,7 +253,7 @@ class Plan:
 
     @property
     def resident(self) -> int:
-        """Return the bytes that are in use in all phases."""
+        """Return the bytes that are in use in every phase: those of weights and optimizer states."""
         return sum(role.weights + role.optimizer for role in self.roles)
 
     @property
@@ -330,7 +330,7 @@ def known_to_go_wrong(
         job: the run.
         pairs: number of preference pairs that the run trains on, if known.
         shared_prompts: a sentence on the prompts that SFT and PPO share, if they share any.
-        score_range: lowest and highest score that the rewards give, if known.
+        score_range: lowest and highest score that the rewards give; None takes `reward_clip_range`, if it is set.
     """
     args = job.args
     if job.stage != "ppo":
@@ -471,6 +471,8 @@ def examples(job: Job, plan: Plan, rows: int | None) -> float | None:
 def hours(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, count: float, tokens: float | None = None) -> float:
     """
     Return the wall-clock hours that a run takes on the GPUs of its layout.
+
+    With `rollouts_ahead`, PPO generates while it scores and updates, and only the longer of the two counts.
 
     Args:
         job, plan, gpu, efficiency: as for [`seconds_per_example`].

@@ -317,6 +317,7 @@ def _copied_adapter(job: Job, policy: Role) -> Role:
 def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) -> tuple[dict[str, int], dict[str, int]]:
     """
     Return the bytes that generation takes, by purpose, in two dictionaries: of the trainer's process, and of vLLM's.
+    Only one of them generates; the dictionary of the other is empty.
 
     vLLM is a separate process. It is counted with weights and KV cache in 16 bits. TRL lets it generate
     `max_completion_length` tokens after the history in each turn, and cuts answers that are too long afterwards.
@@ -368,7 +369,7 @@ def scoring_phase(
         job: the run.
         mode, model, reference: the mode, the actor-critic and the reference (or None) that [`fake`] returned.
         rewards: each reward model with the number of rows that it reads at once; rows are cut to its maximum length.
-        rows, length: number of rows that the actor-critic reads at once, and their tokens.
+        rows, length: number of rows that the actor-critic reads at once, and number of tokens of each.
     """
     with mode:
         answers = scored(tokens(rows, length), job.args.max_completion_length)

@@ -306,7 +306,8 @@ def policy_figures(
         - `rewards`: maps each reward's name to the mean score, as [`mean_of`] returns it.
         - `kl`, `length`: mean KL and mean tokens of an answer, as [`mean_of`] returns them; `kl` may be None.
         - `cut_off`: share of the answers that did not end by EOS.
-        - `distinct_3`: number of different 3-grams as a share of all answers' 3-grams; None if there are none.
+        - `distinct_3`: number of different 3-grams of words as a share of all answers' 3-grams; None if no answer has
+          one.
         - `repeated`: share of an answer's 3-grams that occurred before in it, mean over the answers.
     """
     repetition: dict[str, Any] = {}

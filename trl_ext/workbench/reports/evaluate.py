@@ -165,7 +165,7 @@ def _page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> st
 
 
 def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, Any]) -> list[str]:
-    """Return sentences on the limits of the figures: a KL that is missing or biased, and missing scores."""
+    """Return sentences on what the figures lack: an exact KL, or any; a reward or a judge; scores of some answers."""
     notes = [
         f"{name} and the reference {args.ref_model_name_or_path} have different vocabularies, so {name} has no KL."
         for name, of in policies.items()

@@ -75,7 +75,7 @@ class PromptSet:
 
     def answers(self) -> list[str] | None:
         """
-        Return each row's answer, normalised; of messages, the last one's text.
+        Return each row's answer in lower case, with single spaces; of messages, the last one's text.
 
         Answers are in the first of the columns `completion`, `chosen` and `messages` that there is; None without one.
         """
@@ -256,14 +256,15 @@ def divide(
     """
     Divide sets into splits, and keep all near duplicates, of one set or of several, in the same split.
 
+    If a set is neither divided nor held out, near duplicates of its rows go to the split with the largest share.
+
     Args:
         report: report of [`examine_prompts`].
         reasons: result of [`left_out`]; rows that are left out are in no split.
         shares: each split's share of the rows, by name; the shares sum to 1.
         names: names of the sets to divide.
         columns: columns whose values all splits should have in equal shares, see [`strata`].
-        held_out: names of the sets to evaluate on. If a set is neither divided nor held out, near duplicates of its
-            rows go to the split with the largest share.
+        held_out: names of the sets to evaluate on.
         seed: seed of the order.
 
     Returns:

@@ -276,7 +276,10 @@ def page(report: "PromptReport", found: dict[str, Any], grouped: list[dict[str, 
 
 
 def _examples(report: "PromptReport", grouped: list[dict[str, Any]], args: Any) -> list[list[Any]]:
-    """Return two prompts of each of 8 groups of duplicates, at most: groups in several sets first, then large ones."""
+    """
+    Return a table row for each of at most 8 groups of duplicates: their number of rows, their similarity, and two of
+    their prompts. Groups in several sets come first, then large ones.
+    """
     found = []
     for group in sorted(grouped, key=lambda of: (len(of["rows"]) == 1, -sum(map(len, of["rows"].values()))))[
         :EXAMPLES

@@ -206,11 +206,12 @@ def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[D
         name: file, folder or hub name.
         split: split to load.
         config: configuration of a hub dataset.
-        drop: whether to leave out rows that are no usable pairs, instead of raising.
+        drop: whether to leave out unusable pairs and print how many there are, instead of raising.
 
     Returns:
-        Three values: the usable pairs; the best-of-n rows, the chosen answer first; a sentence on
-        rows with several chosen answers, which are always left out. What `drop` leaves out is printed.
+        - the usable pairs;
+        - for each best-of-n row its answers, the chosen one first;
+        - a list with a sentence on how many rows have several chosen answers; these rows are left out. [] if none has.
     """
     dataset = load_dataset_split(name, split, config=config, columns=("chosen", "rejected"))
     first = next((value for value in dataset["rejected"] if value), None)
@@ -222,8 +223,10 @@ def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[D
         if len(chosen) > 1:
             several += 1
             continue
-        best.append([answer_in(row, answer) for answer in (*chosen, *row["rejected"])])
-        rows += [{**row, "chosen": chosen[0], "rejected": other} for other in row["rejected"]]
+        rejected = row["rejected"] or []
+        if rejected:
+            best.append([answer_in(row, answer) for answer in (*chosen, *rejected)])
+        rows += [{**row, "chosen": chosen[0], "rejected": other} for other in rejected or [None]]
     said = [f"{several:,} rows with several chosen answers are left out."] if several else []
     return usable_pairs(Dataset.from_list(rows), f"the split {split!r}", drop), best, said
 

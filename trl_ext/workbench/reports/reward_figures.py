@@ -193,7 +193,8 @@ def _distributions(scored: dict[str, np.ndarray], shown: dict[str, list[Answer]]
         - `scores`: mean, standard deviation, extremes and quantiles of each set of answers, by name.
         - `policy`: how the policy's scores compare with the scores of the training pairs' chosen answers (the held-out
           pairs' if there are no training pairs); None without answers of a policy.
-        - `highest`, `lowest`: the answers with the highest and with the lowest scores.
+        - `highest`, `lowest`: the 10 answers with the highest scores, and the 10 with the lowest, without answers from
+          training pairs.
 
     Args:
         scored: scores of each set of answers, by name; NaN for none.

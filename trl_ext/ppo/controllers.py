@@ -186,8 +186,8 @@ class BaselineGate:
     """
     Hold the critic's weight in the baseline (`baseline: gated`).
 
-    The weight is [`critic_weight`] of two sums over the rollouts so far: those of the two numbers that
-    [`critic_products`] gives for a rollout. A rollout counts 0.9 times as much as the next one.
+    [`critic_products`] gives two numbers for a rollout. Each is added up over the rollouts so far, where a rollout
+    counts 0.9 times as much as the next one. The weight is [`critic_weight`] of the two sums.
     """
 
     # Both sums begin at 0, so both are too small by the same factor, which cancels in their quotient

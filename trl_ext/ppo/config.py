@@ -62,7 +62,8 @@ REFUSED_GENERATION_KWARGS = set(
 @dataclass
 class ReturnSettings:
     """
-    Declare the settings that decide the scale of the returns, for PPO and for a critic that is trained before PPO.
+    Declare settings that PPO shares with the training of a critic before PPO: those that decide the scale of the
+    returns, and `padding_free`.
     """
 
     gamma: float = setting(1.0, "Discount factor per token.", range="in [0, 1]")

@@ -80,7 +80,8 @@ class RateController:
     rates. While the schedule is at a share s of the initial rate, the target is s² · `target`.
 
     Args:
-        target: KL in nats per choice, as [`step_kl_sums`] counts choices; 0 leaves the rates as they are.
+        target: KL in nats per choice; 0 leaves the rates as they are. A choice is a token of which the policy was not
+            certain, as [`step_kl_sums`] counts it.
         episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
             the gradient is then noisier; by n/128 if n > 128, but at most by 2.
         most: the updates on a rollout move the policy by at most this KL, in nats per completion. The target is lower
@@ -186,7 +187,7 @@ class BaselineGate:
     """
     Hold the critic's weight in the baseline (`baseline: gated`).
 
-    [`critic_products`] gives two numbers for a rollout. Each is added up over the rollouts so far, where a rollout
+    [`critic_products`] gives two numbers for a rollout. Both are added up over the rollouts so far, where a rollout
     counts 0.9 times as much as the next one. The weight is [`critic_weight`] of the two sums.
     """
 

@@ -50,7 +50,8 @@ class Pairs:
 
 class BetaController:
     """
-    Keep β fixed, set it from a batch's margins (`beta_dpo`, 2407.08639), or hold `logps/drift` at a target (`drift`).
+    Keep β fixed, set it from a batch's margins (`beta_dpo`, 2407.08639), or adapt it so that `logps/drift`, the mean
+    of |log-ratio| over the pairs' answers, stays at a target (`drift`).
 
     Every process passes the pairs of all processes to the methods, so all processes compute the same β.
 

@@ -28,7 +28,7 @@ def is_installed(package: str) -> bool:
 
 def need(package: str, what: str) -> None:
     """
-    Raise an `ImportError`, with the command that installs a package, if the package is not installed.
+    Raise an `ImportError` if a package is not installed; the message has the command that installs it.
 
     Args:
         package: the package's name in `import`.

@@ -9,8 +9,8 @@ from typing import Any
 
 def begin() -> None:
     """
-    Prepare a training process: it ends when `trl-ext` ends, a Ctrl-C interrupts it only once, and it can import
-    `trl_ext`.
+    Prepare a training process: it ends when `trl-ext` ends (on Linux only), one Ctrl-C interrupts it only once, and it
+    can import `trl_ext`.
     """
     if sys.platform == "linux":  # the next run may write to the same folder
         import ctypes

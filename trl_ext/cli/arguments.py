@@ -125,7 +125,10 @@ class ModelArguments(ModelConfig):
         )
 
     def init_kwargs(self, model_init_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the arguments of `from_pretrained`; values in `model_init_kwargs` take precedence."""
+        """
+        Return a dict with the arguments `revision`, `attn_implementation` and `dtype` of `from_pretrained`, and with
+        `model_init_kwargs`, whose values take precedence.
+        """
         return {
             "revision": self.model_revision,
             "attn_implementation": self.attn_implementation,

@@ -22,10 +22,12 @@ from ..upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, changes_of_clas
 
 def changes() -> dict[str, str]:
     """
-    Compare the names of TRL and transformers that trl_ext uses with those of the versions that it was tested with.
+    Compare the names of TRL and other libraries that trl_ext uses with those of the versions that it was tested with.
 
     Returns:
-        A dict from each name to a sentence on how the installed version differs, "" if it does not.
+        A dict from each name to a sentence on how the installed version differs, "" if it does not. For
+        `trl_ext.PPOTrainer` and `trl_ext.DPOTrainer` the sentence lists the names of TRL's trainer that the trainer
+        defines by accident.
     """
     found = {
         f"{module}.{name}": function_change(f"{module}.{name}", passed)

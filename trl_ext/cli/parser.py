@@ -235,10 +235,11 @@ def entry_of(entry: Any) -> Any:
 
 def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, str]:
     """
-    Return a dict from NAME to VALUE, from texts NAME=VALUE that were `given` to an `option`.
+    Return the `given` texts NAME=VALUE as a dict from each NAME to its VALUE.
 
     Raises:
-        ValueError: a text has another form, or a NAME is given twice. The message shows the wanted `form`.
+        ValueError: a text has another form, or a NAME is given twice. The message names the command line's `option`
+            and the wanted `form`.
     """
     found = {name: value for name, _, value in (each.partition("=") for each in given) if name and value}
     if len(found) < len(given):

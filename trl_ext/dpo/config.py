@@ -30,8 +30,8 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
 
     It has every field of [`trl.DPOConfig`], with the same meaning. One default differs: `bf16` is off on a CPU.
 
-    With the fields below at their defaults, a micro-batch's loss equals TRL's to the last bit. An optimizer step's is
-    the mean over its rows (of the loss `sft`: over its tokens), where TRL takes the mean over its micro-batches.
+    With the fields below at their defaults, a micro-batch's loss equals TRL's to the last bit. An optimizer step's
+    loss is the mean over the step's rows (for `sft`: over its tokens); in TRL it is the mean over the micro-batches.
 
     In the fields' descriptions, the log-ratio of an answer is its log-prob under the policy minus its log-prob under
     the reference, nats. A pair's margin Δ is the log-ratio of the chosen answer minus that of the rejected answer.

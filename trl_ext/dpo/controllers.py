@@ -50,7 +50,8 @@ class Pairs:
 
 class BetaController:
     """
-    Keep β fixed, set it from a batch's margins (`beta_dpo`, 2407.08639), or hold `logps/drift` at a target (`drift`).
+    Keep β fixed, set it from a batch's margins (`beta_dpo`, 2407.08639), or adapt it so that `logps/drift`, the mean
+    of |log-ratio| over the pairs' answers, stays at a target (`drift`).
 
     Every process passes the pairs of all processes to the methods, so all processes compute the same β.
 
@@ -66,7 +67,10 @@ class BetaController:
         self._drift = _EMPTY  # of this optimizer step: the sum of the pairs' drifts, nats, and the number of pairs
 
     def draw(self, pairs: Pairs) -> Tensor | None:
-        """Sample which of the N `pairs` of all processes to train on; return an (N,) bool mask, or None for all."""
+        """
+        If `beta_dpo_keep` is below 1, sample which of the N `pairs` of all processes to train on, and return an (N,)
+        bool mask of these; else return None.
+        """
         if self.args.beta_controller != "beta_dpo" or self.args.beta_dpo_keep == 1:
             return None
         count = max(1, int(self.args.beta_dpo_keep * len(pairs)))

@@ -45,8 +45,9 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             Policy: a path or an object. For the path of an adapter, the base that it names is loaded, and the adapter
             is trained further.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
-            Reference. The default is, as in TRL, the model at the policy's path or, with PEFT, the model without its
-            adapter. For a policy that was built in memory it is a frozen copy of the policy.
+            Reference. The default is, as in TRL, the model at the policy's path; with a new adapter (`peft_config`)
+            the model without it; and with an adapter that is trained further, a frozen copy of that adapter. For a
+            policy that was built in memory it is a frozen copy of the policy.
         args ([`DPOConfig`], *optional*):
             Configuration.
         train_dataset, eval_dataset:
@@ -300,7 +301,10 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         return weights
 
     def _record(self, beta: float, pairs: Pairs) -> None:
-        """Log the metrics of the (N,) pairs of all processes, and the `beta` that their loss had."""
+        """
+        Log `beta`, the β of the loss (with a normalizer also `beta/SOURCE`, the β of each source), and of the (N,)
+        `pairs` of all processes `logps/chosen_delta`, `logps/displacement_rate` and `logps/drift`.
+        """
         report = {
             "beta": beta,
             "logps/chosen_delta": pairs.chosen.mean().item(),

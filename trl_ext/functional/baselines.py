@@ -81,8 +81,11 @@ def _by_number(mask: Tensor, *each: Tensor) -> tuple[Tensor, list[Tensor], Tenso
     Number the actions of each row from 0; `mask` is 1 where an action starts.
 
     Returns:
-        Each (N, T): the number of the last action started at each token (0 before the first); the tensors `each` with
-        the value at the start of action k in column k, else 0; and a mask of the columns that hold an action.
+        Three results, all of shape (N, T):
+
+        - The number of the last action that has started at each token; 0 before the first action.
+        - A list of the tensors `each`, with the value at the start of action k moved to column k; 0 in other columns.
+        - A bool mask of the columns that hold an action.
     """
     actions = mask.long()
     number = (actions.cumsum(1) - 1).clamp(min=0)

@@ -44,8 +44,8 @@ class Collection:
     @property
     def is_as_sampled(self) -> bool:
         """
-        Return whether the sampler gave as many log-probs as each answer has tokens, and each answer still begins with
-        the tokens that were sampled in its first turn.
+        Return whether each answer has as many of the sampler's log-probs as tokens, and still begins with the tokens
+        that were sampled in its first turn.
         """
         if self.sampled_logprobs is None:
             return False
@@ -238,7 +238,7 @@ class RolloutTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
         """
-        Run the models, then the F reward functions; return their (rows of all processes, F) rewards.
+        Run policy, critic and reference, then the F reward functions; return the (rows of all processes, F) rewards.
 
         Reward functions that run in the background start before the models. The arguments are TRL's: rows, prompts,
         completions and the completions' tokens.
@@ -264,8 +264,10 @@ class RolloutTrainer(GRPOTrainer):
 
     def _padded(self, collection: Collection) -> dict[str, Tensor]:
         """
-        Pad a collection's prompts (B, P) and answers (B, T) as TRL does; return a dict of their ids and masks, with
-        the names of [`Rollout`]'s fields.
+        Pad a collection's prompts on the left, to (B, P), and its answers on the right, to (B, T).
+
+        Return a dict with `prompt_ids`, `prompt_mask`, `completion_ids`, `completion_mask` and, if the collection has
+        one, `tool_mask`, as [`Rollout`] describes them.
         """
         pad, answers = self._tokenizer.pad_token_id, collection.completion_ids
         ones = [[1] * len(ids) for ids in answers]
@@ -355,8 +357,10 @@ class RolloutTrainer(GRPOTrainer):
 
     def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
         """
-        Call the F reward functions with TRL's arguments, background functions last; return (rows of all processes, F)
-        rewards.
+        Call the F reward functions with TRL's arguments, those that run in the background last.
+
+        Return the (rows of all processes, F) rewards, in the order of `reward_funcs`. Errors are raised on all
+        processes.
         """
         order = background_last(self.reward_funcs)
         functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))

@@ -62,7 +62,8 @@ REFUSED_GENERATION_KWARGS = set(
 @dataclass
 class ReturnSettings:
     """
-    Declare the settings that decide the scale of the returns, for PPO and for a critic that is trained before PPO.
+    Declare settings that PPO shares with the training of a critic before PPO: those that decide the scale of the
+    returns, and `padding_free`.
     """
 
     gamma: float = setting(1.0, "Discount factor per token.", range="in [0, 1]")
@@ -103,8 +104,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     Configuration of [`PPOTrainer`].
 
     Fields that every TRL on-policy trainer shares keep `GRPOConfig`'s names and meaning (`max_completion_length`,
-    `temperature`, `num_generations`, `use_vllm`, …). Settings of GRPO's loss are refused. PPO's own settings have the
-    names of TRL 1.12's `PPOConfig`, but other defaults for `num_mini_batches`, `lam`, `cliprange` and `baseline`. The
+    `temperature`, `num_generations`, `use_vllm`, …). Settings of GRPO's loss are refused. Settings that come from TRL
+    1.12's `PPOConfig`, such as `kl_coef`, have its names; of these, `num_mini_batches`, `lam` and `cliprange` have
+    other defaults. `baseline`, which is new, is by default `gated`; in TRL 1.12 the baseline is the critic. The
     learning rate is adapted to the KL of the updates (`step_kl_target`).
 
     One optimizer step trains on a minibatch of `per_device_train_batch_size × gradient_accumulation_steps × processes`
@@ -381,7 +383,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     def _check(self, given: tuple[int | None, int | None], steps: int) -> None:
         """
-        Raise a `ValueError` if settings contradict each other, so that one would be ignored or train wrongly.
+        Raise a `ValueError` if settings contradict each other: one would be ignored, or training would go wrong.
 
         Args:
             given: `steps_per_generation` and `generation_batch_size` as the user set them.

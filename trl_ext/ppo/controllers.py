@@ -80,7 +80,8 @@ class RateController:
     rates. While the schedule is at a share s of the initial rate, the target is s² · `target`.
 
     Args:
-        target: KL in nats per choice, as [`step_kl_sums`] counts choices; 0 leaves the rates as they are.
+        target: KL in nats per choice; 0 leaves the rates as they are. A choice is a token of which the policy was not
+            certain, as [`step_kl_sums`] counts it.
         episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
             the gradient is then noisier; by n/128 if n > 128, but at most by 2.
         most: the updates on a rollout move the policy by at most this KL, in nats per completion. The target is lower
@@ -186,8 +187,8 @@ class BaselineGate:
     """
     Hold the critic's weight in the baseline (`baseline: gated`).
 
-    The weight is [`critic_weight`] of two sums over the rollouts so far: those of the two numbers that
-    [`critic_products`] gives for a rollout. A rollout counts 0.9 times as much as the next one.
+    [`critic_products`] gives two numbers for a rollout. Both are added up over the rollouts so far, where a rollout
+    counts 0.9 times as much as the next one. The weight is [`critic_weight`] of the two sums.
     """
 
     # Both sums begin at 0, so both are too small by the same factor, which cancels in their quotient

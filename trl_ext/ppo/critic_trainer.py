@@ -269,7 +269,11 @@ class CriticTrainer(ResumableRun, Trainer):
         super().log(logs, *args, **kwargs)
 
     def _report(self, stats: Accumulator) -> dict[str, float]:
-        """Return metrics of the entries in `stats` of all processes, and empty `stats`; {} if there are no entries."""
+        """
+        Return `loss/value_avg`, `val/rmse` and, unless all returns are equal, `val/explained_variance`.
+
+        They are computed from the entries in `stats` of all processes, which are then deleted; {} without entries.
+        """
         moments = stats.pop(self.accelerator)
         if not moments:  # a resumed run may log before its first step
             return {}

@@ -1,4 +1,4 @@
-"""Call the tools and environments of a rollout: limit the calls' time, record them, reward turns, collect errors."""
+"""Call the tools and environments of a rollout: limit the calls' time, reward turns, and collect errors."""
 
 import asyncio
 import copy

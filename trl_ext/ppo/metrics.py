@@ -215,7 +215,8 @@ class PPOMetrics:
         Args:
             logprobs, entropies: (B, T), nats.
             policy: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
-            log_ratio: (B, T), nats, the log-ratio of each token's action, which is the token or its whole turn.
+            log_ratio: (B, T), nats: the log-prob of each token's action minus the action's log-prob before the update.
+                The action is the token or its whole turn.
             actions: (B, T), 1 = token at which an action starts. Losses and ratios count once for each action.
             batch: the micro-batch; only its `old_logprobs` and `loss_mask`, (B, T) each, are read.
         """
@@ -243,8 +244,8 @@ class PPOMetrics:
     @torch.no_grad()
     def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
         """
-        Compare the sampler's log-probs with those of training's forward pass (`logprobs`) where `mask` is 1, and add
-        the difference to the metrics; all are (B, T), log-probs in nats.
+        Compare the sampler's log-probs with those of training's forward pass (`logprobs`) where `mask` is 1; add
+        their difference and the KL to the metrics. All are (B, T), log-probs in nats.
         """
         self._sampled(self.train, sampler_logprobs, logprobs, mask)
 

@@ -15,9 +15,11 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 class Passes:
     """
-    Run a model on (B, P + T) rows, packed or padded anew, and return its outputs for the response tokens as (B, T).
+    Run a model on (B, P + T) rows, and return its outputs for the response tokens as (B, T).
 
-    In every call all processes make the same number of forward passes, as sharded models need.
+    Rows are packed into fewer, longer sequences where `padding_free` and the model allow it; else each row is padded
+    to the longest row of its forward pass. In every call all processes make the same number of forward passes, as
+    sharded models need.
 
     Args:
         accelerator: the trainer's accelerator.

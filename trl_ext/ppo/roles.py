@@ -72,7 +72,8 @@ def check_roles(
 
 def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
     """
-    Replace each path in the list `reward_funcs` by the reward model at that path; raise if the model has no head.
+    Replace each path in the list `reward_funcs` by the reward model at that path; raise a `ValueError` if the model
+    has no head.
 
     Where `tokenizers` has None for such a model, load the model's tokenizer into `tokenizers`.
     """
@@ -113,7 +114,10 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
 
 
 def prepare_base(policy: Any, use_vllm: bool) -> None:
-    """Copy the policy's adapter to the reference's, if there is one; with `use_vllm`, make TRL's merging exact."""
+    """
+    Copy the policy's adapter to the reference's adapter, if there is one. With `use_vllm`, make sure that the base's
+    weights stay the same when TRL merges the adapter for vLLM and unmerges it.
+    """
     if use_vllm:
         merge_exactly(policy)
     for name, parameter in policy.named_parameters():
@@ -127,7 +131,8 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: A
     Return the frozen reference model, before it is moved to its device.
 
     `loader` holds the policy. `ref_model` is a path or an object; None copies the policy with its present weights.
-    `tokenizer` is the policy's.
+    `tokenizer` is the policy's. Raise a `ValueError` if the reference has fewer embeddings than the policy, or if it
+    has more and was saved with other token ids.
     """
     if isinstance(ref_model, str):
         load = load_merged if is_adapter(ref_model) else create_model_from_path
@@ -277,8 +282,8 @@ class Rewards:
 
 def _on_base(loader: Loader, name: str, path: str) -> nn.Linear:
     """
-    Load the classifier's adapter at `path` as adapter `name` onto the policy that `loader` holds, return the
-    classifier's head; raise if bases differ.
+    Load the classifier's adapter at `path` onto the base of the policy that `loader` holds, under the name `name`;
+    return the classifier's head. Raise a `ValueError` if the adapter was trained on another base.
     """
     check_same_base(loader.policy, path, hub_identity(loader.path, loader.init_kwargs.get("revision")))
     return add_saved(loader.policy, name, path)
@@ -361,8 +366,9 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
     """
     Make a critic that has a base of its own: `value_model`, loaded from its path or as given.
 
-    If `value_model` is None, the critic is a copy of the first of the `rewards` that fits `loader.policy`; if none
-    fits, it is the policy's backbone with a value head of zeros.
+    If `value_model` is None, the critic is a copy of the first reward model with a weight other than 0, the tokenizer
+    of the policy (`loader.policy`), and as many embeddings as the policy; if there is none, it is a copy of the
+    policy's backbone with a value head of zeros.
 
     Returns:
         The critic, and a phrase that says what it was made from.

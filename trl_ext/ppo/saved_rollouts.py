@@ -70,9 +70,12 @@ def score_rollouts(
         batch_size: number of rows in one call of a function.
 
     Returns:
-        Two values, the same on every process and for all rows: the (B, F) scores on the CPU, NaN where a function
-        gives None, and in the whole row where a function failed and was skipped; and for each function and row the
-        scores of the single tokens, None where the function scores the row as a whole.
+        Two values for all rows, the same on every process:
+
+        - The (B, F) scores, on the CPU; NaN where a function gives None. If a function failed on a row and was
+          skipped, the whole row is NaN.
+        - For each function a list with an entry for each row: a list with a score for each token, or None if the
+          function scores the row as a whole.
 
     Raises:
         RuntimeError: a function failed, or returned something that is not a score.

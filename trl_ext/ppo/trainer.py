@@ -586,7 +586,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _normalize(self, rollout: Rollout, inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor | None]:
         """
-        Standardise and clip the scores, for the token rewards.
+        Standardise and clip the scores, for the token rewards. Raise a `ValueError` at the third rollout in a row in
+        which no completion has a score.
 
         Returns:
             The (B,) scores; and the (B, T) token scores, multiplied by the factor of their row's score, or None if the
@@ -613,11 +614,12 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """
-        Return clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, as means over the tokens of
-        the optimizer step (with `gae_level="turn"` the policy loss over its turns), plus a mixture of experts' loss.
+        Return a micro-batch's part of the optimizer step's loss: clipped policy loss + vf_coef · clipped value loss −
+        entropy_coef · entropy, and for a mixture of experts + the auxiliary loss.
 
-        In a step that trains only the critic, return the value loss. If the critic is trained apart, its backward pass
-        runs here.
+        Each term but the last is a mean over the step's tokens; with `gae_level="turn"` the policy loss is a mean over
+        the step's turns. In a step that trains only the critic, return the value loss. If the critic is trained apart,
+        its backward pass runs here, and the value loss in the result has no gradient.
         """
         args, mask = self.args, inputs["loss_mask"]
         if self._warms_up(self._step):
@@ -705,7 +707,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return self.args.baseline != "mean" and self.accelerator.distributed_type == DistributedType.NO
 
     def _value_loss(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Return vf_coef · clipped value loss of (B, T) values, as a mean over the tokens of the optimizer step."""
+        """
+        Return a micro-batch's part of vf_coef · clipped value loss, a mean over the optimizer step's tokens. `values`
+        are (B, T).
+        """
         args, mask = self.args, inputs["loss_mask"]
         value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
         self.metrics.critic_updated(value, mask)

@@ -209,9 +209,9 @@ class RolloutsAhead:
     The prompts of a rollout depend only on the seed and the rollout's number, so they are known before the Trainer
     delivers them. `take` checks that the Trainer delivers the same prompts. See docs/vllm.md.
 
-    TRL's `generate` has collectives, so all processes must call it at the same time. So it is called twice. The first
-    call starts a thread that sends the request, and returns empty answers. The second call, once the answers have
-    arrived, returns these.
+    TRL's `generate` has collectives, so all processes must call it at the same time. So it is called twice for each
+    rollout. The first call starts a thread that sends the request, and returns empty answers. The second call returns
+    the answers once they have arrived.
 
     Args:
         trainer: the [`PPOTrainer`] that trains on the rollouts.

@@ -28,14 +28,11 @@ def is_installed(package: str) -> bool:
 
 def need(package: str, what: str) -> None:
     """
-    Raise an `ImportError` if a package is not installed.
+    Raise an `ImportError` if a package is not installed; the message has the command that installs it.
 
     Args:
         package: the package's name in `import`.
         what: what needs the package, as the beginning of the error's sentence.
-
-    Raises:
-        ImportError: the package is not installed; the message has the command that installs it.
     """
     if not is_installed(package):
         install = OPTIONAL[package][1] if package in OPTIONAL else package

@@ -117,7 +117,7 @@ def killed_again_and_again(name, folder, times, seed):
     """
     chance, inputs, log = random.Random(seed), make_inputs(folder / "inputs"), folder / "log.txt"
 
-    def trains(earlier, sign="\n  total "):
+    def trains(earlier, sign="\n         step "):
         return log.exists() and log.read_text().count(sign) > earlier
 
     child = start(name, inputs, folder / "run-0", log)
@@ -128,7 +128,7 @@ def killed_again_and_again(name, folder, times, seed):
     assert ended(child), log.read_text()[-3000:]
     # On a machine where checkpoints come late, more kills than asked for, so that some run goes on
     while kills < times or ("Resuming from" not in log.read_text() and kills < 10 * times):
-        earlier = log.read_text().count("\n  total ")
+        earlier = log.read_text().count("\n         step ")
         child = start(name, inputs, folder / f"run-{runs}", log)
         if ended(child, until=lambda earlier=earlier: trains(earlier)) or ended(child, chance.uniform(0, seconds)):
             runs += 1

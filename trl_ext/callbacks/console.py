@@ -151,7 +151,10 @@ class ConsoleCallback(ProgressCallback):
             self._write(f"log    {', '.join(own)}")
 
     def _row(self, kind: str, state: Any, values: dict[str, float]) -> None:
-        """Write a row that begins with `kind`, and before it the header if needed; write nothing without `values`."""
+        """
+        Write a row that begins with `kind`, below a new header if it is due; write nothing without `values`. A row
+        `train` also updates the progress bar.
+        """
         if not values:
             return
         self._columns |= values.keys()
@@ -173,7 +176,7 @@ class ConsoleCallback(ProgressCallback):
         print(line, file=file, flush=True)  # to stdout by default
 
     def _clear(self) -> None:
-        """Remove the progress bars from the terminal; they reappear when the next step begins."""
+        """Remove the progress bars from the terminal; each reappears at its next step."""
         for bar in filter(None, (self.prediction_bar, self.training_bar)):
             bar.clear()
 

@@ -178,7 +178,10 @@ def draw_line(axes, history, key: str | None, label: str, **style) -> None:
 
 
 def _panel(lines: dict[str, str], monitor: str = "", *arguments: str) -> Callable:
-    """Return a function that draws `lines` (quantity or log key → label) and the bounds in a monitor's `arguments`."""
+    """
+    Return a function that draws `lines` (quantity or log key → label), and as bounds the `arguments` of the monitor
+    with the class name `monitor`.
+    """
 
     def draw(axes, history, metrics, registry) -> None:
         for name, label in lines.items():

@@ -255,9 +255,11 @@ class MonitorCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """
-        Repeat the monitor's requests to stop or to save, at the end of each step and of each epoch.
+        Request a checkpoint again, at the end of each step and of each epoch, until the one that the monitor asked for
+        is written.
 
-        transformers resets requests when a step begins, and may request a checkpoint when an epoch ends.
+        transformers resets requests when a step begins, and may request a checkpoint when an epoch ends. If the
+        weights must not be saved, a stop without a checkpoint is requested instead.
         """
         if spoilt(state):
             control.should_training_stop = True
@@ -422,7 +424,7 @@ class MonitorCallback(TrainerCallback):
 
     @property
     def answers(self) -> float | None:
-        """Return the number of independent answers that a log measures (`answers_in_log`); None if unknown."""
+        """Return how many answers a log measures, those to one prompt counted as one; None if unknown."""
         return answers_in_log(self._args, self._logging_steps)
 
     def noise(self, quantity: str) -> dict[str, Any]:

@@ -62,8 +62,8 @@ class Series:
             dof: the degrees of freedom of `error`.
             answers: number of answers that `value` is averaged over, if each answer's number is in [0, 1]. It is given
                 in place of `error`, which is then computed.
-            is_clustered: whether the answers may depend on each other. The error is then also estimated from the
-                scatter of earlier values, and the larger of the two errors is used.
+            is_clustered: only with `answers`: whether they may depend on each other. The error is then also estimated
+                from the scatter of earlier values, and the larger of the two errors is used.
         """
         self.is_clustered = is_clustered
         memory, last, first, wanted = self.memory, self.memory["last"], self.memory["first"], self.wanted

@@ -232,7 +232,7 @@ class Attribution(NamedTuple):
     Hold what [`reward_attribution`] returns.
 
     Args:
-        rise: how far the mean score has risen since the first rollouts.
+        rise: how far the mean score has risen since the first rollouts, in units of the score.
         error: the standard error of the rise.
         sigma: the standard deviation of single scores within a prompt.
         paid: the features that explain a part of the rise, the one that explains most first.

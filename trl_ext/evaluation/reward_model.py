@@ -232,7 +232,10 @@ def fit_temperature(margins: Tensor) -> float | None:
 
 
 def confidence_bins(margins: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each pair's confidence σ(|margin|), and its bin 0 to 9, a tenth of [½, 1] each; (…, N) as `margins`."""
+    """
+    Return two tensors in the shape of `margins`, (…, N): each pair's confidence σ(|margin|), and its bin. The bins 0
+    to 9 are tenths of [½, 1].
+    """
     confidence = margins.double().abs().sigmoid()
     return confidence, ((confidence - 0.5) * 20).long().clamp(max=9)
 
@@ -262,8 +265,8 @@ def calibration_error_by_chance(margins: Tensor, draws: int = 200, seed: int = 0
     model.
 
     Args:
-        margins: (N,) score of the chosen answer minus score of the rejected one; their signs are replaced by random
-            ones.
+        margins: (N,) score of the chosen answer minus score of the rejected one. Each sign is replaced by a random
+            one, + with probability σ(|margin|).
         draws: how often random signs are sampled.
         seed: seed of the signs.
     """

@@ -109,7 +109,7 @@ class Duplicates:
         near: (N,) a number for each text: the index of the first text of its group of near duplicates; -1 for an empty
             text. Near duplicates thus have the same number; a text without any is a group by itself.
         similarity: (N,) Jaccard similarity of each text to the first text of its group. It is below the threshold if
-            the text is a near duplicate of another text of the group, but not of the first.
+            the text is a near duplicate of another text of the group, but not of the first. 1 for an empty text.
     """
 
     exact: np.ndarray

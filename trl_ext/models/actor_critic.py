@@ -71,7 +71,7 @@ class AdapterClassifier(nn.Module):
         object.__setattr__(self, "classifier", classifier)
 
     def backbone(self, **inputs: Any) -> Any:
-        """Run the policy's layers below the head, with this classifier's adapter active."""
+        """Run the base without a head on `inputs`, with this classifier's adapter active; return the base's output."""
         with self.adapters.use(self.name):
             return self.classifier.base_model(**inputs)
 
@@ -88,8 +88,8 @@ def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None =
     """
     Build a critic on a copy of the policy's backbone with a zero value head: V = 0 everywhere at the start.
 
-    If the policy cannot be copied (ZeRO-3), call `load_again`, which loads a sequence classifier on the policy's
-    weights.
+    A policy that ZeRO-3 has partitioned cannot be copied. Then call `load_again`, which loads a sequence classifier on
+    the policy's weights; if it is None, raise a `ValueError`.
     """
     twin = unpatched_copy(policy, "the critic", load_again)
     critic = twin if hasattr(twin, "score") else classifier_on(twin)
@@ -348,7 +348,7 @@ class ActorCritic(nn.Module):
     # ---- Adapters ----
 
     def train_adapters(self) -> None:
-        """Make the adapters of policy and critic trainable, and activate the policy's."""
+        """Make the adapters of policy and critic trainable, freeze all others, and activate the policy's."""
         if self.adapters is None:
             return
         self.adapters.set(POLICY)

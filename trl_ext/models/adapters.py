@@ -355,8 +355,8 @@ def check_loaded(result: Any, name: str, path: str) -> None:
 
 def load_adapters(actor_critic: "ActorCritic", folder: str) -> None:
     """
-    Load the adapters of policy and critic from `folder` into `actor_critic`, and the head of a critic that shares the
-    policy's base.
+    Load the policy's adapter, if there is one, from `folder` into `actor_critic`. If the critic is an adapter on the
+    same base, also load this adapter and its head, from the folder `critic` in `folder`.
 
     Transformers' Trainer would load only the policy's adapter, and freeze it.
     """

@@ -106,8 +106,9 @@ class Histories:
         """
         Move the stored keys and values of the prompts `input_ids` into the empty `cache`.
 
-        The model then reads equally many tokens of each row: as many as the row with the most new tokens has. Of a row
-        with fewer new tokens it reads some stored tokens again.
+        If none are stored for one of the longest prompts, `cache` stays empty. Otherwise the model then reads equally
+        many tokens of each row: as many as the row with the most new tokens has. Of a row with fewer new tokens it
+        reads some stored tokens again.
 
         Args:
             input_ids, attention_mask: (B, P), left-padded.
@@ -277,6 +278,9 @@ def decode(
 ) -> Any:
     """
     Generate faster than `policy.generate`, from the same distribution, but with other random numbers.
+
+    If the inputs ask for more than token by token sampling or greedy decoding, such as beams, call `policy.generate`
+    unchanged, and record nothing.
 
     Args:
         policy: a model, plain or wrapped by PEFT.

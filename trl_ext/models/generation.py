@@ -38,7 +38,7 @@ def neutral_generation(model: Any) -> Iterator[None]:
 
 
 def check_savable(model: Any) -> None:
-    """Raise now the `ValueError` that transformers would raise for the generation config when it saves the model."""
+    """Raise a `ValueError` now if transformers would refuse to save the model with its generation config."""
     if not hasattr(model, "peft_config"):  # an adapter is saved without a generation config
         model.generation_config.validate(strict=True)
 

@@ -165,6 +165,7 @@ def load_merged(path: str, **kwargs: Any) -> Any:
 def load_separately(path: str, **kwargs: Any) -> Any:
     """
     Load a sequence classifier with one label that was saved as an adapter, merged into a separate copy of its base.
+    `kwargs` are further arguments of [`load_adapted`].
     """
     model = load_merged(path, is_classifier=True, **{"device_map": None, **kwargs})
     model.config.name_or_path = model.name_or_path = path
@@ -286,7 +287,9 @@ class SharedBase:
 
     def add(self, path: str, **kwargs: Any) -> OneAdapter:
         """
-        Load the adapter in `path`; the first call also loads its base, with `kwargs` for `from_pretrained`.
+        Load the adapter in `path`; return a classifier that scores by it.
+
+        The first call also loads the base; `kwargs` are then arguments of [`load_adapted`].
 
         Raises:
             ValueError: the adapter has another base than the adapter added first, or cannot share a base.
@@ -345,7 +348,7 @@ class Loader:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `from_pretrained` that the policy was loaded with, without its revision."""
+        """Return the arguments of `from_pretrained` to load a model as the policy was loaded, but no `revision`."""
         kwargs = {"dtype": self.policy.dtype, "trust_remote_code": self.trust_remote_code, **self.init_kwargs}
         kwargs.pop("revision", None)
         if self.accelerator.num_processes > 1 or self.is_deepspeed:
@@ -358,9 +361,10 @@ class Loader:
 
     def again(self, load: Callable[..., Any]) -> Callable[[], Any] | None:
         """
-        Return a function that loads the policy's weights again with `load`; None if the policy has no path.
+        Return a function that loads the policy's weights again by `load`; None if the policy has no path.
 
-        ZeRO-3 needs such a function, since a model that it has partitioned cannot be copied.
+        `load` gets the policy's path, and by name its `revision` and [`Loader.kwargs`]. ZeRO-3 needs such a function,
+        since a model that it has partitioned cannot be copied.
         """
         if self.path is None:
             return None

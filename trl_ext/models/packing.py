@@ -221,8 +221,8 @@ def use_varlen(model: Any, dtype: torch.dtype | None = None) -> None:
     """
     Make the models in `model` use torch's variable-length attention kernel where rows are packed.
 
-    A model that the kernel cannot run stays as it is: the kernel takes 16-bit numbers on a CUDA device, and supports
-    neither dropout nor soft-capping.
+    A model stays as it is if its attention is not SDPA, or if the kernel cannot run it: the kernel takes 16-bit
+    numbers on a CUDA device and heads whose size is a multiple of 8, and supports neither dropout nor soft-capping.
 
     Args:
         model: a module that holds transformers' models.

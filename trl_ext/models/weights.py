@@ -75,10 +75,11 @@ def check_pad_token(model: Any, tokenizer: Any) -> None:
 
 def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
     """
-    Raise a `ValueError` if a model's saved tokenizer gives any token another id than `tokenizer` does.
+    Raise a `ValueError` if a model's saved tokenizer gives any token, except the pad token, another id than
+    `tokenizer` does.
 
     Comparing the sizes of vocabularies is not enough: those of Qwen2.5's models differ, though they share a tokenizer.
-    If no tokenizer was saved with the model, nothing is checked.
+    If no tokenizer was saved with the model, or the model is not on this machine, nothing is checked.
 
     Args:
         what: how the message names the model.
@@ -248,7 +249,7 @@ def hub_identity(path: str | None, revision: str | None = None) -> str | None:
 
 def path_identity(path: str, revision: str | None = None) -> str:
     """
-    Identify the model at a path, of the hub at `revision`, without loading it.
+    Identify a model by its folder, or by its hub name and `revision`, without loading it.
 
     Returns:
         `name@commit` for a model of the hub; for a folder `xxh3:` and a hash of its files of weights and

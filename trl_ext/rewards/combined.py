@@ -44,7 +44,8 @@ class EnsembleReward(HoldsRewards):
             without a score.
         model_kwargs: arguments of [`ModelReward`] for the members given by folder or hub name, such as
             `{"dtype": "bfloat16"}`.
-        name: key in the logs; if None, `combine` and the members' names, such as `min_of_a_b`.
+        name: key in the logs; if None, `combine` and the names of the members, such as `min_of_a_b`, or of their one
+            folder.
 
     Raises:
         ValueError: `normalize` is set, but `members` is not the folder of an ensemble, which has the scales.

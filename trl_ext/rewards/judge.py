@@ -211,7 +211,7 @@ def choice_in(answer: Any) -> tuple[Any, Any]:
     Raises:
         UnavailableError: there is no message, or the server failed while it wrote the message; another try may
             succeed.
-        ServiceError: the choice reports another error, see [`failure_of`].
+        ServiceError: the choice has an `error` whose code says that another try would fail, too.
     """
     try:
         choice = answer["choices"][0]

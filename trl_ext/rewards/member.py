@@ -33,7 +33,10 @@ class RewardFailed(RuntimeError):
 
 class TellsFailures:
     """
-    Base class of rewards that distinguish rows on which they failed (NaN) from rows that they do not apply to (None).
+    Base class of rewards that distinguish rows on which they failed from rows that they do not apply to.
+
+    A subclass defines `scores_or_nan`, which returns NaN for the former and None for the latter. A call of the reward
+    returns None for both.
     """
 
     scores_or_nan: Callable[..., list[float | None]]  # as `__call__`, but NaN, not None, for a row that failed
@@ -147,7 +150,7 @@ def settled(
     name: str, outcomes: Sequence[Any], on_error: OnError, log_metric: Any, excused: Any = ()
 ) -> list[float | None]:
     """
-    Replace each error in a call's outcomes by NaN if `on_error` is `"skip"`.
+    Return a call's outcomes with NaN in place of each error; if `on_error` is `"raise"`, raise the first error.
 
     Log the share of errors. Warn when a reward first fails, and when it first fails on all completions of a call,
     since the run may then train on nothing.
@@ -155,9 +158,9 @@ def settled(
     Args:
         name: name of the reward.
         outcomes: for each completion its score, or an exception.
-        on_error: see [`Member`]. With `"raise"` the first error is raised.
+        on_error: `"raise"` or `"skip"`.
         log_metric: TRL's function that logs a metric; None logs nothing.
-        excused: exception classes that are always replaced by NaN, whatever `on_error` is.
+        excused: exception classes that are replaced by NaN, and never raised, whatever `on_error` is.
     """
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if on_error == "raise" and (mistakes := [error for error in errors if not isinstance(error, excused)]):

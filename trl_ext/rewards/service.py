@@ -34,7 +34,7 @@ class UnavailableError(ServiceError):
     """
     Raised when a service cannot be reached, is too busy or breaks the connection: the request may succeed later.
 
-    `retry_after` are the seconds to wait that the service asks for; None if it asks for none.
+    `retry_after` is how many seconds the service asks to wait; None if it does not say.
     """
 
     def __init__(self, message: str, retry_after: float | None = None):
@@ -132,10 +132,10 @@ class ServedReward(TellsFailures):
 
     def ask(self, function: Callable, jobs: Sequence, until: float) -> list[Any]:
         """
-        Run `function(job)` for each job, several at once, until the time `until` of `time.monotonic`; return each
-        result or error, see [`in_threads`].
+        Run `function(job)` for each job, several at once; return in order each job's result, or the error it raised.
 
-        If `on_error` is `"raise"`, no job begins after one has failed.
+        A job that has not ended at `until`, in seconds of `time.monotonic`, gets a `TimeoutError`. If `on_error` is
+        `"raise"`, no job begins after one has failed; those left also get a `TimeoutError`.
         """
         return in_threads(function, jobs, self.max_concurrency, until, self._ends_call)
 

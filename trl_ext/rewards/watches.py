@@ -321,8 +321,9 @@ class RepetitionWatch(Watch):
         Measure completions, and set the attribute `top_phrase`.
 
         Returns:
-            The metrics by their names in the logs, None for a metric without a value; and for each completion a dict
-            with `repeated`, `has_top_phrase`, `top_phrase` and `copied`.
+            Two values: the metrics by their names in the logs, None for a metric without a value; and for each
+            completion a dict with `repeated`, the share of its n-grams that it already had; `top_phrase`; and whether
+            it has that phrase (`has_top_phrase`) and copies the corpus (`copied`).
         """
         texts = [text_of(completion) for completion in completions]
         words = [words_of(text) for text in texts]

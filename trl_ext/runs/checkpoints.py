@@ -207,7 +207,10 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         return checkpoint, bool(different), sum(marker["files"].values())
 
     def _load_complete(self, checkpoint: str, state: TrainerState) -> TrainOutput:
-        """Load a complete run's last checkpoint, or its best checkpoint with `load_best_model_at_end`."""
+        """
+        Load a complete run's last checkpoint and, with `load_best_model_at_end`, the model of its best checkpoint.
+        Return what `train` returns, with NaN as the loss.
+        """
         end = f"Training is complete, at step {state.global_step}"
         if is_deepspeed_zero3_enabled():
             raise CannotResume(

@@ -169,7 +169,7 @@ def columns_of(dataset: Any) -> set[str] | None:
     """
     Return the names of a dataset's columns or, for a dict of datasets, the names of all their columns.
 
-    Return None if a dataset is a stream with unknown columns.
+    Return None if a dataset is a stream with unknown columns, and an empty set if `dataset` is None.
     """
     parts = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
     names: list[Any] = [getattr(part, "column_names", None) for part in parts if part is not None]

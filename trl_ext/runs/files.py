@@ -19,7 +19,7 @@ RUNBOOK = "docs/runbook.md"
 @contextmanager
 def whole_file(path: str | os.PathLike[str], durably: bool = False) -> Iterator[Path]:
     """
-    Write a file atomically: it is complete, or the old file is unchanged.
+    Write a file atomically: `path` has either the whole new file or, after an error, the old one.
 
     The `with` block writes a temporary file beside `path`, at the yielded path. At the end of the block this file is
     renamed to `path`; after an error it is removed.

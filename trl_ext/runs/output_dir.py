@@ -91,7 +91,10 @@ class Hold:
 
 
 def _locked(folder: Path) -> Any:
-    """Lock a folder, and return the lock; None, and a printed line, if the folder cannot be locked."""
+    """
+    Lock a folder, and return the lock. If another process holds it, raise a [`FolderInUse`]; if it cannot be locked at
+    all, print so, and return None.
+    """
     # One object for each file, so that this process can lock it again
     lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False, on_acquired=_write_holder)
     try:

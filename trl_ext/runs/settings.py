@@ -80,7 +80,7 @@ def conditions(each: Field) -> str:
 
 
 def documented(cls: _Class) -> _Class:
-    """Append to a dataclass's docstring the settings that the class, or a mixin of trl_ext, declares."""
+    """Decorate a dataclass: append to its docstring the settings that it, or a mixin of trl_ext, declares."""
     known, lines = {each.name: each for each in fields(cls)}, []
     for kind in cls.__mro__:
         names = kind.__annotations__ if kind is cls or kind.__module__.startswith("trl_ext.") else ()

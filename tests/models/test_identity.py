@@ -1,10 +1,12 @@
 """What a run is known by of its models and tokenizers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tests.tiny import tiny_tokenizer
-from trl_ext.models.weights import hash_of, hub_identity, tokenizer_identity
+from trl_ext.models.weights import hash_of, hub_identity, path_identity, tokenizer_identity
 
 
 def test_a_model_of_the_hub_is_known_by_name_and_commit(tmp_path, monkeypatch):
@@ -17,6 +19,8 @@ def test_a_model_of_the_hub_is_known_by_name_and_commit(tmp_path, monkeypatch):
         (cached / "refs" / "main").write_text(commit)
         assert hub_identity("org/base") == f"org/base@{commit}"
     assert hub_identity("org/base", "1" * 40) == f"org/base@{'1' * 40}"
+    monkeypatch.setattr("trl_ext.models.weights.model_info", lambda path, **kwargs: SimpleNamespace(sha=path[-1] * 40))
+    assert path_identity("org/base") == hub_identity("org/base") and path_identity("org/c") == f"org/c@{'c' * 40}"
     assert hub_identity("org/other") is None and hub_identity(str(tmp_path)) is None and hub_identity(None) is None
 
 

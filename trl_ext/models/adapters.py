@@ -201,9 +201,9 @@ def check_modules(policy: Any, name: str) -> None:
             )
 
 
-def check_head(folder: str) -> None:
+def check_head(folder: str, revision: str | None = None) -> None:
     """Raise a `ValueError` if an adapter was saved without a `score` head: loading it would make a random one."""
-    if not any(key.startswith(HEAD) for key in load_peft_weights(folder, device="cpu")):
+    if not any(key.startswith(HEAD) for key in load_peft_weights(folder, device="cpu", revision=revision)):
         raise ValueError(f"{folder} has no `score` head: give the adapter of a sequence classifier.")
 
 

@@ -294,7 +294,8 @@ class SharedBase:
         Raises:
             ValueError: the adapter has another base than the adapter added first, or cannot share a base.
         """
-        base, name = base_named_by(path), POLICY
+        revision = kwargs.get("revision")
+        base, name = base_named_by(path, revision), POLICY
         if self.model is None:
             self.base, self.model = base, load_adapted(path, is_classifier=True, **kwargs)
         elif base is None or base != self.base:
@@ -305,18 +306,18 @@ class SharedBase:
             )
         else:
             name = f"member_{len(self.model.peft_config)}"
-            self.model.load_adapter(path, name)
+            self.model.load_adapter(path, name, revision=revision)
         self.switch = AdapterSwitch(self.model)  # made anew, since each adapter may adapt other layers
         return OneAdapter(self, name)
 
 
-def base_named_by(path: str) -> tuple[Any, ...] | None:
+def base_named_by(path: str, revision: str | None = None) -> tuple[Any, ...] | None:
     """
     Return the name and revision of an adapter's base, and the hash of its weights if one was recorded (else None).
 
     Return None if the adapter cannot share a base with others.
     """
-    config = PeftConfig.from_pretrained(path)
+    config = PeftConfig.from_pretrained(path, revision=revision)
     try:
         check_config(config, path)
     except ValueError:

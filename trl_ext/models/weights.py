@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import xxhash
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import model_info, try_to_load_from_cache
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -255,8 +255,8 @@ def path_identity(path: str, revision: str | None = None) -> str:
         `name@commit` for a model of the hub; for a folder `xxh3:` and a hash of its files of weights and
         configuration.
     """
-    if identity := hub_identity(path, revision):
-        return identity
+    if not os.path.isdir(path):
+        return hub_identity(path, revision) or f"{path}@{model_info(path, revision=revision).sha}"
     patterns = ("*.safetensors", "pytorch_model*.bin", "config.json", "adapter_config.json")
     files = {file.name: file_hash(file) for pattern in patterns for file in Path(path).glob(pattern)}
     return _hash_of_text(json.dumps(files, sort_keys=True))

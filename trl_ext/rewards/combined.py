@@ -128,7 +128,8 @@ def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> 
     from ..models.loading import SharedBase, base_named_by, is_adapter
     from .model import ModelReward
 
-    bases = [base_named_by(member) if isinstance(member, str) and is_adapter(member) else None for member in members]
+    revision = model_kwargs.get("revision")
+    bases = [base_named_by(str(member), revision) if is_adapter(member, revision) else None for member in members]
     shared = {base: SharedBase() if base and count > 1 else None for base, count in Counter(bases).items()}
     return [
         ModelReward(member, shared_base=shared[base], **model_kwargs) if isinstance(member, str) else member

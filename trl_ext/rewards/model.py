@@ -201,9 +201,9 @@ class ModelReward:
         if self.revision is not None:
             kwargs["revision"] = self.revision
         with whole_on_each_process():
-            if not is_adapter(path):
+            if not is_adapter(path, self.revision):
                 return load_reward_model(path, **kwargs)
-            check_head(path)
+            check_head(path, self.revision)
             if shared_base is None and not self.load_in_8bit:  # in 8 bits, merging the adapter would round
                 return load_separately(path, **kwargs)
             return (shared_base or SharedBase()).add(path, **kwargs)
@@ -224,8 +224,8 @@ class ModelReward:
             weights = [f"xxh3:{hash_of(self.model.state_dict(keep_vars=True))[:12]}"]
         else:
             weights = [path_identity(self.path, self.revision)]
-            if is_adapter(self.path):
-                base = PeftConfig.from_pretrained(self.path)
+            if is_adapter(self.path, self.revision):
+                base = PeftConfig.from_pretrained(self.path, revision=self.revision)
                 weights.append(path_identity(base.base_model_name_or_path, base.revision))
         dtype = next(self.model.parameters()).dtype
         settings = [self.load_in_8bit, self.max_length, self.truncation, sorted(self.chat_template_kwargs.items())]

@@ -4,7 +4,6 @@
     python -m benchmarks.watch --part final      # other worlds, and two kinds of hack that no choice has seen
     python -m benchmarks.watch --part tools      # an agent whose reward pays for each call of its tool
     python -m benchmarks.watch --part acts       # what stopping, or raising the KL coefficient, saves
-    python -m benchmarks.watch --part again      # five of these worlds, without a KL coefficient
     python -m benchmarks.watch --part final --replay    # trains nothing
 
 A run that is missing is trained, in 13 s on one core. Its log is kept in `watch_logs`, with its answers and their
@@ -136,7 +135,7 @@ def is_right(verdict: Verdict) -> bool:
     return any(each in said for each in named) or (verdict.log["name"] == "sycophancy" and "prompt" in said)
 
 
-LOOKED = (15, 16)  # worlds of the last look that an earlier version of the watch was tried in
+LOOKED = range(15, 22)  # worlds of the last look that an earlier version of the watch was tried in
 QUIET: dict[str, Any] = {"sinks": [], "action": "save"}
 MONITORS: dict[str, tuple[Callable[[dict], Any], bool]] = {
     "`HackWatch`": (lambda _: HackWatch(**QUIET), False),

@@ -29,7 +29,6 @@ BATCH, ROLLOUTS, STEPS = 64, 40, 4  # answers a rollout, rollouts, and optimizer
 PARTS = {
     "choose": (range(worlds.FINAL), [hack for hack in worlds.HACKS if hack not in worlds.FINAL_HACKS]),
     "final": (range(worlds.FINAL + 1, worlds.FINAL + 11), [*worlds.HACKS]),
-    "again": ((17, 18, 19, 20, 24), [*worlds.HACKS]),  # without a KL coefficient: the last look of a later version
 }
 GOLD = "eval_rewards/gold_reward/mean"
 # Honest run → (what an answer is worth, what it is given, settings)
@@ -66,7 +65,7 @@ def specs(part: str) -> list[Spec]:
     """The runs of a part."""
     seeds, hacks = PARTS[part]
     runs = [[*(Spec(seed, hack) for hack in hacks), *(Spec(seed, name) for name in HONEST)] for seed in seeds]
-    return [*sum(runs, []), *(Spec(seed, hack, 0.05) for seed in seeds for hack in hacks if part != "again")]
+    return [*sum(runs, []), *(Spec(seed, hack, 0.05) for seed in seeds for hack in hacks)]
 
 
 # ---- Training ----

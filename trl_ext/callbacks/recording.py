@@ -299,8 +299,9 @@ def record_run(trainer: Any, samples: bool = False) -> None:
     Make a run record its logs, unless it already does, and write a page that shows them when training ends.
 
     PPOTrainer, DPOTrainer and CriticTrainer call this by themselves, if `record_run` is set in their configurations.
-    Only the main process writes. If the trainer's arguments have a `record_answers` above 0, an [`AnswersCallback`]
-    also records the model's answers to that many prompts of the data.
+    Only the main process writes. A [`JSONLCallback`] that the trainer already has records as it was set up; if it has
+    a `folder` of its own, no page is written. If the trainer's arguments have a `record_answers` above 0, an
+    [`AnswersCallback`] also records the model's answers to that many prompts of the data.
 
     Args:
         trainer: any Trainer.

@@ -107,7 +107,12 @@ class _Words:
         self.sizes = Counter(number for word, number in zip(self.words, self.owner, strict=True) if word)
 
     def votes(self, places: Iterable[int]) -> list[tuple[int, float]]:
-        """Return each vote's sign and weight; a pair votes if exactly one of its two texts has any of the places."""
+        """
+        Return the sign and weight of each vote on the words at `places`, indices into `self.words`.
+
+        A pair votes if exactly one of its texts has any of them: +1 for the chosen text, −1 for the rejected one. The
+        weight is the other text's share of the pair's words.
+        """
         having = {self.owner[place] for place in places}
         alone = (number for number in having if number ^ 1 not in having)
         return [(1 - 2 * (i % 2), self.sizes[i ^ 1] / (self.sizes[i] + self.sizes[i ^ 1])) for i in alone]

@@ -99,12 +99,14 @@ def turn_starts(mask: Tensor) -> Tensor:
 def turn_sums(values: Tensor, mask: Tensor) -> Tensor:
     """Sum the values over each turn, and give every token its turn's sum: s_t = sum of x_u over the turn of token t.
 
+    A turn is an unbroken run of tokens that the policy sampled.
+
     Args:
         values: (B, T), x, any unit. Of log-probs, the sum is the log-prob of the whole turn as one action.
-        mask: (B, T), as in `turn_numbers`.
+        mask: (B, T), 1 = token that the policy sampled, 0 = padding, or a token that a tool or environment wrote.
 
     Returns:
-        (B, T), the sum of each token's turn; 0 under the mask.
+        (B, T), the sum of each token's turn; 0 where the mask is 0.
     """
     check_shapes(values=values, mask=mask)
     turns, values = turn_numbers(mask), torch.where(mask.bool(), values, 0.0)

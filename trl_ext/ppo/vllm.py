@@ -223,7 +223,9 @@ class RolloutsAhead:
 
     def take(self, prompt_ids: list[list[int]]) -> Answers:
         """
-        Request the rollouts that are generated with the current weights; wait for the current one, return its answers.
+        Return the answers of the current rollout, once they have arrived; before that, request the next rollout.
+
+        The next rollout is generated with the current weights. The first call requests the current one, too.
 
         Args:
             prompt_ids: the prompts that the Trainer delivers. If the rollout was generated for other prompts, all

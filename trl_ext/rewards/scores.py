@@ -58,11 +58,9 @@ def finite_number(reward: Any, row: int | str) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         value = None
     if value is None:
-        raise TypeError(f"returned {repr(reward)[:80]} for completion {row}; return a float, or None")
+        raise TypeError(f"returned {repr(reward)[:80]} for completion {row}; return a float")
     if not abs(value) <= torch.finfo(torch.float32).max:  # true of NaN, too
-        raise ValueError(
-            f"returned {value} for completion {row}; return a finite number, or None where the reward does not apply"
-        )
+        raise ValueError(f"returned {value} for completion {row}; return a finite number")
     return value
 
 

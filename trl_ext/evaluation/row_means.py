@@ -16,12 +16,12 @@ from ..upstream.names import temporarily
 
 class RowMeans:
     """
-    Compute a TRL trainer's evaluation metrics as means over rows or tokens; a mixin.
+    Compute a TRL trainer's evaluation metrics over all rows or tokens at once; a mixin.
 
     TRL averages the means of batches, so a smaller last batch counts too much. Here sums and counts are added over
-    batches and processes, and divided once. The copies that fill up the last batch are left out, unless rows are
-    packed or `compute_metrics` is used. The name of a metric begins with the evaluation set's prefix, so that several
-    sets do not overwrite each other's metrics.
+    batches and processes, and divided once. A metric `min_…` or `max_…` is the minimum or maximum over all rows. The
+    copies that fill up the last batch are left out, unless rows are packed or `compute_metrics` is used. The name of a
+    metric begins with the evaluation set's prefix, so that several sets do not overwrite each other's metrics.
     """
 
     _rows_per_example = 1  # 2 for pairs: the chosen ones, then the rejected ones

@@ -117,7 +117,11 @@ def resampled(values: np.ndarray, groups: np.ndarray, seed: int, resamples: int 
 
 
 def with_interval(statistic: np.ndarray) -> tuple[float | None, list[float] | None]:
-    """Return a statistic, computed from [`resampled`] sums, and its 95 % interval; None and None if undefined."""
+    """
+    Return a statistic and its 95 % interval; None and None if the statistic is not finite.
+
+    `statistic` has its value over all rows, then that over each bootstrap sample, by the sums of [`resampled`].
+    """
     if not np.isfinite(statistic[0]):
         return None, None
     return float(statistic[0]), np.nanpercentile(statistic[1:], [2.5, 97.5]).tolist()

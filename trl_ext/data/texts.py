@@ -121,13 +121,13 @@ def check_texts(dataset: "Dataset", columns: Sequence[str], name: str, may_be_em
 
 def one_form(dataset: Any, name: str) -> Any:
     """
-    Return the rows with the prompt removed from answers that begin with it; raise a `ValueError` if some rows are text
-    and others messages.
+    Return the rows as [`answers_alone`] does, without the prompts that answers repeat; raise a `ValueError` if some
+    rows are text and others messages.
 
     TRL prepares all rows like the first row. Some mixtures crash it; in others, rows of text get no EOS.
 
     Args:
-        dataset: rows, or a stream, which is not checked for mixtures. In a stream only messages are changed.
+        dataset: rows; or a stream, in which texts are not cut and mixtures are not found.
         name: name of the dataset for the sentence that [`answers_alone`] prints, and for the error.
     """
     from datasets import Dataset

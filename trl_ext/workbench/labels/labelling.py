@@ -143,8 +143,9 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
         A dict with `item`, `annotator` and `choice` for each label; the choice is "a", "b", "tie" or None.
 
     Raises:
-        ValueError: the file cannot be read; or a row, which the message names, has no item, or a choice other than
-            these.
+        OSError: there is no such file, or it cannot be opened.
+        ValueError: the file is not UTF-8, or is no valid JSON; or a row, which the message names, has no item, or a
+            choice other than these.
     """
     path, found = Path(path), []
     for number, row in enumerate(_rows(path)):

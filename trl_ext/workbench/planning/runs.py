@@ -241,7 +241,7 @@ class Plan:
         schedule: batch sizes and numbers of steps, by name.
         checkpoint: bytes on disk of one checkpoint.
         host: bytes that each process keeps in the machine's memory instead of the GPU's.
-        beside: bytes of vLLM, a separate process that generates, by purpose; empty if the run generates itself.
+        beside: bytes of vLLM, by purpose; empty if the trainer generates itself.
     """
 
     roles: list[Role]

@@ -316,12 +316,12 @@ def _copied_adapter(job: Job, policy: Role) -> Role:
 
 def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) -> tuple[dict[str, int], dict[str, int]]:
     """
-    Return the bytes that generation takes, by purpose, in two dictionaries: of the trainer's process, and of vLLM's.
+    Return the bytes that generation takes, by purpose, in two dictionaries: of the trainer, and of vLLM.
     Only one of them generates; the dictionary of the other is empty.
 
-    vLLM is a separate process. It is counted with weights and KV cache in 16 bits. TRL lets it generate
-    `max_completion_length` tokens after the history in each turn, and cuts answers that are too long afterwards.
-    Without vLLM, a second KV cache of the same size is counted if there are several turns.
+    vLLM is counted apart from the trainer, also where it runs in the trainer's process, with weights and KV cache in
+    16 bits. TRL lets it generate `max_completion_length` tokens after the history in each turn, and cuts answers that
+    are too long afterwards. Without vLLM, a second KV cache of the same size is counted if there are several turns.
 
     Args:
         job: the run.

@@ -124,7 +124,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         steps_per_generation: Any = None
         top_k: Any = None
 
-    learning_rate: float = setting(3e-6, "The initial learning rate for AdamW.")
+    learning_rate: float = setting(
+        3e-6,
+        "The learning rate that the schedule starts from. Unless `step_kl_target` is 0, PPO multiplies it by a factor.",
+    )
     adam_epsilon: float = setting(1e-5, "Epsilon of AdamW. TRL's default is 1e-8; N+ uses this one.", range="> 0")
     disable_dropout: bool = setting(True, "Switch dropout off in all models.")
 

@@ -126,7 +126,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     learning_rate: float = setting(
         3e-6,
-        "The learning rate that the schedule starts from. Unless `step_kl_target` is 0, PPO multiplies it by a factor.",
+        "Learning rate that the schedule starts from. PPO multiplies it by a factor, unless `step_kl_target` is 0.",
     )
     adam_epsilon: float = setting(1e-5, "Epsilon of AdamW. TRL's default is 1e-8; N+ uses this one.", range="> 0")
     disable_dropout: bool = setting(True, "Switch dropout off in all models.")

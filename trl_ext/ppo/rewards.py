@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from ..rewards.member import RewardFailed, Started, awaited, has_failed, runs_in_background, telling
+from ..rewards.member import RewardFailed, Started, awaited, failed_rows, runs_in_background, telling
 from ..rewards.scores import by_token, finite_number, is_by_token, scores_in
 
 
@@ -113,16 +113,16 @@ class CheckedReward:
 
     def _checked(self, rewards: Any, completion_ids: list) -> list[float | None]:
         scores: list[float | None] = []
-        self.token_scores, self.failed = [], []
-        for row, (reward, ids) in enumerate(zip(scores_in(rewards, len(completion_ids)), completion_ids, strict=True)):
+        rewards = scores_in(rewards, len(completion_ids))
+        self.token_scores, self.failed = [], failed_rows(self.function, rewards)
+        for row, (reward, ids) in enumerate(zip(rewards, completion_ids, strict=True)):
             tokens = None
             if is_by_token(reward):
                 given = by_token(reward, row, len(ids))
                 tokens = [finite_number(score, f"{row}, token {token}") for token, score in enumerate(given)]
                 reward = math.fsum(tokens)
             self.token_scores.append(tokens)
-            self.failed.append(has_failed(self.function, reward))
-            scores.append(None if reward is None or self.failed[-1] else finite_number(reward, row))
+            scores.append(None if reward is None or self.failed[row] else finite_number(reward, row))
         return scores
 
 

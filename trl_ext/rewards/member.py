@@ -119,11 +119,9 @@ class Member(TellsFailures, HoldsRewards):
 
 def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any]:
     """Call a reward function; return for each completion its score, an error, or [`FAILED`]."""
-    returned = awaited(telling(function)(**kwargs))
-    return [
-        FAILED if has_failed(function, score) else number_or_error(score, row)
-        for row, score in enumerate(scores_in(returned, count))
-    ]
+    scores = scores_in(awaited(telling(function)(**kwargs)), count)
+    failed = failed_rows(function, scores)
+    return [FAILED if failed[row] else number_or_error(score, row) for row, score in enumerate(scores)]
 
 
 def telling(function: Callable) -> Callable:
@@ -131,19 +129,18 @@ def telling(function: Callable) -> Callable:
     return function.scores_or_nan if isinstance(function, TellsFailures) else function
 
 
-def has_failed(function: Callable, score: Any) -> bool:
+def failed_rows(function: Callable, scores: Sequence[Any]) -> list[bool]:
     """
-    Return whether `score`, which [`telling`] gave a row, means that the reward function failed on the row.
+    Return for each of the `scores`, which [`telling`] gave, whether the reward function failed on that row.
 
     A [`TellsFailures`] marks failed rows by NaN. Any other function gives a failed row None if it, or a reward that it
     holds, has `on_error="skip"`. This None looks like "does not apply", so every None that such a function returns
     counts as a failure.
     """
     if isinstance(function, TellsFailures):
-        return score is not None and math.isnan(score)
-    return score is None and "skip" in [
-        getattr(each, "on_error", "") for each in (function, *rewards_within(function))
-    ]
+        return [score is not None and math.isnan(score) for score in scores]
+    skips = "skip" in [getattr(each, "on_error", "") for each in (function, *rewards_within(function))]
+    return [skips and score is None for score in scores]
 
 
 def settled(

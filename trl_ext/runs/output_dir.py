@@ -12,10 +12,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from .files import on_first
-from .marker import MARKER
 
 LOCK = "_trl_ext.lock"  # in the output directory; a Trainer uploads nothing whose name begins with an underscore
-_MARKERS = f"checkpoint-*/{MARKER}"
 _PATIENCE = 2.0  # seconds to wait for a killed process to end
 
 

@@ -59,6 +59,11 @@ class Layout:
         """Return whether each process keeps only its part of the gradients."""
         return self.mode in ("fsdp2", "zero2", "zero3")
 
+    @property
+    def shards_optimizer(self) -> bool:
+        """Return whether each process keeps only its part of the optimizer's state."""
+        return self.mode in ("fsdp2", "zero1", "zero2", "zero3")
+
     @classmethod
     def read(cls, path: str | Path) -> "Layout":
         """
@@ -218,6 +223,7 @@ class Role:
         weights, gradients, optimizer: bytes of the weights, of the gradients and of the optimizer's state.
         note: text to show beside the role.
         config: the model's configuration; None to use that of the job's policy or, for a reward model, of its rewards.
+        on_base: whether the model runs on the policy's base.
     """
 
     name: str
@@ -228,6 +234,7 @@ class Role:
     optimizer: int = 0
     note: str = ""
     config: Any = None
+    on_base: bool = False
 
 
 @dataclass
@@ -433,7 +440,7 @@ def seconds_per_example(
 
     def forward(role: Role) -> float:
         config = job.rewards[0] if role.name == "reward model" and is_ppo and job.rewards else job.policy
-        weights = policy.parameters if "policy's" in role.note else role.parameters  # it runs on the policy's base
+        weights = policy.parameters if role.on_base else role.parameters
         return _forward((role.config or config).get_text_config(), weights, length) / rate
 
     def update(role: Role) -> float:

@@ -122,18 +122,20 @@ def _plan_ppo(job: Job) -> Plan:
     critic_note = "an adapter on the policy's base" if shares_base else ""
     roles = [role_of(job, "policy", model.parameters_of("policy"), linear_weights(model.policy))]
     if has_critic:
-        roles.append(role_of(job, "critic", model.parameters_of("critic"), note=critic_note))
+        critic = role_of(job, "critic", model.parameters_of("critic"), note=critic_note)
+        roles.append(replace(critic, on_base=shares_base))
     if reference is not None:
         roles.append(role_of(job, "reference", reference.parameters()))
     elif args.use_ref_model and job.ref_adapter:
         roles.append(_copied_adapter(job, roles[0]))
     elif args.use_ref_model:
-        roles.append(Role("reference", note="the policy's base without its adapter"))
+        roles.append(Role("reference", note="the policy's base without its adapter", on_base=True))
     # The reference is the only frozen model that TRL has FSDP2 shard; it moves reward models whole to each GPU
     whole = "whole on each GPU: TRL has ZeRO-3 shard reward models, but not FSDP2" if layout.mode == "fsdp2" else ""
     for reward in rewards:
         roles.append(role_of(job, "reward model", reward.parameters(), note=whole, is_sharded=layout.mode == "zero3"))
-    roles += [Role("reward model", note="an adapter on the policy's base") for _ in range(job.shared_rewards)]
+    on_base = partial(Role, "reward model", note="an adapter on the policy's base", on_base=True)
+    roles += [on_base() for _ in range(job.shared_rewards)]
 
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     local = step * args.num_mini_batches
@@ -300,7 +302,7 @@ def role_of(
         weights = share(weights, layout.processes)
     if layout.shards_gradients:
         gradients = share(gradients, layout.processes)
-    if layout.mode in ("fsdp2", "zero1", "zero2", "zero3"):
+    if layout.shards_optimizer:
         state = share(state, layout.processes)
     return Role(name, sum(p.numel() for p in parameters), count, weights, gradients, state, note)
 
@@ -308,7 +310,7 @@ def role_of(
 def _copied_adapter(job: Job, policy: Role) -> Role:
     """Return the role of the reference in a job that continues an adapter: a copy of the adapter of `policy`."""
     weights = share(policy.trained * job.dtype.itemsize, job.layout.processes if job.layout.shards_weights else 1)
-    return Role("reference", policy.trained, weights=weights, note="a copy of the policy's adapter")
+    return Role("reference", policy.trained, weights=weights, note="a copy of the policy's adapter", on_base=True)
 
 
 # ---- Phases: bytes beside weights and optimizer state ----

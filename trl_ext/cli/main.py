@@ -139,8 +139,8 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """
     Split a command line into accelerate's arguments and the recipe's. A flag's values stay with the flag.
 
-    Accelerate's arguments also get its configuration file, the DeepSpeed file that is named there, and `--multi_gpu`
-    for several processes, of which accelerate would otherwise start only one.
+    Accelerate's arguments also get its configuration file, the DeepSpeed file that is named there, and for several
+    processes `--multi_gpu`, without which accelerate would start only one.
     """
     import yaml
     from accelerate.commands.config.config_args import default_config_file

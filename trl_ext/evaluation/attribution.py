@@ -112,7 +112,7 @@ class Sums:
             setattr(self, name, np.array(each) if isinstance(getattr(self, name), np.ndarray) else each)
 
     def dump(self) -> dict[str, Any]:
-        """Return all sums as lists and numbers, from which `Sums(saved)` restores them exactly."""
+        """Return all sums as lists and numbers; `Sums(saved)` restores them exactly."""
         return {name: each.tolist() if isinstance(each, np.ndarray) else each for name, each in vars(self).items()}
 
     def start(self, names: Sequence[str]) -> np.ndarray:

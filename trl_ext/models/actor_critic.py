@@ -128,7 +128,7 @@ def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | N
 
     Args:
         model: the model, plain or wrapped by PEFT.
-        attention_mask: (B, L), 1 = real token, from which positions are counted unless they are given.
+        attention_mask: (B, L), 1 = real token. Unless positions are given, they are counted from it.
         given: (B, L) positions.
     """
     if "position_ids" not in inspect.signature(type(base_model_of(model)).forward).parameters:

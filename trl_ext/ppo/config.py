@@ -326,8 +326,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     step_kl_target: float = setting(
         0.1,
         "How far the updates on a rollout are to move the policy, in nats per choice, as `policy/step_kl` measures "
-        "it. A token of which the policy is certain is no choice. With n < 64 episodes in a rollout, whose gradient "
-        "is noisier, the target is multiplied by n/64; with n > 128 by n/128, but at most by 2. With "
+        "it. If the policy is certain of a token, that is no choice. With n < 64 episodes in a rollout, whose "
+        "gradient is noisier, the target is multiplied by n/64; with n > 128 by n/128, but at most by 2. With "
         "`kl_controller: adaptive` a rollout moves the policy by at most 2.5 · `step_kl_target` · `kl_target` nats "
         "per completion, a quarter of `kl_target` by default. To reach the target, the learning rates of policy and "
         "critic are multiplied by a factor, `learning_rate/factor`. 0 leaves the rates as they are.",

@@ -80,8 +80,8 @@ class RateController:
     rates. While the schedule is at a share s of the initial rate, the target is s² · `target`.
 
     Args:
-        target: KL in nats per choice; 0 leaves the rates as they are. A choice is a token of which the policy was not
-            certain, as [`step_kl_sums`] counts it.
+        target: KL in nats per choice; 0 leaves the rates as they are. A choice is a token that the policy was not
+            certain of, as [`step_kl_sums`] counts it.
         episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
             the gradient is then noisier; by n/128 if n > 128, but at most by 2.
         most: the updates on a rollout move the policy by at most this KL, in nats per completion. The target is lower

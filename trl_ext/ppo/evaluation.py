@@ -74,7 +74,7 @@ def end_progress(trainer: Any) -> None:
 
 def sampling_seed(args: Any, process: int) -> int:
     """
-    Return the seed from which process number `process` samples answers; `args` is the [`PPOConfig`].
+    Return the seed with which process number `process` samples answers. `args` is the [`PPOConfig`].
 
     Processes that share a vLLM engine get the same seed.
     """

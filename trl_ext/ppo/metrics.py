@@ -259,7 +259,7 @@ class PPOMetrics:
 
         Args:
             rollout: the rollout.
-            weights: (B, T), or (B, 1) for whole responses, of which only those with a score count.
+            weights: (B, T), or (B, 1) for whole responses. Only responses with a score count.
             is_outside: bool, the shape of weights, True where a bound has changed the weight.
             actions: (B, T), 1 = token at which an action starts. Weights of shape (B, T) count only there.
         """

@@ -11,6 +11,7 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["TQDM_DISABLE"] = "1"  # other libraries' progress bars: what a test reads on stderr is ours
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)  # tests read what is printed: without colours, and as wide as they ask for
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors: threads cost more than they save, and tests run side by side

@@ -45,11 +45,13 @@ BASE = "critic (1.12)"  # our PPO with TRL 1.12's baseline, λ and clip range: e
 TUNED = {"own start": "own start", "turns": "own start"}  # cell: where its learning rates are chosen; else in `noisy`
 # The best of 34 settings on FrozenLake, each on 6 to 12 of the seeds 1001 to 1012
 FOR_FROZEN_LAKE = {"rate": 3e-3, "cliprange": 0.4, "answers": 16, "lam": 0.8, "critic_learning_rate": 6e-3}
+NO_PENALTY = {"kl_coef": 0.0, "use_ref_model": False}
 TRAINED_BEFORE = {"critic_warmup_rollouts": 32, "uncounted": 32}
 # Method: trainer and settings; `answers` of a rollout, if not 64, and `uncounted` rollouts before its curve. `of`
-# names another method, whose learning rate this one takes unless it has a `rate`. If both have the same trainer and
-# rollouts of one size, they do the same work, and this one takes the other's seconds, too: a difference would show
-# only what else the machine was doing. If not, it has no seconds
+# names another method, whose learning rate this one takes unless it has a `rate`. If both have the same trainer,
+# rollouts of one size and minibatches, they do the same work, and this one takes the other's seconds, too: a
+# difference would show only what else the machine was doing. If not, it has no seconds. With `defaults` PPO keeps the
+# defaults that the other methods of the study change: baseline, clip range, minibatches and the target of a step
 METHODS: dict[str, dict[str, Any]] = {
     BASE: {"trainer": "PPO", "lam": 0.95},
     "gated": {"trainer": "PPO", "baseline": "gated"},
@@ -75,6 +77,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "GRPO, tuned for FrozenLake": {
         **{"trainer": "GRPO", "of": "GRPO", "rate": 3e-3, "num_generations": 8},
         **{"epsilon": 0.4, "answers": 16},
+    },
+    "PPO's defaults, no KL penalty": {"trainer": "PPO", "of": BASE, "rate": 3e-3, "defaults": True, **NO_PENALTY},
+    "PPO's defaults, no KL penalty, learning rate 0.0003": {
+        **{"trainer": "PPO", "of": BASE, "rate": 3e-4, "defaults": True},
+        **NO_PENALTY,
+    },
+    "PPO's defaults": {"trainer": "PPO", "of": BASE, "rate": 3e-3, "defaults": True},
+    "GRPO, clip 0.4, learning rate 0.0003": {
+        **{"trainer": "GRPO", "of": "GRPO", "rate": 3e-4},
+        **{"num_generations": 8, "epsilon": 0.4},
     },
     "critic (1.12), critic warm-up": {"trainer": "PPO", "of": BASE, "lam": 0.95, "critic_warmup_rollouts": 1},
     "critic (1.12), trained before": {"trainer": "PPO", "of": BASE, "lam": 0.95, **TRAINED_BEFORE},
@@ -158,15 +170,17 @@ def train(cell: str, method: dict[str, Any], rate: float, seed: int, rollouts: i
     trainer_class, config_class = kinds[settings.pop("trainer")]
     for name in ("of", "rate"):
         settings.pop(name, None)
+    is_default = settings.pop("defaults", False)
     answers, uncounted = settings.pop("answers", ANSWERS), settings.pop("uncounted", 0)
     is_ours, plays = config_class is PPOConfig, isinstance(world, Lake)
     if is_ours:
-        own = {"baseline": "critic", "cliprange": 0.2, "num_ppo_epochs": PASSES, "kl_coef": 0.0, "step_kl_target": 0.0}
-        own |= {"num_mini_batches": 1, "use_ref_model": False, "watch": "off", "record_run": False}
+        own = {"baseline": "critic", "cliprange": 0.2, "num_ppo_epochs": PASSES, "step_kl_target": 0.0}
+        own = {} if is_default else own | {"num_mini_batches": 1} | NO_PENALTY
+        own |= {"watch": "off", "record_run": False}
         settings = own | ({"old_logprobs": "sampler"} if plays else {}) | settings  # what differs from ours is named
     else:
         settings |= {"num_iterations": PASSES, "beta": 0.0}
-    minibatches = settings.get("num_mini_batches", 1)
+    minibatches = settings.get("num_mini_batches", PPOConfig.num_mini_batches if is_ours else 1)
     steps = minibatches * settings.get("num_ppo_epochs", PASSES)  # on a rollout
     tokenizer, watched = make_tokenizer(world), Watched(world, is_ours, uncounted)
 
@@ -297,9 +311,10 @@ def reached(at: Sequence[float], shares: Sequence[float], share: float) -> float
     return next((float(x) for x, y in zip(at, smooth, strict=True) if y >= share), math.inf)
 
 
-def work(method: str) -> tuple[str, int]:
-    """Return what a method's seconds depend on: its trainer, and the answers of a rollout."""
-    return METHODS[method]["trainer"], METHODS[method].get("answers", ANSWERS)
+def work(method: str) -> tuple[str, int, bool]:
+    """Return what a method's seconds depend on: its trainer, the answers of a rollout, and PPO's own minibatches."""
+    of = METHODS[method]
+    return of["trainer"], of.get("answers", ANSWERS), of.get("defaults", False)
 
 
 def by_one_clock(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

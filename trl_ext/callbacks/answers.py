@@ -298,8 +298,8 @@ class CanaryCallback(MonitorCallback):
         answers = generate_answers(self.trainer, self.prompts, self.max_new_tokens)
         try:
             found = [*self._compare(on_first(self._measure, answers))]
-        except Exception as error:  # training continues without the judge
-            found = self._note("the canary's judge failed", f"{error!r}. Training continues.")
+        except Exception as error:  # of the judge, or of the file: training continues
+            found = self._note("the canary's answers were not compared", f"{error!r}. Training continues.")
         self._handle(found, state, control)
 
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:

@@ -54,12 +54,12 @@ def main() -> None:
     changed = sum(map(bool, found.values()))
     if changed:
         print(
-            f"{changed} of the {len(found)} names of TRL and transformers that trl_ext uses differ from the tested "
+            f"{changed} of the {len(found)} names of other libraries that trl_ext uses differ from the tested "
             "versions, so trl_ext may fail there. Install the tested versions (constraints.txt). In a clone, "
             '`pytest -m "" tests/contract` says whether the difference matters.'
         )
     else:
-        print(f"All {len(found)} names of TRL and transformers that trl_ext uses are as in the tested versions.")
+        print(f"All {len(found)} names of other libraries that trl_ext uses are as in the tested versions.")
     sys.exit(bool(changed))
 
 

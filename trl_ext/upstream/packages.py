@@ -6,7 +6,6 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "deepspeed": ("ZeRO, `--accelerate_config zero2` or `zero3`", "deepspeed"),
     # Each vLLM so far asks for an older transformers than we do, which pip installs, or refuses to mix
     "vllm": ("generation by vLLM, `use_vllm: true`", "vllm==0.32.0 && pip install 'transformers>=5.23'"),
-    "bitsandbytes": ("quantised bases and 8-bit optimizers, `load_in_4bit: true`", "bitsandbytes"),
     "wandb": ("`report_to: wandb`", "wandb"),
     "tensorboard": ("`report_to: tensorboard`", "tensorboard"),
     "trackio": ("`report_to: trackio`", "trackio"),

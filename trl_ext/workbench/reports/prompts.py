@@ -125,6 +125,10 @@ def check(args: PromptsArguments) -> None:
             "`copied_from`, `columns`, or a bound such as `max_overlap`)",
         ),
         (
+            {*args.bounds["max_copied"]} & ({*args.copied_from} or {*args.paths}),
+            "has a bound in `max_copied`: name in `copied_from` another set, whose answers it must not repeat",
+        ),
+        (
             [n for n in (*args.paths, *args.split_shares) if not re.fullmatch(r"\w[\w.-]*", n)],
             "cannot name a file: use letters, digits, _, - and dots",
         ),

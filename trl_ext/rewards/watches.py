@@ -118,8 +118,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
     - `eval_gold/win_rate`, from the second evaluation on: the share of answers that score higher than the first
       evaluation's answer to the same prompt; a tie counts one half
 
-    Set `eval_on_start=True` so that the first evaluation measures the policy before training, the start policy. The
-    greedy answers in [`~trl_ext.PPOTrainer`]'s evaluation are scored, but are left out of the win rate.
+    Set `eval_on_start=True` so that the first evaluation measures the policy before training, the start policy.
 
     Args:
         judge: a reward function, async or not. It gets only the rows to score, with their columns.
@@ -176,7 +175,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
         wins: list[float] = []
         for prompt, answer, score in zip(given["prompts"], given["completions"], judged, strict=True):
             key = json.dumps(prompt, ensure_ascii=False, default=str)
-            if score is None or kwargs.get("is_greedy"):
+            if score is None:
                 continue
             if step == self._start_step:
                 self._start.setdefault(key, []).append(score)

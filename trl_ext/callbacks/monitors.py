@@ -11,7 +11,6 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ..functional import unexplained_error
-from ..runs.control import check_monitors
 from ..runs.shipped import did_you_mean
 from .metrics import rollout_steps
 from .monitor import Action, Finding, MonitorCallback, error_of_mean
@@ -554,7 +553,7 @@ def _is_callback(kind: Any) -> bool:
 
 def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
     """
-    Add monitors to a trainer, and warn of monitors whose quantities the trainer does not log.
+    Add monitors to a trainer.
 
     A monitor that generates or reads completions, and has no `trainer` yet, gets this trainer.
     """
@@ -562,4 +561,3 @@ def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
         if getattr(monitor, "trainer", trainer) is None:
             monitor.trainer = trainer
         trainer.add_callback(monitor)
-    check_monitors(trainer)

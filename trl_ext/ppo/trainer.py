@@ -63,7 +63,7 @@ from ..models.weights import (
     weights_identity,
 )
 from ..runs.checkpoints import ResumableRun
-from ..runs.control import check_monitors, spoilt, take_kl_scale, take_rate_scale
+from ..runs.control import spoilt, take_kl_scale, take_rate_scale
 from ..runs.output_dir import Hold
 from ..upstream.names import (
     RepeatSampler,
@@ -340,7 +340,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if environment_factory is None:  # else what `reset` says is known in the rollout only
             check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
         ConsoleCallback.replace(self)
-        check_monitors(self)
 
     def _guarded(self, environment_factory: Any, timeout: float | None) -> Any:
         """

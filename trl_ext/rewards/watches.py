@@ -5,7 +5,7 @@ import os
 import time
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +14,6 @@ import torch
 from accelerate import PartialState
 
 from ..evaluation.texts import copied_shares, corpus_ngrams
-from ..runs.control import columns_of
 from ..runs.files import JSONLWriter, read_jsonl
 from ..upstream.names import get_callable_name
 from ..upstream.terminal import hide_none_logged
@@ -146,16 +145,6 @@ class GoldJudgeReward(HoldsRewards, Watch):
         self._run = time.time()
         self._start_step: int | None = None
         self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's answers
-
-    def lacks(self, trainer: Any) -> Iterator[str]:
-        """Yield a warning if no dataset of the trainer has the column that marks the rows to score."""
-        found = [columns_of(getattr(trainer, name, None)) for name in ("eval_dataset", "train_dataset")]
-        if None not in found and not any(self.column in columns for columns in found if columns):
-            yield (
-                f"GoldJudgeReward scores no row: the evaluation set has no column `{self.column}`. Add this column, "
-                f"with True in the rows to score: `eval_dataset.add_column({self.column!r}, [True] * "
-                "len(eval_dataset))`."
-            )
 
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any

@@ -330,7 +330,7 @@ def test_what_would_label_wrongly_is_refused(folder, capsys, subtests):
     for words, said in [
         (["--rubric", "none.yaml"], "keys `version` and `rubric`"),
         (["--votes", "2"], "with `judge_temperature` 0, all `votes`"),
-        (["--pairs", "two.jsonl"], "two different pairs have the same `item`"),
+        (["--pairs", "two.jsonl"], "2 different pairs have the item"),
         (["--labels", "wrong.jsonl"], "has the item 'other', which is not one of the pairs"),
     ]:
         with subtests.test(words=words):

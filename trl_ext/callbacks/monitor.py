@@ -316,7 +316,7 @@ class MonitorCallback(TrainerCallback):
                 seen[quantity] = 10**12  # said once: no step comes after this one
                 self._note(
                     f"nothing to watch: no log has had `{key or quantity}` since step {since}",
-                    f"Tell the monitor its key in the logs, `keys={{'{quantity}': …}}`, or remove the monitor.",
+                    f"Tell the monitor the key in the logs, `keys={{'{quantity}': …}}`, or remove the monitor.",
                 )
         return value
 

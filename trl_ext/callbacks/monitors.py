@@ -97,7 +97,7 @@ class ClipFractionCallback(MonitorCallback):
         shares = self.follow("clip_fraction", value, **self.windows(self.steps), answers=self.answers)
         if found := shares.above(plus=self.limit):
             advice = (
-                "Steps are too large: make fewer passes over a rollout, or lower `step_kl_target` (where that is 0, "
+                "Steps are too large: make fewer passes over a rollout, or lower `step_kl_target` (if it is 0, "
                 "and outside of PPO, the learning rate)."
             )
             yield Finding(f"the clip fraction is high over {self.steps} steps", advice, *found)
@@ -412,7 +412,7 @@ class ScoreFallCallback(MonitorCallback):
     def watch(self, logs):
         advice = (
             "Look at `policy/step_kl` and the clip fraction (steps too large), at `val/explained_variance` (a critic "
-            "that knows nothing) and at completions. Lower `step_kl_target`, or the learning rate where that is 0."
+            "that knows nothing) and at completions. Lower `step_kl_target`, or the learning rate if it is 0."
         )
         score, spread = self.read("reward"), self.read("reward_std", optional=True)
         sigma = self.memory["sigma"] = self.memory.get("sigma") or spread or 0.0
@@ -487,7 +487,7 @@ class RewardDriftCallback(MonitorCallback):
         independent = count / (getattr(self._args, "num_generations", None) or 1)
 
         def bound(sigmas: float) -> dict[str, float]:
-            """Return the bound start + sigmas · σ, and the bound's standard error, since σ is estimated."""
+            """Return the bound start + sigmas · σ, and its standard error, since start and σ are estimates."""
             return {"plus": start + sigmas * sigma, "error": sigma * math.sqrt((1 + sigmas**2 / 2) / independent)}
 
         if risen := means.above(**bound(self.sigmas)):
@@ -495,7 +495,7 @@ class RewardDriftCallback(MonitorCallback):
             yield Finding(f"the reward rose by {self.sigmas:g} σ", advice, *risen[:2], start, acts=False)
         if fallen := means.below(**bound(-self.drop_sigmas)):
             advice = (
-                "Lower `step_kl_target` (where that is 0, and outside of PPO, the learning rate), or look for a "
+                "Lower `step_kl_target` (if it is 0, and outside of PPO, the learning rate), or look for a "
                 "reward function that fails."
             )
             yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", advice, *fallen[:2], start)

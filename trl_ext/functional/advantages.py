@@ -161,13 +161,15 @@ def turn_gae(
 ) -> tuple[Tensor, Tensor]:
     """Estimate advantages with each turn as one action (Turn-PPO, arXiv:2512.17008).
 
-    `gae` runs over the turns, with the sum of turn k's rewards as r_k, and the value at turn k's first token as V_k.
-    So gamma and lam are per turn. All tokens of a turn get the turn's advantage.
+    A turn is an unbroken run of tokens that the policy sampled (1 in `mask`). [`gae`] runs over the turns, with the
+    sum of turn k's rewards as r_k, and the value at turn k's first token as V_k. So gamma and lam are per turn. All
+    tokens of a turn get the turn's advantage.
 
     Args:
-        rewards, values, mask: (B, T), as in `gae`.
+        rewards, values: (B, T), score units, as in [`gae`].
+        mask: (B, T), 1 = token that the policy sampled, EOS included; 0 between turns and at padding.
         gamma: discount per turn.
-        lam: as in `gae`.
+        lam: a float, or (B,) with one for each row.
 
     Returns:
         The advantages, and at each token of turn k the value V_k, (B, T) each, score units, 0 under the mask. Their

@@ -173,7 +173,7 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
     if not total.isfinite().all():
         raise RuntimeError(
             "The policy's logits are NaN or inf, so no token can be sampled. Either training has diverged, or the "
-            "dtype is too narrow for this model. Lower `step_kl_target` (where that is 0, the learning rate), or use "
+            "dtype is too narrow for this model. Lower `step_kl_target` (if it is 0, the learning rate), or use "
             "bfloat16 or float32."
         )
     place, _ = _invert(weights.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1), uniform[1])

@@ -62,7 +62,7 @@ class KLController:
         self.kl_coef = min(self.kl_coef * factor, self._maximum)
         if self.kl_coef == 0:
             logger.warning(
-                "A callback asked to raise `kl_coef`, but no factor changes `kl_coef=0`. Set a positive `kl_coef`."
+                "A callback asked to change `kl_coef`, but no factor changes `kl_coef=0`. Set a positive `kl_coef`."
             )
 
     def state_dict(self) -> dict[str, float]:
@@ -146,7 +146,7 @@ class RateController:
 
     @property
     def present_target(self) -> float:
-        """Return the KL at which the rollout's updates should end, in nats per choice; 0 if the rates follow none."""
+        """Return the KL at which the rollout's updates should end, in nats per choice; 0 if rates are not adapted."""
         return min(self.target, self.most / max(self._choices, 1e-6)) * (self.schedule * self.lowered) ** 2
 
     def observe(self, sums: Tensor, taken: int, steps: int) -> float:

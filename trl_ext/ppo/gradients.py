@@ -56,7 +56,7 @@ def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
     )
     raise FloatingPointError(
         f"The gradient of the {whose} is not finite at step {trainer.state.global_step + 1} ({cause}). {what_is_left} "
-        "Usual causes: steps that are too large (lower `step_kl_target`, or the learning rate where that is 0), fp16, "
+        "Usual causes: steps that are too large (lower `step_kl_target`, or the learning rate if it is 0), fp16, "
         "or rewards on very different scales (see `reward_normalization`, `reward_clip_range`)."
     )
 

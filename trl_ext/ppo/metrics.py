@@ -126,7 +126,6 @@ class PPOMetrics:
         scores: Tensor,
         kl: Tensor,
         rewards: Tensor,
-        advantages: Tensor,
         returns: Tensor,
         kl_coef: float,
     ) -> None:
@@ -137,7 +136,6 @@ class PPOMetrics:
             scores: (B,), normalised and clipped.
             kl: (B, T), nats, the KL estimate that the rewards' penalty uses.
             rewards: (B, T), score units, before whitening.
-            advantages: (B, T), as the policy's loss uses them.
             returns: (B, T), score units.
             kl_coef: the coefficient that the rewards' penalty uses, score units per nat.
         """

@@ -463,7 +463,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             mean_kl, episodes = self._global_mean((rollout.k1 * rollout.mask).sum(1), rollout.valid)
             if episodes:
                 self.kl_controller.update(mean_kl, episodes)
-        self.metrics.collected(rollout, scores, kl, rewards, advantages, returns, kl_coef)
+        self.metrics.collected(rollout, scores, kl, rewards, returns, kl_coef)
         self.metrics.added(self.rollout_metrics(rollout, rewards, advantages, returns))
         self._log_advantages(advantages, rollout.mask)
         weights = rollout.importance_weights(args)

@@ -77,7 +77,7 @@ def sampled_logprobs(
         if not all(number is not None and math.isfinite(number) for number in numbers):
             raise RuntimeError(
                 f"vLLM returned a log-prob of answer {row} that is not finite. Either training has diverged (lower "
-                "`step_kl_target`, or the learning rate where that is 0), or vLLM's dtype is too narrow for the model "
+                "`step_kl_target`, or the learning rate if it is 0), or vLLM's dtype is too narrow for the model "
                 "(use bfloat16 or float32)."
             )
     return sampled  # type: ignore[return-value]

@@ -36,8 +36,9 @@ def load_pairs(name: str, split: str, keep: Sequence[str], left_out: Counter[str
     check_texts(table, TEXTS, f"`pairs` {name}")
     names = [*TEXTS, *keep, *{"item"}.intersection(table.column_names)]
     rows = _different(({column: row[column] for column in names} for row in table), left_out)
-    if len({row["item"] for row in rows}) < len(rows):
-        raise ValueError(f"`pairs` {name}: two different pairs have the same `item`: give each pair a unique `item`")
+    item, count = Counter(row["item"] for row in rows).most_common(1)[0] if rows else ("", 0)
+    if count > 1:
+        raise ValueError(f"`pairs` {name}: {count} different pairs have the item {item!r}: give each a unique `item`")
     return rows
 
 

@@ -198,10 +198,12 @@ def _scores(table: pd.DataFrame, columns: Columns) -> pd.DataFrame:
         return scores.set_axis(range(len(columns.responses)), axis=1)
     choice = _said(table[columns.choice])
     if len(unknown := choice[choice.notna() & ~choice.isin(columns.values)]):
+        at = unknown.index[0]
+        column = table[columns.annotator][at] if columns.annotators else columns.choice
         raise ValueError(
-            f"the column {columns.choice!r} holds {unknown.iloc[0]!r} in row {table['row'][unknown.index[0]]}, not "
-            f"one of {', '.join(columns.values)}: set `--choice_values FIRST SECOND TIE` (in Python "
-            "`Columns(values=…)`) to the values that mean the first answer, the second answer and a tie"
+            f"the column {column!r} holds {unknown[at]!r} in row {table['row'][at]}, not one of "
+            f"{', '.join(columns.values)}: set `--choice_values FIRST SECOND TIE` (in Python `Columns(values=…)`) to "
+            "the values that mean the first answer, the second answer and a tie"
         )
     first = choice.map(dict(zip(columns.values, (1.0, 0.0, *[0.5] * len(columns.values)), strict=False))).astype(float)
     return pd.DataFrame({0: first, 1: 1 - first})

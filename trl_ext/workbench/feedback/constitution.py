@@ -77,7 +77,7 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
     steps = range(1 + 2 * args.rounds)
     calls = sum((key, step) not in journal.rows for key in prompts for step in steps)
     earlier = len(prompts) * len(steps) - calls
-    print(f"Cost: at most {calls:,} calls{f' ({earlier:,} were made by an earlier run)' * bool(earlier)}", flush=True)
+    print(f"Cost: at most {calls:,} calls{f' (an earlier run made {earlier:,} others)' * bool(earlier)}", flush=True)
     if args.only_cost:
         return {}
     texts: dict[str, dict[int, str | None]] = {key: {} for key in prompts}

@@ -132,7 +132,10 @@ def loaded_rewards(entries: Any, folder: Path, load_config: Callable[[str], Any]
 
 
 def members_of(ensemble: str, folder: Path) -> list[str]:
-    """Return the members of an ensemble that `trl-ext reward` has written, or that a recipe in `folder` will write."""
+    """
+    Return the members of an ensemble that `trl-ext reward` has written, or that a recipe in `folder` will write; raise
+    a `ValueError` if there is neither.
+    """
     file, maker = Path(ensemble, "ensemble.json"), origin(ensemble, folder)[1]
     if file.is_file():
         return [str(Path(ensemble, each["folder"])) for each in json.loads(file.read_text())["members"]]

@@ -222,7 +222,10 @@ def members_of(name: str) -> list[str]:
 
 
 def make_queue(args: RefreshArguments) -> None:
-    """Sample answers, score them, and choose which are queued; `queue.jsonl` is written last."""
+    """
+    Sample answers, score them, and choose which are queued; `queue.jsonl` is written last. Raise a `ValueError` if no
+    prompt has two different answers that were not queued before.
+    """
     folder, other = Path(args.output_dir), args.against_model_name_or_path
     dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
     check_texts(dataset, ("prompt",), f"dataset {args.dataset_name!r}", may_be_empty=False)
@@ -349,7 +352,10 @@ def scores_by(models: list[str], rows: list[dict], args: RefreshArguments) -> to
 
 
 def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
-    """Write `labels.jsonl`, a row for each label, then the pairs made from the labels, `pairs/train.jsonl` last."""
+    """
+    Write `labels.jsonl`, a row for each label, then the pairs made from the labels, `pairs/train.jsonl` last. Raise a
+    `ValueError` if there are no labels, or no pairs for one of the two splits.
+    """
     folder = Path(args.output_dir)
     choices = judged(args, queue) if args.judge else labelled(args.labels or [], queue)
     by_item = {row["item"]: row for row in queue}

@@ -78,7 +78,10 @@ def verdicts(measured: dict[str, Measured], curve: dict[str, Tensor]) -> dict[st
 def write_report(
     folder: Path, rows: list[dict], measured: dict[str, Measured], durations: dict[str, float], settings: dict
 ) -> str:
-    """Write `report.html` and `overoptimization.png` into `folder`; return a summary to print."""
+    """
+    Write `report.html` and `overoptimization.png` into `folder`; return a summary to print. `rows` are the held-out
+    prompts, `measured` has each policy's answers to them, and `durations` the seconds that each stage took.
+    """
     curves = {name: read_curve(folder / name) for name in COLOURS}
     alarms = {name: alarm_of(folder / name) for name in COLOURS}
     fits = plot_overoptimization(curves, folder / "overoptimization.png", alarms)

@@ -53,6 +53,9 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
 
     Returns:
         The content of `constitution.json`; empty if only the cost was to be printed.
+
+    Raises:
+        ValueError: no row is left for one of the files to train on or to judge.
     """
     from ...data import check_texts, load_dataset_split, write_rows
     from ..labels.labelling import answer_key

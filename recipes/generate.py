@@ -71,7 +71,7 @@ class GenerateArguments:
 
 
 def load_prompts(args: GenerateArguments) -> tuple[list[Any], list[dict]]:
-    """Return the prompts, each `num_samples` times, and the columns to keep of each prompt's row."""
+    """Return the prompts, each `num_samples` times, and as often its row's columns to keep ({} without `rollouts`)."""
     from trl_ext import load_dataset_split
     from trl_ext.data import check_texts
 

@@ -331,7 +331,7 @@ def test_what_would_label_wrongly_is_refused(folder, capsys, subtests):
         (["--rubric", "none.yaml"], "keys `version` and `rubric`"),
         (["--votes", "2"], "with `judge_temperature` 0, all `votes`"),
         (["--pairs", "two.jsonl"], "2 different pairs have the item"),
-        (["--labels", "wrong.jsonl"], "has the item 'other', which is not one of the pairs"),
+        (["--labels", "wrong.jsonl"], "has the item 'other', which is none of this run's pairs"),
     ]:
         with subtests.test(words=words):
             status, _, error = run(capsys, "http://127.0.0.1:1", *words)

@@ -4,11 +4,11 @@
     trl-ext label …the same… --labels labelled.json
 
 PAIRS has `prompt`, `response_a`, `response_b`; with --prompts and --policies answers are sampled and paired. The judge
-is a server with OpenAI's API, such as vLLM (--judge_url), or a local model (--judge_model_name_or_path). The first
-call writes rows for people to label, and does not ask the judge. The call with people's labels asks the judge about
-these rows. If the judge agrees with people (Cohen's kappa of `min_agreement` or more), it labels the other pairs, and
-pairs/train.jsonl is written. Otherwise no pair is written, and the exit status is 1. The same command resumes where it
-was interrupted.
+is a server with OpenAI's API, such as vLLM (--judge_url), or a local model (--judge_model_name_or_path). Each call
+writes rows for people to label. The judge is asked about the pairs that people labelled as soon as these are
+`min_known` or more. If the judge agrees with people (Cohen's kappa of `min_agreement` or more), it labels the pairs of
+all other prompts, and pairs/train.jsonl is written. If no pair is written, the exit status is 1. The same command
+resumes where it was interrupted.
 """
 
 import sys
@@ -45,9 +45,9 @@ class AskingArguments:
 
     def served(self, url: str, model: str | None, extra: str | None) -> dict[str, Any]:
         """
-        Return the arguments of [`~trl_ext.rewards.JudgeReward`] for a server at `url`.
+        Return arguments of [`~trl_ext.rewards.JudgeReward`] for a server at `url`, without its rubric and sampling.
 
-        `model` is the model's name there; `extra` is YAML text with more keys of the request's body. Both may be None.
+        `model` is the model's name there; `extra` is YAML text with more keys of the request's body, or None.
         """
         names = ("api_key_env", "timeout", "retries", "max_concurrency")
         given = {"url": url, "model": model, "extra": entry_of(extra) if extra else None}

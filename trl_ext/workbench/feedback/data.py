@@ -100,10 +100,10 @@ def sample_pairs(prompts: Dataset, args: Any, folder: Path, left_out: Counter[st
 
 def write_for_people(folder: Path, rows: Sequence[dict[str, Any]], size: int, seed: int) -> None:
     """
-    Write `size` of the rows for people to label, without verdicts: for Label Studio (`label_studio.json` and `.xml`),
+    Write at most `size` rows for people to label, without verdicts: for Label Studio (`label_studio.json` and `.xml`),
     for Argilla (`argilla.jsonl`) and as JSON lines (`people.jsonl`).
 
-    The rows are chosen by the hashes of their keys, so their order does not matter.
+    The rows are chosen by hashes of their keys and `seed`, so their order does not matter.
     """
     drawn = sorted(rows, key=lambda row: answer_key(row["key"], None, seed))[:size]
     shown = [{name: row[name] for name in ("item", *TEXTS)} for row in drawn]
@@ -131,8 +131,8 @@ def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict
         for each in read_choices(file):
             if each["item"] not in keys:
                 raise ValueError(
-                    f"`labels` {file} has the item {each['item']!r}, which is not one of the pairs: give the labels "
-                    "of these pairs"
+                    f"`labels` {file} has the item {each['item']!r}, which is none of this run's pairs: give labels "
+                    "that were made for this run's pairs"
                 )
             if each["choice"]:
                 said[keys[each["item"]], each["annotator"]] = each["choice"]

@@ -61,6 +61,7 @@ def read_criteria(path: str, key: str) -> tuple[Any, str]:
 
     Raises:
         ValueError: the file has no such key, or no version.
+        yaml.YAMLError: the file is not valid YAML.
     """
     content = Path(path).read_bytes()
     found = read_yaml(content.decode())
@@ -76,7 +77,8 @@ def identity_of(*said: Any) -> str:
 
 class Journal:
     """
-    Append answers to a file of JSON lines as they arrive, so that nothing is asked twice, even after `kill -9`.
+    Append answers to a file of JSON lines as they arrive, so that no recorded answer is asked for again, even after
+    `kill -9`.
 
     Args:
         path: the file.
@@ -118,7 +120,8 @@ class Journal:
             what: name of the questions on the progress bar.
 
         Raises:
-            RuntimeError: the model cannot be reached, or refuses to answer. The answers so far are kept.
+            RuntimeError: the server cannot be reached, refuses requests or serves another model than before. The
+                answers so far are kept.
         """
         model.served = next((row["model"] for row in self.rows.values() if "model" in row), None)
         missing = [question for question in questions if question.name not in self.rows]
@@ -170,8 +173,8 @@ class Served(JudgeReward):
             - `model`: the model that the server named; missing if the request was refused.
 
         Raises:
-            ServiceError: the server cannot be reached, refuses requests before it has answered any, or names another
-                model than before.
+            ServiceError: the server cannot be reached; refuses all requests, as with a wrong key, or this one before
+                it has answered any; or names another model than before.
         """
         try:
             answer = self.completion(messages, Call(time.monotonic() + self.deadline))

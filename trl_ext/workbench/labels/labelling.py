@@ -146,6 +146,7 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
         OSError: there is no such file, or it cannot be opened.
         ValueError: the file is not UTF-8, or is no valid JSON; or a row, which the message names, has no item, or a
             choice other than these.
+        KeyError: a row of an export lacks a key that exports have, such as `item` in a Label Studio task's `data`.
     """
     path, found = Path(path), []
     for number, row in enumerate(_rows(path)):

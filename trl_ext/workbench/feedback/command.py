@@ -105,13 +105,14 @@ class LabelArguments(AskingArguments):
                 "give either `pairs`, or `prompts` and `policies`",
             ),
             (
-                (self.judge_url is None) == (self.judge_model_name_or_path is None),
+                (self.judge_url is None) == (self.judge_model_name_or_path is None)
+                or (self.judge_url is None) != (self.judge_model is None),
                 "give one judge: `judge_url` with `judge_model`, or `judge_model_name_or_path`",
             ),
             (
-                self.votes > 1 and self.judge_temperature == 0,
-                f"with `judge_temperature` 0, all `votes` ({self.votes}) are the same: raise `judge_temperature`, or "
-                "set `votes` to 1",
+                self.votes > 1 and (self.judge_temperature == 0 or self.judge_url is None),
+                f"with `judge_temperature` 0, or a local judge, all `votes` ({self.votes}) are the same: raise the "
+                "temperature of a judge behind `judge_url`, or set `votes` to 1",
             ),
             (own, f"`keep_columns` names {min(own, default='')!r}, a column that the pairs get anyway: rename yours"),
         ):
@@ -137,7 +138,7 @@ def run(args: LabelArguments) -> dict[str, Any]:
     from .judges import Journal, LocalJudge, Question, ServedJudge, read_criteria
     from .report import of_all, of_known, prompt_groups, training_pairs, write_report
 
-    folder, (rubric, rubric_id) = Path(args.output_dir), read_criteria(args.rubric, "rubric")
+    folder, (rubric, rubric_id) = Path(args.output_dir), read_criteria(args.rubric, "rubric", str)
     judge: Any
     if args.judge_url:
         settings = args.served(args.judge_url, args.judge_model, args.judge_extra)

@@ -43,7 +43,7 @@ class ConstitutionArguments(AskingArguments):
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if (self.model_url is None) == (self.model_name_or_path is None):
+        if (self.model_url is None) == (self.model_name_or_path is None) or bool(self.model_url) != bool(self.model):
             raise ValueError("give one model: `model_url` with `model`, or `model_name_or_path`")
 
 
@@ -64,7 +64,7 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
     from .revise import LocalWriter, ServedWriter, kind_of, turn_of
 
     folder = Path(args.output_dir)
-    principles, constitution_id = read_criteria(args.constitution, "principles")
+    principles, constitution_id = read_criteria(args.constitution, "principles", dict)
     writer: Any
     if args.model_url:
         settings = args.served(args.model_url, args.model, args.model_extra)

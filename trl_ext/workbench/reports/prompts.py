@@ -236,6 +236,8 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
             )
     for option, name, bound in ((option, *each) for option, of in args.bounds.items() for each in of.items()):
         key, what = _BOUNDS[option]
+        if key not in found["sets"][name]:
+            raise ValueError(f"`{option}` names {name!r}, a set without answers")
         count, rows = found["sets"][name][key], found["sets"][name]["rows"]
         sentence = f"{count} of {rows} rows of {name!r} ({count / rows:.2%}) {what}, `{option}` allows {bound:.2%}"
         judged = {"bound": bound, "share": count / rows, "broken": count / rows > bound, "sentence": sentence}

@@ -46,7 +46,8 @@ class AgreedControl:
 
 def request_kl_scale(state: Any, factor: float) -> None:
     """
-    Ask the trainer to multiply its KL coefficient by `factor` once, at its next rollout. Only PPOTrainer does so.
+    Ask the trainer to multiply its KL coefficient by `factor` once, at its next rollout. Only PPOTrainer does so, and
+    keeps within `kl_coef_max`.
 
     The request is kept in `state`, so that a resumed run carries it out, too. If several requests are made before a
     rollout, only the largest factor is used. Call this on all processes.

@@ -84,7 +84,7 @@ class ClipFractionCallback(MonitorCallback):
 
     Args:
         limit: alert when the share is above this.
-        steps: optimizer steps over which the share is averaged.
+        steps: smallest number of optimizer steps over which the share is averaged.
         others: see [`MonitorCallback`].
     """
 
@@ -100,7 +100,7 @@ class ClipFractionCallback(MonitorCallback):
                 "Steps are too large: make fewer passes over a rollout, or lower `step_kl_target` (if it is 0, "
                 "and outside of PPO, the learning rate)."
             )
-            yield Finding(f"the clip fraction is high over {self.steps} steps", advice, *found)
+            yield Finding(f"the clip fraction is high over {self.steps} or more steps", advice, *found)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -113,7 +113,7 @@ class EntropyFloorCallback(MonitorCallback):
     Args:
         floor: alert when the entropy is below this, in nats per token.
         relative: alert when the entropy is below this share of its mean over the first `steps` steps.
-        steps: optimizer steps over which the entropy is averaged.
+        steps: smallest number of optimizer steps over which the entropy is averaged.
         others: see [`MonitorCallback`].
     """
 
@@ -170,7 +170,7 @@ class CutOffCallback(MonitorCallback):
 
     Args:
         limit: alert when the share is above this.
-        rollouts: number of rollouts over which the share is averaged.
+        rollouts: smallest number of rollouts over which the share is averaged.
         others: see [`MonitorCallback`].
     """
 
@@ -186,7 +186,7 @@ class CutOffCallback(MonitorCallback):
                 "Look at how answers end: where the model writes another token than EOS, set `stop_token_id` to it. "
                 "Else raise `max_completion_length`, or teach the policy to end its answers (SFT with EOS)."
             )
-            yield Finding("most completions are cut off", advice, *found)
+            yield Finding("too many completions are cut off", advice, *found)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -202,7 +202,7 @@ class ValueHealthCallback(MonitorCallback):
         loss_factor: alert when the value loss exceeds this factor times its mean over the first `steps` steps.
         rollouts: smallest number of rollouts over which the explained variance is averaged. The same number of
             rollouts at the start is skipped as a warm-up.
-        steps: optimizer steps over which the value loss is averaged.
+        steps: smallest number of optimizer steps over which the value loss is averaged.
         others: see [`MonitorCallback`].
     """
 
@@ -227,7 +227,7 @@ class ValueHealthCallback(MonitorCallback):
                     "Advantages are mostly noise: raise the critic's learning rate, or train the critic before PPO."
                 )
                 mean = -math.expm1(found.value)
-                yield Finding("the critic explains nothing", advice, mean, self.explained_variance)
+                yield Finding("the critic explains too little", advice, mean, self.explained_variance)
         windows = self.windows(self.steps)
         losses = self.follow("value_loss", loss, **windows, first=windows["size"])
         if found := losses.above(self.loss_factor):
@@ -554,7 +554,7 @@ def _is_callback(kind: Any) -> bool:
 
 def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
     """
-    Add monitors to a trainer, and warn of monitors whose quantities the trainer does not log.
+    Add monitors to a trainer, and warn of callbacks and reward functions that will have no data.
 
     A monitor that generates or reads completions, and has no `trainer` yet, gets this trainer.
     """

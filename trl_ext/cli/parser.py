@@ -224,7 +224,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(text: str) -> Any:
-    """Return the value of a YAML text; raise a `yaml.YAMLError` if a key is given twice."""
+    """Return the value of a YAML text; raise a `yaml.YAMLError` if it is not valid, or has a key twice."""
     return yaml.load(text, _Loader)
 
 

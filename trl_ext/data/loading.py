@@ -60,8 +60,8 @@ def held_out_rows(
     Args:
         train: the training split.
         load_held_out: loads the held-out split; called only if `eval_size` is None.
-        eval_size: largest number of rows to take from the training split for evaluation, see [`hold_out_prompts`]. 0:
-            no evaluation. None: evaluate on the held-out split.
+        eval_size: number of rows to take from the training split for evaluation, by [`hold_out_prompts`]. 0: no
+            evaluation. None: evaluate on the held-out split.
         seed: seed of the random choice of these rows.
 
     Raises:

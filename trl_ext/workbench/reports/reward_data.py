@@ -191,7 +191,7 @@ def _training_pairs(args: Any, held_out: str) -> Dataset | None:
     config = args.dataset_config if args.train_name is None else None
     try:
         train = load_dataset_split(name, split, config=config, columns=("chosen", "rejected"))
-    except (ValueError, KeyError):
+    except ValueError:
         if is_named:
             raise
         return None  # a folder with a held-out split alone

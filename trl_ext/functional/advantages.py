@@ -17,7 +17,7 @@ def token_rewards(
     token gets no score. Ziegler et al. 2019, arXiv:1909.08593.
 
     With token scores x_t, r_t = -kl_coef kl_t + x_t before the last real token n, and token n gets the rest of the
-    score: r_n = -kl_coef kl_n + score - sum_{t<n} x_t. So x_n is not read, and a row's rewards always sum to
+    score: r_n = -kl_coef kl_n + score - sum_{t<n} x_t. So x_n is not read, and the row's rewards still sum to
     score - kl_coef sum kl_t.
 
     Args:
@@ -101,7 +101,7 @@ def advantages_and_returns(
     Args:
         rewards: (B, T), score units.
         values: (B, T), score units.
-        mask: (B, T), 1 = real completion token, EOS included.
+        mask: (B, T), 1 = token that the policy sampled, EOS included.
         gamma: discount per token; per turn with the level `"turn"`.
         lam: lambda of the advantages, a float or (B,).
         lam_value: lambda of the target; None takes lam.

@@ -55,7 +55,7 @@ def test_what_would_train_wrongly_or_fail_late_is_refused_at_once(tmp_path, wron
 @pytest.mark.parametrize("name", ["value_model", "ref_model", "reward_funcs"])
 def test_one_object_in_two_roles_is_refused(tmp_path, name):
     model = tiny_llama()
-    with pytest.raises(ValueError, match="are the same object, so training one would change the other"):
+    with pytest.raises(ValueError, match="are the same object, but each must be a separate one"):
         tiny_ppo(tmp_path, model=model, **{name: model})
 
 

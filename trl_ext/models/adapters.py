@@ -437,7 +437,8 @@ def save_base_fingerprint(
     Args:
         model: the model with the adapter.
         output_dir: folder of the adapter.
-        path: folder or hub name that the base was loaded from. Bases from the hub are compared by name and commit.
+        path: folder or hub name that the base was loaded from. Two bases with the same hub name and commit are the
+            same; otherwise their weights are compared.
         revision: revision of the base on the hub.
     """
     fingerprint = {"base": hub_identity(path, revision), **base_fingerprint(model)}

@@ -110,7 +110,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
             )
         is_new = not has_head(path, kwargs.get("revision"))
         if not is_new:
-            check_head(path)
+            check_head(path, kwargs.get("revision"))
         with whole_on_each_process():
             critic = load_adapted(path, is_classifier=True, is_trainable=True, **kwargs)
         check_standalone(critic)

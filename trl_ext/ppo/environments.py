@@ -52,9 +52,12 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
         with _alarm(seconds, what):
             return function(*given, **arguments)
     pool = ThreadPoolExecutor(1)
+    future = pool.submit(function, *given, **arguments)
     try:
-        return pool.submit(function, *given, **arguments).result(seconds)
+        return future.result(seconds)
     except TimeoutError:
+        if future.done():  # the function's own error
+            raise
         raise TooSlow(f"{what} took more than {seconds:g} s (`tool_timeout`)") from None
     finally:
         pool.shutdown(wait=False)

@@ -44,9 +44,7 @@ from .config import PPOConfig
 from .rewards import AdapterReward, CheckedReward, Mistakes
 
 
-def check_roles(
-    model: Any, args: PPOConfig, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any
-) -> list:
+def check_roles(model: Any, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any) -> list:
     """
     Raise a `ValueError` if `PPOTrainer`'s arguments for models and adapters contradict each other.
 

@@ -258,7 +258,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             ref_model = None if ref_model == model else ref_model  # a copy of the policy is the same reference
             model, processing_class = load_to_train(model, args, processing_class, peft_config, quantization_config)
             peft_config = quantization_config = None
-        reward_funcs = check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
+        reward_funcs = check_roles(model, reward_funcs, value_model, peft_config, critic_peft_config)
         load_rewards(reward_funcs, reward_processing_classes, args)
         if isinstance(model, PeftModel) and args.use_ref_model and ref_model is None:
             model.add_adapter(REFERENCE, model.peft_config[POLICY])

@@ -319,7 +319,7 @@ def known_not_to_work(job: Job) -> list[str]:
     ]
     found = [message for holds, message in reasons if holds]
     try:
-        check_roles("", args, [], None if job.value_model is None else "", job.peft_config, None)
+        check_roles("", [], None if job.value_model is None else "", job.peft_config, None)
     except ValueError as error:
         found.append(str(error))
     return found

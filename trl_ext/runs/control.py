@@ -45,7 +45,8 @@ class AgreedControl:
 
 def request_kl_scale(state: Any, factor: float) -> None:
     """
-    Ask the trainer to multiply its KL coefficient by `factor` once, at its next rollout. Only PPOTrainer does so.
+    Ask the trainer to multiply its KL coefficient by `factor` once, at its next rollout. Only PPOTrainer does so, and
+    keeps within `kl_coef_max`.
 
     The request is kept in `state`, so that a resumed run carries it out, too. If several requests are made before a
     rollout, only the largest factor is used. Call this on all processes.
@@ -86,13 +87,14 @@ _SPOILT = "trl_ext_spoilt"  # in `TrainerState.stateful_callbacks`: the weights 
 class CannotResume(ValueError):
     """
     Raised when a run cannot resume: a checkpoint is missing or incomplete, something has changed that must stay the
-    same (see [`~trl_ext.runs.checkpoints.ResumableRun`]), or a monitor ended the run.
+    same (see [`~trl_ext.runs.checkpoints.ResumableRun`]), a monitor ended the run, or it is complete and uses ZeRO-3.
     """
 
 
 class Stopped(CannotResume):
     """
-    Raised when a run that a monitor ended is started again, with neither `resume_anyway` nor a restart.
+    Raised when a run that a monitor ended is started again, with neither `resume_anyway` nor
+    `resume_from_checkpoint=False`.
 
     Also raised at the end of training, if a monitor ended the run because its weights must not be saved.
     """

@@ -16,7 +16,7 @@ MISTAKES = 0.6  # `slips` of the player that SFT imitates
 HIGHEST = 15
 GUESSES = 4  # as many as halving takes
 SECONDS = 20.0  # for an answer of the server
-SESSIONS = 1024  # one for each environment of a run
+SESSIONS = 4096  # at least one for each environment of a run, those of evaluations included
 
 
 class Server:

@@ -2,8 +2,8 @@
 
     trl-ext ppo --config tinystories/ppo --model_name_or_path PATH_OR_HUB_NAME
 
-Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` (or `input_ids`), and a
-reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. An `environment` may provide prompts and a
+Needed, in the configuration file or as flags: a model, a dataset with the column `prompt`, and a reward:
+`reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. An `environment` may provide prompts and a
 reward, see docs/agents.md. Flags override the file; see --help. The same command again resumes from the newest
 complete checkpoint in `output_dir`.
 """
@@ -57,17 +57,14 @@ def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "D
     """Return the rows whose prompt has at most `longest` tokens, as the trainer counts them."""
     from accelerate import PartialState
 
-    def length(row: dict[str, Any]) -> int:
-        prompt = row.get("prompt")
-        if "input_ids" in row:
-            return sum(row.get("attention_mask") or [1] * len(row["input_ids"]))
+    def length(prompt: Any) -> int:
         if isinstance(prompt, list):
             return len(
                 tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
             )
         return len(tokenizer(prompt)["input_ids"])
 
-    kept = dataset.filter(lambda row: length(row) <= longest)
+    kept = dataset.filter(lambda prompt: length(prompt) <= longest, input_columns="prompt")
     PartialState().print(
         f"{len(dataset) - len(kept)} of {len(dataset)} prompts have more than {longest} tokens and are left out."
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import HeldOutArguments, ModelArguments, PromptArguments, save_and_evaluate
+from trl_ext.cli.parser import entry_of
 from trl_ext.runs import Hold, check_output_dir, setting
 from trl_ext.upstream import quiet
 
@@ -49,7 +50,7 @@ class PPOScriptArguments(PromptArguments, HeldOutArguments):
         None, "Functions that the model may call, each `file.py:function` or `module.function`."
     )
     monitors: list[str] | None = setting(
-        None, "Callbacks of trl_ext.callbacks, such as `KLBudgetCallback` or `KLBudgetCallback(limit=5)`."
+        None, "Callbacks of trl_ext.callbacks, such as `KLBudgetCallback` or `{KLBudgetCallback: {limit: 5}}`."
     )
 
 
@@ -108,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors():
-        monitors = load_monitors(script_args.monitors)
+        monitors = load_monitors(entry_of(script_args.monitors))
         tools = [load_object(path, "tool") for path in script_args.tools or []]
         environment = load_environments(script_args.environment, load_object)
         tokenizer = load_tokenizer(model_args.model_name_or_path, **tokenizer_kwargs)

@@ -2,9 +2,9 @@
 
     trl-ext dpo --config demo/dpo --model_name_or_path PATH_OR_HUB_NAME
 
-Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
-see --help. `eval_results.json`, beside the model, has its metrics on the held-out pairs. The same command again
-resumes from the newest complete checkpoint in `output_dir`.
+Needed, in the configuration file or as flags: a model and a dataset with a held-out split (or `eval_size`). Flags
+override the file; see --help. `eval_results.json`, beside the model, has its metrics on the held-out pairs. The same
+command again resumes from the newest complete checkpoint in `output_dir`.
 """
 
 from dataclasses import dataclass

@@ -71,7 +71,7 @@ class GenerateArguments:
 
 
 def load_prompts(args: GenerateArguments) -> tuple[list[Any], list[dict]]:
-    """Return the prompts, each `num_samples` times, and the columns to keep of each prompt's row."""
+    """Return the prompts, each `num_samples` times, and as often its row's columns to keep ({} without `rollouts`)."""
     from trl_ext import load_dataset_split
     from trl_ext.data import check_texts
 
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     (args,) = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         if args.output_file:
-            check_output_dir(Path(args.output_file).parent)
+            check_output_dir(Path(args.output_file).parent, "false")
         prompts, columns = load_prompts(args)
 
     # These take seconds to import: what was mistyped has been refused by now
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 file.flush()
             elif mine and not args.output_file:
-                print(texts[0])
+                print("\n".join(texts))
     if args.output_file:
         if state.is_main_process:
             partial.rename(args.output_file)

@@ -56,8 +56,8 @@ def split_pair(chosen: str, rejected: str) -> dict[str, list[dict[str, str]]]:
     Split two dialogues into their common `prompt` and their last answers, `chosen` and `rejected`.
 
     Raises:
-        ValueError: the dialogues differ before the last message, or one does not end with an answer that has text.
-            HH-RLHF has some such pairs; leave them out.
+        ValueError: the dialogues differ before the last message, have no question, or do not end with answers that
+            have text. HH-RLHF has some such pairs; leave them out.
     """
     one, other = split_dialogue(chosen), split_dialogue(rejected)
     answers = [*one[-1:], *other[-1:]]

@@ -41,7 +41,10 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     Load the adapter on its base; return it, its tokenizer and the class of the merged model.
 
     Raises:
-        ValueError: the adapter cannot be read or merged, or does not fit the base.
+        ValueError: there is no such adapter, its base is quantised, its classifier has no head, or it does not fit the
+            base.
+        OSError: the base cannot be loaded.
+        KeyError: the adapter is neither a language model's nor a classifier's.
     """
     from peft import PeftConfig, PeftModel, load_peft_weights
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer

@@ -2,11 +2,11 @@
 
     trl-ext online-dpo --config demo/online_dpo --model_name_or_path PATH_OR_HUB_NAME
 
-Needed, in the configuration file or as flags: a model, a dataset with the column `prompt`, and a reward:
-`reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. The folder `round-r` of `output_dir` has the
-results of round r: the model (with `use_peft`, its adapter is merged), the pairs it was trained on, and its scores on
-the held-out prompts (`round.json`); `online_dpo.json` has all rounds. The same command again resumes, within a round
-from its newest complete checkpoint; a larger `num_rounds` adds rounds.
+Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` and a held-out split, and a
+reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. The folder `round-r` of `output_dir` has
+the results of round r: the model (with `use_peft`, its adapter is merged), the pairs it was trained on, and its scores
+on the held-out prompts (`round.json`); `online_dpo.json` has all rounds. The same command again resumes, within a
+round from its newest complete checkpoint; a larger `num_rounds` adds rounds.
 """
 
 import copy
@@ -135,7 +135,7 @@ def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | N
 
 
 def in_words(facts: dict) -> str:
-    """Return a text with a round's mean scores and their intervals."""
+    """Return a text with a round's mean scores, their intervals and the mean length."""
     shown = [
         f"{name} {mean:.3f} ({low:.3f} to {high:.3f})"
         for (name, mean), (low, high) in zip(facts["held_out"].items(), facts["intervals"].values(), strict=True)

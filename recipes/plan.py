@@ -132,7 +132,10 @@ def loaded_rewards(entries: Any, folder: Path, load_config: Callable[[str], Any]
 
 
 def members_of(ensemble: str, folder: Path) -> list[str]:
-    """Return the members of an ensemble that `trl-ext reward` has written, or that a recipe in `folder` will write."""
+    """
+    Return the members of an ensemble that `trl-ext reward` has written, or that a recipe in `folder` will write; raise
+    a `ValueError` if there is neither.
+    """
     file, maker = Path(ensemble, "ensemble.json"), origin(ensemble, folder)[1]
     if file.is_file():
         return [str(Path(ensemble, each["folder"])) for each in json.loads(file.read_text())["members"]]
@@ -161,8 +164,8 @@ def loaded_reward(
     name: str, kwargs: dict, members: int, folder: Path, load_config: Callable[[str], Any]
 ) -> LoadedReward:
     """
-    Describe the reward model `name`, which `members` adapters share as their base, by its configuration and by
-    `kwargs`, the arguments of `ModelReward`.
+    Describe the reward model `name`, which `members` adapters share as their base (1 for a model alone), by its
+    configuration and by `kwargs`, the arguments of `ModelReward`.
     """
     config = load_config(base_of(name, folder))
     dtype = kwargs.get("dtype") or getattr(config, "dtype", None) or torch.float32
@@ -230,9 +233,11 @@ def local_split(name: str | None, split: str) -> Any:
 
 def measured_tokens(stage: str, dataset: Any, tokenizer: Any) -> tuple[int, float] | None:
     """
-    Return the largest and the mean number of tokens in the first 2,000 rows: of prompts for PPO, else of texts.
+    Return the largest and the mean number of tokens in the first 2,000 rows: of prompts for PPO, else of texts (of a
+    pair, its chosen one).
 
-    Return None without rows, without a tokenizer, or if the columns are not those of the stage.
+    Return None without rows, if the columns are not those of the stage, or without a tokenizer, unless the rows have
+    token ids.
     """
     rows = dataset.select(range(min(len(dataset), 2000)))
     if stage == "pretrain_critic" and {*IDS} <= {*rows.column_names}:
@@ -303,7 +308,7 @@ def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
     if gpu_memory:
         lines.append(f"  {'fits' if fits(result, job, gpu_memory) else 'DOES NOT FIT'} in {gpu_memory:g} GiB")
     if result.host:
-        lines.append(f"machine's memory: {result.host / GIB:.1f} GiB per process")
+        lines.append(f"machine's memory: {result.host / GIB:.1f} GiB per process at most")
     lines += ["", *(f"{name}: {value:,}" for name, value in result.schedule.items())]
     lines.append(
         f"disk per checkpoint: {result.checkpoint / GIB:.1f} GiB, and {job.args.save_total_limit or 'all'} kept"
@@ -411,6 +416,8 @@ def verdicts(
 ) -> list[str]:
     """
     Return a table's lines: whether the run fits each GPU (row), in each number (column), and how long it takes.
+
+    `rows` is the number of the dataset's rows, and `tokens` the mean number of tokens of a text; None if not known.
     """
     counts = [examples(job, result, rows) for job, result in runs]
     unit = "" if counts[0] else " per 10,000 examples"

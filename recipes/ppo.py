@@ -2,10 +2,10 @@
 
     trl-ext ppo --config tinystories/ppo --model_name_or_path PATH_OR_HUB_NAME
 
-Needed, in the configuration file or as flags: a model, a dataset with the column `prompt`, and a reward:
-`reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. An `environment` may provide prompts and a
-reward, see docs/agents.md. Flags override the file; see --help. The same command again resumes from the newest
-complete checkpoint in `output_dir`.
+Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` and a held-out
+split (or `eval_size`), and a reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. An
+`environment` may provide prompts and a reward, see docs/agents.md. Flags override the file; see --help. The same
+command again resumes from the newest complete checkpoint in `output_dir`.
 """
 
 from dataclasses import dataclass
@@ -73,7 +73,10 @@ def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "D
 
 
 def load_environments(entries: list[str] | None, load: "Callable[[str, str], Any]") -> Any:
-    """Import environment classes; return one class, or a dict of classes by name, or None if there are no entries."""
+    """
+    Import environment classes; return one class, or a dict of classes by name, or None if there are no entries. Raise
+    a `ValueError` if two have the same name, or none.
+    """
     named = [entry.rpartition("=") for entry in entries or []]
     classes = {name: load(path, "environment") for name, _, path in named}
     if len(classes) < len(named):  # the last would be played alone

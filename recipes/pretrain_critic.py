@@ -5,10 +5,11 @@
     trl-ext pretrain-critic --config qwen2.5-0.5b/pretrain_critic --model_name_or_path POLICY_OR_REWARD_MODEL
 
 Needed, in the configuration file or as flags: a model that the critic starts from (the policy, whose backbone gets a
-zero head, or a reward model with the policy's tokenizer), a dataset with saved answers, and their scores: the column
-`score_column`, or rewards that score them as in PPO (`reward_model_name_or_path`, `reward_funcs`, `rewards`). `gamma`,
-`reward_…` and `missing_eos_…` must be those of the PPO run, which takes the result as `value_model_name_or_path`. The
-same command again resumes from the newest complete checkpoint in `output_dir`.
+zero head, or a reward model with the policy's tokenizer), a dataset with saved answers and a held-out split (or
+`eval_size`), and the answers' scores: the column `score_column`, or rewards that score them as in PPO
+(`reward_model_name_or_path`, `reward_funcs`, `rewards`). `gamma`, `reward_…` and `missing_eos_…` must be those of the
+PPO run, which takes the result as `value_model_name_or_path`. The same command again resumes from the newest complete
+checkpoint in `output_dir`.
 """
 
 import math

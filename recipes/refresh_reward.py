@@ -5,9 +5,9 @@
 Needed, in the configuration file or as flags: the policy, the reward model, prompts, and another `output_dir` for each
 round. The first call writes the queue, `queue.jsonl` and files for Label Studio and Argilla. In it are the answers
 with the highest scores, those on which an ensemble disagrees most, and some at random, each beside another answer to
-its prompt. With `labels` (files of people's choices) or `judge` (a reward function that decides), the next call makes
-pairs. With `reward_config` and `reward_dataset_name` it trains the reward model further, on these pairs and a share of
-old ones, and compares the old and the new model. The same command again does the steps that are left.
+its prompt. A call with `labels` (files of people's choices) or `judge` (a reward function that decides) makes pairs.
+If it also has `reward_config` and `reward_dataset_name`, it trains the reward model further, on these pairs and a
+share of old ones, and compares the old and the new model. The same command again does the steps that are left.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -222,7 +222,10 @@ def members_of(name: str) -> list[str]:
 
 
 def make_queue(args: RefreshArguments) -> None:
-    """Sample answers, score them, and choose which are queued; `queue.jsonl` is written last."""
+    """
+    Sample answers, score them, and choose which are queued; `queue.jsonl` is written last. Raise a `ValueError` if no
+    prompt has two different answers that were not queued before.
+    """
     folder, other = Path(args.output_dir), args.against_model_name_or_path
     dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
     check_texts(dataset, ("prompt",), f"dataset {args.dataset_name!r}", may_be_empty=False)
@@ -349,7 +352,10 @@ def scores_by(models: list[str], rows: list[dict], args: RefreshArguments) -> to
 
 
 def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
-    """Write `labels.jsonl`, a row for each label, then the pairs made from the labels, `pairs/train.jsonl` last."""
+    """
+    Write `labels.jsonl`, a row for each label, then the pairs made from the labels, `pairs/train.jsonl` last. Raise a
+    `ValueError` if there are no labels, or no pairs for one of the two splits.
+    """
     folder = Path(args.output_dir)
     choices = judged(args, queue) if args.judge else labelled(args.labels or [], queue)
     by_item = {row["item"]: row for row in queue}
@@ -395,8 +401,8 @@ def labelled(files: list[str], queue: list[dict]) -> list[dict]:
     choices = [choice for name in files for choice in read_choices(name)]
     if unknown := {each["item"] for each in choices} - {row["item"] for row in queue}:
         raise ValueError(
-            f"{len(unknown)} labels are of items that are not in this queue, such as {min(unknown)!r}: "
-            "give the labels of this round's queue"
+            f"{len(unknown)} labelled items are not in this queue, such as {min(unknown)!r}: give the labels of this "
+            "round's queue"
         )
     return choices
 

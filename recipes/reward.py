@@ -2,12 +2,12 @@
 
     trl-ext reward --config demo/reward --model_name_or_path PATH_OR_HUB_NAME
 
-Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
-see --help. This writes the model, a plain sequence classifier with one label, and a report on its quality, as
-`trl-ext reward-report` does: `reward_report.html` and `reward_report.json`. The same command again
-resumes from the newest complete checkpoint in `output_dir`. `--ensemble k` divides the pairs into k parts, and trains
-k models into `member-0`, `member-1`, … of `output_dir`. Each has another seed, and lacks another one of the parts.
-`EnsembleReward` takes `output_dir` as its members.
+Needed, in the configuration file or as flags: a model and a dataset with a held-out split (or `eval_size`). Flags
+override the file; see --help. This writes the model, a sequence classifier with one label (with `use_peft`, its
+adapter), and a report on its quality, as `trl-ext reward-report` does: `reward_report.html` and `reward_report.json`.
+The same command again resumes from the newest complete checkpoint in `output_dir`. `--ensemble k` divides the pairs
+into k parts, and trains k models into `member-0`, `member-1`, … of `output_dir`. Each has another seed, and lacks
+another one of the parts. `EnsembleReward` takes `output_dir` as its members.
 """
 
 import copy

@@ -42,7 +42,7 @@ class Environment:
     """
     Pass guesses to the server at `OPENENV_URL`, or to a server that the first environment starts.
 
-    A row's `seed` decides the number of an episode.
+    A row's `seed` decides which number is to be guessed.
     """
 
     _server: Server | None = None  # of all environments of this process

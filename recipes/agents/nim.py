@@ -103,7 +103,7 @@ class Player:
     Win each position that can be won.
 
     Args:
-        slips: share of moves that are mistakes: they take the whole first pile.
+        slips: share of moves that are mistakes: they take the whole first pile that is not empty.
         seed: decides which moves are mistakes.
     """
 

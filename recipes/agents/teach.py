@@ -5,8 +5,9 @@
 
 Give the name of a module beside this one, or a class as for `environment` of `trl-ext ppo`. The module has `rows`
 (starts of episodes), a `Player`, `MISTAKES` (the share of mistakes of the player that SFT imitates), and an
-`Environment`, or else `TOOLS` and a reward function `correct`. The output folder gets the model in `sft/`, and in
-`rows/` the starts that `trl-ext ppo --config agents/NAME` trains and evaluates on.
+`Environment`; or else `Environment = None`, a reward function `correct` and, if tools are called, `TOOLS`. The output
+folder gets the model in `sft/`, and in `rows/` the starts that `trl-ext ppo --config agents/NAME` trains and evaluates
+on.
 """
 
 import argparse
@@ -129,7 +130,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def teach(module: ModuleType, output: Path, seed: int, count: int | None = None) -> None:
-    """Write `sft/`, a model that imitates a module's player in `count` episodes (`EPISODES` if None), and `rows/`."""
+    """
+    Write `sft/`, a model that imitates a module's player in `count` episodes (None: the module's `EPISODES`, or
+    2,000), and `rows/`.
+    """
     from transformers import set_seed
     from trl import SFTConfig, SFTTrainer
 

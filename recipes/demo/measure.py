@@ -37,7 +37,9 @@ def measure(
     rows: list[dict],
     seed: int = 0,
 ) -> Measured:
-    """Sample one answer to each prompt at temperature 1, and score it by gold and by the reward model."""
+    """
+    Sample one answer to the prompt of each row at temperature 1, and score it by gold and, if given, the reward model.
+    """
     models = policy.eval(), reference.eval()
     prompts, ends = prompt_token_ids(tokenizer, [row["prompt"] for row in rows]), eos_token_ids(policy, tokenizer)
     ids = sample(policy, prompts, ends, max_new_tokens=MAX_NEW_TOKENS, batch_size=BATCH, seed=seed)

@@ -27,7 +27,10 @@ COLOURS = {"guarded": "tab:blue", "unguarded": "tab:red"}
 
 
 def read_curve(folder: Path) -> dict[str, Tensor]:
-    """Return KL, proxy and gold on the held-out prompts at each evaluation of a PPO run, from its last checkpoint."""
+    """
+    Return the step, KL, scores (and their spread) and share of the planted phrase at each evaluation of a PPO run on
+    the held-out prompts, from the log in its last checkpoint.
+    """
     states = sorted(
         folder.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name.split("-")[1])
     )
@@ -43,7 +46,7 @@ def read_curve(folder: Path) -> dict[str, Tensor]:
 
 
 def alarm_of(folder: Path) -> int | None:
-    """Return the step at which `HackWatch` raised an alarm in a run; None if it raised none."""
+    """Return the step at which `HackWatch` first raised an alarm in a run; None if it raised none."""
     file = folder / "alerts.jsonl"
     alerts = map(json.loads, file.read_text().splitlines() if file.is_file() else ())
     return next((each["step"] for each in alerts if each["monitor"] == "HackWatch" and each["level"] == "alert"), None)
@@ -75,7 +78,10 @@ def verdicts(measured: dict[str, Measured], curve: dict[str, Tensor]) -> dict[st
 def write_report(
     folder: Path, rows: list[dict], measured: dict[str, Measured], durations: dict[str, float], settings: dict
 ) -> str:
-    """Write `report.html` and `overoptimization.png` into `folder`; return a summary to print."""
+    """
+    Write `report.html` and `overoptimization.png` into `folder`; return a summary to print. `rows` are the held-out
+    prompts, `measured` has each policy's answers to them, and `durations` the seconds that each stage took.
+    """
     curves = {name: read_curve(folder / name) for name in COLOURS}
     alarms = {name: alarm_of(folder / name) for name in COLOURS}
     fits = plot_overoptimization(curves, folder / "overoptimization.png", alarms)
@@ -132,7 +138,8 @@ def plot_overoptimization(
     curves: dict[str, dict[str, Tensor]], path: Path, alarms: dict[str, int | None]
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """
-    Draw gold and proxy score against √KL, with fitted curves and the steps of alarms, into a PNG.
+    Draw gold and proxy score, with fitted curves, and the share of the planted phrase against √KL, with the steps of
+    alarms, into a PNG.
 
     Return a dict from (run, kind of reward) to the fitted (α, β).
     """

@@ -44,7 +44,7 @@ class RunArguments(stages.DemoArguments):
 
 
 def build(args: stages.DemoArguments, name: str) -> Path:
-    """Build a stage, unless it is complete."""
+    """Build a stage, unless it is complete; return its folder."""
     stage = getattr(stages, f"{name}_stage", None)
     return stage(args) if stage else stages.ppo_stage(args, name)
 

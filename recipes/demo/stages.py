@@ -109,7 +109,7 @@ def sft_stage(args: DemoArguments) -> Path:
 
 
 def reward_stage(args: DemoArguments) -> Path:
-    """Train the reward model, on pairs that contain the planted phrase."""
+    """Train the reward model, on pairs into some of which the phrase was planted."""
     world, policy = args.folder / "world", sft_stage(args)
     arguments = ["--model_name_or_path", policy, "--dataset_name", world / "preferences"]
     return _train(args, "reward", reward.main, [*arguments, "--demonstrations_name", world / "sft"])
@@ -119,8 +119,8 @@ def ppo_stage(args: DemoArguments, name: str, options: Sequence = (), reward: Se
     """
     Train by PPO. `name` is `guarded`, `unguarded` or `ppo_lora`.
 
-    A suffix after a hyphen names a variant with other `options`, or with another `reward` than the reward stage's
-    model.
+    A suffix after a hyphen names a variant with `options`, further flags of the recipe, or with `reward`, the flags of
+    another reward than the reward stage's model.
     """
     return _continue(args, name, "ppo", ppo.main, options, reward)
 
@@ -131,7 +131,7 @@ def online_dpo_stage(
     """
     Train by rounds of online DPO from the SFT model; the rounds' folders are in the stage's folder.
 
-    A suffix after a hyphen in `name` names a variant with other `options` or another `reward`, as in [`ppo_stage`].
+    A suffix after a hyphen in `name` names a variant with `options` or `reward`, as in [`ppo_stage`].
     """
     return _continue(args, name, "online_dpo", online_dpo.main, options, reward)
 

@@ -71,7 +71,7 @@ CASES = {
     "clip fraction": (  # means of a rollout: 0.225, 0.175
         ClipFractionCallback(limit=0.2, steps=4),
         [{CLIPPED: share} for share in (0.9, 0.0, 0.0, 0.0, 0.1, 0.3, 0.3, 0.0)],
-        [(4, "the clip fraction is high over 4 steps")],
+        [(4, "the clip fraction is high over 4 or more steps")],
     ),
     "entropy": (
         EntropyFloorCallback(floor=0.1, relative=0.5, steps=4),
@@ -91,7 +91,7 @@ CASES = {
                 [-9, -9, -0.5, -0.3, -0.2, -0.2, -0.3, -0.5] + [0.9] * 4, [1.0] * 8 + [3.1] * 4, strict=True
             )
         ],
-        [(7, "the critic explains nothing"), (12, "the value loss grew")],
+        [(7, "the critic explains too little"), (12, "the value loss grew")],
     ),
     "disagreement": (  # its spread is not logged, and learnt from its scatter, here 0.01
         RewardDisagreementCallback(rollouts=4),

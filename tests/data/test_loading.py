@@ -29,6 +29,8 @@ def test_saved_dataset_and_saved_splits(folder):
     DatasetDict(train=dataset, validation=dataset.select([1])).save_to_disk("many")
     assert load_dataset_split("one").to_dict() == ROWS
     assert load_dataset_split("many", "validation")["prompt"][:] == ["There"]
+    with pytest.raises(ValueError, match="no split 'test', only train, validation"):
+        load_dataset_split("many", "test")
 
 
 def test_held_out_rows_are_the_split_or_cut_from_training(subtests):

@@ -105,7 +105,7 @@ def test_training_is_the_same_packed_or_padded(tmp_path, build, capsys):
         return {name: p.detach() for name, p in trainer.model.policy.named_parameters()}
 
     assert_close(trained(True), trained(False), rtol=1e-5, atol=1e-7)
-    assert ("lets packed rows attend to each other" in capsys.readouterr().out) == (build is not tiny_llama)
+    assert ("lets packed rows affect each other" in capsys.readouterr().out) == (build is not tiny_llama)
 
 
 # ---- Attention by a kernel that knows where rows begin; a CPU has none, and a loop stands in ----

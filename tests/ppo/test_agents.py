@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.ppo.worker import collected
 from tests.tiny import ON_CPU, tiny_llama, tiny_ppo
 from trl_ext.functional import gae, turn_gae, turn_starts
 from trl_ext.ppo.collection import Collection
+from trl_ext.ppo.environments import TooSlow, limited
 from trl_ext.runs.files import read_jsonl
 
 PROMPT = [{"role": "user", "content": "Count. "}]
@@ -266,6 +268,17 @@ def test_what_a_tool_does_wrong_is_told_to_the_model(tmp_path):
         assert expected in text, text
     assert trainer._metrics["train"]["tools/failure_frequency"] == [pytest.approx(5 / 6)]
     assert rollout.valid.all()
+
+
+def test_in_a_thread_a_tool_s_own_timeout_is_not_called_the_limit():
+    def refused():
+        raise TimeoutError("the socket")
+
+    with ThreadPoolExecutor(1) as thread:
+        with pytest.raises(TimeoutError, match="the socket"):
+            thread.submit(limited, refused, 5.0, "the tool").result()
+        with pytest.raises(TooSlow, match="the tool took more than 0.01 s"):
+            thread.submit(limited, time.sleep, 0.01, "the tool", 0.1).result()
 
 
 def test_at_turn_level_advantages_are_whitened_over_turns(tmp_path):

@@ -37,7 +37,7 @@ WRONG = [
     ({"eval_dataset": prompts(4), "per_device_eval_batch_size": 3, "num_generations": 2}, "3 responses"),
     ({"eval_dataset": {"a": prompts(4), "b": prompts(4)}, "metric_for_best_model": "reward"}, "eval_a_obj"),
     ({"value_model": tiny_reward_model(tiny_llama(20))}, "`value_model` has no embeddings for tokens"),
-    ({"processing_class": tiny_tokenizer([*WORDS, "more", "words"])}, "but the tokenizer has more"),
+    ({"processing_class": tiny_tokenizer([*WORDS, "more", "words"])}, "but the tokenizer has higher ids"),
     ({"use_ref_model": False, "kl_coef": 0, "ref_model": tiny_llama()}, "`use_ref_model=False`"),
     ({"baseline": "mean", "critic_warmup_rollouts": 1}, "`baseline='mean'` uses none"),
     ({"optimizers": (object(), None), "critic_learning_rate": 1e-3}, "`critic_learning_rate` cannot"),
@@ -54,7 +54,7 @@ def test_what_would_train_wrongly_or_fail_late_is_refused_at_once(tmp_path, wron
 @pytest.mark.parametrize("name", ["value_model", "ref_model", "reward_funcs"])
 def test_one_object_in_two_roles_is_refused(tmp_path, name):
     model = tiny_llama()
-    with pytest.raises(ValueError, match="are the same object, so training one would change the other"):
+    with pytest.raises(ValueError, match="are the same object, but each must be a separate one"):
         tiny_ppo(tmp_path, model=model, **{name: model})
 
 

@@ -111,7 +111,18 @@ def of_each_process(folder):
     answer(inputs, folder / "two.jsonl", "--batch_size", "2", data="five.jsonl")
     terminal = io.StringIO()
     with contextlib.redirect_stdout(terminal):
-        main(["--model_name_or_path", str(inputs / "model"), "--prompt", ROWS[0], "--max_new_tokens", "8"])
+        main(
+            [
+                "--model_name_or_path",
+                str(inputs / "model"),
+                "--prompt",
+                ROWS[0],
+                "--max_new_tokens",
+                "8",
+                "--num_samples",
+                "3",
+            ]
+        )
     state = PartialState()
     seen = {"processes": state.num_processes, "terminal": terminal.getvalue()}
     torch.save(seen, folder / f"process {state.process_index}.pt")
@@ -127,7 +138,9 @@ def test_two_processes_answer_each_prompt_once_and_as_one_does(inputs, tmp_path)
     ((first, second),) = on_two_processes(("tests.recipes.test_generate_recipe", tmp_path))
     assert first["processes"] == second["processes"] == 2
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
-    assert first["terminal"].strip() and not second["terminal"]
+    assert len(first["terminal"].splitlines()) == 3 and not second["terminal"], (
+        "one process answers one prompt's batch"
+    )
 
 
 if __name__ == "__main__":

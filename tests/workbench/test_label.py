@@ -329,9 +329,10 @@ def test_what_would_label_wrongly_is_refused(folder, capsys, subtests):
     write_rows(folder / "wrong.jsonl", [{"item": "other", "choice": "a"}])
     for words, said in [
         (["--rubric", "none.yaml"], "keys `version` and `rubric`"),
-        (["--votes", "2"], "with `judge_temperature` 0, all `votes`"),
-        (["--pairs", "two.jsonl"], "two different pairs have the same `item`"),
-        (["--labels", "wrong.jsonl"], "has the item 'other', which is not one of the pairs"),
+        (["--rubric", "labels.jsonl"], "line 2, column 1"),  # which is no YAML
+        (["--votes", "2"], "with `judge_temperature` 0, or a local judge, all `votes`"),
+        (["--pairs", "two.jsonl"], "2 different pairs have the item"),
+        (["--labels", "wrong.jsonl"], "has the item 'other', which is none of this run's pairs"),
     ]:
         with subtests.test(words=words):
             status, _, error = run(capsys, "http://127.0.0.1:1", *words)

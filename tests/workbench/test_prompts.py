@@ -157,6 +157,7 @@ def test_a_broken_bound_ends_with_one_sentence(folder, capsys):
         ("--sets rl=rl.jsonl --output_dir .", "'rl' is a set whose data are in `output_dir`"),
         ("--sets ../rl=rl.jsonl --output_dir new", "'../rl' cannot name a file"),
         ("--sets rl=rl.jsonl --max_copied rl=0.1 --output_dir new", "'rl' has a bound in `max_copied`"),
+        (f"{ALL} --copied_from sft --max_copied rl=0.1 --output_dir new", "'rl', a set without answers"),
     ],
 )
 def test_what_leaks_or_overwrites_is_refused_before_work(folder, capsys, words, message):

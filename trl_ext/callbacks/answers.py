@@ -122,7 +122,7 @@ class GoldGapCallback(MonitorCallback):
     """
     Alert when the reward that is trained on (the proxy) rises more than the score of a judge (gold).
 
-    Also alert when most answers score lower than the first evaluation's answers to the same prompts, by the judge.
+    With `judge`, also alert when too few answers score higher than the first evaluation's answers to the same prompts.
 
     The gap is (proxy − proxy₀)/σ(proxy₀) − (gold − gold₀)/σ(gold₀). Here proxy and gold are means over an evaluation,
     index 0 is the first evaluation, and σ is the standard deviation of its single scores. Set `eval_on_start=True` so
@@ -136,8 +136,8 @@ class GoldGapCallback(MonitorCallback):
     >>> trainer.add_callback(GoldGapCallback(trainer=trainer, judge=judge, num_prompts=8, action="stop"))
 
     Args:
-        gold: key of the gold score in the evaluation's metrics. The default is the key that
-            [`~trl_ext.rewards.GoldJudgeReward`] logs.
+        gold: key of the gold score in the evaluation's metrics. The default is `eval_gold/mean` with `judge`, else the
+            key that [`~trl_ext.rewards.GoldJudgeReward`] logs.
         proxy: key of the proxy in the evaluation's metrics. The default is the key of the trainer's own reward. A
             trainer without one (SFT, DPO, KTO) has no gap: only the answers' win rate is tested.
         limit: the monitor acts if the gap, in σ, is significantly above this.
@@ -146,8 +146,8 @@ class GoldGapCallback(MonitorCallback):
         trainer, judge: for trainers without reward functions (SFT, DPO, KTO); give both. At each evaluation the
             trainer's model greedily answers the first prompts of its evaluation set, from the column `prompt`.
             `judge`, a reward function, async or not, scores the answers; it also gets the other columns. Then
-            `eval_gold/mean`, `eval_gold/std` and `eval_gold/win_rate` are logged. `eval_gold/mean` is the default of
-            `gold`, and can be the `metric_for_best_model`.
+            `eval_gold/mean` and `eval_gold/std` are logged, and from the second evaluation on `eval_gold/win_rate`.
+            `eval_gold/mean` can be the `metric_for_best_model`.
         num_prompts: number of prompts that `trainer` answers.
         max_new_tokens: maximum length of these answers, in tokens.
         others: see [`MonitorCallback`].
@@ -252,7 +252,7 @@ class CanaryCallback(MonitorCallback):
 
     The model answers the prompts before training, and then every few minutes. Each set of answers is compared with the
     first one, by the mean length, by the share of answers with the most frequent phrase of three words, and, with a
-    judge, by the mean score. All answers are kept in `canary.jsonl` in the output directory.
+    judge, by the mean score. The answers are kept in `canary.jsonl` in the output directory, unless the judge fails.
 
     An unchanged policy gives the same greedy answers each time, so their length and phrase have no noise. A judge's
     scores may have noise, which is estimated from the earlier scores.
@@ -299,7 +299,10 @@ class CanaryCallback(MonitorCallback):
         try:
             found = [*self._compare(on_first(self._measure, answers))]
         except Exception as error:  # of the judge, or of the file: training continues
-            found = self._note("the canary's answers were not compared", f"{error!r}. Training continues.")
+            found = self._note(
+                "the canary's answers were not compared",
+                f"{error!r}. Training continues; the next answers will be compared.",
+            )
         self._handle(found, state, control)
 
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:

@@ -38,19 +38,19 @@ _alerts = logging.getLogger(f"{__package__}.monitor")  # where an alert's sink `
 
 class ConsoleCallback(ProgressCallback):
     """
-    Show a run as a progress bar with score, KL and ETA, and as a table with one row for each log.
+    Show a run as a progress bar with ETA and the two main numbers, and as a table with one row for each log.
 
-    PPOTrainer, DPOTrainer and the recipes use it. For any other trainer:
+    trl_ext's trainers use it. For any other trainer:
 
     >>> ConsoleCallback.replace(trainer)
 
     This replaces transformers' own `ProgressCallback` or `PrinterCallback`, but not a notebook's progress bar or a
     user's subclass. (`trainer.add_callback` would keep transformers' own, and the run would be shown twice.)
 
-    Rows begin with `train`, `eval`, `greedy` (an evaluation by PPOTrainer that decodes greedily), `log` (numbers that
-    a script logs), `done`, `notice` or `alert`. Notices and alerts go to stderr, other rows to stdout. Only the main
-    process prints. Bars are shown only on a terminal, and `disable_tqdm` turns them off. A narrow terminal gets fewer
-    columns. `-` means that the log does not have the number.
+    Rows begin with `train`, `eval` or another prefix of an evaluation's metrics, `greedy` (an evaluation by PPOTrainer
+    that decodes greedily), `log` (numbers that a script logs), `done`, `notice` or `alert`. Notices and alerts go to
+    stderr, other rows to stdout. Only the main process prints. Bars are shown only on a terminal, and `disable_tqdm`
+    turns them off. A narrow terminal gets fewer columns. `-` means that the log does not have the number.
 
     Units are those of `METRICS` (`metrics.py`):
 
@@ -63,7 +63,7 @@ class ConsoleCallback(ProgressCallback):
     - `accuracy`: share of pairs; in SFT, share of tokens
     - `margin`: a chosen answer's score minus the rejected one's; in DPO and KTO, of their implicit rewards
     - `lr`: learning rate; in PPO the scheduled one times `learning_rate/factor`
-    - `s/step`: seconds of an optimizer step, its rollout included
+    - `s/step`: seconds of an optimizer step, its rollout included, mean since the last log
     - `grad`: norm of the gradient
     """
 

@@ -32,8 +32,9 @@ class HackWatch(MonitorCallback):
 
     After each rollout, [`~trl_ext.evaluation.reward_attribution`] finds which cheap features of completions explain
     the rise of the mean reward: phrases, length, empty answers, words of the prompt, repetition, capital letters,
-    characters, tool calls. The run's page shows the features that explain most, from `attribution.json` in the output
-    directory. A notice says when a feature first explains a quarter of the rise.
+    characters, tool calls. The run's page shows the features that explain most. With the sink `jsonl` they are kept in
+    `attribution.json` in the output directory (with `push_to_hub` in its folder `_run`). A notice says when a feature
+    first explains a quarter of the rise.
 
     Logs, also for callbacks that run later:
 
@@ -44,7 +45,7 @@ class HackWatch(MonitorCallback):
     The monitor acts when `watch/risk` is above `limit`. The risk is 0 unless the rise is significant. These features
     do not count:
 
-    - features that are `expected`, digits, and tool calls that repeat none
+    - features that are `expected`, digits, and the number of tool calls; that of repeated tool calls does count
     - features that became rarer, except length and characters
     - a phrase, unless at least the share `spread` of the completions has it: fewer may be answers to a few prompts
     - a character, unless it explains a quarter of the rise: right words change all frequencies a little

@@ -46,7 +46,7 @@ class Finding:
         advice: what to do, in a sentence.
         value: the measured number, if there is one.
         bound: the limit that `value` exceeds or falls below, if any.
-        baseline: the number from the start of the run that `value` is compared with, if any.
+        baseline: the earlier number that `value` is compared with, if any.
         acts: whether the monitor takes its `action`; if False, it only warns.
         level: `alert` for a problem of the run, `notice` for a problem of the monitor.
     """
@@ -163,7 +163,8 @@ class MonitorCallback(TrainerCallback):
     Read the training logs, and raise alerts: the base class of monitors.
 
     A subclass is a dataclass that defines `watch(logs)`. All processes make the same decision, by the main process's
-    numbers.
+    numbers. Where a monitor counts `rollouts`, it counts the logs that have its quantity; a log covers several
+    rollouts if `logging_steps` is larger than a rollout.
 
     A monitor that ends a run leaves the file `stopped.json`. The same command then reports this and does not train. To
     resume, set `resume_anyway` in trl_ext's trainers; with any other trainer, delete the file.
@@ -189,8 +190,8 @@ class MonitorCallback(TrainerCallback):
             - `lower_rate`: lower the learning rates; only PPOTrainer does so.
         sinks: where alerts go: "log", "jsonl" (`alerts.jsonl` in the output directory), "wandb", "tensorboard",
             "trackio", a webhook's URL, or objects with `send(alert)`. The trackers that the run reports to are added.
-        repeat_steps: number of optimizer steps for which an alert is not repeated. With `stop` it is always repeated,
-            and always acts.
+        repeat_steps: number of optimizer steps for which an alert is not repeated. An alert that ends the run is never
+            held back.
         kl_factor: factor by which `raise_kl` multiplies the KL coefficient.
         rate_factor: factor by which `lower_rate` multiplies the learning rates; with `step_kl_target` above 0, that
             target is multiplied by the factor's square instead.
@@ -316,7 +317,7 @@ class MonitorCallback(TrainerCallback):
                 seen[quantity] = 10**12  # said once: no step comes after this one
                 self._note(
                     f"nothing to watch: no log has had `{key or quantity}` since step {since}",
-                    f"Tell the monitor its key in the logs, `keys={{'{quantity}': …}}`, or remove the monitor.",
+                    f"Tell the monitor the key in the logs, `keys={{'{quantity}': …}}`, or remove the monitor.",
                 )
         return value
 
@@ -513,9 +514,9 @@ def error_of_mean(spread: float | None, count: float | None) -> dict[str, Any]:
 
 def number_of_rows(dataloader: Any) -> int | None:
     """
-    Return the number of prompts in an evaluation's data; None if `dataloader` is None or does not tell it.
+    Return the number of rows in an evaluation's data; None if there are none, or if `dataloader` does not tell it.
 
-    If the data has a column `held_out`, count only the prompts that it marks.
+    If the data has a column `held_out`, count only the rows that it marks.
     """
     dataset: Any = getattr(dataloader, "dataset", None)
     if "held_out" in (getattr(dataset, "column_names", None) or ()):

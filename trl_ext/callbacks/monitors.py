@@ -82,7 +82,7 @@ class ClipFractionCallback(MonitorCallback):
 
     Args:
         limit: alert when the share is above this.
-        steps: optimizer steps over which the share is averaged.
+        steps: smallest number of optimizer steps over which the share is averaged.
         others: see [`MonitorCallback`].
     """
 
@@ -95,10 +95,10 @@ class ClipFractionCallback(MonitorCallback):
         shares = self.follow("clip_fraction", value, **self.windows(self.steps), answers=self.answers)
         if found := shares.above(plus=self.limit):
             advice = (
-                "Steps are too large: make fewer passes over a rollout, or lower `step_kl_target` (where that is 0, "
+                "Steps are too large: make fewer passes over a rollout, or lower `step_kl_target` (if it is 0, "
                 "and outside of PPO, the learning rate)."
             )
-            yield Finding(f"the clip fraction is high over {self.steps} steps", advice, *found)
+            yield Finding(f"the clip fraction is high over {self.steps} or more steps", advice, *found)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -111,7 +111,7 @@ class EntropyFloorCallback(MonitorCallback):
     Args:
         floor: alert when the entropy is below this, in nats per token.
         relative: alert when the entropy is below this share of its mean over the first `steps` steps.
-        steps: optimizer steps over which the entropy is averaged.
+        steps: smallest number of optimizer steps over which the entropy is averaged.
         others: see [`MonitorCallback`].
     """
 
@@ -168,7 +168,7 @@ class CutOffCallback(MonitorCallback):
 
     Args:
         limit: alert when the share is above this.
-        rollouts: number of rollouts over which the share is averaged.
+        rollouts: smallest number of rollouts over which the share is averaged.
         others: see [`MonitorCallback`].
     """
 
@@ -184,7 +184,7 @@ class CutOffCallback(MonitorCallback):
                 "Look at how answers end: where the model writes another token than EOS, set `stop_token_id` to it. "
                 "Else raise `max_completion_length`, or teach the policy to end its answers (SFT with EOS)."
             )
-            yield Finding("most completions are cut off", advice, *found)
+            yield Finding("too many completions are cut off", advice, *found)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -200,7 +200,7 @@ class ValueHealthCallback(MonitorCallback):
         loss_factor: alert when the value loss exceeds this factor times its mean over the first `steps` steps.
         rollouts: smallest number of rollouts over which the explained variance is averaged. The same number of
             rollouts at the start is skipped as a warm-up.
-        steps: optimizer steps over which the value loss is averaged.
+        steps: smallest number of optimizer steps over which the value loss is averaged.
         others: see [`MonitorCallback`].
     """
 
@@ -225,7 +225,7 @@ class ValueHealthCallback(MonitorCallback):
                     "Advantages are mostly noise: raise the critic's learning rate, or train the critic before PPO."
                 )
                 mean = -math.expm1(found.value)
-                yield Finding("the critic explains nothing", advice, mean, self.explained_variance)
+                yield Finding("the critic explains too little", advice, mean, self.explained_variance)
         windows = self.windows(self.steps)
         losses = self.follow("value_loss", loss, **windows, first=windows["size"])
         if found := losses.above(self.loss_factor):
@@ -410,7 +410,7 @@ class ScoreFallCallback(MonitorCallback):
     def watch(self, logs):
         advice = (
             "Look at `policy/step_kl` and the clip fraction (steps too large), at `val/explained_variance` (a critic "
-            "that knows nothing) and at completions. Lower `step_kl_target`, or the learning rate where that is 0."
+            "that knows nothing) and at completions. Lower `step_kl_target`, or the learning rate if it is 0."
         )
         score, spread = self.read("reward"), self.read("reward_std", optional=True)
         sigma = self.memory["sigma"] = self.memory.get("sigma") or spread or 0.0
@@ -485,7 +485,7 @@ class RewardDriftCallback(MonitorCallback):
         independent = count / (getattr(self._args, "num_generations", None) or 1)
 
         def bound(sigmas: float) -> dict[str, float]:
-            """Return the bound start + sigmas · σ, and the bound's standard error, since σ is estimated."""
+            """Return the bound start + sigmas · σ, and its standard error, since start and σ are estimates."""
             return {"plus": start + sigmas * sigma, "error": sigma * math.sqrt((1 + sigmas**2 / 2) / independent)}
 
         if risen := means.above(**bound(self.sigmas)):
@@ -493,7 +493,7 @@ class RewardDriftCallback(MonitorCallback):
             yield Finding(f"the reward rose by {self.sigmas:g} σ", advice, *risen[:2], start, acts=False)
         if fallen := means.below(**bound(-self.drop_sigmas)):
             advice = (
-                "Lower `step_kl_target` (where that is 0, and outside of PPO, the learning rate), or look for a "
+                "Lower `step_kl_target` (if it is 0, and outside of PPO, the learning rate), or look for a "
                 "reward function that fails."
             )
             yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", advice, *fallen[:2], start)
@@ -540,7 +540,7 @@ def load_monitors(entries: Sequence[str | dict[str, Any]] | None) -> list[Traine
 
 def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
     """
-    Add monitors to a trainer, and warn of monitors whose quantities the trainer does not log.
+    Add monitors to a trainer, and warn of callbacks and reward functions that will have no data.
 
     A monitor that generates or reads completions, and has no `trainer` yet, gets this trainer.
     """

@@ -43,7 +43,7 @@ class JSONLCallback(TrainerCallback):
     - `train`: all numbers of the log, under `logs`. If they are measured, also `kl`, `loss`, `loss/policy_avg`,
       `loss/value_avg`, `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`, `seconds_generation`,
       `seconds_scoring` and `seconds_update`.
-    - `eval`, `end`: all numbers of the log, under `logs`.
+    - `eval`, and `end` for any other log: all numbers of the log, under `logs`.
     - `save`: no further keys.
 
     The first `train` event, or `end` if there is none, also has the monitors' arguments, under `monitors`. Watches of
@@ -208,7 +208,7 @@ class PrometheusCallback(TrainerCallback):
             try:
                 write_to_textfile(self.textfile, self.registry)
             except OSError as error:
-                logger.warning(f"PrometheusCallback could not write its `textfile`; training continues: {error}")
+                logger.warning(f"PrometheusCallback could not write its `textfile`; the run is not affected: {error}")
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._server is not None:
@@ -259,7 +259,7 @@ class MonitoringPlotCallback(TrainerCallback):
             with whole_file(Path(args.output_dir) / "rlhf_monitoring.png") as temporary:
                 figure.savefig(temporary, dpi=100, format="png")
         except OSError as error:
-            logger.warning(f"`rlhf_monitoring.png` could not be written; training continues: {error}")
+            logger.warning(f"`rlhf_monitoring.png` could not be written; the run is not affected: {error}")
 
 
 # ---- The page ----

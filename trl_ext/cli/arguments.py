@@ -105,7 +105,7 @@ class PromptArguments(DataArguments):
 
 @dataclass
 class ModelArguments(ModelConfig):
-    """Make the model of TRL's `ModelConfig` required; refuse settings of LoRA without `use_peft`."""
+    """Make the model of TRL's `ModelConfig` required; refuse `lora_r` and `lora_target_modules` without `use_peft`."""
 
     task_type: ClassVar[str] = "CAUSAL_LM"  # of an adapter
 
@@ -153,7 +153,7 @@ def save_and_evaluate(
     None is returned if there is no evaluation data.
 
     Args:
-        parser: ends the program with a one-line message if a file cannot be written, or on an error of these `kinds`.
+        parser: ends the program with a one-line message on an `OSError`, such as a full disk, or an error of `kinds`.
         trainer: the trainer, after training.
         result: what `trainer.train` returned.
         *kinds: further classes of errors.

@@ -197,7 +197,7 @@ def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments
     quiet()
     parser = StrictTrlParser(kind, without_arguments=doc)
     (args,) = parser.parse_args_and_config(arguments)
-    with parser.one_line_errors(ValueError, OSError, ImportError, RuntimeError):
+    with parser.one_line_errors(ValueError, OSError, ImportError, RuntimeError, yaml.YAMLError):
         check_output_dir(args.output_dir, "false")
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         with Hold(args.output_dir):
@@ -224,7 +224,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(text: str) -> Any:
-    """Return the value of a YAML text; raise a `yaml.YAMLError` if a key is given twice."""
+    """Return the value of a YAML text; raise a `yaml.YAMLError` if it is not valid, or has a key twice."""
     return yaml.load(text, _Loader)
 
 

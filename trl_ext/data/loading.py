@@ -38,14 +38,16 @@ def load_dataset_split(
 
     Raises:
         ValueError: one of `columns` is missing, or the split does not exist.
-        KeyError: the split does not exist in a folder written by `save_to_disk`.
     """
     path = find(name)
     if path.suffix in _BUILDERS:
         dataset = load_dataset(_BUILDERS[path.suffix], data_files=str(path), split=split)
     elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         saved = load_from_disk(str(path))
-        dataset = (saved if isinstance(saved, DatasetDict) else {"train": saved})[split]
+        splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+        if split not in splits:
+            raise ValueError(f"{path} has no split {split!r}, only {', '.join(splits)}")
+        dataset = splits[split]
     else:
         dataset = load_dataset(str(path.resolve()) if path.exists() else str(name), name=config, split=split)
     dataset.select_columns([*columns])  # which raises a `ValueError` if one is missing
@@ -60,18 +62,18 @@ def held_out_rows(
     Args:
         train: the training split.
         load_held_out: loads the held-out split; called only if `eval_size` is None.
-        eval_size: largest number of rows to take from the training split for evaluation, see [`hold_out_prompts`]. 0:
-            no evaluation. None: evaluate on the held-out split.
+        eval_size: number of rows to take from the training split for evaluation, by [`hold_out_prompts`]. 0: no
+            evaluation. None: evaluate on the held-out split.
         seed: seed of the random choice of these rows.
 
     Raises:
-        ValueError: `load_held_out` raised a `ValueError` or `KeyError`, as for a split that does not exist.
+        ValueError: `load_held_out` raised a `ValueError`, as for a split that does not exist.
     """
     if eval_size is not None:
         return hold_out_prompts(train, eval_size, seed)
     try:
         return train, load_held_out()
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise ValueError(
             f"no rows to evaluate on: {str(error).rstrip('.')}. Set `eval_size` to hold out that many rows of the "
             "training data, or to 0 for no evaluation"

@@ -57,9 +57,10 @@ def check_columns(dataset: Any, name: str, columns: Sequence[str]) -> None:
         values = np.array(dataset[column][:], float)  # None becomes NaN
         wrong = np.flatnonzero(~(np.isfinite(values) & (low <= values) & (values <= high)))
         if len(wrong):
+            within = "" if low == -math.inf else f" in [{low:g}, {high:g}]"
             raise ValueError(
-                f"The {name} dataset, row {wrong[0]}: `{column}` must be a finite number in [{low:g}, {high:g}], got "
-                f"{values[wrong[0]]:g}."
+                f"The {name} dataset, row {wrong[0]}: `{column}` must be a finite number{within}, got "
+                f"{dataset[int(wrong[0])][column]}."
             )
 
 

@@ -57,7 +57,7 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
     Args:
         dataset: rows as a trainer reads them, see [`prompt_groups`]. If all rows have the same prompt, single rows are
             held out.
-        eval_size: largest number of rows to hold out; 0 for none.
+        eval_size: number of rows to hold out at most, if any prompt has so few; 0 for none.
         seed: seed of the random order.
 
     Returns:

@@ -147,14 +147,14 @@ def one_form(dataset: Any, name: str) -> Any:
 
 def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) -> Any:
     """
-    Remove the prompt from the beginning of answers that repeat it, and print in how many rows this was done.
+    Remove the prompt from the answers of rows in which every answer repeats it, and print how many rows change.
 
     A model would otherwise read such a prompt twice. Messages are compared by role and content, without a system
     message at their beginning. A text prompt such as "Hello" may well begin an answer, so texts are changed only if
     most rows' answers begin with their prompts. In a row with both text and messages, the text becomes a message.
 
     Args:
-        dataset: rows, or a stream. In a stream only messages are changed. Anything else is returned unchanged.
+        dataset: rows, or a stream, of which rows of text are not changed. Anything else is returned unchanged.
         name: name of the dataset for the printed sentence.
         columns: name of the column of prompts, then names of columns of answers; the dataset may lack some of the
             latter. The default is `prompt`, `completion`, `chosen`, `rejected`.

@@ -117,7 +117,8 @@ def not_trained_on(held_out: Dataset, trained: TrainedPairs) -> Dataset:
 
 def answer_hash(prompt: Any, answer: Any) -> int:
     """
-    Hash a prompt with its answer, texts or messages; the prompt is None if the answer contains it.
+    Hash a prompt with its answer, texts or messages. One of them may be None, such as the prompt of an answer that
+    contains it.
 
     Only the text is hashed: a string, a message with that string, and a message with that string in a content block
     have the same hash.
@@ -190,7 +191,8 @@ def save_prompt_hashes(folder: str | Path, hashes: np.ndarray) -> None:
 
 def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
     """
-    Return the (N,) hashes of the prompts that a run trained on, see [`prompt_hashes`]; None if the run saved none.
+    Return the (N,) hashes of the prompts that a run's model was trained on, see [`prompt_hashes`]; None if there are
+    none.
 
     Args:
         folder: output directory of the run, or one of its checkpoints.

@@ -30,8 +30,9 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
 
     It has every field of [`trl.DPOConfig`], with the same meaning. One default differs: `bf16` is off on a CPU.
 
-    With the fields below at their defaults, a micro-batch's loss equals TRL's to the last bit. An optimizer step's
-    loss is the mean over the step's rows (for `sft`: over its tokens); in TRL it is the mean over the micro-batches.
+    An optimizer step's loss is the mean over the step's rows (for `sft`: over its tokens); in TRL it is the mean over
+    the micro-batches. With the fields below at their defaults, micro-batches of equal size, and no `sft`, the loss
+    equals TRL's to the last bit.
 
     In the fields' descriptions, the log-ratio of an answer is its log-prob under the policy minus its log-prob under
     the reference, nats. A pair's margin Δ is the log-ratio of the chosen answer minus that of the rejected answer.

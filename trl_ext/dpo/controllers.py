@@ -129,7 +129,7 @@ def _margins(pairs: Pairs) -> Tensor:
 
 class MarginNormalizer:
     """
-    Multiply β by a factor for each source of pairs, so that the margins of all sources have about the same spread.
+    Multiply β by a factor for each source of pairs, so that β times the margin has about the same spread in all.
 
     The factors come from the standard deviations of all margins so far, over all processes. They change only after an
     optimizer step, so they do not depend on how a step is cut into micro-batches.

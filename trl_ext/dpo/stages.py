@@ -77,10 +77,10 @@ _TOKEN_IDS = ("input_ids", "chosen_ids", "rejected_ids")  # columns of TRL's pre
 
 def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
     """
-    Return a dataset, or a dict of them, with the prompt removed from the beginning of answers that repeat it.
+    Return a dataset, or a dict of them, as [`one_form`] does, without repeated prompts.
 
     Raise a `ValueError`, which calls the dataset `name`, if one of `columns` has an invalid number, or if rows of text
-    and of messages are mixed.
+    and of messages are mixed. In a stream neither is found.
     """
     if isinstance(dataset, dict):
         return {key: checked(part, f"{name} {key!r}", columns) for key, part in dataset.items()}
@@ -111,8 +111,8 @@ class RecordedRun(RowMeans, ResumableRun):
         given, rows = kwargs["train_dataset"], self.train_dataset
         if isinstance(given, Dataset) and not getattr(self.args, "packing", False) and len(rows) < len(given):
             self.accelerator.print(
-                f"{len(given) - len(rows):,} of {len(given):,} rows are left out: `max_length={self.args.max_length}` "
-                "cuts off all of their tokens to train on."
+                f"{len(given) - len(rows):,} of {len(given):,} rows are left out: they are longer than "
+                f"`max_length={self.args.max_length}`, or have no token to train on within it."
             )
         self._warn_of_long_rows()
         check_pad_token(self.model, getattr(self.processing_class, "tokenizer", self.processing_class))

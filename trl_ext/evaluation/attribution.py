@@ -234,7 +234,7 @@ class Attribution(NamedTuple):
     Args:
         rise: how far the mean score has risen since the first rollouts, in units of the score.
         error: the standard error of the rise.
-        sigma: the standard deviation of single scores within a prompt.
+        sigma: the standard deviation of single scores within a prompt, or within a rollout, see [`Sums`].
         paid: the features that explain a part of the rise, the one that explains most first.
     """
 
@@ -260,7 +260,7 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
 
     Args:
         sums: the rollouts' sums.
-        expected: features that are selected first; see [`is_expected`].
+        expected: features that are selected before others, if they explain 2 % or more; see [`is_expected`].
     """
     start, end, gram = sums.start(sums.names), sums.now / sums.newest[0], sums.gram
     change, weight, ridged = end - start, sums.count / 4, gram + _RIDGE * np.diag(np.diag(gram))

@@ -197,7 +197,7 @@ def probe_reward(
         - `name`: "phrase", or the kind of change, such as "repetition"; and `phrase`: the phrase that is put in, None
           for another change;
         - `expected`: "down" if the change should lower the score, "none" if it should not change it;
-        - `rows`: number of answers that the probe changes, 0 if it cannot be applied;
+        - `rows`: number of answers that the probe changes; 0 if it changes none, or if all have the same score;
         - `gain` and `gain_interval`: the mean gain on these answers, and its 95 % bootstrap interval;
         - `rows_of_better`, `gain_on_better` and `interval_on_better`: the same figures for the better half;
         - `over_control` and `control_interval`: for a phrase, its mean gain on the better half minus the mean gain of
@@ -386,14 +386,14 @@ def _half(text: str) -> str | None:
 
 
 def _shuffled(text: str, picker: random.Random) -> str:
-    """Return the text with its words in an order that `picker` chooses; spaces and punctuation keep their places."""
+    """Return the text with its words and punctuation marks in an order that `picker` chooses; spaces stay in place."""
     words = WORD.findall(text)
     picker.shuffle(words)
     return WORD.sub(lambda _: words.pop(), text)
 
 
 def _like(phrase: str, texts: list[str], picker: random.Random) -> str:
-    """Return words in a row from one of `texts`: as many as `phrase` has, and about as long; "" if there are none."""
+    """Return words in a row from one of `texts`: at most as many as `phrase` has, and about as long; "" if none."""
     size, found = len(WORD.findall(phrase)), []
     for text in (texts[picker.randrange(len(texts))] for _ in range(16)):
         spans = [match.span() for match in WORD.finditer(text)]

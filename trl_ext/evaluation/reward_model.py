@@ -149,7 +149,7 @@ def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
         length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
-        bins: number of bins. Fewer are returned if one gap is so frequent that it fills several.
+        bins: number of bins. Fewer are returned if one gap fills several, or if there are fewer pairs.
 
     Returns:
         A dictionary for each bin: its smallest gap `from` and largest gap `to`, the number of `pairs`, the `accuracy`,

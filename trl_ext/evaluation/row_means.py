@@ -20,8 +20,9 @@ class RowMeans:
 
     TRL averages the means of batches, so a smaller last batch counts too much. Here sums and counts are added over
     batches and processes, and divided once. A metric `min_…` or `max_…` is the minimum or maximum over all rows. The
-    copies that fill up the last batch are left out, unless rows are packed or `compute_metrics` is used. The name of a
-    metric begins with the evaluation set's prefix, so that several sets do not overwrite each other's metrics.
+    copies that fill up the last batch are left out, unless the data is a stream, rows are packed or `compute_metrics`
+    is used. The name of a metric begins with the evaluation set's prefix, so that several sets do not overwrite each
+    other's metrics.
     """
 
     _rows_per_example = 1  # 2 for pairs: the chosen ones, then the rejected ones

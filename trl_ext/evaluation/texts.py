@@ -55,7 +55,7 @@ def ngram_hashes(text: str, n: int, unit: Unit = "words", keep_short: bool = Fal
     Hash all R runs of `n` successive parts of a text, words or characters as `unit` says; return (R,) unsigned hashes
     of 64 bits.
 
-    With `keep_short`, a text with fewer than `n` counts as one run; otherwise it has no run.
+    With `keep_short`, a text with fewer than `n`, but at least one, counts as one run; otherwise it has no run.
     """
     parts = words_of(text) if unit == "words" else list(text)
     count = len(parts) - n + 1
@@ -105,7 +105,8 @@ class Duplicates:
 
     Args:
         exact: (N,) a number for each text: the index of the first text that is equal to it except for case, white
-            space and Unicode form; -1 for an empty text. Exact duplicates thus have the same number.
+            space, invisible characters and Unicode form; -1 for an empty text. Exact duplicates thus have the same
+            number.
         near: (N,) a number for each text: the index of the first text of its group of near duplicates; -1 for an empty
             text. Near duplicates thus have the same number; a text without any is a group by itself.
         similarity: (N,) Jaccard similarity of each text to the first text of its group. It is below the threshold if

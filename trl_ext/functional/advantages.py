@@ -17,7 +17,7 @@ def token_rewards(
     token gets no score. Ziegler et al. 2019, arXiv:1909.08593.
 
     With token scores x_t, r_t = -kl_coef kl_t + x_t before the last real token n, and token n gets the rest of the
-    score: r_n = -kl_coef kl_n + score - sum_{t<n} x_t. So x_n is not read, and a row's rewards always sum to
+    score: r_n = -kl_coef kl_n + score - sum_{t<n} x_t. So x_n is not read, and the row's rewards still sum to
     score - kl_coef sum kl_t.
 
     Args:
@@ -44,16 +44,16 @@ def token_rewards(
 def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     """Give each completion a lambda that depends on its length: lam = 1 - 1 / (alpha n), and 0 where alpha n <= 1.
 
-    n is the number of the completion's tokens. GAE weights the one-step error k tokens ahead by lam^k. With lam above
+    n is the number of 1s in a row of the mask. GAE weights the one-step error k tokens ahead by lam^k. With lam above
     0, these weights sum to at most 1 / (1 - lam) = alpha n. So GAE looks ahead over the share alpha of a completion of
     any length. Yue et al. 2025, arXiv:2504.05118, section 4.2.
 
     Args:
-        mask: (B, T), 1 = real completion token, EOS included.
+        mask: (B, T), 1 = token that counts in the completion's length.
         alpha: share of the completion's length, above 0; 0.05 in that paper.
 
     Returns:
-        (B,), float32, each in [0, 1); 0 for a row without a real token.
+        (B,), float32, each in [0, 1); 0 where n is 0.
     """
     return (1 - 1 / (alpha * mask.bool().sum(dim=1))).clamp(min=0)
 
@@ -101,7 +101,7 @@ def advantages_and_returns(
     Args:
         rewards: (B, T), score units.
         values: (B, T), score units.
-        mask: (B, T), 1 = real completion token, EOS included.
+        mask: (B, T), 1 = token that the policy sampled, EOS included.
         gamma: discount per token; per turn with the level `"turn"`.
         lam: lambda of the advantages, a float or (B,).
         lam_value: lambda of the target; None takes lam.
@@ -161,13 +161,15 @@ def turn_gae(
 ) -> tuple[Tensor, Tensor]:
     """Estimate advantages with each turn as one action (Turn-PPO, arXiv:2512.17008).
 
-    `gae` runs over the turns, with the sum of turn k's rewards as r_k, and the value at turn k's first token as V_k.
-    So gamma and lam are per turn. All tokens of a turn get the turn's advantage.
+    A turn is an unbroken run of tokens that the policy sampled (1 in `mask`). [`gae`] runs over the turns, with the
+    sum of turn k's rewards as r_k, and the value at turn k's first token as V_k. So gamma and lam are per turn. All
+    tokens of a turn get the turn's advantage.
 
     Args:
-        rewards, values, mask: (B, T), as in `gae`.
+        rewards, values: (B, T), score units, as in [`gae`].
+        mask: (B, T), 1 = token that the policy sampled, EOS included; 0 between turns and at padding.
         gamma: discount per turn.
-        lam: as in `gae`.
+        lam: a float, or (B,) with one for each row.
 
     Returns:
         The advantages, and at each token of turn k the value V_k, (B, T) each, score units, 0 under the mask. Their

@@ -16,7 +16,7 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
     If each answer has a single score, b is the baseline of REINFORCE (Williams 1992) and of RLOO (Ahmadian et al.
     2024, arXiv:2402.14740). If rewards also come before the end, an answer's return from its last actions on is still
     not compared with the return of a whole answer, since k is the same. b does not depend on the answer's own actions
-    (unless there is no other answer), so it leaves the policy's gradient unbiased.
+    (unless no other answer has any), so it leaves the policy's gradient unbiased.
 
     Args:
         returns: (N, T), G, score units.

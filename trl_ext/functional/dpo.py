@@ -127,7 +127,7 @@ def beta_dpo(beta: float, margin: float, running_mean: float, alpha: float) -> f
     Args:
         beta: the beta of a batch whose mean margin is M_0, 1 / nats.
         margin: M, mean of the batch's margins Delta, nats.
-        running_mean: M_0, mean margin of the earlier batches, nats.
+        running_mean: M_0, running mean of the earlier batches' margins, nats.
         alpha: how strongly the margin moves beta, 1 / nats.
 
     Returns:

@@ -24,8 +24,8 @@ def importance_weights(
     With d_t = log pi(y_t) - log mu(y_t), the first word of the mode says what is weighted, the second what happens to
     a weight outside [clip_min, clip_max]. The modes have the names of TRL's GRPO.
 
-    - "token": each token, by w_t = exp(d_t).
-    - "sequence": the whole completion, by w = exp(sum_t d_t).
+    - "token": each token, by w_t = exp(min(d_t, 20)).
+    - "sequence": the whole completion, by w = exp(min(sum_t d_t, 20)).
     - "truncate": it becomes the nearer bound (truncated importance sampling, Ionides 2008; for tokens Yao et al. 2025,
       https://fengyao.notion.site/off-policy-rl).
     - "mask": it becomes 0 (for tokens IcePop, Ring-1T, arXiv:2510.18855).
@@ -36,13 +36,13 @@ def importance_weights(
     never samples.
 
     Args:
-        logprobs: (B, T), nats, under pi, the policy to be trained; -inf gives weight 0.
+        logprobs: (B, T), nats, under pi, the policy to be trained; may be -inf.
         sampler_logprobs: (B, T), nats, under mu, the distribution that was sampled from, after temperature and
             truncation.
         mask: (B, T), 1 = real token. Where the mask is 0, the log-probs may be anything.
         mode: what is weighted, and what happens to weights outside the bounds; see above.
-        clip_min: lower bound; None for no bound.
-        clip_max: upper bound; None for no bound.
+        clip_min: lower bound, at most 1; None for no bound.
+        clip_max: upper bound, at least 1; None for no bound.
 
     Returns:
         The weights, without gradient, float32 or wider: (B, T) for tokens, with 1 where the mask is 0, or (B, 1) for

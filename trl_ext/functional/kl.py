@@ -84,7 +84,7 @@ def adaptive_kl_coef(
         ValueError: kl is NaN or infinite.
     """
     if not math.isfinite(kl):
-        raise ValueError(f"kl must be finite, got {kl}; look for NaN in the log-probs of this rollout.")
+        raise ValueError(f"kl must be finite, got {kl}; look for NaN or infinity in the log-probs.")
     error = min(max(kl / target - 1, -0.2), 0.2)
     return float(min(max(kl_coef * (1 + error * n_episodes / horizon), minimum), maximum))
 
@@ -101,13 +101,13 @@ def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, acti
     Σ kl / Σ choices.
 
     With the ratio r of new to old probability, the kl of an action is 2 (1 − √r)². Its mean is an unbiased estimate of
-    2 Σ (√p − √p_old)², twice the squared Hellinger distance, which for small steps is the KL. An action that has
+    2 Σ (√p − √p_old)², four times the squared Hellinger distance, which for small steps is the KL. An action that has
     become very unlikely adds 2 at most; with k2, a few such actions would decide the mean.
 
     Args:
         logprobs: (B, T), nats, of the actions under the policy now.
         old_logprobs: (B, T), nats, of the actions under the policy that the rollout began with.
-        entropies: (B, T), H, nats, of the policy's distributions.
+        entropies: (B, T), H, nats, of the actions under the policy now; of a turn the sum over its tokens.
         actions: (B, T), 1 where there is an action.
 
     Returns:
@@ -128,7 +128,7 @@ def rate_factor(factor: float, mean: float, kl: float, target: float, share: flo
     The KL grows as the square of the learning rate. After a share s of a rollout's steps, it is s² of the final KL if
     all steps go in one direction, and s of the final KL if they go in random directions. So with a mean factor f̄ so
     far, the factor that ends at the target lies between f̄ √(s² target / kl) and f̄ √(s target / kl). A `factor` outside
-    these bounds is moved to the nearer one, by at most a factor of 10. If the KL is 0 or NaN, `factor` is returned.
+    these bounds is moved to the nearer one, by at most a factor of 10. If `kl` is 0 or NaN, `factor` is returned.
 
     Args:
         factor: present factor of the learning rate.

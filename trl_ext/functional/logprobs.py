@@ -19,10 +19,10 @@ def logprobs_and_entropies(
     are d log p_y / dx = (1[y] - p) / temperature and dH / dx = -p (log p + H) / temperature. Sums are in float32, or
     in float64 if the logits are; the rows are computed a tile at a time.
 
-    Do not read the logits afterwards: the forward pass writes into them, and the backward pass turns them into their
-    own gradient. If the operation that made the logits keeps them for its own backward pass (tanh does), a copy is
-    overwritten instead. If any other operation keeps them, autograd raises in the backward pass. The backward pass can
-    be run only once.
+    Do not read the logits afterwards: the forward pass may write into them, and the backward pass turns them into
+    their own gradient. If the operation that made the logits keeps them for its own backward pass (tanh does), a copy
+    is overwritten instead. If any other operation keeps them, autograd raises in the backward pass. The backward pass
+    can be run only once.
 
     Args:
         logits: (..., V).

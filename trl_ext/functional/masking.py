@@ -14,7 +14,7 @@ def check_shapes(**tensors: Tensor) -> None:
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum the values of the real tokens: sum_{b,t} m_bt x_bt.
 
-    Values under the mask, NaN and inf included, change neither the sum nor a gradient.
+    Values under the mask, NaN and inf included, do not change the sum, and get a gradient of 0.
 
     Args:
         values: (B, T) or any shape, any unit; a bool counts as 0 or 1.
@@ -84,8 +84,8 @@ def turn_numbers(mask: Tensor) -> Tensor:
         mask: (B, T), 1 = token that the policy sampled.
 
     Returns:
-        (B, T) int64, the number of each token's turn. Tokens between two turns have the earlier one's number; tokens
-        before the first turn have 0.
+        (B, T) int64, the number of each token's turn. Tokens after a turn have its number until the next turn starts;
+        tokens before the first turn have 0.
     """
     return (turn_starts(mask).cumsum(dim=1) - 1).clamp(min=0)
 

@@ -17,7 +17,7 @@ def spent_level(look: int, alpha: float) -> float:
         alpha: probability that any look errs, in (0, 1).
 
     Returns:
-        The probability that this look errs.
+        alpha_k: this look errs with at most this probability.
     """
     return 6 * alpha / (math.pi * look) ** 2
 

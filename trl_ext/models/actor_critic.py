@@ -99,7 +99,10 @@ def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None =
 
 
 def check_one_label(model: Any, name: str) -> None:
-    """Raise a `ValueError` if a model is not a sequence classifier with one label; the message calls it `name`."""
+    """
+    Raise a `ValueError` unless a model is a sequence classifier with a `score` head and one label; the message calls
+    it `name`.
+    """
     if not hasattr(getattr(model, "score", None), "weight") or model.config.num_labels != 1:
         raise ValueError(
             f"{name} must be a sequence classifier with a `score` head and one label, got {type(model).__name__}: "
@@ -376,7 +379,7 @@ class ActorCritic(nn.Module):
     @contextmanager
     def disable_adapter(self):
         """
-        Switch all adapters off within the `with` block. The policy is then the base alone, which is the reference.
+        Switch all adapters off within the `with` block. The policy is then the base alone.
         """
         with self.adapters.use():
             yield

@@ -342,8 +342,9 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
 
 def check_loaded(result: Any, name: str, path: str) -> None:
     """
-    Raise a `ValueError` if the file at `path` lacked weights of adapter `name`, or held weights that PEFT did not
-    load. `result` is what PEFT returned when it loaded the file.
+    Raise a `ValueError` if the saved adapter lacked weights of adapter `name`, or held weights that PEFT did not load.
+    `result` is what PEFT returned when it loaded them; `path`, the folder or hub name they are from, is for the
+    message.
     """
     missing = [key for key in result.missing_keys if name in key.split(".")]
     if missing or result.unexpected_keys:
@@ -436,7 +437,8 @@ def save_base_fingerprint(
     Args:
         model: the model with the adapter.
         output_dir: folder of the adapter.
-        path: folder or hub name that the base was loaded from. Bases from the hub are compared by name and commit.
+        path: folder or hub name that the base was loaded from. Two bases with the same hub name and commit are the
+            same; otherwise their weights are compared.
         revision: revision of the base on the hub.
     """
     fingerprint = {"base": hub_identity(path, revision), **base_fingerprint(model)}

@@ -173,7 +173,7 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
     if not total.isfinite().all():
         raise RuntimeError(
             "The policy's logits are NaN or inf, so no token can be sampled. Either training has diverged, or the "
-            "dtype is too narrow for this model. Lower `step_kl_target` (where that is 0, the learning rate), or use "
+            "dtype is too narrow for this model. Lower `step_kl_target` (if it is 0, the learning rate), or use "
             "bfloat16 or float32."
         )
     place, _ = _invert(weights.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1), uniform[1])
@@ -279,14 +279,14 @@ def decode(
     """
     Generate faster than `policy.generate`, from the same distribution, but with other random numbers.
 
-    If the inputs ask for more than token by token sampling or greedy decoding, such as beams, call `policy.generate`
-    unchanged, and record nothing.
+    If the inputs are others than below, or ask for more than token by token sampling or greedy decoding, such as
+    beams, call `policy.generate` unchanged, and record nothing.
 
     Args:
         policy: a model, plain or wrapped by PEFT.
         recorder: receives the sampled tokens, with their log-probs; None records nothing.
-        histories: keys and values of earlier turns, which are reused. Keys and values of this turn are added. None
-            keeps nothing.
+        histories: keys and values of earlier turns, which are reused. Those of rows that end in this turn are added.
+            None keeps nothing.
         inputs: `input_ids` (B, P), left-padded, their `attention_mask`, a `generation_config`, and any other inputs
             of the model.
 
@@ -350,8 +350,8 @@ def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
 @contextmanager
 def _transposed_head(base: Any) -> Iterator[None]:
     """
-    Within the `with` block, on a CPU, compute the LM head of the model `base` for up to 8 rows x as (W xᵀ)ᵀ, which is
-    twice as fast as x Wᵀ.
+    Within the `with` block, on a CPU with MKL, compute the float32 LM head of the model `base` for up to 8 rows x as
+    (W xᵀ)ᵀ, which is faster than x Wᵀ.
     """
     # MKL then reads W, the model's largest matrix, in its order in memory
     head = base.get_output_embeddings()

@@ -44,7 +44,7 @@ def check_savable(model: Any) -> None:
 
 
 def forked_rng(device: torch.device) -> AbstractContextManager:
-    """Restore torch's global random states, of the CPU and of `device`, after the `with` block."""
+    """Restore torch's global random states, of the CPU and (but for MPS) of `device`, after the `with` block."""
     devices = [device] if device.type not in ("cpu", "mps") else []
     return torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda")
 
@@ -151,7 +151,7 @@ def sample(
             generators.
 
     Returns:
-        Token ids of each answer, up to and including its EOS.
+        Token ids of each answer, up to and including its EOS, if it has one.
     """
     drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     config = GenerationConfig(

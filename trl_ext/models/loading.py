@@ -164,7 +164,7 @@ def load_merged(path: str, **kwargs: Any) -> Any:
 
 def load_separately(path: str, **kwargs: Any) -> Any:
     """
-    Load a sequence classifier with one label that was saved as an adapter, merged into a separate copy of its base.
+    Load a sequence classifier with one label that was saved as an adapter, by [`load_merged`], with a base of its own.
     `kwargs` are further arguments of [`load_adapted`].
     """
     model = load_merged(path, is_classifier=True, **{"device_map": None, **kwargs})
@@ -289,7 +289,8 @@ class SharedBase:
         """
         Load the adapter in `path`; return a classifier that scores by it.
 
-        The first call also loads the base; `kwargs` are then arguments of [`load_adapted`].
+        The first call also loads the base; `kwargs` are then arguments of [`load_adapted`]. Later calls read only
+        `revision`.
 
         Raises:
             ValueError: the adapter has another base than the adapter added first, or cannot share a base.
@@ -301,8 +302,8 @@ class SharedBase:
         elif base is None or base != self.base:
             raise ValueError(
                 f"{path} cannot share a base with the adapter loaded first. Both must be LoRA adapters that leave the "
-                f"base as it is, with the same base, revision and weights; here {base or 'it is not'} and "
-                f"{self.base or 'it is not'}. Load each by a `ModelReward` of its own"
+                f"base as it is, with the same base, revision and weights; here {base or 'no such adapter'} and "
+                f"{self.base or 'no such adapter'}. Load each by a `ModelReward` of its own"
             )
         else:
             name = f"member_{len(self.model.peft_config)}"

@@ -69,8 +69,9 @@ def pack(
         lengths: for each row, how many real tokens its prompt (at least one) and its completion have.
         width: T, how many of the columns of `ids` are for completions.
         hidden_size: the model's hidden size, from which costs are computed. None puts each row into a sequence of its
-            own, for a model that lets packed rows affect each other (see [`keeps_rows_apart`]).
-        multiple: C is rounded up to a multiple of this number.
+            own, whatever `one_sequence` and `with_starts` are, for a model that lets packed rows affect each other
+            (see [`keeps_rows_apart`]).
+        multiple: C is rounded up to a multiple of this number; None rounds nothing.
         one_sequence: whether all rows must go into one sequence, as FlashAttention's kernels require.
         with_starts: whether to pass the model the places where rows begin, for [`use_varlen`]; all rows then go into
             one sequence, too.
@@ -120,11 +121,12 @@ def pack(
 
 def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]:
     """
-    Distribute rows over K sequences, the longest row first, and choose the K whose forward pass costs least.
+    Distribute rows over K sequences, the longest row first, each to the sequence that is shortest so far; choose the K
+    whose forward pass costs least.
 
     The cost of K sequences of C tokens is about proportional to K · C · (6 · hidden_size + C): for each token a layer
     uses some 12 · hidden_size² weights, and attention reads 2 · hidden_size · C numbers, masked or not. K is first
-    `most`, then half of it, and so on down to 1.
+    `most`, then half of it (rounded up), and so on down to 1.
 
     Args:
         sizes: number of tokens of each of the B rows.

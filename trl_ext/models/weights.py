@@ -57,7 +57,7 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
     check_pad_token(model, tokenizer)
     if unknown := tokens_beyond(vocabulary_of(model), tokenizer):
         raise ValueError(
-            f"The model has embeddings for {vocabulary_of(model)} tokens, but the tokenizer has more: "
+            f"The model has embeddings for {vocabulary_of(model)} tokens, but the tokenizer has higher ids: "
             f"{[*unknown.items()][:3]}. Pass the model's own tokenizer, or call `model.resize_token_embeddings`."
         )
 
@@ -151,7 +151,10 @@ def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | 
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         if load_again is not None:
             return load_again()
-        raise ValueError(f"{what} cannot be a copy of a model that ZeRO-3 has partitioned. Pass that model as a path.")
+        raise ValueError(
+            f"{what} cannot be a copy of the {type(model).__name__}, which ZeRO-3 has partitioned. Pass that model as "
+            "a path."
+        )
     twin = copy.deepcopy(model)
     for module in (twin, base_model_of(twin)):
         vars(module).pop("forward", None)
@@ -227,7 +230,7 @@ def weights_identity(model: Any, path: str | None = None, revision: str | None =
         revision: revision of the model on the hub.
 
     Returns:
-        `name@commit` for a model of the hub; for a folder or an object `xxh3:` and a hash of its weights.
+        `name@commit` for a model of the hub that is in the local cache; else `xxh3:` and a hash of its weights.
     """
     return hub_identity(path, revision) or f"xxh3:{weights_hash(base_model_of(model))[:12]}"
 
@@ -267,8 +270,8 @@ def weights_hash(module: Any) -> str:
     Return a hash of a module's weights; adapters are left out.
 
     Quantised weights are hashed as they are stored, all others in float32, so that a model loaded in a wider dtype has
-    the same hash. The hash tells weights apart, but does not guard against an attacker. Under ZeRO-3 every process
-    must call this function.
+    the same hash. The hash tells weights apart, but does not guard against an attacker. If weights are sharded, every
+    process must call this function.
     """
     return hash_of(
         {
@@ -319,7 +322,7 @@ def hash_of(tensors: dict[str, Any]) -> str:
 
 def file_hash(path: str | os.PathLike[str]) -> str:
     """
-    Return a hash of a file's size and content, in about a second.
+    Return a hash of a file's size and content.
 
     Of a file above 64 MiB only 64 pieces of 1 MiB are read, evenly spread from its start to its end. The hash guards
     against damage, not against an attacker.

@@ -60,8 +60,7 @@ class RolloutTrainer(GRPOTrainer):
 
     The methods stand in the order in which a rollout calls them. `_collect` gives the rows to TRL, which sets up the
     environments, then calls `_generate` (which calls `_tool_call_loop`, and `_generate_single_turn` for each turn),
-    then `_calculate_rewards`. What TRL computes before and after that (its own padding, GRPO's advantages) is not
-    used.
+    then `_calculate_rewards`. What TRL computes besides (its own padding, GRPO's advantages) is not used.
     """
 
     _collection: Collection  # while a rollout is collected
@@ -162,8 +161,8 @@ class RolloutTrainer(GRPOTrainer):
 
     def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
         """
-        Return the number of tokens to generate in this turn: as many as the row with the most room left may get.
-        `prompt_ids` are the rows' tokens so far.
+        Return the number of tokens to generate in this turn: at least as many as the row with the most room left may
+        get. `prompt_ids` are the rows' tokens so far.
         """
         # If a row with less room generates too many tokens, TRL cuts them off
         collection, limit = self._collection, self.max_completion_length

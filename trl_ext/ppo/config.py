@@ -62,8 +62,8 @@ REFUSED_GENERATION_KWARGS = set(
 @dataclass
 class ReturnSettings:
     """
-    Declare settings that PPO shares with the training of a critic before PPO: those that decide the scale of the
-    returns, and `padding_free`.
+    Declare settings that PPO shares with the training of a critic before PPO: most of those that decide the scale of
+    the returns, and `padding_free`.
     """
 
     gamma: float = setting(1.0, "Discount factor per token.", range="in [0, 1]")

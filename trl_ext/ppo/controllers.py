@@ -27,8 +27,8 @@ class KLController:
     """
     Hold `kl_coef`, the coefficient of the KL penalty.
 
-    With `kl_controller: adaptive` it changes after each rollout, so that the KL moves towards `kl_target` (Ziegler et
-    al., 1909.08593). Otherwise it is constant. In both cases a callback may scale it.
+    With `kl_controller: adaptive` it changes after each rollout that trains the policy, so that the KL moves towards
+    `kl_target` (Ziegler et al., 1909.08593). Otherwise it is constant. In both cases a callback may scale it.
     """
 
     def __init__(self, args: PPOConfig):
@@ -41,7 +41,8 @@ class KLController:
         Change the coefficient after a rollout, if the controller is adaptive.
 
         Args:
-            kl: `objective/kl` of the rollout, nats summed over a response, mean over the responses of all processes.
+            kl: `objective/kl` of the rollout, nats summed over a response, mean over all processes' responses with a
+                score.
             n_episodes: number of these responses.
         """
         if self.args.kl_controller == "adaptive":
@@ -62,7 +63,7 @@ class KLController:
         self.kl_coef = min(self.kl_coef * factor, self._maximum)
         if self.kl_coef == 0:
             logger.warning(
-                "A callback asked to raise `kl_coef`, but no factor changes `kl_coef=0`. Set a positive `kl_coef`."
+                "A callback asked to change `kl_coef`, but no factor changes `kl_coef=0`. Set a positive `kl_coef`."
             )
 
     def state_dict(self) -> dict[str, float]:
@@ -84,8 +85,8 @@ class RateController:
             certain of, as [`step_kl_sums`] counts it.
         episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
             the gradient is then noisier; by n/128 if n > 128, but at most by 2.
-        most: the updates on a rollout move the policy by at most this KL, in nats per completion. The target is lower
-            where completions have so many choices that it would exceed this.
+        most: the most KL by which the updates on a rollout are to move the policy, in nats per completion. The target
+            is lower where completions have so many choices that it would exceed this.
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
@@ -146,7 +147,7 @@ class RateController:
 
     @property
     def present_target(self) -> float:
-        """Return the KL at which the rollout's updates should end, in nats per choice; 0 if the rates follow none."""
+        """Return the KL at which the rollout's updates should end, in nats per choice; 0 if rates are not adapted."""
         return min(self.target, self.most / max(self._choices, 1e-6)) * (self.schedule * self.lowered) ** 2
 
     def observe(self, sums: Tensor, taken: int, steps: int) -> float:
@@ -154,8 +155,8 @@ class RateController:
         Update the factor by the KL of the rollout's optimizer steps so far, and return this KL, nats per choice.
 
         Args:
-            sums: (4,), over a minibatch on all processes, before the step on it: the two sums of [`step_kl_sums`],
-                the sum of |advantage|, and the number of completions. If the third is 0, the KL says nothing about the
+            sums: (4,), over a minibatch on all processes, after `taken` steps: the two sums of [`step_kl_sums`], the
+                sum of |advantage|, and the number of completions. If the third is 0, the KL says nothing about the
                 rates, and the factor stays.
             taken: number of steps taken on the rollout so far.
             steps: number of all steps on the rollout.

@@ -45,8 +45,9 @@ class CriticConfig(HidesCredentials, ReturnSettings, SavingSettings, TrainingArg
     """
     Configuration of [`CriticTrainer`].
 
-    The settings that decide the scale of the returns have the names, defaults and meaning of [`PPOConfig`]. Give them
-    the values that the later PPO run will have. The returns are Monte Carlo (λ = 1), whatever λ PPO uses.
+    The settings that decide the scale of the returns have the names, defaults and, except for `reward_normalization`,
+    the meaning of [`PPOConfig`]. Give them the values that the later PPO run will have. The returns are Monte Carlo
+    (λ = 1), whatever λ PPO uses.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
@@ -98,7 +99,8 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
         ValueError: one of the following.
 
             - The model is not a sequence classifier with one label, or its base is quantised.
-            - The adapter at `path` does not fit its base, or is a classifier's and has no head.
+            - The adapter at `path` is for another task, does not fit its base, was saved with its own embeddings, or
+              is a classifier's and has no head.
             - `peft_config` is given though `path` is an adapter, or is not a LoRA that leaves the base unchanged.
     """
     if is_adapter(path):
@@ -108,7 +110,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
             )
         is_new = not has_head(path, kwargs.get("revision"))
         if not is_new:
-            check_head(path)
+            check_head(path, kwargs.get("revision"))
         with whole_on_each_process():
             critic = load_adapted(path, is_classifier=True, is_trainable=True, **kwargs)
         check_standalone(critic)
@@ -169,7 +171,7 @@ class CriticTrainer(ResumableRun, Trainer):
 
     The loss of an optimizer step is the mean of (V(s_t) − R_t)² / 2 over all of its completion tokens t, where s_t is
     the prompt with the completion tokens before t. How the rows are divided among processes and accumulated
-    micro-batches does not change this mean.
+    micro-batches does not change this mean, unless `average_tokens_across_devices` is False.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):

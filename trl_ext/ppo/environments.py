@@ -43,8 +43,8 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
     Call a function with the arguments `given` and `arguments`, and return its result; raise [`TooSlow`] if it takes
     longer than `seconds` (None: no limit).
 
-    In the main thread a signal interrupts the function. In any other thread the function keeps running in the
-    background, and its result is ignored. `what` names the function in the error message.
+    In the main thread a signal interrupts the function, except on Windows. There, and in other threads, the function
+    keeps running in the background, and its result is ignored. `what` names the function in the error message.
     """
     if seconds is None:
         return function(*given, **arguments)
@@ -52,9 +52,12 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
         with _alarm(seconds, what):
             return function(*given, **arguments)
     pool = ThreadPoolExecutor(1)
+    future = pool.submit(function, *given, **arguments)
     try:
-        return pool.submit(function, *given, **arguments).result(seconds)
+        return future.result(seconds)
     except TimeoutError:
+        if future.done():  # the function's own error
+            raise
         raise TooSlow(f"{what} took more than {seconds:g} s (`tool_timeout`)") from None
     finally:
         pool.shutdown(wait=False)

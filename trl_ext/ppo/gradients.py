@@ -36,8 +36,7 @@ def save_and_raise(trainer: Any, role: str) -> None:
     raise_not_finite(
         trainer,
         role,
-        f"The weights from before this step are in {folder}. They are finite, but earlier steps may have damaged "
-        "them.",
+        f"The weights from before this step are in {folder}, but earlier steps may have damaged them.",
     )
 
 
@@ -48,15 +47,15 @@ def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
     Args:
         trainer: the [`PPOTrainer`].
         whose: what has the gradient, such as "policy".
-        what_is_left: a sentence for the message on where finite weights are.
+        what_is_left: a sentence for the message on where usable weights may be.
     """
     terms = sorted(set(gather_object(trainer.metrics.train.not_finite())))
     cause = (
-        f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so the backward pass caused it"
+        f"seen also in {', '.join(terms)}" if terms else "every logged term is finite, so the backward pass caused it"
     )
     raise FloatingPointError(
         f"The gradient of the {whose} is not finite at step {trainer.state.global_step + 1} ({cause}). {what_is_left} "
-        "Usual causes: steps that are too large (lower `step_kl_target`, or the learning rate where that is 0), fp16, "
+        "Usual causes: steps that are too large (lower `step_kl_target`, or the learning rate if it is 0), fp16, "
         "or rewards on very different scales (see `reward_normalization`, `reward_clip_range`)."
     )
 

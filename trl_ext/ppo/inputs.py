@@ -51,7 +51,7 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
     prompts = sizes.get("train", needed)
     best = args.metric_for_best_model == "eval_objective/scores"
     for is_wrong, message in [
-        (bool(same), f"{same} are the same object, so training one would change the other. Pass a copy."),
+        (bool(same), f"{same} are the same object, but each must be a separate one. Pass a copy."),
         (
             models["ref_model"] is not None and not args.use_ref_model,
             "`ref_model` was passed, but `use_ref_model=False` loads no reference. Leave one of them out.",
@@ -134,7 +134,7 @@ def check_prompt_lengths(
     tokenize: Callable[[list], tuple], policy: Any, max_completion_length: int, datasets: Datasets
 ) -> None:
     """
-    Raise a `ValueError` if a prompt is empty, or leaves no room for an answer in the policy's context.
+    Raise a `ValueError` if a prompt is empty, or leaves no room for the longest answer in the policy's context.
 
     Args:
         tokenize: takes prompts, and returns a tuple that begins with a list of the token ids of each.

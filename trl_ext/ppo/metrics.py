@@ -1,4 +1,4 @@
-"""Collect and report the metrics of a PPO run. Training does not read them, so they do not affect the weights."""
+"""Collect and report the metrics of a PPO run, which the algorithm itself does not read."""
 
 import time
 from collections import defaultdict
@@ -126,7 +126,6 @@ class PPOMetrics:
         scores: Tensor,
         kl: Tensor,
         rewards: Tensor,
-        advantages: Tensor,
         returns: Tensor,
         kl_coef: float,
     ) -> None:
@@ -137,7 +136,6 @@ class PPOMetrics:
             scores: (B,), normalised and clipped.
             kl: (B, T), nats, the KL estimate that the rewards' penalty uses.
             rewards: (B, T), score units, before whitening.
-            advantages: (B, T), as the policy's loss uses them.
             returns: (B, T), score units.
             kl_coef: the coefficient that the rewards' penalty uses, score units per nat.
         """
@@ -274,9 +272,9 @@ class PPOMetrics:
 
     def report(self, start_time: float | None = None) -> dict[str, float]:
         """
-        Return the training metrics since the last report, and restart their counts.
+        Return the training metrics since the last report, and `episode`, the number of episodes so far.
 
-        With `start_time`, the time at which `train` began, they include the episodes per second since then (`eps`).
+        With `start_time`, the time at which `train` began, add the episodes per second since then (`eps`).
         """
         report = self.means("train") | {"episode": self.episodes}
         seconds, self._seconds = self._seconds, defaultdict(float)

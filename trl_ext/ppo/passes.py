@@ -56,7 +56,7 @@ class Passes:
 
         Returns:
             The model's outputs by name. `logprobs`, `entropies` and `values`, if they were computed, are (B, T), with
-            0 where there is no response token; the scalar `aux_loss` is unchanged.
+            0 where there is no response token; the scalar `aux_loss` is that of the first forward pass.
         """
         hidden_size = None if "output_router_logits" in asked else self._packs(model)
         config = unwrapped(model).config.get_text_config()
@@ -108,9 +108,7 @@ class Passes:
                 use_varlen(module, _HALF.get(self.accelerator.mixed_precision))
             if not self._keeps_apart[id(module)]:
                 name = type(base_model_of(module)).__name__
-                self.accelerator.print(
-                    f"{name} lets packed rows attend to each other, so its rows are padded instead."
-                )
+                self.accelerator.print(f"{name} lets packed rows affect each other, so its rows are padded instead.")
         return config.hidden_size if self._keeps_apart[id(module)] else None
 
     @torch.no_grad()

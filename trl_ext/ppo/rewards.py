@@ -51,7 +51,7 @@ class CheckedReward:
     Wrap a reward function for TRL: await it if it is async, and record its errors.
 
     If a function scores single tokens, TRL gets the sum of a row's scores. After each call, `token_scores` holds the
-    scores of the tokens of each row, or None for a row that was scored as a whole; `failed` tells for each row whether
+    scores of the tokens of each row, or None for a row without token scores; `failed` tells for each row whether
     the function failed on it and was skipped.
 
     A function that runs in the background can be started early with [`CheckedReward.start`]. TRL's call then waits for

@@ -44,9 +44,7 @@ from .config import PPOConfig
 from .rewards import AdapterReward, CheckedReward, Mistakes
 
 
-def check_roles(
-    model: Any, args: PPOConfig, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any
-) -> list:
+def check_roles(model: Any, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any) -> list:
     """
     Raise a `ValueError` if `PPOTrainer`'s arguments for models and adapters contradict each other.
 
@@ -165,7 +163,7 @@ class Rewards:
     Hold a trainer's reward functions, in their order, and the tokenizers of those that are models.
 
     Args:
-        functions: the reward functions and models that GRPO has loaded, and an [`AdapterReward`] for each adapter.
+        functions: the reward functions and models, and an [`AdapterReward`] for each model saved as an adapter.
         tokenizers: one for each reward, None for functions.
         names: a name for each reward.
         policy_tokenizer: the policy's tokenizer.
@@ -343,7 +341,8 @@ def add_critic_adapter(
     Add the critic's adapter to the policy that `loader` holds. It is the first of these that exists:
 
     - the adapter at the path `value_model`;
-    - a copy of the adapter of a reward model on the policy's base, one of `rewards` whose index is in `heads`;
+    - a copy of the adapter of a reward model whose index is in `heads` and in `rewards.critics()`, if it has the rank,
+      α and modules of `config`;
     - a new adapter with the settings `config` (None: those of the policy's adapter).
 
     Returns:
@@ -366,9 +365,9 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
     """
     Make a critic that has a base of its own: `value_model`, loaded from its path or as given.
 
-    If `value_model` is None, the critic is a copy of the first reward model with a weight other than 0, the tokenizer
-    of the policy (`loader.policy`), and as many embeddings as the policy; if there is none, it is a copy of the
-    policy's backbone with a value head of zeros.
+    If `value_model` is None, the critic is a copy of the first reward model that is no PeftModel, and has a weight
+    other than 0, the tokenizer of the policy (`loader.policy`), and as many embeddings as the policy; if there is
+    none, it is a copy of the policy's backbone with a value head of zeros.
 
     Returns:
         The critic, and a phrase that says what it was made from.

@@ -29,7 +29,7 @@ class Rollout:
         values: (B, T), of the critic before each token; None in evaluation, and with `baseline="mean"`.
         sampler_logprobs: (B, T), of the distribution that was sampled from; None if they are not known, or are in
             `logprobs` already.
-        rewards_per_func: (B, F), NaN where a function returned None.
+        rewards_per_func: (B, F), NaN where a function gave no score.
         scores: (B,), as [`sequence_scores`] adds up the weighted rewards, not normalised; NaN for rows that are not
             trained on.
         ended: (B,), whether the response is complete: it ends by EOS, and no tool call waits for an answer.
@@ -37,7 +37,7 @@ class Rollout:
         token_scores: (B, T), the part of the scores that belongs to single tokens; None if no token was scored. The
             methods of [`PPOTrainer`] that subclasses override get normalised token scores.
         tool_mask: (B, T), TRL's name: 1 = sampled by the policy, 0 = what a tool or an environment said, and padding.
-            None if the policy sampled all tokens.
+            None if TRL has no such mask: then the policy sampled all tokens.
         environments: for each environment's name a (B,) bool, whether the row was played in that environment.
         tool_lengths: (B,), number of tokens in the response that tools and environments wrote.
         repeats: (B, C), a number for each of up to C tool calls of a row: 1 if an earlier call of the row was the same
@@ -155,7 +155,7 @@ def sequence_scores(
     Args:
         rewards: (B, F), NaN where a function does not apply to the response (it returned None).
         weights: (F,).
-        ended: (B,), whether the response ends by EOS.
+        ended: (B,), as in [`Rollout`].
         missing_eos_score, missing_eos_penalty: score units; None for no replacement, or no penalty.
 
     Returns:
@@ -185,7 +185,7 @@ def summed_token_scores(
         given: for each of F functions a list with B entries. An entry has one float for each token of the response,
             or is None if the function scored the response as a whole.
         weights: (F,).
-        ended: (B,), whether the response ends by EOS.
+        ended: (B,), as in [`Rollout`].
         width: T.
         missing_eos_score: if not None, it replaces the score of a response without EOS, whose tokens then get 0.
 

@@ -34,8 +34,8 @@ def with_finished(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) ->
         eos_token_ids: the policy's tokens that end a completion.
 
     Raises:
-        ValueError: the ids of one of the first rows do not decode to the text in a column `completion`, or the ids of
-            any row contradict a column `finished`. Then `tokenizer` is not the policy's.
+        ValueError: the ids of one of the first 256 rows do not decode to the text in a column `completion`, or the ids
+            of any row contradict a column `finished`. Usually `tokenizer` is then not the policy's.
     """
     completions = dataset["completion_ids"][:]
     finished = [ids[-1] in eos_token_ids for ids in completions]
@@ -151,7 +151,7 @@ def with_returns(
     without the KL term: the policy that sampled the rollouts is the reference, so the log-probs are equal. A
     response's score is weighted, changed by the rule for a missing EOS, standardised and clipped. Scores that a
     function gave to single tokens are at these tokens, and the rest of the score is at the last token. r_k = 0
-    elsewhere.
+    elsewhere. With `whiten_rewards` r is then whitened, except for its mean.
 
     Args:
         dataset: B rows, as [`with_finished`] returns them.

@@ -116,8 +116,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     TRL's `GRPOTrainer` loads, generates, scores and logs. The algorithm is in `_generate_and_score_completions` (from
     prompts to advantages) and `_compute_loss`; `RolloutTrainer` collects the rollout. To change the algorithm,
-    override `token_rewards`, `advantages` or `rollout_metrics`, which get a [`Rollout`]. The other methods are hooks
-    that TRL and transformers call.
+    override `token_rewards` or `advantages`; to log more, `rollout_metrics`. They get a [`Rollout`]. The other public
+    methods are hooks that TRL and transformers call.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -126,8 +126,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         reward_funcs (`str`, model, callable, or list of them):
             As in TRL: sequence classifiers with one label (path or object), and functions or async functions
             `(prompts, completions, completion_ids, **columns) -> list[float | None]`. Besides the dataset's columns
-            they are given `prompt_ids`, the tokens of each prompt, and `finished`, whether the answer ended by EOS. In
-            place of a row's float they may give a list with one float for each completion token.
+            they are given `prompt_ids`, the tokens of each prompt, and `finished`, whether the answer ended by EOS and
+            no tool call waits. In place of a row's float they may give a list with a float for each completion token.
         args ([`PPOConfig`], *optional*):
             Configuration.
         train_dataset, eval_dataset ([`~datasets.Dataset`], the latter also a `dict` of them):
@@ -138,8 +138,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             Critic: a sequence classifier with one label and the policy's tokenizer, of any size. The default, unless
             the policy has an adapter (see `peft_config`), is the first of these that exists:
 
-            - a copy of a reward model with a weight other than 0, the policy's tokenizer, and an embedding with as
-              many rows as the policy's;
+            - a copy of a reward model (no PeftModel) with a weight other than 0, the policy's tokenizer, and an
+              embedding with as many rows as the policy's;
             - a copy of the policy's backbone with a head of zeros.
 
             A critic that you pass needs an embedding for each of the tokenizer's tokens. It reads ids beyond its
@@ -155,7 +155,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             these that exist:
 
             - the adapter at the path `value_model`;
-            - a copy of a reward model's adapter and head, on this base, with the same rank, α and modules;
+            - a copy of the adapter and head of a reward model on this base, with a weight other than 0, the policy's
+              tokenizer, and the new adapter's rank, α and modules;
             - a new adapter and a head of zeros.
 
             If `model` is a [`~peft.PeftModel`], its adapter `default` is trained further, and the reference is the
@@ -255,7 +256,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             ref_model = None if ref_model == model else ref_model  # a copy of the policy is the same reference
             model, processing_class = load_to_train(model, args, processing_class, peft_config, quantization_config)
             peft_config = quantization_config = None
-        reward_funcs = check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
+        reward_funcs = check_roles(model, reward_funcs, value_model, peft_config, critic_peft_config)
         load_rewards(reward_funcs, reward_processing_classes, args)
         if isinstance(model, PeftModel) and args.use_ref_model and ref_model is None:
             model.add_adapter(REFERENCE, model.peft_config[POLICY])
@@ -461,7 +462,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             mean_kl, episodes = self._global_mean((rollout.k1 * rollout.mask).sum(1), rollout.valid)
             if episodes:
                 self.kl_controller.update(mean_kl, episodes)
-        self.metrics.collected(rollout, scores, kl, rewards, advantages, returns, kl_coef)
+        self.metrics.collected(rollout, scores, kl, rewards, returns, kl_coef)
         self.metrics.added(self.rollout_metrics(rollout, rewards, advantages, returns))
         self._log_advantages(advantages, rollout.mask)
         weights = rollout.importance_weights(args)
@@ -602,8 +603,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             raise ValueError(
                 "In three rollouts in a row no completion got a score, so nothing is trained: each was cut off, and "
                 "`mask_truncated_completions=True` leaves it out, or the reward functions "
-                f"({', '.join(self.reward_func_names)}) returned None for it. Raise `max_completion_length`, or check "
-                "the functions."
+                f"({', '.join(self.reward_func_names)}) failed or returned None for it. Raise "
+                "`max_completion_length`, or check the functions."
             )
         scores, scales = (self._local(each).to(rollout.scores) for each in normalizer(everyones, groups))
         if self.args.reward_clip_range:
@@ -669,7 +670,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 with, nats.
             entropies: (B, T), nats, of the policy's distributions.
             inputs: the micro-batch.
-            step: number of micro-batches trained on so far.
+            step: number of the micro-batch; minibatches begin at multiples of `gradient_accumulation_steps`.
             taken: number of optimizer steps taken on the rollout so far.
         """
         mask, accumulates = inputs["loss_mask"], self.args.gradient_accumulation_steps
@@ -690,7 +691,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     @torch.no_grad()
     def _look_back(self) -> None:
-        """If a rollout has only one step, measure by a further forward pass how far this step moved the policy."""
+        """After a rollout's only step, measure by a further forward pass how far this step moved the policy."""
         for step, inputs in enumerate(self._buffered_inputs):
             found, mask = self._run_models(self.model_wrapped, inputs, with_entropies=True), inputs["loss_mask"]
             new, old = (self._by_action(each, mask) for each in (found["logprobs"], inputs["old_logprobs"]))
@@ -826,7 +827,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         # DeepSpeed makes its step within `backward`, and returns -1 for a norm that is not finite
         if self.is_deepspeed_enabled and not (norm is None or 0 <= norm < math.inf or self.args.fp16):
-            left = "The newest checkpoint has the last finite weights."
+            left = "If there is a checkpoint, the newest has finite weights."
             gradients.raise_not_finite(self, "policy or the critic", left)
         return norm
 
@@ -1056,8 +1057,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """
-        Save the policy to `output_dir` (None: the run's folder), as a model that loads by itself, and the critic to
-        the subfolder `critic/`. If weights are sharded, `state_dict` holds the gathered weights; else it is None.
+        Save the policy, as a plain model or adapter, to `output_dir` (None: the run's folder), and the critic to the
+        subfolder `critic/`. If weights are sharded, `state_dict` holds the gathered weights; else it is None.
         """
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         actor_critic = self._actor_critic

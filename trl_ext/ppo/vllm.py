@@ -25,7 +25,7 @@ _PATIENCE = 60.0  # seconds to wait for a server's configuration, which takes lo
 
 
 class ServerLost(ConnectionError):
-    """Raised on all processes when the vLLM server failed, cannot be reached, or was restarted."""
+    """Raised on all processes when the vLLM server of a running trainer fails, or was restarted."""
 
 
 def check_logprobs(engine: Any) -> None:
@@ -76,7 +76,7 @@ def sampled_logprobs(
         if not all(number is not None and math.isfinite(number) for number in numbers):
             raise RuntimeError(
                 f"vLLM returned a log-prob of answer {row} that is not finite. Either training has diverged (lower "
-                "`step_kl_target`, or the learning rate where that is 0), or vLLM's dtype is too narrow for the model "
+                "`step_kl_target`, or the learning rate if it is 0), or vLLM's dtype is too narrow for the model "
                 "(use bfloat16 or float32)."
             )
     return sampled  # type: ignore[return-value]
@@ -92,8 +92,8 @@ def check_loadable(engine: Any) -> None:
     model = llm.llm_engine.model_executor.driver_worker.model_runner.model  # as TRL's `sync_weights` reaches it
     if not all(parameter.numel() for parameter in model.parameters()):  # empty: packed for CPU kernels
         raise ValueError(
-            "`use_vllm=True` does not work on a CPU: vLLM cannot load updated weights there, and would keep sampling "
-            "from the initial policy. Train on a GPU, or leave out `use_vllm`."
+            "`use_vllm=True` does not work on this CPU: vLLM cannot load updated weights here, and would keep "
+            "sampling from the initial policy. Train on a GPU, or leave out `use_vllm`."
         )
 
 
@@ -168,7 +168,7 @@ class ServerGuard:
 
     def _check_instance(self) -> None:
         if _instance_of(self._client.base_url) != self._instance:
-            raise ConnectionResetError("it was restarted")
+            raise ConnectionResetError("it was restarted, and has its initial weights")
 
 
 _RESUME = (
@@ -177,7 +177,10 @@ _RESUME = (
 
 
 def save_last_step(trainer: Any) -> str:
-    """Save a [`PPOTrainer`]'s last finished step, unless it is saved; return a sentence on how to resume the run."""
+    """
+    Save a [`PPOTrainer`]'s last finished step, unless it is saved or within a rollout; return a sentence on how to
+    resume the run.
+    """
     step = trainer.state.global_step
     if not step:
         return "No step was finished. Start the server, then begin again."
@@ -193,7 +196,7 @@ def save_last_step(trainer: Any) -> str:
 
 @dataclass
 class Flight:
-    """Hold a rollout that the server is still generating."""
+    """Hold a rollout that was requested from the server, until `take` returns it."""
 
     version: int  # on how many rollouts the weights that generate this one have been trained
     prompts: list[list[int]]  # token ids
@@ -203,7 +206,8 @@ class Flight:
 
 class RolloutsAhead:
     """
-    Generate one rollout ahead: rollout n is generated with the weights after training on rollout n − 2.
+    Generate one rollout ahead: rollout n is generated with the weights after training on rollout n − 2; the first one
+    of a run, or after a resume, with the present weights.
 
     The prompts of a rollout depend only on the seed and the rollout's number, so they are known before the Trainer
     delivers them. `take` checks that the Trainer delivers the same prompts. See docs/vllm.md.

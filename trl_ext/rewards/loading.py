@@ -37,7 +37,9 @@ def load_reward(path: str) -> Callable:
 
 def load_object(path: str, what: str) -> Any:
     """
-    Import the object that `path/to/file.py:name` or `package.module.name` names, found as by [`load_reward`].
+    Import the object that `path/to/file.py:name` or `package.module.name` names.
+
+    A file is looked for where [`load_reward`] looks for it.
 
     Args:
         path: the file or module, and the object's name in it.

@@ -297,8 +297,9 @@ def awaited(scores: Any) -> Any:
     Return what a reward function returned (`scores`); if the function is async, first await it, even within a running
     event loop.
 
-    All coroutines of a process run in one event loop, in a separate thread. A client (such as an HTTP session) that an
-    async function keeps from call to call therefore stays usable.
+    The coroutines of a process run in one event loop, in a separate thread. A client (such as an HTTP session) that an
+    async function keeps from call to call therefore stays usable. Only an async function that another async reward
+    calls gets a new event loop for each call, so it must open its client anew.
     """
     if not inspect.isawaitable(scores):
         return scores

@@ -105,11 +105,12 @@ class ModelReward:
 
     Args:
         model: a sequence classifier with one label: the folder or hub name of a model or of an adapter, or a model
-            object, which is put into evaluation mode.
+            object, which is frozen and put into evaluation mode.
         tokenizer: the model's tokenizer, or its folder or hub name; None loads the one saved with the model. A model
             object needs one.
         policy_tokenizer: the tokenizer of `prompt_ids` and `completion_ids`, or the policy's folder or hub name.
-        eos_token_ids: the policy's tokens that end a finished answer; None: those of `policy_tokenizer`.
+        eos_token_ids: the policy's tokens that end a finished answer. None: the EOS of `policy_tokenizer`, and if that
+            is a folder or hub name, also those of the policy's generation config.
         revision: revision of a model on the hub.
         dtype: dtype of the weights, such as `"bfloat16"`; None keeps the saved one.
         load_in_8bit: quantise the weights as they are loaded (bitsandbytes).
@@ -126,7 +127,7 @@ class ModelReward:
         chat_template_kwargs: passed on to the chat template.
         shared_base: the [`~trl_ext.models.loading.SharedBase`] whose base model this adapter and others use.
         score: a function that takes `input_ids` and `attention_mask` (B, L) and returns scores (B,). It is called in
-            place of `model`'s own forward, for a wrapped model. `model` then stays on its device and in its mode.
+            place of `model`'s own forward, for a wrapped model. `model` then stays unchanged, and on its device.
         name: key in the logs; None: the last part of the model's name.
 
     Raises:

@@ -61,8 +61,7 @@ class RemoteReward(ServedReward):
         url: address of the server, such as `http://127.0.0.1:8000`.
         api: `"trl-ext"` for `trl-ext serve-reward`; `"vllm-classify"` or `"vllm-score"` (prompt and completion as a
             pair, for cross-encoders) for vLLM.
-        model: name of the model, which is also the default `name`. A server that has another model refuses the
-            requests.
+        model: name of the model, which is sent to the server. A server that has another model refuses the requests.
         label: index of the class whose number is the score, for `"vllm-classify"` if the model has several classes.
         logits: False asks for the server's sigmoid or softmax of the logits. Not for `"trl-ext"`.
         tokenizer: folder or hub name of the model's tokenizer, for `"vllm-classify"`. Its chat template turns messages
@@ -70,7 +69,7 @@ class RemoteReward(ServedReward):
             added.
         eos_token_ids: the policy's tokens that end a finished answer.
         batch_size: most rows in one request.
-        name: key in the logs. The default is `model`, or the server's name and port.
+        name: key in the logs. The default is the last part of `model`, or the server's name and port.
         timeout, deadline, retries, max_concurrency, max_characters, api_key_env, on_error: see
             [`~trl_ext.rewards.service.ServedReward`].
 

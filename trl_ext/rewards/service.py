@@ -23,7 +23,7 @@ _LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
 class ServiceError(RewardFailed):
-    """Raised when a service returned no usable answer."""
+    """Raised when a service gave no usable answer, or a request was not sent."""
 
 
 class RefusedError(ServiceError):
@@ -32,7 +32,7 @@ class RefusedError(ServiceError):
 
 class UnavailableError(ServiceError):
     """
-    Raised when a service cannot be reached, is too busy or breaks the connection: the request may succeed later.
+    Raised when a request may succeed later: the service cannot be reached, fails, is too busy or sends no JSON.
 
     `retry_after` is how many seconds the service asks to wait; None if it does not say.
     """

@@ -24,7 +24,7 @@ from .scores import log_to, of_rows, scores_in, total_of, without_failures
 
 class Watch:
     """
-    Measure completions without rewarding them: the base class of reward functions with weight 0.
+    Base class of reward functions that measure completions, most of them with weight 0.
 
     Args:
         folder: folder of the file `completions.rank{r}.jsonl`, to which each completion is appended as one line. The

@@ -93,8 +93,9 @@ class ResumableRun(AgreedControl, BackgroundSaving):
 
     Args:
         model, *args, **kwargs: arguments of the trainer that is extended.
-        run_facts: a dict of further facts to compare, whose values JSON can hold. The training arguments, the model's
-            weights and adapters, and the fingerprint of the training data are always compared.
+        run_facts: a dict of further facts to compare, whose values JSON can hold. The training arguments that can
+            change the training, the model's weights and adapters, and the fingerprint of the training data are always
+            compared.
         resume_anyway: whether to resume a run that a monitor ended; also a field of PPOConfig and DPOConfig.
     """
 

@@ -46,7 +46,8 @@ class AgreedControl:
 
 def request_kl_scale(state: Any, factor: float) -> None:
     """
-    Ask the trainer to multiply its KL coefficient by `factor` once, at its next rollout. Only PPOTrainer does so.
+    Ask the trainer to multiply its KL coefficient by `factor` once, at its next rollout. Only PPOTrainer does so, and
+    keeps within `kl_coef_max`.
 
     The request is kept in `state`, so that a resumed run carries it out, too. If several requests are made before a
     rollout, only the largest factor is used. Call this on all processes.
@@ -87,13 +88,14 @@ _SPOILT = "trl_ext_spoilt"  # in `TrainerState.stateful_callbacks`: the weights 
 class CannotResume(ValueError):
     """
     Raised when a run cannot resume: a checkpoint is missing or incomplete, something has changed that must stay the
-    same (see [`~trl_ext.runs.checkpoints.ResumableRun`]), or a monitor ended the run.
+    same (see [`~trl_ext.runs.checkpoints.ResumableRun`]), a monitor ended the run, or it is complete and uses ZeRO-3.
     """
 
 
 class Stopped(CannotResume):
     """
-    Raised when a run that a monitor ended is started again, with neither `resume_anyway` nor a restart.
+    Raised when a run that a monitor ended is started again, with neither `resume_anyway` nor
+    `resume_from_checkpoint=False`.
 
     Also raised at the end of training, if a monitor ended the run because its weights must not be saved.
     """
@@ -147,8 +149,8 @@ def check_monitors(trainer: Any) -> list[str]:
     A callback or a reward function says so by a method `lacks(trainer)`, which yields sentences. Each sentence is
     logged only once for a trainer.
 
-    trl_ext's trainers call this when they are built and when they begin to train; recipes call it when they attach
-    monitors. In a script with another trainer, call it before `train()`.
+    trl_ext's trainers call this when they begin to train, PPOTrainer also when it is built, and
+    [`~trl_ext.callbacks.attach_monitors`] at its end. In a script with another trainer, call it before `train()`.
     """
     parts = [*trainer.callback_handler.callbacks, *rewards_of(trainer)]
     said = [sentence for part in parts if hasattr(part, "lacks") for sentence in part.lacks(trainer)]
@@ -169,7 +171,7 @@ def columns_of(dataset: Any) -> set[str] | None:
     """
     Return the names of a dataset's columns or, for a dict of datasets, the names of all their columns.
 
-    Return None if a dataset is a stream with unknown columns, and an empty set if `dataset` is None.
+    Return None if a dataset does not know its columns, as some streams, and an empty set if `dataset` is None.
     """
     parts = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
     names: list[Any] = [getattr(part, "column_names", None) for part in parts if part is not None]

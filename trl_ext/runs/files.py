@@ -67,8 +67,8 @@ def is_notice(alert: dict[str, Any]) -> bool:
 
 def finite(value: Any) -> Any:
     """
-    Convert a value to JSON types: arrays and tensors become lists of numbers; NaN, infinities and other objects become
-    text.
+    Convert a value to JSON types: arrays and tensors become numbers or lists of numbers; NaN, infinities and other
+    objects become text.
     """
     if isinstance(value, dict):
         return {str(k): finite(v) for k, v in value.items()}
@@ -99,8 +99,8 @@ class JSONLWriter:
     """
     Append JSON objects to a file, one per line.
 
-    Each line is passed to the operating system at once, so `kill -9` loses at most the line being written. If the file
-    cannot be written, one warning is logged, and the lines are lost.
+    Each call of `write` passes its lines to the operating system, so `kill -9` loses at most the lines of one call. If
+    the file cannot be written, one warning is logged, and these lines and all later ones are lost.
     """
 
     def __init__(self, path: str | os.PathLike[str]):

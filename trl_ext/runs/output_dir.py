@@ -37,7 +37,7 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
     if has_model and not any(path.glob("checkpoint-*")) and str(resume).lower() != "false":
         raise FileExistsError(
             f"`output_dir` {output_dir} holds a model, but no checkpoint to resume from: choose another folder, or "
-            "overwrite the model with `resume_from_checkpoint: false`"
+            "remove the model; training overwrites it with `resume_from_checkpoint: false`"
         )
 
 
@@ -130,8 +130,8 @@ def last_evaluation(trainer: Any, result: Any) -> dict[str, float]:
     """
     Return the trained model's metrics on the evaluation set by name, such as `eval_loss`, with the `epoch`.
 
-    If training evaluated at its last step, these metrics are returned. If it did not, or with
-    `load_best_model_at_end`, which may have loaded an earlier checkpoint, the model is evaluated now.
+    If `train` evaluated at its last step, these metrics are returned. If it did not, or found the run complete, or
+    with `load_best_model_at_end`, which may have loaded an earlier checkpoint, the model is evaluated now.
 
     Args:
         trainer: any Trainer, after training.

@@ -71,7 +71,8 @@ def without_credentials(value: Any) -> Any:
     """
     Return `value` without credentials, so that two runs that differ only in credentials compare as equal.
 
-    In a mapping, the keys of credentials are removed. If no key is left, it becomes None, as if it had not been set.
+    In a mapping, the keys of credentials and of webhooks are removed. If no key is left, it becomes None, as if it had
+    not been set.
     """
     if not isinstance(value, dict):
         return redacted(value)
@@ -81,7 +82,7 @@ def without_credentials(value: Any) -> Any:
 
 class HidesCredentials:
     """
-    Extend `TrainingArguments`: remove credentials from `to_dict`, which trackers such as W&B and TensorBoard get.
+    Extend `TrainingArguments`: hide credentials in `to_dict`, which trackers such as W&B and TensorBoard get.
     """
 
     def to_dict(self) -> dict[str, Any]:

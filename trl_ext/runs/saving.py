@@ -29,7 +29,7 @@ _MEMORY, _STAGED = "/dev/shm", "trl_ext_checkpoint_"
 
 
 class NotSaved(RuntimeError):
-    """Raised when a file could not be written; the message has the cause, the folder and what to do."""
+    """Raised when a checkpoint could not be written; the message has the cause, the folder and what to do."""
 
 
 def is_of_writing(error: BaseException) -> bool:
@@ -69,9 +69,9 @@ class BackgroundSaving(_Trainer):
     """
     Extend a trainer: write checkpoints according to [`~trl_ext.runs.settings.SavingSettings`], also in the background.
 
-    A checkpoint in the background is first written into memory: `checkpoint-N` is a link to a folder there, so the
-    code that saves need not change. A thread of the first process then copies the folder to the disk, in place of the
-    link, and marks it as complete. The thread takes part in no collective.
+    A checkpoint in the background is first written into memory, or into `staging_dir`: `checkpoint-N` is a link to a
+    folder there, so the code that saves need not change. A thread of the first process then copies the folder to the
+    output directory, in place of the link, and marks it as complete. The thread takes part in no collective.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -126,7 +126,7 @@ class BackgroundSaving(_Trainer):
     def _save_own_state(self, checkpoint: str) -> None:
         """
         Save into the folder `checkpoint` what transformers does not save there. Override this; it is called on all
-        processes, before the marker is written.
+        processes, before the marker is written, unless `save_only_model` is set.
         """
 
     def _begin(self, checkpoint: Path) -> Path | None:
@@ -223,7 +223,7 @@ class BackgroundSaving(_Trainer):
 
     def _unsaved(self, cause: str, goes_on: bool) -> str:
         if goes_on:
-            return f"{cause}. Training continues (`on_save_failure: continue`)."
+            return f"{cause}. This does not end the run."
         return (
             f"{cause}, so training ends at step {self.state.global_step}. Correct the cause (if the disk is full, "
             "make room), then run the same command again: it resumes from the newest complete checkpoint."

@@ -91,7 +91,7 @@ def recipe(name: str) -> ModuleType:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return `; did you mean A or B?` with the `names` that are most similar to `name`; "" if none is similar."""
+    """Return `; did you mean A or B?` with the `names` that begin with `name`, or else are similar; "" if none is."""
     known = sorted(names)
     begun = [longer for longer in known if longer.startswith(name)]
     nearest = begun[:4] or difflib.get_close_matches(name, known)

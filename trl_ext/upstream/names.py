@@ -1,10 +1,10 @@
 """
 List every private name of other libraries that trl_ext uses: where it is, and which arguments are passed to it.
 
-Import such a name from this module. If a new version of a library has changed it, an error says what changed.
-Functions are checked when they are imported from here; the classes that trl_ext's trainers inherit from are checked
-when a trainer is built, by [`check_contract`]. `python -m trl_ext.cli.contract` shows every name; `pytest -m ""
-tests/contract` tests what the names do.
+Import such a function or class from this module. If a new version of a library has changed it, an error says what
+changed. TRL's classes that PPOTrainer and DPOTrainer inherit from are checked when such a trainer is built, by
+[`check_contract`]. `python -m trl_ext.cli.contract` checks and shows every name; `pytest -m "" tests/contract` tests
+what the names do.
 """
 
 import functools

@@ -3,8 +3,8 @@ Hide certain warnings of libraries from the terminal: those that do not concern 
 
 Recipes and commands call `quiet` first; `trl_ext.ppo` and `trl_ext.dpo` call it when they are imported. `import
 trl_ext`, callbacks and rewards hide nothing, so a script without our trainers prints the same as without trl_ext.
-There is one exception: watches return no scores, so TRL logs None as their mean, and the watches hide transformers'
-remark that TensorBoard cannot log None.
+There is one exception: watches return no scores, so TRL logs None as their mean. Watches, and callbacks that write
+completions, therefore hide transformers' remark that a tracker such as TensorBoard cannot log None.
 """
 
 import functools
@@ -60,7 +60,7 @@ def is_quiet() -> bool:
 @functools.cache
 def hide_none_logged() -> None:
     """
-    Hide transformers' remark that TensorBoard cannot log None.
+    Hide transformers' remark that a tracker such as TensorBoard cannot log None, unless `TRL_EXT_VERBOSE=1` is set.
 
     TRL logs None as the mean of a reward function that gives no scores.
     """

@@ -129,6 +129,8 @@ def test_what_is_said_twice_counts_once_and_contradictions_do_not_count():
 def test_a_choice_that_means_nothing_is_refused():
     with pytest.raises(ValueError, match="the column 'choice' holds 'b' in row 1, not one of 1, 2"):
         read_labels(long([(0, "x", "1"), (1, "x", "b")]), Columns(values=("1", "2")))
+    with pytest.raises(ValueError, match=f"the column '{WIDE.annotators[0]}' holds"):
+        read_labels(wide(), Columns(annotators=WIDE.annotators, values=("1", "2")))
 
 
 # ---- Rankings ----

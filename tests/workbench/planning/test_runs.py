@@ -163,7 +163,7 @@ def test_fsdp2_gathers_the_root_and_two_layers_or_a_reference():
     ("job", "message"),
     [
         (Job("sft", sft(), CONFIG, bits=4), "a base in 4 bits cannot be trained"),
-        (Job("sft", sft(), CONFIG, Layout("zero2", 2, accumulation=4)), "sets gradient_accumulation_steps to 4"),
+        (Job("sft", sft(), CONFIG, Layout("zero2", 2, accumulation=4)), "fix gradient_accumulation_steps to 4"),
         (
             Job("ppo", ppo(critic_warmup_rollouts=1), CONFIG, Layout("zero2", 2)),
             "skips updates of the policy, but DeepSpeed",

@@ -4,11 +4,11 @@
     trl-ext label …the same… --labels labelled.json
 
 PAIRS has `prompt`, `response_a`, `response_b`; with --prompts and --policies answers are sampled and paired. The judge
-is a server with OpenAI's API, such as vLLM (--judge_url), or a local model (--judge_model_name_or_path). The first
-call writes rows for people to label, and does not ask the judge. The call with people's labels asks the judge about
-these rows. If the judge agrees with people (Cohen's kappa of `min_agreement` or more), it labels the other pairs, and
-pairs/train.jsonl is written. Otherwise no pair is written, and the exit status is 1. The same command resumes where it
-was interrupted.
+is a server with OpenAI's API, such as vLLM (--judge_url), or a local model (--judge_model_name_or_path). Each call
+writes rows for people to label. The judge is asked about the pairs that people labelled as soon as these are
+`min_known` or more. If the judge agrees with people (Cohen's kappa of `min_agreement` or more), it labels the pairs of
+all other prompts, and pairs/train.jsonl is written. If no pair is written, the exit status is 1. The same command
+resumes where it was interrupted.
 """
 
 import sys
@@ -45,9 +45,9 @@ class AskingArguments:
 
     def served(self, url: str, model: str | None, extra: str | None) -> dict[str, Any]:
         """
-        Return the arguments of [`~trl_ext.rewards.JudgeReward`] for a server at `url`.
+        Return arguments of [`~trl_ext.rewards.JudgeReward`] for a server at `url`, without its rubric and sampling.
 
-        `model` is the model's name there; `extra` is YAML text with more keys of the request's body. Both may be None.
+        `model` is the model's name there; `extra` is YAML text with more keys of the request's body, or None.
         """
         names = ("api_key_env", "timeout", "retries", "max_concurrency")
         given = {"url": url, "model": model, "extra": entry_of(extra) if extra else None}
@@ -105,13 +105,14 @@ class LabelArguments(AskingArguments):
                 "give either `pairs`, or `prompts` and `policies`",
             ),
             (
-                (self.judge_url is None) == (self.judge_model_name_or_path is None),
+                (self.judge_url is None) == (self.judge_model_name_or_path is None)
+                or (self.judge_url is None) != (self.judge_model is None),
                 "give one judge: `judge_url` with `judge_model`, or `judge_model_name_or_path`",
             ),
             (
-                self.votes > 1 and self.judge_temperature == 0,
-                f"with `judge_temperature` 0, all `votes` ({self.votes}) are the same: raise `judge_temperature`, or "
-                "set `votes` to 1",
+                self.votes > 1 and (self.judge_temperature == 0 or self.judge_url is None),
+                f"with `judge_temperature` 0, or a local judge, all `votes` ({self.votes}) are the same: raise the "
+                "temperature of a judge behind `judge_url`, or set `votes` to 1",
             ),
             (own, f"`keep_columns` names {min(own, default='')!r}, a column that the pairs get anyway: rename yours"),
         ):
@@ -137,7 +138,7 @@ def run(args: LabelArguments) -> dict[str, Any]:
     from .judges import Journal, LocalJudge, Question, ServedJudge, read_criteria
     from .report import of_all, of_known, prompt_groups, training_pairs, write_report
 
-    folder, (rubric, rubric_id) = Path(args.output_dir), read_criteria(args.rubric, "rubric")
+    folder, (rubric, rubric_id) = Path(args.output_dir), read_criteria(args.rubric, "rubric", str)
     judge: Any
     if args.judge_url:
         settings = args.served(args.judge_url, args.judge_model, args.judge_extra)

@@ -43,7 +43,7 @@ class ConstitutionArguments(AskingArguments):
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if (self.model_url is None) == (self.model_name_or_path is None):
+        if (self.model_url is None) == (self.model_name_or_path is None) or bool(self.model_url) != bool(self.model):
             raise ValueError("give one model: `model_url` with `model`, or `model_name_or_path`")
 
 
@@ -53,6 +53,9 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
 
     Returns:
         The content of `constitution.json`; empty if only the cost was to be printed.
+
+    Raises:
+        ValueError: no row is left for one of the files to train on or to judge.
     """
     from ...data import check_texts, load_dataset_split, write_rows
     from ..labels.labelling import answer_key
@@ -61,7 +64,7 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
     from .revise import LocalWriter, ServedWriter, kind_of, turn_of
 
     folder = Path(args.output_dir)
-    principles, constitution_id = read_criteria(args.constitution, "principles")
+    principles, constitution_id = read_criteria(args.constitution, "principles", dict)
     writer: Any
     if args.model_url:
         settings = args.served(args.model_url, args.model, args.model_extra)
@@ -77,7 +80,7 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
     steps = range(1 + 2 * args.rounds)
     calls = sum((key, step) not in journal.rows for key in prompts for step in steps)
     earlier = len(prompts) * len(steps) - calls
-    print(f"Cost: at most {calls:,} calls{f' ({earlier:,} were made by an earlier run)' * bool(earlier)}", flush=True)
+    print(f"Cost: at most {calls:,} calls{f' (an earlier run made {earlier:,} others)' * bool(earlier)}", flush=True)
     if args.only_cost:
         return {}
     texts: dict[str, dict[int, str | None]] = {key: {} for key in prompts}

@@ -36,8 +36,9 @@ def load_pairs(name: str, split: str, keep: Sequence[str], left_out: Counter[str
     check_texts(table, TEXTS, f"`pairs` {name}")
     names = [*TEXTS, *keep, *{"item"}.intersection(table.column_names)]
     rows = _different(({column: row[column] for column in names} for row in table), left_out)
-    if len({row["item"] for row in rows}) < len(rows):
-        raise ValueError(f"`pairs` {name}: two different pairs have the same `item`: give each pair a unique `item`")
+    item, count = Counter(row["item"] for row in rows).most_common(1)[0] if rows else ("", 0)
+    if count > 1:
+        raise ValueError(f"`pairs` {name}: {count} different pairs have the item {item!r}: give each a unique `item`")
     return rows
 
 
@@ -99,10 +100,10 @@ def sample_pairs(prompts: Dataset, args: Any, folder: Path, left_out: Counter[st
 
 def write_for_people(folder: Path, rows: Sequence[dict[str, Any]], size: int, seed: int) -> None:
     """
-    Write `size` of the rows for people to label, without verdicts: for Label Studio (`label_studio.json` and `.xml`),
+    Write at most `size` rows for people to label, without verdicts: for Label Studio (`label_studio.json` and `.xml`),
     for Argilla (`argilla.jsonl`) and as JSON lines (`people.jsonl`).
 
-    The rows are chosen by the hashes of their keys, so their order does not matter.
+    The rows are chosen by hashes of their keys and `seed`, so their order does not matter.
     """
     drawn = sorted(rows, key=lambda row: answer_key(row["key"], None, seed))[:size]
     shown = [{name: row[name] for name in ("item", *TEXTS)} for row in drawn]
@@ -130,8 +131,8 @@ def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict
         for each in read_choices(file):
             if each["item"] not in keys:
                 raise ValueError(
-                    f"`labels` {file} has the item {each['item']!r}, which is not one of the pairs: give the labels "
-                    "of these pairs"
+                    f"`labels` {file} has the item {each['item']!r}, which is none of this run's pairs: give labels "
+                    "that were made for this run's pairs"
                 )
             if each["choice"]:
                 said[keys[each["item"]], each["annotator"]] = each["choice"]

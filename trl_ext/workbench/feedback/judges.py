@@ -55,18 +55,22 @@ _FOREVER = 1e8  # seconds: no deadline is needed, since a server that cannot be 
 _MESSAGE = 500  # most characters of a judge's message that are kept
 
 
-def read_criteria(path: str, key: str) -> tuple[Any, str]:
+def read_criteria(path: str, key: str, kind: type) -> tuple[Any, str]:
     """
     Return the value of `key` in a YAML file with a `version`, and the file's identity, `VERSION@HASH`.
 
     Raises:
-        ValueError: the file has no such key, or no version.
+        ValueError: the file has no such key, its value is not of this kind or is empty, or there is no version.
+        yaml.YAMLError: the file is not valid YAML.
     """
     content = Path(path).read_bytes()
     found = read_yaml(content.decode())
-    if not isinstance(found, dict) or not found.get("version") or not found.get(key):
-        raise ValueError(f"{path} must be YAML with the keys `version` and `{key}`, got {str(found)[:60]!r}")
-    return found[key], f"{found['version']}@{hashlib.sha256(content).hexdigest()[:12]}"
+    value = isinstance(found, dict) and found.get("version") and found.get(key)
+    if not value or not isinstance(value, kind):
+        raise ValueError(
+            f"{path} must be YAML with the keys `version` and `{key}` (a {kind.__name__}), got {str(found)[:60]!r}"
+        )
+    return value, f"{found['version']}@{hashlib.sha256(content).hexdigest()[:12]}"
 
 
 def identity_of(*said: Any) -> str:
@@ -76,7 +80,8 @@ def identity_of(*said: Any) -> str:
 
 class Journal:
     """
-    Append answers to a file of JSON lines as they arrive, so that nothing is asked twice, even after `kill -9`.
+    Append answers to a file of JSON lines as they arrive, so that no recorded answer is asked for again, even after
+    `kill -9`.
 
     Args:
         path: the file.
@@ -118,7 +123,8 @@ class Journal:
             what: name of the questions on the progress bar.
 
         Raises:
-            RuntimeError: the model cannot be reached, or refuses to answer. The answers so far are kept.
+            RuntimeError: the server cannot be reached, refuses requests or serves another model than before. The
+                answers so far are kept.
         """
         model.served = next((row["model"] for row in self.rows.values() if "model" in row), None)
         missing = [question for question in questions if question.name not in self.rows]
@@ -170,8 +176,8 @@ class Served(JudgeReward):
             - `model`: the model that the server named; missing if the request was refused.
 
         Raises:
-            ServiceError: the server cannot be reached, refuses requests before it has answered any, or names another
-                model than before.
+            ServiceError: the server cannot be reached; refuses all requests, as with a wrong key, or this one before
+                it has answered any; or names another model than before.
         """
         try:
             answer = self.completion(messages, Call(time.monotonic() + self.deadline))

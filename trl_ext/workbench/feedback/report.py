@@ -185,11 +185,12 @@ def of_all(votes: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
     Returns:
         - `pairs`: number of these pairs.
-        - `calls`, `tokens_in`, `tokens_out`: requests that were sent, and tokens as the server counted them.
+        - `calls`, `tokens_in`, `tokens_out`: requests to the judge, and tokens as the server, or a local judge's
+          tokenizer, counts them.
         - `outcomes`: the number of questions by outcome: "read", or the reason why there is no verdict.
         - `ties`: share of the pairs without a winner.
-        - `shown_first`: how often the answer shown first was preferred; ties do not count. As both orders of each pair
-          are asked, it is one half for a judge that ignores the order.
+        - `shown_first`: share of the verdicts that prefer the answer shown first; ties do not count. As both orders of
+          each pair are asked, it is one half for a judge that ignores the order.
     """
     asked = [vote for each in votes for vote in each]
     taken = [(vote["a_is_better"], vote["first"] == "a") for vote in asked if vote["a_is_better"] not in (None, 0.5)]

@@ -27,7 +27,7 @@ class Turn(NamedTuple):
     Hold a request to the model for one text: an answer, a critique or a revision.
 
     Args:
-        key: name of the prompt.
+        key: hash of the prompt.
         step: number of the text among those on this prompt; key and step together identify the text in the journal.
         messages: the messages that the model is given.
         principle: name of the principle to criticise or revise by; None for the answer.
@@ -49,7 +49,7 @@ class Turn(NamedTuple):
         Args:
             text: the model's text; None if there is none.
             why: "read" if there is a text, else the reason why there is none.
-            message: the error, which is recorded if there is no text.
+            message: the error, of which 200 characters are recorded if there is no text.
             **more: further entries of the row.
         """
         named = {"key": self.key, "step": self.step, "kind": kind_of(self.step), "principle": self.principle}
@@ -71,7 +71,7 @@ def turn_of(
     In a round the model is given the prompt and the newest answer, but not the rounds before.
 
     Args:
-        key, prompt: the prompt's name, and the prompt, as text or messages.
+        key, prompt: the prompt's hash, and the prompt, as text or messages.
         step: 0 for the answer, then a critique and a revision for each round.
         texts: maps each earlier step to its text, None if there is none.
         principles: maps the name of each principle to its text.

@@ -93,10 +93,10 @@ class Job:
 
 class Batcher:
     """
-    Score the requests of all clients in one thread; requests that come at about the same time are scored in one call.
+    Score the requests of all clients in one thread, those that come at about the same time together.
 
-    If a call fails, each of its requests is scored again in a separate call, so that a bad row of one client does not
-    make the requests of others fail.
+    If a call of the reward function fails, each of its requests is scored again in a separate call, so that a bad row
+    of one client does not make the requests of others fail.
 
     Args:
         function: reward function with TRL's signature.

@@ -96,8 +96,9 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     Write the report and the pairs, and return the content of `annotators.json`.
 
     Raises:
-        ValueError: the table cannot be read; the table lies in the output folder, or contains it; or no pair is left
-            to train on. The report, which is written before, says why no pair is left.
+        ValueError: the table lacks a column or the split, or its labels cannot be read; the table lies in the output
+            folder, or contains it; or no pair is left to train on. The report, which is written before, says why no
+            pair is left.
     """
     from ...data import load_dataset_split
     from . import Columns, agreement_report, hold_out_annotators, read_labels

@@ -146,6 +146,7 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
         OSError: there is no such file, or it cannot be opened.
         ValueError: the file is not UTF-8, or is no valid JSON; or a row, which the message names, has no item, or a
             choice other than these.
+        KeyError: a row of an export lacks a key that exports have, such as `result` in an annotation.
     """
     path, found = Path(path), []
     for number, row in enumerate(_rows(path)):
@@ -176,7 +177,7 @@ def _labels_in(row: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
         for each in row["annotations"]:
             by, said = each.get("completed_by"), [] if each.get("was_cancelled") else each["result"]
             choices = [result["value"]["choices"][0] for result in said if result["from_name"] == _QUESTION]
-            yield row["data"]["item"], by["email"] if isinstance(by, dict) else by, choices[0] if choices else None
+            yield row["data"].get("item"), by["email"] if isinstance(by, dict) else by, choices[0] if choices else None
     elif f"{_QUESTION}.responses" in row:  # Argilla, flattened
         names = (f"{_QUESTION}.responses{end}" for end in ("", ".users", ".status"))
         for said, who, status in zip(*(row[name] or [] for name in names), strict=True):

@@ -25,12 +25,13 @@ class Columns:
         responses: the columns of the answers, in the order in which they were shown: two, or more if `scores` rank
             them. Give one column if each row has one answer and its score: then the answers that one annotator scored
             for a prompt are compared with each other, in the order of their rows.
-        annotator: in a long table (a row for each label), the column of the annotator's name.
+        annotator: in a long table (a row for each label) or a ranking, the column of the annotator's name.
         choice: in a long table, the column of the choice.
         annotators: in a wide table (a row for each pair), one column for each annotator, which has the annotator's
             name and holds the choices. These columns replace `annotator` and `choice`.
-        scores: one column of scores for each of `responses`, in the same order. They replace `choice`. The answer with
-            the higher score wins, equal scores are a tie, and an answer without a score is not compared.
+        scores: one column of scores for each of `responses`, in the same order. They replace `choice`, and do not go
+            with `annotators`. The answer with the higher score wins, equal scores are a tie, and an answer without a
+            score is not compared.
         lowest_wins: whether scores are ranks: 1 is the best.
         values: the values of a choice. The first one means the first answer, the second one the second answer, and all
             further ones a tie.
@@ -198,10 +199,12 @@ def _scores(table: pd.DataFrame, columns: Columns) -> pd.DataFrame:
         return scores.set_axis(range(len(columns.responses)), axis=1)
     choice = _said(table[columns.choice])
     if len(unknown := choice[choice.notna() & ~choice.isin(columns.values)]):
+        at = unknown.index[0]
+        column = table[columns.annotator][at] if columns.annotators else columns.choice
         raise ValueError(
-            f"the column {columns.choice!r} holds {unknown.iloc[0]!r} in row {table['row'][unknown.index[0]]}, not "
-            f"one of {', '.join(columns.values)}: set `--choice_values FIRST SECOND TIE` (in Python "
-            "`Columns(values=…)`) to the values that mean the first answer, the second answer and a tie"
+            f"the column {column!r} holds {unknown[at]!r} in row {table['row'][at]}, not one of "
+            f"{', '.join(columns.values)}: set `--choice_values FIRST SECOND TIE` (in Python `Columns(values=…)`) to "
+            "the values that mean the first answer, the second answer and a tie"
         )
     first = choice.map(dict(zip(columns.values, (1.0, 0.0, *[0.5] * len(columns.values)), strict=False))).astype(float)
     return pd.DataFrame({0: first, 1: 1 - first})
@@ -285,12 +288,12 @@ def hold_out_annotators(labels: Labels, share: float = 0.2, seed: int = 0) -> tu
     Divide labels into training labels and test labels that have no annotator and no prompt in common.
 
     A share of the annotators is held out. A prompt is for testing if only held-out annotators labelled it, and for
-    training if none of them did; of the other prompts, the same share is for testing. Held-out annotators' labels of
-    training prompts are dropped, and so are other annotators' labels of test prompts.
+    training if none of them did; each other prompt is for testing with the probability `share`. Held-out annotators'
+    labels of training prompts are dropped, and so are other annotators' labels of test prompts.
 
     Args:
         labels: labels of the annotators who count.
-        share: share of annotators to hold out, rounded to one annotator at least; 0 holds out nobody.
+        share: share of annotators to hold out, at least one and at most all but one; 0 holds out nobody.
         seed: seed of the random choice of annotators and prompts.
 
     Returns:

@@ -61,7 +61,7 @@ def side_by_side(cells: list[dict[str, str]]) -> list[list[str]]:
 
 
 def _curves(runs: dict[str, Run]) -> list[str]:
-    """Return charts, each with all runs: the main quantities, and other keys that two or more runs logged."""
+    """Return charts, each with all runs: the main quantities, and other known metrics that two or more runs logged."""
     shown: dict[str, dict[str, str]] = defaultdict(dict)  # title → run → key
     for name, run in runs.items():
         for label, key in headline(run).items():
@@ -105,7 +105,7 @@ def _settings(runs: dict[str, Run]) -> list[list[str]] | None:
 
 
 def _same_prompts(samples: dict[str, list[dict[str, Any]]]) -> list[list[Any]]:
-    """Return table rows of the latest prompts that all runs answered: the prompt, then each run's last answer."""
+    """Return table rows of the 5 latest prompts that all runs answered: the prompt, then each run's last answer."""
     last = [{str(row["prompt"]): row for row in rows} for rows in samples.values()]
     shared = set.intersection(*map(set, last))
     latest = sorted(shared, key=lambda prompt: (-min(answers[prompt]["step"] for answers in last), prompt))

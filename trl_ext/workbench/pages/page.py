@@ -68,7 +68,10 @@ def _heading(run: Run) -> str:
 
 
 def results(run: Run) -> dict[str, str]:
-    """Return a run's results as texts by label: its main quantities (first → last value), steps and alerts."""
+    """
+    Return a run's results as texts by label: its main quantities (first → last value), its `outcome`, its last step
+    and its number of alerts.
+    """
     values = {label: ends(run, key) for label, key in headline(run).items()} | run.outcome
     shown = {label: " → ".join(number(value, 3) for value in of) for label, of in values.items()}
     steps = f"{run.last_step}{'' if run.has_ended else ', not ended'}"
@@ -117,7 +120,7 @@ def next_step(run: Run) -> str:
 
 
 def verdict(run: Run) -> str:
-    """Summarise a run in one sentence: how its main quantities changed, and what its monitors found."""
+    """Summarise a run in one sentence: how its main quantities changed, and what its report and its monitors found."""
     parts = [listed([_change(run, label, key) for label, key in wanted(run).items()])]
     if run.passed is not None:
         parts.append(f"the saved model {'passed' if run.passed else 'did not pass'} its report")

@@ -61,7 +61,7 @@ class Run:
         outcome: by label, a list with a figure measured after training; for a round of online DPO, with the figure
             before the round and the one after it.
         monitors: maps each monitor's name to its arguments; None if monitors were not recorded.
-        paid: what the reward paid for, as HackWatch wrote it.
+        paid: a dict for each feature of answers that the reward paid for, as HackWatch or a round of online DPO wrote.
         objections: why a report says not to trust the reward model that the run saved.
         passed: verdict of the report on the reward model that the run saved; None without a report.
     """

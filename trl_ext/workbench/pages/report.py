@@ -4,11 +4,13 @@
 
 RUN is an output directory. These files in it are read:
 
-- `metrics.rank0.jsonl`, which JSONLCallback writes: the curves, and in its first line the configuration. Without this
-  file the curves come from the newest `trainer_state.json`.
+- `metrics.rank0.jsonl`, which JSONLCallback writes: the curves, and in its `begin` lines the configuration. Without
+  this file the curves come from the newest `trainer_state.json`.
 - `alerts.jsonl`: the alerts.
 - `completions.rank*.jsonl`, which SamplesCallback and the watches of `trl_ext.rewards` write: score histograms and
   samples.
+- `attribution.json`, `round.json` and `reward_report.json`: what HackWatch, a round of online DPO, and a reward report
+  found.
 
 If several runs wrote into the folder, the page shows the last one. A step that a resumed run repeated is shown once.
 
@@ -54,8 +56,8 @@ def write_report(
     Args:
         folder: output directory of a run, or several directories for a comparison. The folder of an online DPO run
             gives a comparison of its rounds.
-        output: file to write. The default for one run is `report.html` in its folder (in the subfolder `_run`, if
-            there is one); for several runs it is `comparison.html` in the innermost folder that holds all of them.
+        output: file to write. The default for one folder is `report.html` in it (in its subfolder `_run`, if there is
+            one); for several it is `comparison.html` in the innermost folder that holds all of them.
         evaluation: the `evaluation.json` of `trl-ext evaluate`, or its folder.
 
     Raises:

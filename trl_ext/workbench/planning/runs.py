@@ -27,7 +27,7 @@ class Layout:
             machine's memory instead of the GPU's.
         live_parameters: ZeRO-3's `stage3_max_live_parameters`, the most weights that a GPU gathers at once.
         checkpoints_activations: whether FSDP's own activation checkpointing is on.
-        accumulation: number of gradient accumulation steps that accelerate's file sets; None if it sets none.
+        accumulation: number of gradient accumulation steps that DeepSpeed's settings fix; None if they fix none.
     """
 
     mode: str = "single"
@@ -247,7 +247,8 @@ class Plan:
         phases: for each phase, the bytes that it needs besides weights and optimizer state, by purpose.
         schedule: batch sizes and numbers of steps, by name.
         checkpoint: bytes on disk of one checkpoint.
-        host: bytes that each process keeps in the machine's memory instead of the GPU's.
+        host: bytes that a process keeps in the machine's memory: what is offloaded, and the copy of a checkpoint that
+            is saved in the background.
         beside: bytes of vLLM, by purpose; empty if the trainer generates itself.
     """
 
@@ -297,8 +298,8 @@ def known_not_to_work(job: Job) -> list[str]:
         ),
         (
             layout.accumulation not in (None, accumulated),
-            f"accelerate's file sets gradient_accumulation_steps to {layout.accumulation}, the recipe to "
-            f"{accumulated}: write `auto` in accelerate's file",
+            f"DeepSpeed's settings fix gradient_accumulation_steps to {layout.accumulation}, the recipe to "
+            f"{accumulated}: write `auto` in accelerate's file, or in the DeepSpeed file that it names",
         ),
     ]
     if job.stage != "ppo":
@@ -318,7 +319,7 @@ def known_not_to_work(job: Job) -> list[str]:
     ]
     found = [message for holds, message in reasons if holds]
     try:
-        check_roles("", args, [], None if job.value_model is None else "", job.peft_config, None)
+        check_roles("", [], None if job.value_model is None else "", job.peft_config, None)
     except ValueError as error:
         found.append(str(error))
     return found
@@ -429,7 +430,7 @@ def seconds_per_example(
     Args:
         job, plan: the run, and its plan.
         gpu, efficiency: the GPU's nominal speed, and how much of it the run reaches.
-        tokens: number of tokens of one text; None takes the longest text allowed.
+        tokens: number of tokens of one text; None takes the longest text allowed. `generate` always takes this one.
     """
     args, policy = job.args, plan.roles[0]
     is_ppo = job.stage == "ppo"
@@ -484,7 +485,7 @@ def hours(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, count: float, 
     Args:
         job, plan, gpu, efficiency: as for [`seconds_per_example`].
         count: number of examples of the whole run.
-        tokens: number of tokens of one text; None takes the longest text allowed.
+        tokens: as for [`seconds_per_example`].
     """
     phases, processes = seconds_per_example(job, plan, gpu, efficiency, tokens), job.layout.processes
     seconds = sum(phases.values())

@@ -202,7 +202,8 @@ def _finish(job: Job, result: Plan) -> Plan:
 
 def causal_lm(job: Job, config: Any, outputs: tuple[str, ...] = ("log_probs",)) -> Any:
     """
-    Return the job's language model, built from its configuration, with TRL's fused LM head that computes `outputs`.
+    Return a language model built from its configuration, in the job's dtype, with TRL's fused LM head that computes
+    `outputs`.
     """
     model = AutoModelForCausalLM.from_config(config, dtype=job.compute_dtype)
     add_fused_lm_head(model, outputs=outputs)

@@ -156,7 +156,7 @@ def kl_of(reference: str, answered: dict[str, tuple[str, list[dict]]], sampling:
     Estimate each policy's KL to the reference from the policy's own answers, in nats per answer.
 
     An answer y to x gives log π(y | x) − log π_ref(y | x). This is the estimator k1 of KL(π ‖ π_ref), summed over the
-    answer's tokens. It is unbiased if `top_p` is 1.
+    answer's tokens. It is unbiased if `top_p` is 1 and `temperature` is above 0.
 
     Args:
         reference: folder or hub name of the reference.

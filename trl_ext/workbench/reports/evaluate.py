@@ -3,10 +3,11 @@
     trl-ext evaluate RUN… --prompts PROMPTS --rewards REWARD… --judge JUDGE
 
 RUN is the folder of an SFT, DPO or PPO run, of a model or of an adapter, or a hub name. PROMPTS has the column
-`prompt`, text or messages; prompts that a run was trained on are refused. All answer with the same seed and sampling,
-one policy in memory at a time. `evaluation.html` and `evaluation.json` have the figures, `answers/NAME.jsonl` the
-answers; the same command again reuses answers of the same policy to the same prompts with the same settings.
-`trl-ext report RUN… --evaluation FILE` shows the figures beside the runs' curves. A wrong input gives exit status 2.
+`prompt`, text or messages; prompts that a run is known to have been trained on are refused. All answer with the same
+seed and sampling, one policy in memory at a time. `evaluation.html` and `evaluation.json` have the figures,
+`answers/NAME.jsonl` the answers; the same command again reuses answers of the same policy to the same prompts with the
+same settings. `trl-ext report RUN… --evaluation FILE` shows the figures beside the runs' curves. A wrong input gives
+exit status 2.
 """
 
 import json
@@ -73,7 +74,7 @@ class EvaluateArguments:
 
 def run(args: EvaluateArguments) -> dict[str, Any]:
     """
-    Sample and score each policy's answers; write `evaluation.html` and `evaluation.json` into the output folder.
+    Sample and score each policy's answers; write them, `evaluation.html` and `evaluation.json` into the output folder.
 
     Returns:
         The content of `evaluation.json`.

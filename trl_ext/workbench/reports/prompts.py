@@ -4,8 +4,9 @@
 
 The report, a page (`prompts.html`) and JSON (`prompts.json`, `duplicates.jsonl`), shows exact and near duplicates
 within and between the sets, lengths, scripts, and answers that repeat another set's answers. The copies (`SET.jsonl`,
-or `SET/SPLIT.jsonl`) have no duplicates, and no prompts of a held-out set. Inputs are never changed. If a bound is
-broken, the command prints a sentence and ends with status 1; after a wrong input it ends with status 2.
+or `SET/SPLIT.jsonl`) have no empty prompts and, unless `remove` is changed, no duplicates and no prompts of a held-out
+set. Inputs are never changed. If a bound is broken, the command prints a sentence and ends with status 1; after a
+wrong input it ends with status 2.
 """
 
 import json
@@ -111,8 +112,9 @@ def check(args: PromptsArguments) -> None:
 
     Raises:
         OSError: the output folder cannot be written.
-        ValueError: an argument such as `held_out` has the name of no set; the name of a set or split cannot be a
-            file's name; or data of a set lie in the output folder, or contain it.
+        ValueError: an argument such as `held_out` has the name of no set; a set with a bound in `max_copied` has no
+            other set in `copied_from`; the name of a set or split cannot be a file's name; or data of a set lie in the
+            output folder, or contain it.
     """
     check_output_dir(args.output_dir, "false")
     named = {*(args.held_out or ()), *(args.split_sets or ()), *args.copied_from, *args.set_columns}
@@ -234,6 +236,8 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
             )
     for option, name, bound in ((option, *each) for option, of in args.bounds.items() for each in of.items()):
         key, what = _BOUNDS[option]
+        if key not in found["sets"][name]:
+            raise ValueError(f"`{option}` names {name!r}, a set without answers")
         count, rows = found["sets"][name][key], found["sets"][name]["rows"]
         sentence = f"{count} of {rows} rows of {name!r} ({count / rows:.2%}) {what}, `{option}` allows {bound:.2%}"
         judged = {"bound": bound, "share": count / rows, "broken": count / rows > bound, "sentence": sentence}

@@ -2,12 +2,12 @@
 
     trl-ext reward-report MODEL --dataset_name PAIRS
 
-MODEL is the folder of a reward model, an adapter or an ensemble, a hub name, or file.py:function; or --rewards has an
-entry as in a configuration of `trl-ext ppo`. PAIRS has `chosen`, `rejected` and `prompt`; pairs that the model was
-trained on, which `trl-ext reward` records in the model's folder, are left out. `reward_report.html` and
-`reward_report.json`, in the model's folder or --output_dir, show the accuracy (also by group and length), the
-calibration, the scores of training pairs and of a policy's answers, probes, and ranks. If a bound is broken or cannot
-be judged, the command prints a sentence and ends with status 1; after a wrong input it ends with status 2.
+MODEL is the folder of a reward model, an adapter or an ensemble, a hub name, or file.py:function. PAIRS has `chosen`,
+`rejected` and `prompt`; pairs that the model was trained on, which `trl-ext reward` records in the model's folder, are
+left out. `reward_report.html` and `reward_report.json`, in the model's folder or --output_dir, show the accuracy (also
+by group and length), the calibration, the scores of training pairs and of a policy's answers, probes, and ranks. If a
+bound is broken or cannot be judged, the command prints a sentence and ends with status 1; after a wrong input it ends
+with status 2.
 """
 
 import itertools
@@ -135,7 +135,7 @@ def trained_pairs(args: RewardReportArguments) -> Any:
     """
     Return the pairs that the tested models were trained on, as recorded in their folders.
 
-    The result's `is_complete` is False if a model has no folder or no record.
+    The result's `is_complete` is False if a model has no folder or no complete record.
     """
     from ...data import TrainedPairs
 

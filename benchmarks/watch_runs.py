@@ -182,7 +182,7 @@ def arguments(folder: str, spec: Spec, settings: dict[str, Any]) -> PPOConfig:
         **{"critic_learning_rate": 3 * settings["learning_rate"], "lr_scheduler_type": "constant"},
         step_kl_target=0.0,  # the rates say how a run goes wrong
         **{"logging_steps": STEPS, "eval_strategy": "steps", "eval_steps": 5 * STEPS, "eval_on_start": True},
-        **{"per_device_eval_batch_size": BATCH, "eval_greedy": False, "seed": spec.seed, "use_cpu": True},
+        **{"per_device_eval_batch_size": BATCH, "seed": spec.seed, "use_cpu": True},
         **{"reward_weights": [1.0, 0.0, 0.0], "watch": spec.watch, "record_run": False, "report_to": "none"},
         **{"activation_checkpointing": False, "bf16": False, "disable_tqdm": True},
     )

@@ -24,7 +24,6 @@ from trl_ext.callbacks import (
     LengthDriftCallback,
     RepetitionCallback,
     RewardDriftCallback,
-    check_monitors,
     record_run,
 )
 from trl_ext.rewards import repetition_watch, score_watch
@@ -66,7 +65,6 @@ def main() -> None:
         ],
     )
     trainer.add_callback(HackWatch(trainer=trainer))  # says what the reward pays for
-    check_monitors(trainer)
     record_run(trainer)
     trainer.train()
 

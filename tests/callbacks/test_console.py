@@ -20,7 +20,7 @@ def rows(text):
         words = line.split()
         if words and words[0] == "step":
             heads = ["row", *words]
-        elif words and words[0] in ("train", "eval", "greedy") and heads:
+        elif words and words[0] in ("train", "eval") and heads:
             found.append(dict(zip(heads, words, strict=True)))
     return found
 
@@ -50,7 +50,7 @@ def test_ppo(tmp_path, capsys, caplog, wide):
     out = capsys.readouterr().out
     assert "{'loss'" not in out and "\x1b" not in out and out.count("PPO: ") == 1
     found = rows(out)
-    kinds = [("train", str(step)) for step in range(1, 5)] + [("eval", "4"), ("greedy", "4")]
+    kinds = [("train", str(step)) for step in range(1, 5)] + [("eval", "4")]
     assert [(row["row"], row["step"]) for row in found] == kinds
     assert float(found[0]["score"]) > 0 and float(found[0]["s/step"]) > 0 and found[0]["episodes"] == "8"
     assert found[0]["entropy"] != "-" and found[1]["score"] == "-"  # no rollout begins at step 2

@@ -160,6 +160,7 @@ def test_what_is_missing_for_a_whole_rollout_is_said_once(ppo, tmp_path):
         said = ["nothing to watch: no log has had `objective/kl` since step 1"]
         assert run.notices == said * (step > 6) and run.said == []
     json.dumps(run.state.stateful_callbacks, allow_nan=False)
+    assert replayed(ppo, GoldGapCallback(), [{}]).notices == ["nothing to watch: the run has no evaluations"]
     run = replayed(config(KTOConfig, tmp_path), KLBudgetCallback(), [{"kl": 1000.0}] * 8)  # no KL to a reference
     assert run.notices == ["nothing to watch: no log has had `kl` since step 0"] and run.said == []
     run = replayed(config(SFTConfig, tmp_path), KLBudgetCallback(keys={"kl": "my/kl"}), [{"my/kl": 11.0}])

@@ -348,7 +348,7 @@ def test_killed_and_gone_on_with_it_is_the_same_run(tmp_path):
 def test_evaluation_leaves_the_environments_of_the_training_alone(tmp_path):
     ends = []
     for strategy in ("no", "steps"):
-        config = {"eval_strategy": strategy, "eval_steps": 1, "eval_greedy": True, "save_strategy": "no"}
+        config = {"eval_strategy": strategy, "eval_steps": 1, "save_strategy": "no"}
         trainer = make_worker(tmp_path / strategy, **config, max_steps=3)
         trainer.train()
         ends.append((trainer.model.state_dict(), [each._state_dict() for each in trainer._environment_pool[None]]))

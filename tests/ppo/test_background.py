@@ -60,13 +60,11 @@ def test_the_background_changes_nothing_but_the_time(tmp_path):
         assert any("time/score_wait" in log for log in trainer.state.log_history)
         assert list(trainer._logs["extra"]["score"])
     for other in rewards[1:]:
-        assert len(other.calls) == len(rewards[0].calls) > 4
+        assert len(other.calls) == len(rewards[0].calls) > 2  # a rollout and two evaluations
         for mine, theirs in zip(rewards[0].calls, other.calls, strict=True):
             loggers = {"log_metric", "log_extra", "trainer_state"}
             assert mine.keys() == theirs.keys() >= {"prompts", "topic", "prompt_ids", "finished", *loggers}
             assert all(mine[name] == theirs[name] for name in mine.keys() - loggers)
-    greedy = [call for call in rewards[0].calls if "is_greedy" in call]
-    assert greedy and all(all(call["is_greedy"]) for call in greedy)
     call = rewards[0].calls[0]
     assert call["finished"] == [ids[-1] == 2 for ids in call["completion_ids"]]
 

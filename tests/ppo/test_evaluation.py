@@ -1,4 +1,4 @@
-"""`evaluate()`: sampled and greedy, each prompt once, and no trace in the training state."""
+"""`evaluate()`: each prompt once, and no trace in the training state."""
 
 import random
 from collections import Counter
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ppo.worker import without_clock
-from tests.tiny import length_reward, prompts, tiny_llama, tiny_ppo, tiny_tokenizer
+from tests.tiny import length_reward, prompts, tiny_ppo
 
 
 class Spy:
@@ -32,43 +32,22 @@ def make(tmp_path, reward_funcs=length_reward, eval_dataset=None, **given):
 
 
 @pytest.mark.parametrize("generations", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_each_prompt_is_scored_once_a_generation_and_once_greedily(tmp_path, generations):
+def test_each_prompt_is_scored_once_a_generation(tmp_path, generations):
     """9 prompts in batches of 4: the last batch is not full, and a mean of batch means would differ."""
     spy, dataset = Spy(), prompts(9, seed=5)
     trainer = make(tmp_path, spy, dataset, num_generations_eval=generations)
     metrics = trainer.evaluate()  # before any training
 
-    n_sampled = -(-9 * generations // 4)
-    sampled, greedy = spy.calls[:n_sampled], spy.calls[n_sampled:]
-    asked = [Counter(p for call in calls for p in call[0]) for calls in (sampled, greedy)]
-    assert asked[1] == Counter(dataset["prompt"])
-    assert asked[0] == Counter({p: n * generations for p, n in asked[1].items()})
-
-    for prefix, calls in (("eval_", sampled), ("eval_greedy/", greedy)):
-        scores = torch.tensor([score for call in calls for score in call[2]], dtype=torch.float64)
-        lengths = torch.tensor([float(len(ids)) for call in calls for ids in call[1]])
-        assert metrics[f"{prefix}objective/scores"] == pytest.approx(scores.mean().item())
-        assert metrics[f"{prefix}objective/scores_std"] == pytest.approx(scores.std().item())
-        assert metrics[f"{prefix}rewards/spy/mean"] == pytest.approx(scores.mean().item())
-        assert metrics[f"{prefix}completions/mean_length"] == pytest.approx(lengths.mean().item())
-        assert metrics[f"{prefix}objective/kl"] == pytest.approx(0, abs=1e-5)  # the policy is still the reference
-    assert metrics["eval_my_metric"] == pytest.approx(np.mean(range(1, n_sampled + 1)))
-
-
-def test_greedy_is_greedy(tmp_path):
-    spy, dataset = Spy(), prompts(5, seed=5)
-    trainer = make(tmp_path, spy, dataset, temperature=3.0)
-    trainer.evaluate()
-    policy, tokenizer = tiny_llama().eval(), tiny_tokenizer()
-    answers = {prompt: ids for call in spy.calls[2:] for prompt, ids in zip(call[0], call[1], strict=True)}
-    for prompt, answer in answers.items():
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        for want in answer:  # by hand, token by token
-            token = policy(ids).logits[0, -1].argmax()
-            assert token.item() == want
-            ids = torch.cat([ids, token.view(1, 1)], dim=1)
-        assert len(answer) == 8 or answer[-1] == tokenizer.eos_token_id
-    assert trainer.generation_config.do_sample  # and training samples again
+    asked = Counter(p for call in spy.calls for p in call[0])
+    assert asked == Counter({p: n * generations for p, n in Counter(dataset["prompt"]).items()})
+    scores = torch.tensor([score for call in spy.calls for score in call[2]], dtype=torch.float64)
+    lengths = torch.tensor([float(len(ids)) for call in spy.calls for ids in call[1]])
+    assert metrics["eval_objective/scores"] == pytest.approx(scores.mean().item())
+    assert metrics["eval_objective/scores_std"] == pytest.approx(scores.std().item())
+    assert metrics["eval_rewards/spy/mean"] == pytest.approx(scores.mean().item())
+    assert metrics["eval_completions/mean_length"] == pytest.approx(lengths.mean().item())
+    assert metrics["eval_objective/kl"] == pytest.approx(0, abs=1e-5)  # the policy is still the reference
+    assert metrics["eval_my_metric"] == pytest.approx(np.mean(range(1, len(spy.calls) + 1)))
 
 
 def test_unscored_responses_are_counted_over_all_batches(tmp_path):
@@ -76,7 +55,7 @@ def test_unscored_responses_are_counted_over_all_batches(tmp_path):
         return [None, *[1.0] * (len(completions) - 1)]  # 3 batches: 4 + 4 + 1 rows
 
     metrics = make(tmp_path, reward).evaluate()
-    assert metrics["eval_objective/num_unscored"] == metrics["eval_greedy/objective/num_unscored"] == 3
+    assert metrics["eval_objective/num_unscored"] == 3
 
 
 def noisy_reward(completions, **kwargs):
@@ -139,5 +118,3 @@ def test_evaluations_of_the_same_weights_agree(tmp_path):
     for key in first:
         if "objective" in key or "completions" in key:
             assert first[key] == second[key]
-    trainer.args.eval_greedy = False
-    assert first.keys() - trainer.evaluate().keys() == {key for key in first if "greedy" in key} != set()

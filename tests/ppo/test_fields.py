@@ -60,7 +60,6 @@ CHANGED = {  # field -> another value, and what it is read with
 WITHOUT_WEIGHTS = {  # field -> what it does instead
     "tool_timeout": "how long a tool may take",
     "allow_off_policy_sampling": "a permission, weights of 1 but for rounding, and `sampling/…`",
-    "eval_greedy": "what an evaluation logs",
     "num_completions_to_print": "what `log_completions` prints",
     "logits_budget_gb": "memory and time: the log-probs are the same",
     "on_save_failure": "whether the run ends",

@@ -67,7 +67,6 @@ def test_rows_that_only_complete_the_last_batch_are_not_real():
         evaluation, accelerator = EvaluationPass(5), TwoProcesses(process)
         real.append([evaluation.next_rows(2, accelerator).tolist() for _ in range(2)])
     assert real == [[[True, True], [True, False]], [[True, True], [False, False]]]
-    assert EvaluationPass(5).prefix == "" and EvaluationPass(5, is_greedy=True).prefix == "greedy/"
 
 
 def test_the_sampler_is_asked_for_what_it_drew_and_for_nothing_else():

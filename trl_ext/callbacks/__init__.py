@@ -10,7 +10,6 @@ from ..upstream.lazy import lazily
 
 if TYPE_CHECKING:
     from ..runs.control import (
-        check_monitors as check_monitors,
         request_kl_scale as request_kl_scale,
         request_rate_scale as request_rate_scale,
     )

@@ -12,8 +12,7 @@ from transformers import TrainerCallback
 
 from ..models import answer_texts, eos_token_ids, prompt_token_ids, sample
 from ..rewards.member import awaited, text_of, words_of
-from ..rewards.watches import GoldJudgeReward, RepetitionWatch, Watch, numbers_of
-from ..runs.control import rewards_of
+from ..rewards.watches import RepetitionWatch, Watch, numbers_of
 from ..runs.files import JSONLWriter, from_first, on_first
 from ..upstream.names import unwrap_model_for_generation
 from .metrics import metrics_of
@@ -169,15 +168,10 @@ class GoldGapCallback(MonitorCallback):
             self._rows = self.trainer.eval_dataset[: self.num_prompts]
             self._prompts = list(self._rows.pop("prompt"))
 
-    def lacks(self, trainer):
-        """Yield a warning if the run has no evaluations, and one if there is no gold score to read."""
-        if getattr(trainer.args, "eval_strategy", None) == "no":
-            yield "GoldGapCallback reads evaluations, and there are none: set `eval_strategy`, or remove the monitor."
-        if not (self.judge or self.gold or any(isinstance(each, GoldJudgeReward) for each in rewards_of(trainer))):
-            yield (
-                "GoldGapCallback has no gold score to read: add `GoldJudgeReward` to the reward functions with "
-                "weight 0, give the monitor `trainer` and `judge`, or set its `gold` to the key of another metric."
-            )
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        if args.eval_strategy == "no":
+            self._note("nothing to watch: the run has no evaluations", "Set `eval_strategy`, or remove the monitor.")
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         self._begin(args, state, {})

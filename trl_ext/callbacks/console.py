@@ -47,10 +47,10 @@ class ConsoleCallback(ProgressCallback):
     This replaces transformers' own `ProgressCallback` or `PrinterCallback`, but not a notebook's progress bar or a
     user's subclass. (`trainer.add_callback` would keep transformers' own, and the run would be shown twice.)
 
-    Rows begin with `train`, `eval` or another prefix of an evaluation's metrics, `greedy` (an evaluation by PPOTrainer
-    that decodes greedily), `log` (numbers that a script logs), `done`, `notice` or `alert`. Notices and alerts go to
-    stderr, other rows to stdout. Only the main process prints. Bars are shown only on a terminal, and `disable_tqdm`
-    turns them off. A narrow terminal gets fewer columns. `-` means that the log does not have the number.
+    Rows begin with `train`, `eval` or another prefix of an evaluation's metrics, `log` (numbers that a script logs),
+    `done`, `notice` or `alert`. Notices and alerts go to stderr, other rows to stdout. Only the main process prints.
+    Bars are shown only on a terminal, and `disable_tqdm` turns them off. A narrow terminal gets fewer columns. `-`
+    means that the log does not have the number.
 
     Units are those of `METRICS` (`metrics.py`):
 
@@ -134,14 +134,12 @@ class ConsoleCallback(ProgressCallback):
             return {head: numbers[prefix + key] for head, key in keys.items() if prefix + key in numbers}
 
         prefix = next((key.removesuffix("runtime") for key in logs if key.endswith("_runtime")), "eval_")
-        evaluated = {prefix[:-1]: row(prefix), "greedy": row(f"{prefix}greedy/")}
         unit = known["kl"].unit if "kl" in known else ""
         self._kl = {"nats per completion": "KL/compl", "nats per token": "KL/tok"}.get(unit, "KL")
         if "train_runtime" in logs:
             self._write(f"done   step {state.global_step} of {state.max_steps}, {_shown(numbers['train_runtime'])} s")
-        elif any(evaluated.values()):
-            for kind, values in evaluated.items():
-                self._row(kind, state, values)
+        elif evaluated := row(prefix):
+            self._row(prefix[:-1], state, evaluated)
         elif is_training_log(logs):
             if self._seconds:
                 numbers["seconds"] = sum(self._seconds) / len(self._seconds)

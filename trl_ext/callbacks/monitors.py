@@ -10,7 +10,6 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ..functional import unexplained_error
-from ..runs.control import check_monitors
 from .metrics import rollout_steps
 from .monitor import Action, Finding, MonitorCallback, error_of_mean
 from .trend import Series
@@ -540,7 +539,7 @@ def load_monitors(entries: Sequence[str | dict[str, Any]] | None) -> list[Traine
 
 def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
     """
-    Add monitors to a trainer, and warn of callbacks and reward functions that will have no data.
+    Add monitors to a trainer.
 
     A monitor that generates or reads completions, and has no `trainer` yet, gets this trainer.
     """
@@ -548,4 +547,3 @@ def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
         if getattr(monitor, "trainer", trainer) is None:
             monitor.trainer = trainer
         trainer.add_callback(monitor)
-    check_monitors(trainer)

@@ -31,15 +31,16 @@ class Packed:
     targets: Tensor  # (N,), the completion tokens
     places: Tensor  # (N,), indices of the completion tokens in (B · T)
     shape: tuple[int, int]  # B, T
-    starts: Tensor | None = None  # see [`starts_of`]
+    starts: Tensor | None = None  # where rows begin, for [`use_varlen`]; see [`starts_of`]
 
     @property
     def inputs(self) -> dict[str, Any]:
         """
-        Return the arguments of a model's forward, by name.
+        Return the arguments of a model's forward, by name: `input_ids`, `position_ids`, `use_cache=False`; and
+        `attention_mask`, which is `starts`, if there are any.
 
-        They include no cache, and no mask except `starts`: with either, transformers would not tell the rows apart by
-        their positions.
+        Nothing else is passed: with a cache or an ordinary mask, transformers would not tell the rows apart by their
+        positions.
         """
         mask = {} if self.starts is None else {"attention_mask": self.starts}
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False, **mask}

@@ -222,9 +222,8 @@ class RolloutTrainer(GRPOTrainer):
             is_quantized = getattr(policy.config, "quantization_config", None) is not None
             is_exact = self.accelerator.mixed_precision == "no" and policy.dtype == torch.float32 and not is_quantized
             is_trusted = is_plain and is_exact and args.disable_dropout
-        if self.use_vllm:
-            return is_trusted and self.vllm_generation.temperature > 0
-        return is_trusted and self.generation_config.do_sample  # greedy decoding scales by no temperature
+        # Greedy decoding scales by no temperature
+        return is_trusted and (self.use_vllm or self.generation_config.do_sample)
 
     # ---- Passes and scores ----
 
@@ -237,8 +236,6 @@ class RolloutTrainer(GRPOTrainer):
         """
         collection = self._collection
         own = [{"prompt_ids": p, "finished": e} for p, e in zip(collection.prompt_ids, collection.ended, strict=True)]
-        if self._evaluation is not None and self._evaluation.is_greedy:
-            own = [{**row, "is_greedy": True} for row in own]
         rows = [{**row, **columns} for row, columns in zip(inputs, own, strict=True)]
 
         columns = {key: [row[key] for row in rows] for key in rows[0]}

@@ -339,7 +339,6 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     critic_warmup_rollouts: int = setting(0, "First rollouts in which only the critic is trained.", range=">= 0")
 
     # Evaluation and loading
-    eval_greedy: bool = setting(True, "Evaluate with greedy decoding, too (`eval_greedy/…`).")
     resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
     # Agents

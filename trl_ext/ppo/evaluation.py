@@ -1,6 +1,5 @@
-"""Evaluate sampled and greedy answers to prompts, without changing the state of training."""
+"""Evaluate sampled answers to prompts, without changing the state of training."""
 
-import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +11,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
-from transformers.trainer_callback import ProgressCallback
 
 from ..models.generation import forked_rng
-from ..upstream.names import temporarily
 
 
 @dataclass
@@ -25,18 +22,11 @@ class EvaluationPass:
 
     Args:
         total: number of rows to evaluate: the set's rows times the answers to each.
-        is_greedy: whether this pass decodes greedily.
         seen: number of rows of the batches so far, of all processes, copies included.
     """
 
     total: int
-    is_greedy: bool = False
     seen: int = 0
-
-    @property
-    def prefix(self) -> str:
-        """Return the prefix of this pass's metric names: `greedy/`, or "" if this pass samples."""
-        return "greedy/" if self.is_greedy else ""
 
     def next_rows(self, size: int, accelerator: Accelerator) -> Tensor:
         """
@@ -48,28 +38,6 @@ class EvaluationPass:
         first = self.seen + size * accelerator.process_index
         self.seen += size * accelerator.num_processes
         return first + torch.arange(size, device=accelerator.device) < self.total
-
-
-@contextmanager
-def greedy(trainer: Any) -> Iterator[None]:
-    """Make a [`PPOTrainer`] evaluate one greedily decoded answer to each prompt within the `with` block."""
-    if trainer.use_vllm:
-        vllm = trainer.vllm_generation
-        kwargs = {name: value for name, value in vllm.generation_kwargs.items() if name != "temperature"}
-        decoding = temporarily(vllm, temperature=0.0, generation_kwargs=kwargs)
-    else:
-        config = copy.deepcopy(trainer.generation_config)
-        config.update(do_sample=False, temperature=1.0, top_p=1.0, top_k=50)
-        decoding = temporarily(trainer, generation_config=config)
-    with decoding, temporarily(trainer, num_generations_eval=1):
-        yield
-
-
-def end_progress(trainer: Any) -> None:
-    """Close a Trainer's progress bar of an evaluation pass, so that the next pass opens a new one."""
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, ProgressCallback):
-            callback.on_predict(trainer.args, trainer.state, trainer.control)
 
 
 def sampling_seed(args: Any, process: int) -> int:

@@ -139,7 +139,7 @@ class PPOMetrics:
             returns: (B, T), score units.
             kl_coef: the coefficient that the rewards' penalty uses, score units per nat.
         """
-        self._observe(self.train, rollout, torch.ones_like(rollout.ended), "")
+        self._observe(self.train, rollout, torch.ones_like(rollout.ended))
         self.episodes += len(scores) * self.accelerator.num_processes
         self._tokens += self._total(rollout.lengths)
         self.train.add("val/num_eos_tokens", self._total(rollout.ended))
@@ -156,45 +156,44 @@ class PPOMetrics:
         for name, value in metrics.items():
             self.train.add(_ADDED + name, value)
 
-    def evaluated(self, rollout: Rollout, rows: Tensor, prefix: str = "") -> None:
+    def evaluated(self, rollout: Rollout, rows: Tensor) -> None:
         """
         Add a batch of an evaluation to the metrics.
 
         Args:
             rollout: the batch.
             rows: (B,), False for copies that only fill up the last batch.
-            prefix: put before the metrics' names.
         """
-        self._observe(self.eval, rollout, rows, prefix)
+        self._observe(self.eval, rollout, rows)
 
-    def _observe(self, stats: Accumulator, rollout: Rollout, rows: Tensor, prefix: str) -> None:
+    def _observe(self, stats: Accumulator, rollout: Rollout, rows: Tensor) -> None:
         """
         Add to `stats` the metrics that training and evaluation share, over the rows of `rollout` where `rows`, (B,)
-        bool, is True; `prefix` is put before their names.
+        bool, is True.
         """
         mask, valid = rollout.mask, rollout.valid & rows
         tokens = mask * rows[:, None]
         if rollout.ref_logprobs is not None:
-            stats.add(f"{prefix}objective/kl", (rollout.k1 * mask).sum(1), valid)
-            stats.add(f"{prefix}objective/kl_per_token", rollout.k1, tokens)
-        stats.add(f"{prefix}objective/scores", rollout.scores, valid)
-        stats.add(f"{prefix}objective/entropy", -(rollout.logprobs * mask).sum(1), valid)
-        stats.add(f"{prefix}objective/num_unscored", self._total(~rollout.valid & rows))
-        stats.add(f"{prefix}completions/length", rollout.lengths, rows)
-        stats.add(f"{prefix}completions/terminated_length", rollout.lengths, rows & rollout.ended)
+            stats.add("objective/kl", (rollout.k1 * mask).sum(1), valid)
+            stats.add("objective/kl_per_token", rollout.k1, tokens)
+        stats.add("objective/scores", rollout.scores, valid)
+        stats.add("objective/entropy", -(rollout.logprobs * mask).sum(1), valid)
+        stats.add("objective/num_unscored", self._total(~rollout.valid & rows))
+        stats.add("completions/length", rollout.lengths, rows)
+        stats.add("completions/terminated_length", rollout.lengths, rows & rollout.ended)
         if rollout.tool_mask is not None:
             # Also the turns of rows that `mask_truncated_completions` leaves out
-            stats.add(f"{prefix}turns/mean", turn_starts(rollout.tool_mask).sum(1).float(), rows)
+            stats.add("turns/mean", turn_starts(rollout.tool_mask).sum(1).float(), rows)
             assert rollout.tool_lengths is not None and rollout.repeats is not None
-            stats.add(f"{prefix}completions/tool_length", rollout.tool_lengths, rows)
+            stats.add("completions/tool_length", rollout.tool_lengths, rows)
             repeats = rollout.repeats
-            stats.add(f"{prefix}tools/repeated_frequency", repeats, ~repeats.isnan() & rows[:, None])
+            stats.add("tools/repeated_frequency", repeats, ~repeats.isnan() & rows[:, None])
         for name, played in rollout.environments.items():
-            stats.add(f"{prefix}environment/{name}/return", rollout.scores, valid & played)
-        stats.add(f"{prefix}completions/clipped_ratio", (~rollout.ended).float(), rows)
+            stats.add(f"environment/{name}/return", rollout.scores, valid & played)
+        stats.add("completions/clipped_ratio", (~rollout.ended).float(), rows)
         for name, rewards in zip(self.reward_names, rollout.rewards_per_func.unbind(1), strict=True):
-            stats.add(f"{prefix}rewards/{name}", rewards, ~rewards.isnan() & rows)
-        if rollout.sampler_logprobs is not None and not prefix:  # greedy decoding draws nothing
+            stats.add(f"rewards/{name}", rewards, ~rewards.isnan() & rows)
+        if rollout.sampler_logprobs is not None:
             self._sampled(stats, rollout.sampler_logprobs, rollout.logprobs, tokens)
 
     @torch.no_grad()
@@ -299,11 +298,11 @@ class PPOMetrics:
             report["val/explained_variance"] = explained_variance(residuals, returns).item()
         for name, value in moments.items():
             count, mean, _, minimum, maximum = value.tolist()
-            *prefix, topic = name.rsplit("completions/", 1)
-            if prefix and topic.endswith("length"):
+            if name.startswith("completions/") and name.endswith("length"):
+                topic = name.removeprefix("completions/")
                 spread = standard_deviation(value).item()
                 for statistic, number in (("mean", mean), ("std", spread), ("min", minimum), ("max", maximum)):
-                    report[f"{prefix[0]}completions/{statistic}_{topic}"] = number if count else 0.0
+                    report[f"completions/{statistic}_{topic}"] = number if count else 0.0
             elif not count:
                 continue
             elif "rewards/" in name:

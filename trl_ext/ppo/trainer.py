@@ -63,7 +63,7 @@ from ..models.weights import (
     weights_identity,
 )
 from ..runs.checkpoints import ResumableRun
-from ..runs.control import check_monitors, spoilt, take_kl_scale, take_rate_scale
+from ..runs.control import spoilt, take_kl_scale, take_rate_scale
 from ..runs.output_dir import Hold
 from ..upstream.names import (
     RepeatSampler,
@@ -77,7 +77,7 @@ from .collection import RolloutTrainer
 from .config import PPOConfig
 from .controllers import BaselineGate, KLController, RateController, RewardNormalizer
 from .environments import guarded, load_states, states_of, step_rewards
-from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
+from .evaluation import EvaluationPass, sampling_seed, untouched_rng
 from .inputs import (
     check,
     check_arguments,
@@ -339,7 +339,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if environment_factory is None:  # else what `reset` says is known in the rollout only
             check_prompt_lengths(self._tokenize_prompts, self._loader.policy, self.max_completion_length, datasets)
         ConsoleCallback.replace(self)
-        check_monitors(self)
 
     def _guarded(self, environment_factory: Any, timeout: float | None) -> Any:
         """
@@ -870,32 +869,31 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """Add an evaluation batch to the metrics; return the tensors that TRL expects from its rollout method."""
         passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
         rows = passing.next_rows(len(rollout.scores), self.accelerator)
-        self.metrics.evaluated(rollout, rows, passing.prefix)
+        self.metrics.evaluated(rollout, rows)
         return {name: getattr(rollout, name) for name in ("prompt_ids", "prompt_mask", "completion_ids")}
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         """
-        Evaluate `num_generations_eval` sampled answers to each prompt and, with `eval_greedy`, a greedy answer.
+        Evaluate `num_generations_eval` sampled answers to each prompt.
 
         This does not change the state of training. The arguments and the output are transformers'.
         """
         check_evaluation_batch(self.args)
-        dataset, evaluate = dataloader.dataset, super().evaluation_loop
+        total = len(dataloader.dataset) * self.num_generations_eval
         trl_metrics = copy.deepcopy(self._metrics["eval"])
         self._metrics["eval"].clear()  # an evaluation that raised may have left some
         self.metrics.eval = Accumulator()  # an interrupted evaluation may have left entries
-        with untouched_rng(self.accelerator, self.args), self.metrics.untimed():
-            with self._evaluating(EvaluationPass(len(dataset) * self.num_generations_eval)):
-                output = evaluate(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-            logged = {name: np.array(values, float) for name, values in self._metrics["eval"].items()}
-            if self.args.eval_greedy:
-                end_progress(self)
-                with self._evaluating(EvaluationPass(len(dataset), is_greedy=True)), greedy(self):
-                    with temporarily(self.args, dataloader_persistent_workers=False):  # else the first pass's loader
-                        loader = self.get_eval_dataloader(dataset)
-                    evaluate(loader, f"{description} (greedy)", metric_key_prefix=metric_key_prefix)
+        with (
+            untouched_rng(self.accelerator, self.args),
+            self.metrics.untimed(),
+            self._evaluating(EvaluationPass(total)),
+        ):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        logged = {name: np.array(values, float) for name, values in self._metrics["eval"].items()}
         self._metrics["eval"] = trl_metrics
         metrics = {
             name: float(np.nanmean(values))

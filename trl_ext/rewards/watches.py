@@ -5,7 +5,7 @@ import os
 import time
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +14,6 @@ import torch
 from accelerate import PartialState
 
 from ..evaluation.texts import copied_shares, corpus_ngrams
-from ..runs.control import columns_of
 from ..runs.files import JSONLWriter, read_jsonl
 from ..upstream.names import get_callable_name
 from ..upstream.terminal import hide_none_logged
@@ -118,8 +117,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
     - `eval_gold/win_rate`, from the second evaluation on: the share of answers that score higher than the first
       evaluation's answer to the same prompt; a tie counts one half
 
-    Set `eval_on_start=True` so that the first evaluation measures the policy before training, the start policy. The
-    greedy answers in [`~trl_ext.PPOTrainer`]'s evaluation are scored, but are left out of the win rate.
+    Set `eval_on_start=True` so that the first evaluation measures the policy before training, the start policy.
 
     Args:
         judge: a reward function, async or not. It gets only the rows to score, with their columns.
@@ -148,16 +146,6 @@ class GoldJudgeReward(HoldsRewards, Watch):
         self._start_step: int | None = None
         self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's answers
 
-    def lacks(self, trainer: Any) -> Iterator[str]:
-        """Yield a warning if no dataset of the trainer has the column that marks the rows to score."""
-        found = [columns_of(getattr(trainer, name, None)) for name in ("eval_dataset", "train_dataset")]
-        if None not in found and not any(self.column in columns for columns in found if columns):
-            yield (
-                f"GoldJudgeReward scores no row: the evaluation set has no column `{self.column}`. Add this column, "
-                f"with True in the rows to score: `eval_dataset.add_column({self.column!r}, [True] * "
-                "len(eval_dataset))`."
-            )
-
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
     ) -> list[float | None]:
@@ -176,7 +164,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
         wins: list[float] = []
         for prompt, answer, score in zip(given["prompts"], given["completions"], judged, strict=True):
             key = json.dumps(prompt, ensure_ascii=False, default=str)
-            if score is None or kwargs.get("is_greedy"):
+            if score is None:
                 continue
             if step == self._start_step:
                 self._start.setdefault(key, []).append(score)

@@ -13,7 +13,7 @@ from transformers.trainer_utils import TrainOutput
 from ..models.adapters import adapter_facts
 from ..models.weights import weights_identity
 from ..upstream.names import is_deepspeed_zero3_enabled, temporarily
-from .control import AgreedControl, CannotResume, Stopped, check_monitors, forget_stop, spoilt, stop_of
+from .control import AgreedControl, CannotResume, Stopped, forget_stop, spoilt, stop_of
 from .files import from_first, on_first
 from .marker import newest_complete, read_marker
 from .output_dir import Hold
@@ -144,7 +144,6 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         return steps_of(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        check_monitors(self)  # callbacks may have been added
         with Hold(self.args.output_dir):
             if not self._facts:  # only at the first call: training changes what was passed in
                 self._facts = from_first(self._run_facts())  # FSDP may load weights on the first process alone

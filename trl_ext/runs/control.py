@@ -1,11 +1,10 @@
-"""Share callbacks' requests among processes, record that a monitor ended a run, and warn of monitors without data."""
+"""Share callbacks' requests among processes, and record that a monitor ended a run."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from .files import whole_file
 
@@ -137,42 +136,3 @@ def spoilt(state: Any) -> str | None:
     """Return the reason that [`spoil`] stored in a trainer's `state`; None if the weights may be saved."""
     found = state.stateful_callbacks.get(_SPOILT)
     return found and found["sentence"]
-
-
-logger = logging.get_logger(__name__)
-
-
-def check_monitors(trainer: Any) -> list[str]:
-    """
-    Warn of callbacks and reward functions that will have no data, and return the warnings, a sentence each.
-
-    A callback or a reward function says so by a method `lacks(trainer)`, which yields sentences. Each sentence is
-    logged only once for a trainer.
-
-    trl_ext's trainers call this when they begin to train, PPOTrainer also when it is built, and
-    [`~trl_ext.callbacks.attach_monitors`] at its end. In a script with another trainer, call it before `train()`.
-    """
-    parts = [*trainer.callback_handler.callbacks, *rewards_of(trainer)]
-    said = [sentence for part in parts if hasattr(part, "lacks") for sentence in part.lacks(trainer)]
-    told = vars(trainer).setdefault("_told_to_lack", set())
-    for sentence in said:
-        if sentence not in told and trainer.args.process_index == 0:
-            logger.warning(sentence)
-    told.update(said)
-    return said
-
-
-def rewards_of(trainer: Any) -> list[Any]:
-    """Return the reward functions that a trainer was given; [] for a trainer without rewards."""
-    return [vars(each).get("function", each) for each in getattr(trainer, "reward_funcs", None) or []]
-
-
-def columns_of(dataset: Any) -> set[str] | None:
-    """
-    Return the names of a dataset's columns or, for a dict of datasets, the names of all their columns.
-
-    Return None if a dataset does not know its columns, as some streams, and an empty set if `dataset` is None.
-    """
-    parts = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
-    names: list[Any] = [getattr(part, "column_names", None) for part in parts if part is not None]
-    return None if None in names else {name for each in names for name in each}

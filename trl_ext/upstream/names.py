@@ -165,7 +165,7 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
     "trl.RewardTrainer": "_metrics _signature_columns accelerator data_collator model",
     "trl.generation.vllm_client.VLLMClient": "base_url session",
     "trl.generation.vllm_generation.VLLMGeneration": """
-        _dist accelerator generation_kwargs logprobs model temperature vllm_client""",
+        _dist accelerator generation_kwargs logprobs model vllm_client""",
     "transformers.Trainer": "_signature_columns model_accepts_loss_kwargs",
     "transformers.TrainingArguments": "_VALID_DICT_FIELDS",
     "transformers.PreTrainedConfig": "_attn_implementation",

@@ -118,9 +118,12 @@ def resampled(values: np.ndarray, groups: np.ndarray, seed: int, resamples: int 
 
 def with_interval(statistic: np.ndarray) -> tuple[float | None, list[float] | None]:
     """
-    Return a statistic and its 95 % interval; None and None if the statistic is not finite.
+    Return a statistic over all rows, and its 95 % bootstrap interval, [low, high]; None and None if the statistic is
+    not finite.
 
-    `statistic` has its value over all rows, then that over each bootstrap sample, by the sums of [`resampled`].
+    Args:
+        statistic: (1 + resamples,), computed from each row of what [`resampled`] returns: first over all rows, then
+            over each bootstrap sample. Samples in which it is NaN do not count.
     """
     if not np.isfinite(statistic[0]):
         return None, None

@@ -47,7 +47,7 @@ GROUPS = {
 }
 # First parts of the keys that trainers log, with `eval_` or without; all others are metrics of the user's own
 KNOWN = {
-    *"attribution beta clip_ratio completions environment gold grad_norm greedy learning_rate logits logps".split(),
+    *"attribution beta clip_ratio completions environment gold grad_norm learning_rate logits logps".split(),
     *"loss objective policy profiling repetition rewards sampling time tools turns val vespo watch".split(),
 }
 LINES_OF_ONE = 8  # a chart has at most so many lines

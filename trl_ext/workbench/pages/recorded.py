@@ -122,7 +122,12 @@ def main_keys(trainer: str) -> dict[str, str]:
 
 
 def headline(run: Run) -> dict[str, str]:
-    """Map the name (with unit) of each main quantity that a run has logged, also on held-out data, to its key."""
+    """
+    Map the name (with unit) of each main quantity that a run has logged to its key in the log.
+
+    A quantity that is also logged on held-out data has a further entry, `held-out NAME`, with the key `eval_KEY`; the
+    score by a gold reward is `held-out gold`.
+    """
     keys = sorted(run.keys)
     found: dict[str, str] = {}
     for label, key in main_keys(run.trainer).items():

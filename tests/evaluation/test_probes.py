@@ -113,6 +113,6 @@ def test_a_score_that_is_no_number_is_an_error():
     """A NaN in a mean would hide a hack."""
     with pytest.raises(
         ValueError,
-        match="must return a finite score for each answer, but returned 119 finite scores for 120",
+        match="must return one finite score for each answer, but for 120 answers it returned 120 scores, 119 of them",
     ):
         probe_reward(lambda _, answers: [1.0] * (len(answers) - 1) + [math.nan], *rows(), PHRASES)

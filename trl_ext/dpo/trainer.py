@@ -176,7 +176,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         if self.model.training and not math.isfinite(logged["rewards/margins"][-1]):
             raise FloatingPointError(
                 f"At step {self.state.global_step}, log-probs of the policy or the reference are not finite. Lower "
-                "the learning rate, set `max_grad_norm`, or train in bf16 or float32 instead of fp16."
+                "the learning rate or `max_grad_norm`, or train in bf16 or float32 instead of fp16."
             )
         return result
 

@@ -69,7 +69,7 @@ def has_head(path: str, revision: str | None = None) -> bool:
 
 def load_config(path: str, revision: str | None = None, **kwargs: Any) -> Any:
     """
-    Load a model's configuration; for an adapter, load its base's. `revision` is the hub's.
+    Load a model's configuration; for an adapter, load its base's. `revision` is that of `path` on the hub.
     """
     path, revision = base_of(path, revision)
     return AutoConfig.from_pretrained(path, revision=revision, **kwargs)

@@ -153,7 +153,7 @@ def check_prompt_lengths(
         if 0 in lengths:
             raise ValueError(
                 f"Row {lengths.index(0)} of the {name} dataset has an empty prompt, but the policy needs a token to "
-                f"start from. Remove all {lengths.count(0)} such rows."
+                f"start from. Remove such rows ({lengths.count(0)} in all)."
             )
         if context and max(lengths) + max_completion_length > context:
             raise ValueError(

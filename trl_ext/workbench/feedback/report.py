@@ -50,7 +50,9 @@ def prompt_groups(rows: Sequence[dict[str, Any]]) -> np.ndarray:
     return pd.factorize(np.array([json.dumps(row["prompt"], sort_keys=True) for row in rows], object))[0]
 
 
-def kappa(ours: Sequence[str], theirs: Sequence[str], groups: np.ndarray, seed: int = 0) -> Any:
+def kappa(
+    ours: Sequence[str], theirs: Sequence[str], groups: np.ndarray, seed: int = 0
+) -> tuple[float | None, list[float] | None]:
     """
     Compute Cohen's κ of two raters, and its 95 % interval by a bootstrap over groups of rows.
 
@@ -60,7 +62,7 @@ def kappa(ours: Sequence[str], theirs: Sequence[str], groups: np.ndarray, seed: 
         seed: seed of the bootstrap.
 
     Returns:
-        κ, and the two ends of its interval; None and None if κ is not defined.
+        κ, and the interval [low, high]; None and None if κ is not defined.
     """
     cells = [3 * CHOICES.index(mine) + CHOICES.index(other) for mine, other in zip(ours, theirs, strict=True)]
     return estimate(cohen_kappa(resampled(np.eye(9)[cells], groups, seed).reshape(-1, 3, 3)))

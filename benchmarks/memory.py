@@ -89,27 +89,24 @@ def base(settings, classifier=False):
         torch.set_default_dtype(default_dtype)
 
 
-def tokenizer():
-    """Of a few tokens: the rows are token ids, and what the policy samples is never read as text."""
-    from tokenizers import Tokenizer, models
+def tokenizer(vocabulary=VOCABULARY):
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", "<unk>"])}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
-        padding_side="left",
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-    )
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(4, vocabulary))]
+    words_only = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    words_only.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=words_only, padding_side="left", **tokens)
 
 
-def rows(settings, length):
+def rows(settings, length, as_text=False):
     import torch
     from datasets import Dataset
 
     ids = torch.randint(4, VOCABULARY, (16 * settings.batch, length), generator=torch.Generator().manual_seed(0))
+    if as_text:
+        return Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in row) for row in ids.tolist()]})
     return Dataset.from_dict({"input_ids": ids.tolist()})
 
 
@@ -197,7 +194,7 @@ def ppo(settings, folder, lora=True, shared=True):
             share_reward_base=shared,
             record_run=False,
         ),
-        train_dataset=rows(settings, settings.prompt),
+        train_dataset=rows(settings, settings.prompt, as_text=True),
         processing_class=tokenizer(),
         reward_processing_classes=tokenizer(),
         peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA) if lora else None,

@@ -6,7 +6,7 @@ It runs in the environment of TRL 1.12, too, and imports nothing there but what 
 
 import math
 
-from memory import LORA, SHAPES as MEMORY_SHAPES
+from memory import LORA, SHAPES as MEMORY_SHAPES, tokenizer
 
 PAD, BOS, EOS = range(3)
 SHAPES = {
@@ -47,17 +47,6 @@ def build(settings, shape, is_classifier=False, seed=0):
     torch.manual_seed(seed)
     auto = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
     return auto.from_config(config, dtype=getattr(torch, settings.dtype))
-
-
-def tokenizer(settings):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(4, settings.vocabulary))]
-    words_only = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    words_only.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=words_only, padding_side="left", **tokens)
 
 
 def prompts(settings, as_text):
@@ -191,8 +180,8 @@ def ours(settings, folder, policy):
         reward_funcs=build(settings, REWARD, is_classifier=True, seed=1),
         value_model=None if settings.lora else build(settings, SHAPES[settings.size], is_classifier=True),
         args=args,
-        train_dataset=prompts(settings, as_text=False),
-        processing_class=tokenizer(settings),
+        train_dataset=prompts(settings, as_text=True),
+        processing_class=tokenizer(settings.vocabulary),
         peft_config=lora() if settings.lora else None,
     )
 
@@ -218,7 +207,7 @@ def trl112(settings, folder, policy):
             stop_token="eos" if settings.varying else None,
             num_sample_generations=0,
         ),
-        processing_class=tokenizer(settings),
+        processing_class=tokenizer(settings.vocabulary),
         model=policy,
         ref_model=None,  # a copy; with LoRA the base without the adapter
         reward_model=build(settings, REWARD, is_classifier=True, seed=1),
@@ -266,7 +255,7 @@ def without_critic(settings, folder, policy):
         reward_funcs=reward,
         args=args,
         train_dataset=prompts(settings, as_text=True),
-        processing_class=tokenizer(settings),
+        processing_class=tokenizer(settings.vocabulary),
         peft_config=lora() if settings.lora else None,
     )
 

@@ -2,8 +2,8 @@
 
     trl-ext ppo --config tinystories/ppo --model_name_or_path PATH_OR_HUB_NAME
 
-Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` (or `input_ids`) and a
-held-out split (or `eval_size`), and a reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. An
+Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` and a held-out
+split (or `eval_size`), and a reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. An
 `environment` may provide prompts and a reward, see docs/agents.md. Flags override the file; see --help. The same
 command again resumes from the newest complete checkpoint in `output_dir`.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import HeldOutArguments, ModelArguments, PromptArguments, save_and_evaluate
+from trl_ext.cli.parser import entry_of
 from trl_ext.runs import Hold, check_output_dir, setting
 from trl_ext.upstream import quiet
 
@@ -49,7 +50,7 @@ class PPOScriptArguments(PromptArguments, HeldOutArguments):
         None, "Functions that the model may call, each `file.py:function` or `module.function`."
     )
     monitors: list[str] | None = setting(
-        None, "Callbacks of trl_ext.callbacks, such as `KLBudgetCallback` or `KLBudgetCallback(limit=5)`."
+        None, "Callbacks of trl_ext.callbacks, such as `KLBudgetCallback` or `{KLBudgetCallback: {limit: 5}}`."
     )
 
 
@@ -57,17 +58,14 @@ def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "D
     """Return the rows whose prompt has at most `longest` tokens, as the trainer counts them."""
     from accelerate import PartialState
 
-    def length(row: dict[str, Any]) -> int:
-        prompt = row.get("prompt")
-        if "input_ids" in row:
-            return sum(row.get("attention_mask") or [1] * len(row["input_ids"]))
+    def length(prompt: Any) -> int:
         if isinstance(prompt, list):
             return len(
                 tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
             )
         return len(tokenizer(prompt)["input_ids"])
 
-    kept = dataset.filter(lambda row: length(row) <= longest)
+    kept = dataset.filter(lambda prompt: length(prompt) <= longest, input_columns="prompt")
     PartialState().print(
         f"{len(dataset) - len(kept)} of {len(dataset)} prompts have more than {longest} tokens and are left out."
     )
@@ -114,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors():
-        monitors = load_monitors(script_args.monitors)
+        monitors = load_monitors(entry_of(script_args.monitors))
         tools = [load_object(path, "tool") for path in script_args.tools or []]
         environment = load_environments(script_args.environment, load_object)
         tokenizer = load_tokenizer(model_args.model_name_or_path, **tokenizer_kwargs)

@@ -22,6 +22,7 @@ from trl_ext.callbacks import (
     load_monitors,
 )
 from trl_ext.callbacks.monitor import alerts_of
+from trl_ext.cli.parser import entry_of
 from trl_ext.runs.files import read_jsonl
 
 CALLBACKS = [name for name in callbacks.__all__ if name.endswith("Callback") or name == "HackWatch"]
@@ -65,14 +66,13 @@ def test_the_examples_in_the_docstrings_run(tmp_path, monkeypatch):
 
 
 def test_names_and_arguments():
-    plain, stopping, early, canary = load_monitors(
-        [
-            "KLBudgetCallback",
-            "KLBudgetCallback(limit=8, action='stop', keys={'kl': 'my/kl'})",
-            "EarlyStoppingCallback(early_stopping_patience=3)",
-            "CanaryCallback(prompts=['the cat'])",
-        ]
-    )
+    entries = [
+        "KLBudgetCallback",
+        "{KLBudgetCallback: {limit: 8, action: stop, keys: {kl: my/kl}}}",
+        "{EarlyStoppingCallback: {early_stopping_patience: 3}}",
+        "{CanaryCallback: {prompts: [the cat]}}",
+    ]
+    plain, stopping, early, canary = load_monitors(entry_of(entries))
     assert type(plain) is KLBudgetCallback and (stopping.limit, stopping.action) == (8, "stop")
     assert isinstance(early, EarlyStoppingCallback) and load_monitors(None) == []
     added = []
@@ -82,19 +82,19 @@ def test_names_and_arguments():
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("entries", "message"),
     [
-        ("KLBudget", "there is no monitor KLBudget; did you mean KLBudgetCallback[?] .monitors: .*HackWatch, "),
-        ("as_label", "there is no monitor as_label"),
-        ("KLBudgetCallback(limt=3)", "unexpected keyword argument 'limt'"),
-        ("KLBudgetCallback(limit=__import__('os'))", "each value a literal"),
-        ("os.system", "write `Name`"),
-        ("KLBudgetCallback(", "write `Name`"),
+        ("[HackWatch, KLBudget]", "entry 2: unknown monitor 'KLBudget'; did you mean KLBudgetCallback[?]"),
+        ("[as_label]", "unknown monitor 'as_label'; there are .*HackWatch, "),
+        ("[{KLBudgetCallback: {limt: 3}}]", "entry 1: .*unexpected keyword argument 'limt'"),
+        ("[{KLBudgetCallback: 3}]", "entry 1: .*must be a mapping, not int"),
+        ("[{KLBudgetCallback: , limit: 3}]", "a monitor must be a `Name`, or one `Name: {argument: value}`, got"),
+        ("{KLBudgetCallback: {limit: 3}}", "`monitors` must be a list"),
     ],
 )
-def test_a_name_or_argument_that_is_wrong_runs_nothing(entry, message):
+def test_a_name_or_argument_that_is_wrong_runs_nothing(entries, message):
     with pytest.raises(ValueError, match=message):
-        load_monitors([entry])
+        load_monitors(entry_of(entries))
 
 
 @pytest.mark.slow

@@ -326,7 +326,7 @@ def test_where_all_generate_together_each_draws_as_often_as_the_one_with_most_ro
         sizes.append(len(prompt_ids))
         return generate(self, prompt_ids, *args)
 
-    trainer._collection = Collection([{"prompt": "Tea?", "target": 1}], None, None, None, most_rows=5)
+    trainer._collection = Collection([{"prompt": "Tea?", "target": 1}], None, None, most_rows=5)
     trainer._tokens_left = lambda _: 2
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", counted)
     answers, _ = trainer._generate_answers([[9, 10], [9], [11]], None, {}, 1)

@@ -1,32 +1,7 @@
-"""Prompts as token ids, and another token that ends a response."""
-
-from datasets import Dataset
+"""Another token that ends a response."""
 
 from tests.ppo.worker import rows_of
 from tests.tiny import tiny_llama, tiny_ppo, tiny_tokenizer
-
-
-def rollout_prompts(trainer):
-    """The prompt tokens of the trainer's rollout, without padding, as the policy read them."""
-    ids, mask = rows_of(trainer)["prompt_ids"], rows_of(trainer)["prompt_mask"].bool()
-    return [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
-
-
-def test_input_ids_become_the_prompt_tokens_verbatim(tmp_path):
-    """No text in between: a second BOS, lost special tokens or another split into tokens would all show."""
-    tokenizer = tiny_tokenizer(bos=True)
-    rows = [[1, 6, 7, 2, 6], [8], [1, 1, 9, 3, 2], [4, 10, 11, 5], [1, 12], [2, 2], [13, 14, 15], [1, 16, 17]]
-    seen = []
-
-    def reward(prompts, completions, **kwargs):
-        seen.extend(prompts)
-        return [0.0] * len(prompts)
-
-    given = {"train_dataset": Dataset.from_dict({"input_ids": rows}), "processing_class": tokenizer}
-    trainer = tiny_ppo(tmp_path, None, reward, max_steps=1, shuffle_dataset=False, **given)
-    trainer.train()
-    assert rollout_prompts(trainer) == rows
-    assert seen == tokenizer.batch_decode(rows, skip_special_tokens=True)  # reward functions read text
 
 
 def test_stop_token_id_ends_responses(tmp_path):

@@ -68,7 +68,8 @@ def planted(recipe, generation):
         if name in CANNOT | NOT_TEXT:
             continue
         if name == "monitors":
-            settings[name] = [f"NotFiniteCallback(sinks=['jsonl', 'https://hooks.slack.com/services/{secret(name)}'])"]
+            sinks = ["jsonl", f"https://hooks.slack.com/services/{secret(name)}"]
+            settings[name] = [{"NotFiniteCallback": {"sinks": sinks}}]
         elif name == "rewards":
             settings[name] = [{"PatternReward": {"forbidden": [f"hf_{secret(name, 0)}"]}}]  # another is refused
         elif recipe == "ppo" and name in REFUSED:

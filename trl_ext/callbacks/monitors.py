@@ -1,6 +1,5 @@
 """Define the monitors of quantities in the logs, and make monitors from their names in configuration files."""
 
-import ast
 import math
 import re
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ..functional import unexplained_error
-from ..runs.shipped import did_you_mean
 from .metrics import rollout_steps
 from .monitor import Action, Finding, MonitorCallback, error_of_mean
 from .trend import Series
@@ -510,45 +508,33 @@ class RewardDriftCallback(MonitorCallback):
             yield Finding("the rewards' spread collapsed", advice, low.value, least, sigma)
 
 
-def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
+def load_monitors(entries: Sequence[str | dict[str, Any]] | None) -> list[TrainerCallback]:
     """
-    Make callbacks from the entries of a configuration file: `Name` or `Name(argument=value, …)`.
+    Make callbacks from the entries of a configuration file: `Name` or `{Name: {argument: value, …}}`.
 
-    >>> load_monitors(["LengthDriftCallback", "KLBudgetCallback(limit=5, action='stop')"])[1].limit
+    >>> load_monitors(["LengthDriftCallback", {"KLBudgetCallback": {"limit": 5, "action": "stop"}}])[1].limit
     5
 
     Raises:
         ValueError: an entry has another form, an unknown class or argument, or a value that the class refuses.
     """
-    return [_monitor(entry) for entry in entries or []]
-
-
-def _monitor(entry: str) -> TrainerCallback:
-    """Make the callback of one entry, which is parsed, not executed: only the monitor's class is called."""
     import trl_ext.callbacks as package
 
-    def wrong(why: str) -> ValueError:
-        return ValueError(f"monitor {entry!r}: {why}")
+    from ..rewards.loading import name_and_arguments  # imports TRL
 
-    try:
-        call: Any = ast.parse(entry.strip(), mode="eval").body
-        call = call if isinstance(call, ast.Call) else ast.Call(call, [], [])
-        name, values = call.func.id, [ast.literal_eval(value) for value in call.args]
-        named = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-    except (SyntaxError, AttributeError, ValueError):
-        raise wrong("write `Name` or `Name(argument=value, …)`, each value a literal, such as 0.5 or 'stop'") from None
-    kinds = {kind.__name__: kind for kind in map(partial(getattr, package), package.__all__) if _is_callback(kind)}
-    kinds["EarlyStoppingCallback"] = EarlyStoppingCallback
-    if name not in kinds:
-        raise wrong(f"there is no monitor {name}{did_you_mean(name, kinds)} (monitors: {', '.join(sorted(kinds))})")
-    try:
-        return kinds[name](*values, **named)
-    except (TypeError, ValueError) as error:
-        raise wrong(str(error)) from error
-
-
-def _is_callback(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, TrainerCallback)
+    known = {name: getattr(package, name) for name in package.__all__ if name.endswith(("Callback", "Watch"))}
+    known["EarlyStoppingCallback"] = EarlyStoppingCallback
+    monitors = []
+    if isinstance(entries, dict):  # a loop over it would pass its arguments over
+        raise ValueError("`monitors` must be a list: write `- ` before each name")
+    for place, entry in enumerate(entries or [], 1):
+        try:
+            entry = {entry: None} if isinstance(entry, str) else entry
+            name, arguments = name_and_arguments(entry, known, "monitor", "a `Name`")
+            monitors.append(known[name](**arguments))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`monitors` entry {place}: {error}") from error
+    return monitors
 
 
 def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:

@@ -74,7 +74,7 @@ class PromptArguments(DataArguments):
         scored = getattr(self, "score_column", None) or getattr(self, "environment", None)
         scored = scored or self.reward_model_name_or_path or self.reward_funcs or self.rewards
         _check((not scored, "no reward: set `reward_model_name_or_path`, `reward_funcs` or `rewards`"))
-        self.rewards = self.rewards and [entry_of(entry) for entry in self.rewards]
+        self.rewards = entry_of(self.rewards)
 
     def load_rewards(
         self, tokenizer: Any, weights: list[float] | None, model: Any = None

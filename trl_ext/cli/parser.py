@@ -229,7 +229,13 @@ def read_yaml(text: str) -> Any:
 
 
 def entry_of(entry: Any) -> Any:
-    """Parse a text that is a mapping or list in YAML; return any other entry, such as a path, unchanged."""
+    """
+    Parse a text that is a mapping or list in YAML; return any other entry, such as a path, unchanged.
+
+    Of a list, each entry is parsed.
+    """
+    if isinstance(entry, list):
+        return [entry_of(each) for each in entry]
     return read_yaml(entry) if isinstance(entry, str) and entry.lstrip().startswith(("{", "[")) else entry
 
 

@@ -15,7 +15,6 @@ from ..models.decoding import Histories, SamplerRecorder
 from ..models.weights import base_model_of, evaluating, gathered_by_zero3, kept_by_fsdp2
 from ..upstream.names import disable_gradient_checkpointing, temporarily, use_adapter
 from .environments import Calls
-from .inputs import with_prompts
 from .rewards import background_last
 from .rollout import Rollout, lengths_of, onto_policy_tokens, padded, sequence_scores, summed_token_scores
 
@@ -25,7 +24,6 @@ class Collection:
     """Hold what has been collected so far of a rollout of B answers."""
 
     rows: list[dict[str, Any]]  # of the dataset
-    given_ids: list[list[int]] | None  # the prompts' tokens, if the rows have `input_ids`
     calls: Calls
     histories: Histories | None  # what the policy has read of each episode; None without tools
     longest_prompt: int = 0  # tokens
@@ -70,11 +68,10 @@ class RolloutTrainer(GRPOTrainer):
     def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
         """Let TRL generate and score answers to the dataset rows `inputs`; return all that PPO needs of them."""
         self._actor_critic.train_adapters()
-        rows, given_ids = with_prompts(inputs, self._tokenizer)
         histories = Histories(self.args.local_rollout_forward_batch_size) if self.tools else None
-        self._collection = Collection(rows, given_ids, Calls(self.args.tool_timeout, self._mistakes), histories)
+        self._collection = Collection(inputs, Calls(self.args.tool_timeout, self._mistakes), histories)
         try:
-            super()._generate_and_score_completions(rows)
+            super()._generate_and_score_completions(inputs)
         finally:
             for function in self.reward_funcs:
                 function.forget()
@@ -99,10 +96,6 @@ class RolloutTrainer(GRPOTrainer):
         ]
         collection.repeats = list(map(repeated_calls, completions))
         return output
-
-    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, dict]:
-        given = getattr(self, "_collection", None) and self._collection.given_ids  # of rows with `input_ids`
-        return super()._tokenize_prompts(prompts) if given is None else (given, None, {})
 
     def _generate_single_turn(
         self, prompt_ids: list, *args: Any, **kwargs: Any

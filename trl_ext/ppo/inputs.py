@@ -1,4 +1,4 @@
-"""Check the arguments and the prompts of PPOTrainer, and decode prompts that are given as token ids."""
+"""Check the arguments and the prompts of PPOTrainer."""
 
 import inspect
 from collections.abc import Callable
@@ -83,21 +83,11 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
     if len(names) > ("train" in names):
         check_evaluation_batch(args)
     for name, columns in names.items():
-        taken = columns & {*_GIVEN, "image", "images"} - {"completion_ids"}  # which TRL leaves out
-        for is_wrong, message in [
-            (
-                bool(taken),
-                f"the columns {sorted(taken)}. Rename or remove them: reward functions get other values by such "
-                "names, and images are not supported.",
-            ),
-            (
-                bool(agent) and "input_ids" in columns,
-                f"the column `input_ids`, whose prompts the policy reads unchanged. This does not work with {agent}: "
-                "give messages in `prompt` instead.",
-            ),
-        ]:
-            if is_wrong:
-                raise ValueError(f"The {name} dataset has {message}")
+        if taken := columns & {*_GIVEN, "image", "images"} - {"completion_ids"}:  # which TRL leaves out
+            raise ValueError(
+                f"The {name} dataset has the columns {sorted(taken)}. Rename or remove them: reward functions get "
+                "other values by such names, and images are not supported."
+            )
 
 
 # What every reward function is given, beside the dataset's columns
@@ -140,48 +130,25 @@ def check_evaluation_batch(args: PPOConfig) -> None:
         )
 
 
-def with_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[list[dict[str, Any]], list[list[int]] | None]:
-    """
-    Add a `prompt`, decoded from `input_ids` by the `tokenizer`, to rows that have none.
-
-    Returns:
-        The rows; and the token ids of each row's prompt, without those that a column `attention_mask` masks, or None
-        if the rows have no `input_ids`.
-    """
-    if "input_ids" not in rows[0]:
-        return rows, None
-    token_ids = []
-    for row in rows:
-        mask = row.get("attention_mask")
-        mask = [1] * len(row["input_ids"]) if mask is None else mask
-        token_ids.append([int(i) for i, real in zip(row["input_ids"], mask, strict=True) if real])
-    if "prompt" not in rows[0]:
-        texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        rows = [{**row, "prompt": text} for row, text in zip(rows, texts, strict=True)]
-    return rows, token_ids
-
-
 def check_prompt_lengths(
-    measure: Callable[[list[dict[str, Any]]], list[int]], policy: Any, max_completion_length: int, datasets: Datasets
+    tokenize: Callable[[list], tuple], policy: Any, max_completion_length: int, datasets: Datasets
 ) -> None:
     """
     Raise a `ValueError` if a prompt is empty, or leaves no room for the longest answer in the policy's context.
 
     Args:
-        measure: takes rows, and returns the number of prompt tokens of each.
+        tokenize: takes prompts, and returns a tuple that begins with a list of the token ids of each.
         policy: the policy, whose configuration has the length of its context.
         max_completion_length: tokens that an answer may have.
         datasets: names and datasets of prompts.
     """
     context = getattr(base_model_of(policy).config.get_text_config(), "max_position_embeddings", None)
     for name, dataset in datasets:
-        columns = [c for c in ("prompt", "input_ids", "attention_mask") if c in dataset.column_names] or ["prompt"]
         lengths: list[int] = []
-        for batch in dataset.select_columns(columns).iter(1000):
-            rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-            is_empty = ["input_ids" not in row and row["prompt"] in (None, []) for row in rows]
-            full = [row for row, empty in zip(rows, is_empty, strict=True) if not empty]
-            measured = iter(measure(full) if full else ())
+        for batch in dataset.select_columns("prompt").iter(1000):
+            is_empty = [prompt in (None, []) for prompt in batch["prompt"]]
+            full = [prompt for prompt, empty in zip(batch["prompt"], is_empty, strict=True) if not empty]
+            measured = map(len, tokenize(full)[0] if full else ())
             lengths += [0 if empty else next(measured) for empty in is_empty]
         if 0 in lengths:
             raise ValueError(

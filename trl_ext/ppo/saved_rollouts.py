@@ -16,7 +16,6 @@ from ..models.generation import answer_texts
 from ..upstream.names import is_conversational
 from .controllers import RewardNormalizer
 from .critic_trainer import CriticConfig
-from .inputs import with_prompts
 from .rewards import CheckedReward, Mistakes
 from .rollout import sequence_scores, summed_token_scores
 
@@ -110,8 +109,8 @@ def mean_demonstration_score(trainer: Any) -> float:
     column `completion`, each ended by EOS.
     """
     tokenizer = trainer._tokenizer
-    rows, token_ids = with_prompts(list(trainer.train_dataset), tokenizer)
-    prompt_ids = token_ids or trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+    rows = list(trainer.train_dataset)
+    prompt_ids = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
     texts = [
         row["completion"] if isinstance(row["completion"], str) else row["completion"][-1]["content"] for row in rows
     ]

@@ -84,7 +84,6 @@ from .inputs import (
     check_evaluation_batch,
     check_prompt_lengths,
     listed,
-    with_prompts,
 )
 from .metrics import GRPO_ONLY_METRICS, Accumulator, PPOMetrics, global_moments
 from .passes import Passes
@@ -132,8 +131,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         args ([`PPOConfig`], *optional*):
             Configuration.
         train_dataset, eval_dataset ([`~datasets.Dataset`], the latter also a `dict` of them):
-            Rows with `prompt` (text or messages), or with `input_ids`: prompt tokens that are used verbatim. With
-            both, the text is for the reward functions only.
+            Rows with `prompt` (text or messages).
         processing_class, reward_processing_classes:
             Tokenizers of the policy and of each reward model.
         value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
@@ -339,7 +337,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._unscored = 0  # rollouts in a row without a score
 
         if environment_factory is None:  # else what `reset` says is known in the rollout only
-            check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
+            check_prompt_lengths(self._tokenize_prompts, self._loader.policy, self.max_completion_length, datasets)
         ConsoleCallback.replace(self)
 
     def _guarded(self, environment_factory: Any, timeout: float | None) -> Any:
@@ -754,18 +752,13 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        for column in ("input_ids", "attention_mask", self.args.reward_group_column):
-            if column is not None and column not in self._signature_columns:
-                self._signature_columns.append(column)
+        column = self.args.reward_group_column
+        if column is not None and column not in self._signature_columns:
+            self._signature_columns.append(column)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return _EpochSeeded(super()._get_train_sampler(dataset), seed, lambda: int(self.state.epoch or 0))
-
-    def _measure_prompts(self, rows: list[dict[str, Any]]) -> list[int]:
-        """Return the number of tokens that the policy reads of each prompt, its chat template included."""
-        rows, token_ids = with_prompts(rows, self._tokenizer)
-        return [len(ids) for ids in token_ids or self._tokenize_prompts([row["prompt"] for row in rows])[0]]
 
     # ---- Rollout ----
 

@@ -18,7 +18,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..runs.files import on_first
 from ..runs.marker import read_marker
 from ..upstream.names import temporarily
-from .inputs import with_prompts
 
 Answers = tuple[list[list[int]], list[list[float]]]  # the tokens of each answer, and their log-probs
 
@@ -301,9 +300,8 @@ class RolloutsAhead:
         epoch, place = divmod(number, len(trainer.train_dataset) // (size // trainer.num_generations))
         order = trainer._get_train_sampler().rollouts_of(epoch)
         begin = place * size + trainer.accelerator.process_index * local
-        rows = [trainer.train_dataset[row] for row in order[begin : begin + local]]
-        rows, token_ids = with_prompts(rows, trainer._tokenizer)
-        return token_ids or trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+        prompts = [trainer.train_dataset[row]["prompt"] for row in order[begin : begin + local]]
+        return trainer._tokenize_prompts(prompts)[0]
 
 
 def _put_aside(flight: Flight, generate: Callable, **kwargs: Any) -> dict[str, Any]:

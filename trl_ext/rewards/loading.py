@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -158,26 +158,31 @@ def _mapped(argument: Any, value: Any, build: Callable[[Any], Any]) -> Any:
     return [_mapped(argument, inner, build) for inner in value] if isinstance(value, list) else value
 
 
-def _named(entry: Any) -> tuple[str, dict[str, Any]]:
+def name_and_arguments(entry: Any, known: Mapping[str, Any], what: str, short: str) -> tuple[str, dict[str, Any]]:
+    """
+    Return the name and the arguments of an entry `{Name: {argument: value, …}}`, whose name must be in `known`.
+
+    An error message calls the entry `what`, such as "reward", and the other form that it may have `short`.
+    """
     if not isinstance(entry, dict) or len(entry) != 1:
-        raise ValueError(f"a reward must be a path to a function, or one `Name: {{argument: value}}`, got {entry!r}")
+        raise ValueError(f"a {what} must be {short}, or one `Name: {{argument: value}}`, got {entry!r}")
     ((name, arguments),) = entry.items()
-    if name not in _known():
-        nearest = did_you_mean(str(name), _known()) or f"; there are {', '.join(sorted(_known()))}"
-        raise ValueError(f"unknown reward {name!r}{nearest}")
+    if name not in known:
+        nearest = did_you_mean(str(name), known) or f"; there are {', '.join(sorted(known))}"
+        raise ValueError(f"unknown {what} {name!r}{nearest}")
     return name, arguments or {}
 
 
 def _built(entry: Any, policy_tokenizer: Any) -> Any:
     if isinstance(entry, str):
         return load_reward(entry)
-    name, arguments = _named(entry)
+    name, arguments = name_and_arguments(entry, known := _known(), "reward", "a path to a function")
     given = {k: _mapped(k, value, lambda inner: _built(inner, policy_tokenizer)) for k, value in arguments.items()}
     if policy_tokenizer is not None and name == "ModelReward":
         given = {"policy_tokenizer": policy_tokenizer, **given}
     if policy_tokenizer is not None and name == "EnsembleReward":
         given["model_kwargs"] = {"policy_tokenizer": policy_tokenizer, **(given.get("model_kwargs") or {})}
-    function = _known()[name](**given)
+    function = known[name](**given)
     if name in _FACTORIES:  # TRL's closures all have one source
         function.identity = json.dumps(entry, sort_keys=True)
     return function

@@ -99,7 +99,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
     )
 
     # Before anything is generated, which may take long: a mistyped reward is refused here
-    functions, _ = load_rewards([entry_of(text) for text in args.rewards or []])
+    functions, _ = load_rewards(entry_of(args.rewards))
     judge = load_rewards([entry_of(args.judge)])[0][0] if args.judge else None
     paths = {name.replace("/", "--"): str(path) for name, path in named(list(map(Path, args.policies))).items()}
     baseline = next(name for name, path in paths.items() if Path(path) == Path(str(args.baseline)))

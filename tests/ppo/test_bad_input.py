@@ -29,7 +29,7 @@ WRONG = [
     ),
     ({"train_dataset": prompts(7)}, "has 7 prompts, but a rollout needs 8"),
     ({"train_dataset": rows(prompt=["cat", ""])}, "Row 1 of the train dataset has an empty prompt.* \\(8 in all\\)"),
-    ({"train_dataset": rows(prompt=[[{"role": "user", "content": "cat"}], []])}, "Row 1 .* empty prompt.* \\(8 in all\\)"),
+    ({"train_dataset": rows(prompt=[[{"role": "user", "content": "cat"}], []])}, "Row 1 .* empty .*\\(8 in all\\)"),
     ({"eval_dataset": rows(prompt=["the " * 62])}, "Row 0 of the eval dataset has a prompt of 62 tokens.* of 64"),
     ({"train_dataset": rows(prompt=["a"], image=["x"])}, "images are not supported"),
     ({"train_dataset": rows(prompt=["a"], prompt_ids=["x"])}, "get other values by such names"),

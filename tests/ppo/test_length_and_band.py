@@ -2,7 +2,7 @@
 
 from torch.testing import assert_close
 
-from tests.ppo.worker import collected, make_trainer, scripted
+from tests.ppo.worker import make_trainer, scripted
 from trl_ext.functional import gae
 
 
@@ -10,10 +10,10 @@ def test_lam_follows_the_length_for_the_advantages_and_is_1_for_the_returns(tmp_
     for kwargs, lam_value in [({}, 1.0), ({"lam_value": 0.5}, 0.5)]:
         config = {"baseline": "critic", "lam_alpha": 0.4, "normalize_advantages": False, "max_steps": 1} | kwargs
         trainer = scripted(make_trainer(tmp_path, **config))
-        rollouts, seen, observe = collected(trainer), [], trainer.metrics.collected
-        trainer.metrics.collected = lambda *args, seen=seen, observe=observe: (seen.append(args), observe(*args))
+        seen = []
+        trainer.rollout_metrics = lambda *args, seen=seen: seen.append(args) or {}
         trainer.train()
-        (rollout,), ((_, _, _, rewards, advantages, returns, _),) = rollouts, seen
+        ((rollout, rewards, advantages, returns),) = seen
         for row, length in enumerate(rollout.mask.sum(1).tolist()):
             own = [each[row : row + 1] for each in (rewards, rollout.values, rollout.mask)]
             lam = max(0.0, 1 - 1 / (0.4 * length))

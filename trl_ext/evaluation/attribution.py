@@ -271,7 +271,12 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
     total = gram[0, 0] + weight * change[0] ** 2
 
     def fit(chosen: list[int]) -> tuple[float, np.ndarray, np.ndarray]:
-        """Return the unexplained part of the variation, the effects of features, and their variances × `free`."""
+        """
+        Fit the scores by the S features `chosen`, which are indices into `sums.names`.
+
+        Return the share of the variation that is left unexplained, the (S,) effects of the features, and the (S,)
+        variances of these effects × `sums.free`.
+        """
         inverse = np.linalg.inv(ridged[np.ix_(chosen, chosen)])
         effects = inverse @ gram[chosen, 0]
         within, between = gram[0, 0] - effects @ gram[chosen, 0], change[0] - effects @ change[chosen]
@@ -299,7 +304,9 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
 
 def is_expected(name: str, expected: Sequence[str]) -> bool:
     """
-    Return whether `expected` has a feature's name, its kind (`phrase`), or a phrase that contains it or is part of it.
+    Return whether `expected` has a feature's `name`, or its kind, which is the part of the name before a colon.
+
+    A phrase is also expected if `expected` has a longer phrase that contains it, or a shorter one that it contains.
 
     >>> is_expected("phrase:love you", ["length", "phrase:i love you"])
     True

@@ -84,7 +84,11 @@ def mine_phrases(
 
 
 def _bound(votes: list[tuple[int, float]], t: float) -> float:
-    """Return the lower confidence bound of the mean vote; above 0, the votes are significant."""
+    """
+    Return the lower confidence bound (Σ s·w − t·√Σw²) / Σw of `votes`, pairs of sign s and weight w; −1 without votes.
+
+    If it is above 0, the votes are significant.
+    """
     weights = sum(weight for _, weight in votes)
     deviation = math.sqrt(sum(weight**2 for _, weight in votes))
     return (sum(sign * weight for sign, weight in votes) - t * deviation) / weights if weights else -1.0
@@ -118,7 +122,10 @@ class _Words:
         return [(1 - 2 * (i % 2), self.sizes[i ^ 1] / (self.sizes[i] + self.sizes[i ^ 1])) for i in alone]
 
     def frequent(self, longest: int, least: int) -> dict[Gram, list[int]]:
-        """Return the places of each n-gram, of up to `longest` words, that occurs in at least `least` texts."""
+        """
+        Return the n-grams of up to `longest` words that occur in at least `least` texts, each with its places: the
+        indices in `self.words` of its first word.
+        """
         found: dict[Gram, list[int]] = {}
         starts: Iterable[int] = range(len(self.words))
         for n in range(1, longest + 1):
@@ -135,7 +142,7 @@ class _Words:
         return found
 
     def written(self, place: int, size: int) -> str:
-        """Return the text of `size` words from a place on, spelled and spaced as in the answer."""
+        """Return the text of `size` words from `self.words[place]` on, spelled and spaced as in the answer."""
         return self.texts[self.owner[place]][self.spans[place][0] : self.spans[place + size - 1][1]]
 
 
@@ -354,13 +361,14 @@ def _scores(score: Score, pairs: list[tuple[str, str]]) -> Tensor:
         wrong = [pair for pair, score in zip(pairs, scores, strict=False) if not score.isfinite()]
         raise ValueError(
             f"the reward must return one finite score for each answer, but for {len(pairs)} answers it returned "
-            f"{len(scores)} scores, {finite} of them finite. The first prompt and answer without: {wrong[:1]}"
+            f"{len(scores)} scores, {finite} of them finite. The first prompt and answer with "
+            f"NaN or inf: {wrong[:1] or 'none'}"
         )
     return scores
 
 
 def _ends(text: str) -> list[int]:
-    """Return the places in a text where its sentences end; the last place is the end of the text."""
+    """Return the indices in a text at which its sentences end; the last one is the end of the text."""
     return sorted({*(match.end() for match in _END.finditer(text.rstrip())), len(text.rstrip())})
 
 
@@ -375,7 +383,7 @@ def _glued(text: str, words: str) -> str:
 
 
 def _with(text: str, words: str, place: int) -> str:
-    """Return a text with words inserted at a place where a sentence begins or ends."""
+    """Return `text` with `words` inserted at the index `place`, where a sentence begins or ends."""
     head, tail = text[:place], text[place:]
     return head + _glued(head, words) + (tail if not tail or tail[0].isspace() else _glued(words, tail))
 

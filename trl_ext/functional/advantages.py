@@ -77,7 +77,7 @@ def choose_lam(
         schedules: maps each name in `LAM_SCHEDULES` to its value, None for a schedule that is not used.
 
     Returns:
-        The lambda of the advantages, a float or (B,); and the lambda of the target, None for that of the advantages.
+        The lambda of the advantages, a float or (B,); and the lambda of the target, None if it is the same lambda.
     """
     given = {name: value for name, value in schedules.items() if value is not None}
     for name, value in given.items():
@@ -126,8 +126,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, with V = A = 0 after the last real token;
     A_t = 0 under the mask. Schulman et al. 2015, arXiv:1506.02438, equation 16. The returns are A + V.
 
-    Tokens under the mask do not count as steps: t + 1 is the next real token. So V_{t+1} of a turn's last token is the
-    value at the next turn's first token, predicted after the critic has read the environment's text in between.
+    Tokens under the mask do not count as steps: t + 1 is the next real token. A turn is an unbroken run of 1s in the
+    mask. So V_{t+1} of a turn's last token is the value at the next turn's first token, predicted after the critic has
+    read the environment's text in between.
 
     Args:
         rewards: (B, T), score units; r_t is for choosing token t.

@@ -377,7 +377,7 @@ class ActorCritic(nn.Module):
 
     # TRL's reference pass calls these three, as on a policy
     @contextmanager
-    def disable_adapter(self):
+    def disable_adapter(self) -> Iterator[None]:
         """
         Switch all adapters off within the `with` block. The policy is then the base alone.
         """

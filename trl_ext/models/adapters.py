@@ -76,7 +76,7 @@ class AdapterSwitch:
             layer._active_adapter = list(names)
 
     @contextmanager
-    def use(self, *names: str):
+    def use(self, *names: str) -> Iterator[None]:
         """
         Activate only the adapters `names` within the `with` block, then restore the adapters that were active before.
         """
@@ -88,7 +88,7 @@ class AdapterSwitch:
             self.set(*previous)
 
     @contextmanager
-    def inputs_as_they_are(self, kind: str):
+    def inputs_as_they_are(self, kind: str) -> Iterator[None]:
         """
         Keep PEFT from casting inputs within the `with` block, if autocast is on for the device type `kind`.
 
@@ -349,8 +349,8 @@ def check_loaded(result: Any, name: str, path: str) -> None:
     missing = [key for key in result.missing_keys if name in key.split(".")]
     if missing or result.unexpected_keys:
         raise ValueError(
-            f"The adapter in {path} does not fit the model: missing {missing[:3]}, unexpected "
-            f"{result.unexpected_keys[:3]}. Use the configuration and the base that it was trained with."
+            f"The adapter in {path} does not fit the model: missing {missing[:3] or 'none'}, unexpected "
+            f"{result.unexpected_keys[:3] or 'none'}. Use the configuration and the base that it was trained with."
         )
 
 
@@ -395,7 +395,8 @@ def without_base(is_needed: bool) -> AbstractContextManager:
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
     """
-    Return a dict of the settings of the policy's adapters and, if there is a reference adapter, a hash of its weights.
+    Return the settings of the policy's adapters, by keys such as "adapter default r". If there is a reference adapter,
+    the key "reference adapter's weights" has a hash of its weights.
 
     A run that resumes compares them with the checkpoint's: another hash raises an error, other settings are printed.
     """
@@ -446,10 +447,12 @@ def save_base_fingerprint(
         (Path(output_dir) / FINGERPRINT).write_text(json.dumps(fingerprint, indent=2))
 
 
-def recorded_base(folder: str) -> dict[str, str]:
+def recorded_base(folder: str) -> dict[str, str | None]:
     """
-    Return what [`save_base_fingerprint`] wrote beside an adapter: `base`, `weights` and `quantization`; {} if it wrote
-    nothing.
+    Return what [`save_base_fingerprint`] wrote beside an adapter; {} if it wrote nothing.
+
+    The keys are `base`, as [`hub_identity`] returns it, and `weights` and `quantization`, as [`base_fingerprint`]
+    returns them.
     """
     record = Path(folder) / FINGERPRINT
     return json.loads(record.read_text()) if record.is_file() else {}
@@ -467,8 +470,9 @@ def check_same_base(policy: Any, folder: str, hub_base: str | None) -> None:
         theirs, ours = PeftConfig.from_pretrained(folder).base_model_name_or_path, _name_of_base(policy)
         is_same = theirs is not None and ours is not None and os.path.realpath(theirs) == os.path.realpath(ours)
         why = (
-            f"the bases have the names {theirs} and {ours}, and no fingerprint lies beside the adapter. If the bases "
-            "have the same weights, write a fingerprint by `trl_ext.models.save_base_fingerprint`"
+            f"the adapter names the base {theirs or '(none)'}, the policy's base is {ours or 'unnamed'}, and no "
+            "fingerprint lies beside the adapter. If the bases have the same weights, write a fingerprint by "
+            "`trl_ext.models.save_base_fingerprint`"
         )
     elif recorded["quantization"] != (ours := quantization_of(policy)):
         is_same, why = False, f"the bases differ in quantisation, {recorded['quantization']} and {ours}"

@@ -80,7 +80,8 @@ class Histories:
     """
     Store the [`History`] of each row between turns, so that the model need not read these tokens again.
 
-    A prompt of the next turn that begins with a stored history gets its keys and values.
+    A turn is what the model generates for a row until tools are called. A prompt of the next turn that begins with a
+    stored history gets the history's keys and values.
 
     Args:
         limit: largest number of histories. They take no more memory than the cache of a batch of `limit` rows.
@@ -106,9 +107,9 @@ class Histories:
         """
         Move the stored keys and values of the prompts `input_ids` into the empty `cache`.
 
-        If none are stored for one of the longest prompts, `cache` stays empty. Otherwise the model then reads equally
-        many tokens of each row: as many as the row with the most new tokens has. Of a row with fewer new tokens it
-        reads some stored tokens again.
+        If nothing is stored for one of the longest prompts, `cache` stays empty. Otherwise the model then reads
+        equally many tokens of each row: as many as the row with the most new tokens has. Of a row with fewer new
+        tokens it reads some stored tokens again.
 
         Args:
             input_ids, attention_mask: (B, P), left-padded.
@@ -279,14 +280,14 @@ def decode(
     """
     Generate faster than `policy.generate`, from the same distribution, but with other random numbers.
 
-    If the inputs are others than below, or ask for more than token by token sampling or greedy decoding, such as
-    beams, call `policy.generate` unchanged, and record nothing.
+    This works for sampling and greedy decoding, token by token, with the inputs below. In all other cases, such as
+    beam search, call `policy.generate` unchanged, and record nothing.
 
     Args:
         policy: a model, plain or wrapped by PEFT.
         recorder: receives the sampled tokens, with their log-probs; None records nothing.
-        histories: keys and values of earlier turns, which are reused. Those of rows that end in this turn are added.
-            None keeps nothing.
+        histories: keys and values of rows' earlier turns, to reuse. Those of rows that end in this call are added, for
+            the next turn. None keeps nothing.
         inputs: `input_ids` (B, P), left-padded, their `attention_mask`, a `generation_config`, and any other inputs
             of the model.
 

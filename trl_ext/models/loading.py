@@ -42,8 +42,8 @@ _ON_EACH_PROCESS = partial(patch_environment, FSDP_CPU_RAM_EFFICIENT_LOADING="fa
 
 def is_adapter(path: Any, revision: str | None = None) -> bool:
     """
-    Return whether `path` is the folder or hub name of an adapter; False if it is not a string. `revision` is the
-    hub's, None for the default branch.
+    Return whether `path` is the folder or hub name of an adapter; False if it is not a string. `revision` is that of
+    `path` on the hub, None for the default branch.
     """
     try:
         return isinstance(path, str) and find_adapter_config_file(path, revision=revision) is not None
@@ -61,15 +61,16 @@ def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
 
 def has_head(path: str, revision: str | None = None) -> bool:
     """
-    Return whether `path` is an adapter of a sequence classifier, which PEFT saves with its head. `revision` is the
-    hub's.
+    Return whether `path` is an adapter of a sequence classifier, which PEFT saves with its head. `revision` is that of
+    `path` on the hub.
     """
     return is_adapter(path, revision) and PeftConfig.from_pretrained(path, revision=revision).task_type == "SEQ_CLS"
 
 
 def load_config(path: str, revision: str | None = None, **kwargs: Any) -> Any:
     """
-    Load a model's configuration; for an adapter, load its base's. `revision` is that of `path` on the hub.
+    Load a model's configuration; for an adapter, load its base's. `revision` is that of `path` on the hub; `kwargs`
+    are passed to `AutoConfig.from_pretrained`.
     """
     path, revision = base_of(path, revision)
     return AutoConfig.from_pretrained(path, revision=revision, **kwargs)
@@ -302,8 +303,8 @@ class SharedBase:
         elif base is None or base != self.base:
             raise ValueError(
                 f"{path} cannot share a base with the adapter loaded first. Both must be LoRA adapters that leave the "
-                f"base as it is, with the same base, revision and weights; here {base or 'no such adapter'} and "
-                f"{self.base or 'no such adapter'}. Load each by a `ModelReward` of its own"
+                f"base as it is, with the same base, revision and hash of weights; here {base or 'no such adapter'} "
+                f"and {self.base or 'no such adapter'}. Load each by a `ModelReward` of its own"
             )
         else:
             name = f"member_{len(self.model.peft_config)}"
@@ -312,11 +313,10 @@ class SharedBase:
         return OneAdapter(self, name)
 
 
-def base_named_by(path: str, revision: str | None = None) -> tuple[Any, ...] | None:
+def base_named_by(path: str, revision: str | None = None) -> tuple[str | None, str | None, str | None] | None:
     """
-    Return the name and revision of an adapter's base, and the hash of its weights if one was recorded (else None).
-
-    Return None if the adapter cannot share a base with others.
+    Return three values: the name and the revision of an adapter's base, and a hash of the base's weights, None if
+    none was recorded. Return a single None if the adapter cannot share a base with others.
     """
     config = PeftConfig.from_pretrained(path, revision=revision)
     try:
@@ -402,7 +402,7 @@ def load_model(name: str, device: Any = None, revision: str | None = None, dtype
     Args:
         name: folder or hub name.
         device: where to move it; None for the GPU if there is one, else the CPU.
-        revision: the hub's revision; None for the default branch.
+        revision: revision of the model on the hub; None for the default branch.
         dtype: dtype of the weights, `"auto"` for the saved one.
 
     Raises:

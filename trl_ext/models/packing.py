@@ -36,8 +36,8 @@ class Packed:
     @property
     def inputs(self) -> dict[str, Any]:
         """
-        Return the arguments of a model's forward, by name: `input_ids`, `position_ids`, `use_cache=False`; and
-        `attention_mask`, which is `starts`, if there are any.
+        Return the arguments of a model's forward, by name: `input_ids`, `position_ids` and `use_cache=False`. With
+        `starts`, which says where rows begin (see [`starts_of`]), there is also `attention_mask`: it is `starts`.
 
         Nothing else is passed: with a cache or an ordinary mask, transformers would not tell the rows apart by their
         positions.

@@ -43,7 +43,7 @@ class Collection:
     def is_as_sampled(self) -> bool:
         """
         Return whether each answer has as many of the sampler's log-probs as tokens, and still begins with the tokens
-        that were sampled in its first turn.
+        that were sampled before the first tool call.
         """
         if self.sampled_logprobs is None:
             return False
@@ -57,6 +57,8 @@ class Collection:
 class RolloutTrainer(GRPOTrainer):
     """
     Generate and score a rollout with GRPO's trainer, and keep what PPO needs of it.
+
+    A turn is what the policy samples until it calls tools or ends; without tools it is the whole answer.
 
     The methods stand in the order in which a rollout calls them. `_collect` gives the rows to TRL, which sets up the
     environments, then calls `_generate` (which calls `_tool_call_loop`, and `_generate_single_turn` for each turn),
@@ -130,11 +132,13 @@ class RolloutTrainer(GRPOTrainer):
         """Return the length of the policy's context in tokens; infinity if the policy's configuration has none."""
         return getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
-    def _generate_answers(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list | None]:
+    def _generate_answers(
+        self, prompt_ids: list, *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
         """
-        Generate one turn for each row. A row of `prompt_ids` has the tokens of the prompt and of its earlier turns.
+        Generate one turn for each row. `prompt_ids` has each row's tokens so far: prompt, earlier turns, tools' texts.
 
-        Return each row's new tokens, and their log-probs (None if these are not kept).
+        Return two lists: each row's new tokens, and these tokens' log-probs, nats (None if they are not kept).
         """
         generate, pad = super()._generate_single_turn, [[self._tokenizer.pad_token_id]]
         if self._ahead is not None:
@@ -161,8 +165,8 @@ class RolloutTrainer(GRPOTrainer):
 
     def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
         """
-        Return the number of tokens to generate in this turn: at least as many as the row with the most room left may
-        get. `prompt_ids` are the rows' tokens so far.
+        Return how many tokens to generate in this turn: enough for the row that may still get the most tokens.
+        `prompt_ids` has each row's tokens so far.
         """
         # If a row with less room generates too many tokens, TRL cuts them off
         collection, limit = self._collection, self.max_completion_length
@@ -278,7 +282,8 @@ class RolloutTrainer(GRPOTrainer):
         """
         Return the sampler's (B, T) log-probs of a `collection`'s answers, nats.
 
-        If a token of any process has no log-prob, return None, or raise a `RuntimeError` if training needs it.
+        Return None if the log-prob of any token on any process is unknown. If training needs the log-probs, raise a
+        `RuntimeError` instead.
         """
         mask, logprobs = collection.tensors["completion_mask"], None
         if self._keeps_logprobs and collection.is_as_sampled:
@@ -333,7 +338,10 @@ class RolloutTrainer(GRPOTrainer):
         }
 
     def _run_reference(self, run: Any) -> Tensor:
-        """Return the reference's (B, T) log-probs. `run(model)` runs a model on the rollout."""
+        """
+        Return the reference's (B, T) log-probs, nats. `run(model)` runs a model on the rollout, and returns a dict
+        with the model's `logprobs`.
+        """
         if self.ref_model is not None:
             return run(self.ref_model)["logprobs"]
         # Else it is the policy with its adapter `ref`, or if there is none, with all adapters off
@@ -346,7 +354,7 @@ class RolloutTrainer(GRPOTrainer):
 
     def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
         """
-        Call the F reward functions with TRL's arguments, those that run in the background last.
+        Call the F reward functions with TRL's arguments; functions that run in the background are called last.
 
         Return the (rows of all processes, F) rewards, in the order of `reward_funcs`. Errors are raised on all
         processes.

@@ -150,7 +150,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         - `input_ids`: (B, P + T), prompt and completion.
         - `labels`: (B, T), the completion's token ids, and -100 for padding.
         - `returns`: (B, T), score units; 0 for padding.
-        - `lengths`: for each row, its number of prompt tokens and of completion tokens.
+        - `lengths`: a list with a pair for each row: its number of prompt tokens, and of completion tokens.
     """
     prompts, labels = ([torch.tensor(row[name]) for row in rows] for name in ("prompt_ids", "completion_ids"))
     returns = [torch.tensor(row["returns"], dtype=torch.float32) for row in rows]

@@ -81,6 +81,9 @@ class Calls:
     """
     Limit the time of a rollout's tool calls, and ask environments to reward them.
 
+    A turn is what the policy samples until it calls tools or ends. `rewards` maps a row's index to a list of pairs:
+    the number of a turn, from 0, and the reward of a tool call that this turn made.
+
     Args:
         timeout: seconds that a call may take; None for no limit.
         mistakes: collects the errors of environments' `_step_reward`, to be raised on all processes.
@@ -93,10 +96,10 @@ class Calls:
 
     def watch(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
         """
-        Wrap each row's tools, and return them.
+        Wrap each row's tools, which are given by name, and return them in the same form.
 
-        Each call is limited in time. After it, the row's environment, if it has `_step_reward`, is asked for a reward,
-        which is kept in `rewards`. `environments` has one environment for each row; None if there are none.
+        Each call is limited in time. After a call, the row's environment is asked for a reward, if it has
+        `_step_reward`. `environments` has one environment for each row; None if there are none.
         """
         return [
             {name: self._watched(row, tool, environments and environments[row]) for name, tool in of_row.items()}
@@ -140,7 +143,7 @@ class Calls:
         """
         Return a row's reward at each token: the sum of a turn's rewards at the turn's last token, 0 elsewhere.
 
-        In `tool_mask`, 1 is a token that the policy sampled.
+        In `tool_mask`, 1 is a token that the policy sampled; a turn is an unbroken run of 1s.
         """
         ends = [t for t, drawn in enumerate(tool_mask) if drawn and not (tool_mask[t + 1 : t + 2] or [0])[0]]
         rewards = [0.0] * len(tool_mask)
@@ -164,7 +167,7 @@ def states_of(pool: Pool) -> dict[str, list[Any]]:
 
 
 def load_states(pool: Pool, factories: dict[str | None, Callable], states: dict[str, list[Any]]) -> None:
-    """Load the states that `states_of` returned into a pool's instances; `factories` make those that are missing."""
+    """Load the states that `states_of` returned into a pool's instances; `factories` make missing instances."""
     for name, environments in pool.items():
         for place, state in enumerate(states.get(str(name), [])):
             if place == len(environments):
@@ -225,10 +228,10 @@ def guarded(factory: Callable[[], Any], timeout: float | None, mistakes: Mistake
 
 def step_rewards(collection: Callable[[], Any], kind: type) -> Callable:
     """
-    Return a reward function that reports what `_step_reward` returned, at the last token of each turn.
+    Return a reward function that scores single tokens by what `_step_reward` returned, see [`Calls.token_rewards`].
 
     Args:
-        collection: returns the rollout that is being collected.
+        collection: returns the `Collection` of the present rollout.
         kind: a class of environment; rows played in an environment of another class get None.
     """
 

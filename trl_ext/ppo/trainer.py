@@ -587,9 +587,13 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         Standardise and clip the scores, for the token rewards. Raise a `ValueError` at the third rollout in a row in
         which no completion has a score.
 
+        Args:
+            rollout: the rollout, with its scores.
+            inputs: the B dataset rows, which name their groups if scores are standardised by group.
+
         Returns:
-            The (B,) scores; and the (B, T) token scores, multiplied by the factor of their row's score, or None if the
-            rollout has no token scores.
+            The (B,) scores; and the (B, T) token scores, None if the rollout has none. They are multiplied by the same
+            factor as their row's score.
         """
         normalizer, groups = self.reward_normalizer, None
         if normalizer.kind == "group":
@@ -777,7 +781,13 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return self.args.steps_per_generation * self.num_iterations
 
     def _micro_batches(self, rollout: dict[str, Tensor], epoch: int) -> list[dict[str, Any]]:
-        """Cut a rollout into micro-batches for PPO epoch `epoch`; each holds the token count of its optimizer step."""
+        """
+        Cut a rollout, as [`Rollout.rows_for_training`] returns it, into the micro-batches of PPO epoch `epoch`.
+
+        A micro-batch also has `lengths`, a pair for each row: its numbers of prompt and response tokens. `step_tokens`
+        is the number of tokens in the whole optimizer step, over all processes. With `gae_level: turn` there is also
+        `step_turns`, the number of turns.
+        """
         args, number = self.args, self._step // self._steps_per_rollout
         lengths = lengths_of(rollout["prompt_mask"], rollout["completion_mask"])
         seed = (args.seed * 1_000_003 + number) * 1_009 + epoch
@@ -866,7 +876,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return None, None, None
 
     def _observe_evaluation(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Add an evaluation batch to the metrics; return the tensors that TRL expects from its rollout method."""
+        """
+        Add an evaluation batch to the metrics; return its `prompt_ids`, `prompt_mask` and `completion_ids`, since TRL
+        expects a dict of tensors.
+        """
         passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
         rows = passing.next_rows(len(rollout.scores), self.accelerator)
         self.metrics.evaluated(rollout, rows)
@@ -1153,7 +1166,10 @@ class _EpochSeeded(Sampler):
         return self._rows_of(self.epoch())
 
     def rollouts_of(self, epoch: int) -> list[int]:
-        """Return the dataset indices of an epoch in the order in which rollouts use them, all processes together."""
+        """
+        Return the dataset indices of an epoch, one for each answer of all processes, in the order in which rollouts
+        use them.
+        """
         with temporarily(self.sampler, repeat_count=1):
             return list(self._rows_of(epoch))
 

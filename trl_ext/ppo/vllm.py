@@ -178,8 +178,8 @@ _RESUME = (
 
 def save_last_step(trainer: Any) -> str:
     """
-    Save a [`PPOTrainer`]'s last finished step, unless it is saved or within a rollout; return a sentence on how to
-    resume the run.
+    Save a [`PPOTrainer`]'s last finished step, unless it is saved already or its rollout is half trained; return a
+    sentence on how to resume the run.
     """
     step = trainer.state.global_step
     if not step:
@@ -226,7 +226,8 @@ class RolloutsAhead:
 
     def take(self, prompt_ids: list[list[int]]) -> Answers:
         """
-        Return the answers of the current rollout, once they have arrived; before that, request the next rollout.
+        Return each answer's tokens and log-probs of the current rollout, once they have arrived; before that, request
+        the next rollout.
 
         The next rollout is generated with the current weights. The first call requests the current one, too.
 
@@ -281,7 +282,7 @@ class RolloutsAhead:
     def _generate(self, flight: Flight, answer: Callable[..., dict[str, Any]]) -> tuple:
         """
         Call TRL's `generate` for the prompts of `flight`. Where it would call its client's `generate(…)`, it calls
-        `answer(generate, …)`.
+        `answer(generate, …)`. Return what TRL's `generate` returns.
         """
         vllm = self.trainer.vllm_generation
         client: Any = nullcontext()

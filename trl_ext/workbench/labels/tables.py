@@ -62,7 +62,7 @@ class Labels:
     are one item.
 
     Args:
-        item: (L,) int, the labelled item.
+        item: (L,) int, the labelled item, 0 to I − 1.
         annotator: (L,) int, who gave the label, as an index into `annotators`.
         choice: (L,) int, `FIRST`, `SECOND` or `TIE`, in the order of the answers in the item's first row.
         swapped: (L,) bool, whether the annotator was shown the answers in the reverse order of the item's first row.
@@ -191,8 +191,9 @@ def _said(column: pd.Series) -> pd.Series:
 
 def _scores(table: pd.DataFrame, columns: Columns) -> pd.DataFrame:
     """
-    Return each row's score of each answer, where higher is better: ranks are negated. A choice gives the chosen answer
-    1 and the other 0; a tie gives both ½.
+    Return the scores of each row's answers, a column for each answer; higher is better, so ranks are negated.
+
+    A choice gives the chosen answer 1 and the other 0; a tie gives both ½.
     """
     if columns.scores:
         scores = table[[*columns.scores]].apply(pd.to_numeric) * (-1 if columns.lowest_wins else 1)
@@ -250,10 +251,10 @@ def noisy_bradley_terry(
     scores' sign. L-BFGS, started at s = 0, finds the mode of the posterior.
 
     Args:
-        answers: (L, 2) int, the two answers of each label.
+        answers: (L, 2) int, the two answers of each label, as numbers from 0 to R − 1.
         first_wins: (L,) 1 if the first answer is preferred, 0 if the second is, ½ for a tie, which counts as half a
             win of each.
-        annotator: (L,) int, who gave each label.
+        annotator: (L,) int, who gave each label, as numbers from 0 to A − 1.
         size: number R of answers.
         steps: largest number of steps of L-BFGS.
 

@@ -132,8 +132,8 @@ def wanted(run: Run) -> dict[str, str]:
     """
     Map the label of each metric that the verdict names to its key in the log.
 
-    If the run logs a reward, these are score, held-out gold and KL. For another run they are the first metric of the
-    [`headline`], and the losses. If some metrics of the headline are on held-out data, only these count.
+    If the run logs a reward, the verdict names score, held-out gold and KL. For another run it names the first metric
+    of the [`headline`], and the losses; metrics on training data are named only if none is on held-out data.
     """
     shown = headline(run)
     if "reward" in run.metrics:
@@ -199,7 +199,7 @@ def sentence(said: str) -> str:
 
 def runbook(alerts: Iterable[dict[str, Any]]) -> dict[str, list[list[str]]]:
     """
-    Return the tables of the runbook sections that alerts link to, by section; a table is rows of Markdown cells.
+    Return the table of each section of the runbook that alerts link to, by its name: a list of rows of Markdown cells.
 
     The page contains these sections, so an alert's link works wherever the page is copied.
     """

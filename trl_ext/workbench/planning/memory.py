@@ -94,7 +94,8 @@ class LiveBytes(TorchDispatchMode):
 
 def fake(build: Callable[[], Any]) -> tuple[Any, FakeTensorMode]:
     """
-    Return the modules that `build` makes, on fake tensors without memory, and the `FakeTensorMode` to run them in.
+    Return what `build` returns, such as a tuple of modules, but on fake tensors without memory; and the
+    `FakeTensorMode` to run the modules in.
     """
     with torch.device("meta"):  # PEFT cannot add an adapter within the mode
         made = build()

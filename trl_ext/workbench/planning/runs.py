@@ -147,7 +147,7 @@ class Job:
     Describe a run to plan.
 
     Args:
-        stage: which training stage it is.
+        stage: the training stage, such as `ppo`.
         args: its training arguments, such as a `PPOConfig`.
         layout: how the run is spread over processes.
         policy: configuration of the trained model, which is a classifier in the stages `reward` and `pretrain_critic`.
@@ -161,7 +161,7 @@ class Job:
         ref_model: whether a reference model is given. It is then kept in memory, even if an adapter is trained.
         shared_rewards: number of reward models that are adapters on the policy's base.
         loaded_rewards: the models that reward functions load, see [`LoadedReward`].
-        turns: largest number of turns of an episode of PPO; above 1 with tools.
+        turns: how often PPO's policy generates in an episode, at most; above 1 with tools.
         ref_adapter: whether training continues an existing adapter. The reference is then a copy of this adapter.
         only_environment: whether an environment gives all rewards, so that no reward model can be fooled.
     """
@@ -244,7 +244,8 @@ class Plan:
 
     Args:
         roles: the models of the run.
-        phases: for each phase, the bytes that it needs besides weights and optimizer state, by purpose.
+        phases: for each phase, such as `update`, the bytes that it needs besides weights and optimizer state, by
+            purpose.
         schedule: batch sizes and numbers of steps, by name.
         checkpoint: bytes on disk of one checkpoint.
         host: bytes that a process keeps in the machine's memory: what is offloaded, and the copy of a checkpoint that
@@ -430,7 +431,7 @@ def seconds_per_example(
     Args:
         job, plan: the run, and its plan.
         gpu, efficiency: the GPU's nominal speed, and how much of it the run reaches.
-        tokens: number of tokens of one text; None takes the longest text allowed. `generate` always takes this one.
+        tokens: number of tokens of one text; None takes the longest text allowed, which `generate` always takes.
     """
     args, policy = job.args, plan.roles[0]
     is_ppo = job.stage == "ppo"

@@ -253,7 +253,7 @@ def numel(*modules: nn.Module | None) -> int:
 
 
 def linear_weights(model: nn.Module) -> frozenset[int]:
-    """Return the ids of the weights that bitsandbytes quantises: frozen linear layers, but not the output heads."""
+    """Return the `id` of each weight that bitsandbytes quantises: of frozen linear layers, but not of output heads."""
     return frozenset(
         id(module.weight)
         for name, module in model.named_modules()
@@ -277,7 +277,7 @@ def role_of(
         job: the run.
         name: name of the role.
         parameters: parameters of the model; tied weights count once.
-        quantized: ids of the weights that a quantised base stores in `job.bits` bits.
+        quantized: the `id` of each weight that a quantised base stores in `job.bits` bits, see [`linear_weights`].
         note: text to show beside the role.
         is_sharded: whether the model's weights are sharded where the run's layout is ZeRO-3 or FSDP2.
     """
@@ -323,8 +323,9 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
     Only one of them generates; the dictionary of the other is empty.
 
     vLLM is counted apart from the trainer, also where it runs in the trainer's process, with weights and KV cache in
-    16 bits. TRL lets it generate `max_completion_length` tokens after the history in each turn, and cuts answers that
-    are too long afterwards. Without vLLM, a second KV cache of the same size is counted if there are several turns.
+    16 bits. TRL lets vLLM generate `max_completion_length` tokens in each turn, after the prompt and earlier turns,
+    and cuts answers that are too long afterwards. Without vLLM, a second KV cache of the same size is counted if there
+    are several turns.
 
     Args:
         job: the run.
@@ -387,11 +388,12 @@ def scoring_phase(
     return {"activations": max(peaks), "gathered weights": _gathered(job, model, reference)}
 
 
-def scored(batch: dict[str, Tensor], width: int) -> dict[str, Any]:
+def scored(batch: dict[str, Tensor], width: int) -> dict[str, Tensor]:
     """
     Return the batch with what the actor-critic needs for the log-probs and values of each row's last `width` tokens.
 
-    That is `targets`, the ids of these tokens, and `predicts`, the index of the token before each in the flat batch.
+    Two tensors are added, (rows · width,): `targets`, the ids of these tokens; and `predicts`, the index of the token
+    before each, in the flat batch.
     """
     rows, length = batch["input_ids"].shape
     predicts = torch.arange(rows)[:, None] * length + torch.arange(length - width - 1, length - 1)

@@ -110,8 +110,8 @@ class PromptReport:
         duplicates: groups of exact and near duplicates, which may hold rows of several sets.
         words: number of words of each prompt.
         scripts: for each prompt the script that most of its letters have.
-        copied: maps a set's name to a number for each of its answers: the share of the answer's runs of words that
-            also occur in the corpus.
+        copied: maps a set's name to a share for each of its answers: of the answer's runs of `copied_words` words,
+            the share that also occurs in the corpus. The sets that make the corpus are not in it.
     """
 
     sets: dict[str, PromptSet]
@@ -207,7 +207,7 @@ def left_out(report: PromptReport, remove: Kind = "near", held_out: Iterable[str
         held_out: names of the sets to evaluate on.
 
     Returns:
-        A dict from each set's name to a text for each of its rows: one of `REASONS`, or "" if the row is kept.
+        A dict from each set's name to an array with a text for each row: one of `REASONS`, or "" if the row is kept.
     """
     held_out, reasons = {*held_out}, {}
     empty, shared, duplicate = REASONS
@@ -223,9 +223,9 @@ def left_out(report: PromptReport, remove: Kind = "near", held_out: Iterable[str
     return reasons
 
 
-def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tuple]:
+def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
     """
-    Return for each row of a set its values in `columns`, to stratify splits by them.
+    Return for each row of a set a tuple of its values in `columns`, as texts, to stratify splits by them.
 
     Args:
         report: report of [`examine_prompts`].
@@ -268,7 +268,7 @@ def divide(
         seed: seed of the order.
 
     Returns:
-        A dict from each set's name to the split's name for each of its rows, "" if the row is left out.
+        A dict from each of `names` to an array with the split's name for each row, "" if the row is left out.
     """
     near, kept = report.duplicates.near, {name: reasons[name] == "" for name in report.sets}
     groups = np.concatenate([near[report.places[name]][kept[name]] for name in names])

@@ -198,8 +198,8 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
     Args:
         report: what was found in the sets.
         args: the command's arguments.
-        reasons: for each set's name, why each row is left out; "" for rows that stay.
-        splits: for each set that is divided, the name of each row's split.
+        reasons: for each set's name, why each row is left out, as [`left_out`] returns it.
+        splits: for each set that is divided, the name of each row's split, as [`divide`] returns it; else {}.
     """
     from .prompt_sets import REASONS
 
@@ -231,8 +231,8 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
         leaks = report.shared(name, args.held_out or others, "near") & (reasons[name] == "")
         if args.write and name not in args.held_out and leaks.any():
             found["notes"].append(
-                f"the copy of {name!r} keeps {leaks.sum()} rows that {'held-out' if args.held_out else 'other'} sets "
-                "have, too: to leave them out, name those sets in `held_out`, and set `remove: near`"
+                f"the copy of {name!r} keeps rows ({leaks.sum()}) that {'held-out' if args.held_out else 'other'} "
+                "sets have, too: to leave them out, name those sets in `held_out`, and set `remove: near`"
             )
     for option, name, bound in ((option, *each) for option, of in args.bounds.items() for each in of.items()):
         key, what = _BOUNDS[option]

@@ -39,7 +39,10 @@ _CHARACTERS = 2000  # most characters of a text that is shown
 
 class Scorer:
     """
-    Score answers by a reward function; count answers without a finite score, and answers that the function truncated.
+    Score answers by a reward function.
+
+    `counts` has the numbers of `answers` scored, of scores that are None (`none`), and of infinite or NaN scores
+    (`not_finite`). `truncated` is the number of answers that the function truncated.
 
     Args:
         function: reward function with TRL's signature.
@@ -52,7 +55,7 @@ class Scorer:
         self.truncated = 0.0
 
     def __call__(self, answers: Sequence[Answer]) -> np.ndarray:
-        """Return a score for each answer, NaN if it has no finite score."""
+        """Return the (N,) scores of N answers; NaN for an answer without a finite score."""
         if not answers:
             return np.zeros(0)
         logged: dict[str, float] = {}
@@ -139,7 +142,7 @@ def examine(
     without, truncated = len(material.pairs) - len(kept), round(score.truncated)
     said = {
         failed: failed and failed not in report["verdict"]["reasons"],
-        f"{without:,} pairs are left out: an answer has no finite score.": without,
+        f"{without:,} of {len(material.pairs):,} pairs are left out: an answer has no finite score.": without,
         f"{truncated:,} of {score.counts['answers']:,} scored texts are longer than the model reads: the beginning of "
         "their prompts was cut off.": truncated,
     }
@@ -197,7 +200,8 @@ def _distributions(scored: dict[str, np.ndarray], shown: dict[str, list[Answer]]
           training pairs.
 
     Args:
-        scored: scores of each set of answers, by name; NaN for none.
+        scored: scores of each set of answers, NaN for none. The sets are `chosen` and `rejected`, `training chosen`
+            and `training rejected`, and `policy`.
         shown: the answers of each set, in the same order.
     """
     sets = {name: scores[np.isfinite(scores)] for name, scores in scored.items()}
@@ -251,7 +255,8 @@ def _probes(
         seed: seed of the random choices.
 
     Returns:
-        The results of the probes, and ""; or [], and a sentence on why the probes could not be run.
+        The results of the probes, as [`~trl_ext.evaluation.probe_reward`] returns them, and ""; or, if the probes
+        could not be run, [] and a sentence that says why.
     """
     given = [answer for pair in pairs for answer in pair]  # good and bad answers
     of_prompt = {answer.texts()[0]: answer for answer in given}
@@ -320,7 +325,7 @@ def verdict(report: dict[str, Any], probes_failed: str = "", has_rankings: bool 
             not_judged.append(f"Not judged: {said}: the data have too few answers or prompts for it.")
         elif not sign * (value if sign > 0 else abs(value)) >= sign * bound:  # also a NaN
             is_chance = key == "max_length_bias" and interval[0] <= 0 <= interval[1]
-            sentence = f"{said} is {'below' if sign > 0 else 'above'} the bound {bound:g}"
+            sentence = f"{said} is {'below' if sign > 0 else 'beyond'} the bound {bound:g}"
             (not_judged if is_chance else broken).append(
                 f"Not judged: {sentence}, but it may be 0: give more pairs." if is_chance else f"T{sentence[1:]}."
             )

@@ -135,7 +135,8 @@ def trained_pairs(args: RewardReportArguments) -> Any:
     """
     Return the pairs that the tested models were trained on, as recorded in their folders.
 
-    The result's `is_complete` is False if a model has no folder or no complete record.
+    The result is a [`~trl_ext.data.TrainedPairs`]. Its `is_complete` is False if a model has no folder or no complete
+    record.
     """
     from ...data import TrainedPairs
 
@@ -202,7 +203,7 @@ def objections(rewards: "Sequence[Any]") -> list[str]:
 
     Returns:
         A text for each report that did not pass: a line that names the report, and a line for each of its first three
-        reasons. A reward without a report, or with a report without a verdict, has no text.
+        reasons. There is none for a reward that has no report, or a report without a verdict.
     """
     found: dict[str, None] = {}  # each sentence once
     for reward in rewards:
@@ -236,7 +237,7 @@ def report_trained(
         trainer: a `trl.RewardTrainer`, trained.
         held_out, train: datasets of usable pairs (`chosen`, `rejected`) before tokenization: those to measure on, and
             those that the model was trained on.
-        measured: further entries of the report.
+        measured: further entries of the report, by name.
         trained: all pairs that the model was ever trained on, as [`~trl_ext.data.TrainedPairs`], none of them in
             `held_out`; None if these are just `train`.
         group_columns: columns to compare the accuracy by; None takes those with a usual name, such as `topic`.

@@ -98,6 +98,7 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
                 f"{folder / 'texts.jsonl'} to see why"
             )
         write_rows(folder / f"{name}.jsonl", rows)
+    written = [[text for text in of.values() if text] for of in texts.values()]
     used = [journal.rows[key, step] for key in prompts for step in steps if (key, step) in journal.rows]
     found = {
         "model": made["sft/train"][0]["model"],
@@ -106,7 +107,7 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
         "sft": len(made["sft/train"]),
         "pairs": len(made["pairs/train"]),
         "left_out": dict(left_out),
-        "length": [fmean(len(text) for of in texts.values() if (text := of[step])) for step in (0, steps[-1])],
+        "length": [fmean(len(given[at]) for given in written if given) for at in (0, -1)],
         "outcomes": dict(Counter(row["why"] for row in used)),
         "calls": len(used),
         **tokens_of(used),

@@ -95,8 +95,8 @@ class HackWatch(MonitorCallback):
         Add a rollout to the attribution.
 
         Args:
-            prompts, completions: (N) texts or messages.
-            scores: (N) each completion's score. Completions whose score is None or not finite are left out.
+            prompts, completions: N prompts and their N completions, texts or messages.
+            scores: N numbers, one for each completion. A completion whose score is None or not finite is left out.
         """
         values = np.array(scores, float)
         kept = np.flatnonzero(np.isfinite(values)).tolist()

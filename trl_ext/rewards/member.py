@@ -118,14 +118,17 @@ class Member(TellsFailures, HoldsRewards):
 
 
 def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any]:
-    """Call a reward function; return for each completion its score, an error, or [`FAILED`]."""
+    """
+    Call a reward function with `kwargs`; return for each of `count` completions its score, an error, or NaN if the
+    function failed on it.
+    """
     scores = scores_in(awaited(telling(function)(**kwargs)), count)
     failed = failed_rows(function, scores)
     return [FAILED if failed[row] else number_or_error(score, row) for row, score in enumerate(scores)]
 
 
 def telling(function: Callable) -> Callable:
-    """Return the reward function; of a [`TellsFailures`], the method that distinguishes rows on which it failed."""
+    """Return the function to call for scores: `scores_or_nan` of a [`TellsFailures`], else the reward function."""
     return function.scores_or_nan if isinstance(function, TellsFailures) else function
 
 
@@ -174,8 +177,8 @@ def scores_of_all(
     members: Sequence[Member], log_metric: Any = None, log_extra: Any = None, **kwargs: Any
 ) -> list[list[float | None]]:
     """
-    Call each member as a reward function, and return its list of scores, as [`Member.scores_or_nan`] does, in the
-    order of `members`.
+    Call each member as a reward function. Return a list of scores for each member, in the order of `members`, with NaN
+    where the member failed and was skipped.
 
     Members with a true `in_background` run in threads, at the same time as the others.
 
@@ -377,7 +380,7 @@ def text_of(completion: Any) -> str:
     return "\n".join(str(content) for content in contents if content not in (None, ""))
 
 
-def recorded(completion: Any) -> Any:
+def recorded(completion: Any) -> str | list[dict[str, Any]]:
     """
     Return a completion in the form that files store: its messages if it has several or a tool call, else its text.
     """

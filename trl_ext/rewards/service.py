@@ -173,7 +173,7 @@ class ServedReward(TellsFailures):
             call: has the deadline; records the seconds of an answered request, and the waits before retries.
             body: the request's content.
             path: path at the server; None: the reward's own.
-            check: raises an error for an answer that cannot be used.
+            check: function that takes the answer, and raises an error if the answer cannot be used.
 
         Raises:
             UnavailableError: the server could not be reached, was too busy or sent no JSON, at every try; or it was
@@ -278,8 +278,8 @@ def _client(process: int) -> httpx2.Client:
 
 def failure_of(error: Any, message: str) -> ServiceError:
     """
-    Return an exception with this message for an `error` object in an answer with status 200. The object's `code`
-    counts as the status if it is 400 or more; if not, 503 does.
+    Return an exception with this message for `error`, an object in an answer with status 200. Its class follows from
+    the status: the object's `code` if that is 400 or more, else 503.
     """
     code = str(error.get("code")) if isinstance(error, dict) else ""
     return _failure(int(code) if code.isdecimal() and int(code) >= 400 else 503, message)

@@ -35,8 +35,8 @@ class TellsFailures:
     """
     Base class of rewards that distinguish rows on which they failed from rows that they do not apply to.
 
-    A subclass defines `scores_or_nan`, which returns NaN for the former and None for the latter. A call of the reward
-    returns None for both.
+    A subclass defines `scores_or_nan`, which returns NaN for a row on which the reward failed, and None for a row that
+    it does not apply to. A call of the reward returns None for both.
     """
 
     scores_or_nan: Callable[..., list[float | None]]  # as `__call__`, but NaN, not None, for a row that failed
@@ -48,7 +48,7 @@ class TellsFailures:
 
 class HoldsRewards:
     """
-    Base class of rewards that hold other rewards: they run in the background if one of those does.
+    Base class of rewards that hold other rewards. Such a reward runs in the background if a reward that it holds does.
 
     The rewards that they hold are found in the attributes `reward`, `members` (a list), `judge` and `function`.
     """
@@ -134,7 +134,8 @@ def telling(function: Callable) -> Callable:
 
 def failed_rows(function: Callable, scores: Sequence[Any]) -> list[bool]:
     """
-    Return for each of the `scores`, which [`telling`] gave, whether the reward function failed on that row.
+    Return for each of the `scores` whether the reward function failed on that row. The scores are those that the
+    function from [`telling`] returned.
 
     A [`TellsFailures`] marks failed rows by NaN. Any other function gives a failed row None if it, or a reward that it
     holds, has `on_error="skip"`. This None looks like "does not apply", so every None that such a function returns

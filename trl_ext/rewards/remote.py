@@ -250,7 +250,7 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | None) -> li
 
     Raises:
         ServiceError: the answer does not have the format of `api`, or does not have `count` scores; or the model has
-            no label `label`; or it has several labels, but `label` is None.
+            no label `label`; or the model has several labels, but `label` is None.
     """
     try:
         if api == "trl-ext":

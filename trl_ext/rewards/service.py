@@ -145,8 +145,8 @@ class ServedReward(TellsFailures):
 
     def check(self, outcomes: Sequence[Any]) -> None:
         """
-        If `on_error` is `"raise"`, raise a `RewardFailed` for the first error in `outcomes`, which has a score or an
-        error for each row. A [`WithheldError`] does not count, and a `TimeoutError` only if there is no other error.
+        If `on_error` is `"raise"`, raise a `RewardFailed` for the first error in `outcomes`. A [`WithheldError`] does
+        not count, and a `TimeoutError` only if there is no other error. `outcomes`: for each row a score or an error.
         """
         # One that was not asked since another one failed is not the cause
         errors = [(isinstance(each, TimeoutError), row) for row, each in enumerate(outcomes) if self._ends_call(each)]

@@ -150,8 +150,8 @@ class ConsoleCallback(ProgressCallback):
 
     def _row(self, kind: str, state: Any, values: dict[str, float]) -> None:
         """
-        Write a row that begins with `kind`, below a new header if it is due; write nothing without `values`. A row
-        `train` also updates the progress bar.
+        Write a row that begins with `kind`, such as `train`, and has `values`, numbers by heading; write no empty row.
+        A new header comes first if the headings have changed, or after 20 rows. `train` updates the progress bar, too.
         """
         if not values:
             return
@@ -179,7 +179,10 @@ class ConsoleCallback(ProgressCallback):
             bar.clear()
 
     def _show_alert(self, record: logging.LogRecord) -> bool:
-        """Filter the alerts' logger: print `record` here, and return False, unless the script has a log handler."""
+        """
+        Print an alert's `record`, and return False, so that it is not logged. If the script has a log handler, only
+        return True, so that the handler gets the record.
+        """
         if _alerts.hasHandlers():
             self._clear()
             return True

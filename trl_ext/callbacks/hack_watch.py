@@ -45,7 +45,7 @@ class HackWatch(MonitorCallback):
     The monitor acts when `watch/risk` is above `limit`. The risk is 0 unless the rise is significant. These features
     do not count:
 
-    - features that are `expected`, digits, and the number of tool calls; that of repeated tool calls does count
+    - features that are `expected`, digits, and the number of tool calls; the number of repeated calls does count
     - features that became rarer, except length and characters
     - a phrase, unless at least the share `spread` of the completions has it: fewer may be answers to a few prompts
     - a character, unless it explains a quarter of the rise: right words change all frequencies a little
@@ -95,8 +95,8 @@ class HackWatch(MonitorCallback):
         Add a rollout to the attribution.
 
         Args:
-            prompts, completions: (N) texts or messages.
-            scores: (N) each completion's score. Completions whose score is None or not finite are left out.
+            prompts, completions: N prompts and their N completions, texts or messages.
+            scores: N numbers, one for each completion. A completion whose score is None or not finite is left out.
         """
         values = np.array(scores, float)
         kept = np.flatnonzero(np.isfinite(values)).tolist()

@@ -343,8 +343,10 @@ class MonitorCallback(TrainerCallback):
 
     def read_kl(self, optional: bool = False) -> float | None:
         """
-        Return this log's KL in nats per completion: a KL per token is multiplied by the mean length. Return None if
-        the log has none; this raises no notice if the KL is `optional`, see [`MonitorCallback.read`].
+        Return this log's KL in nats per completion; a KL per token is multiplied by the mean length.
+
+        Return None if the KL, or the length that is needed, is missing. If `optional` is True, this raises no notice,
+        see [`MonitorCallback.read`].
         """
         kl = self.read("kl", optional=optional)
         if not self.kl_is_per_token:
@@ -505,7 +507,8 @@ def error_of_mean(spread: float | None, count: float | None) -> dict[str, Any]:
     """
     Return a dict with `error`, the standard error of a mean over `count` answers, and `dof`, its degrees of freedom.
 
-    `spread` is the standard deviation of single answers. Return {} if it or the count is unknown.
+    `spread` is the standard deviation of single answers. Return {} if `spread` or `count` is None, or if `spread` is
+    not finite.
     """
     if spread is None or count is None or not math.isfinite(spread):
         return {}

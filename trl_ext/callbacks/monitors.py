@@ -396,8 +396,8 @@ class ScoreFallCallback(MonitorCallback):
     Args:
         sigmas: alert when the mean score falls by more than this, in standard deviations of single scores.
         left: alert when the mean length, or the number of tool calls, is below this share of its baseline.
-        baseline: number of answers in the baseline, the first ones of the run; rounded up to whole rollouts, at least
-            2 and at most 16.
+        baseline: number of answers in the baseline, the first ones of the run. The number is rounded up to whole
+            rollouts, from 2 to 16 of them.
         others: see [`MonitorCallback`].
     """
 
@@ -484,7 +484,7 @@ class RewardDriftCallback(MonitorCallback):
         independent = count / (getattr(self._args, "num_generations", None) or 1)
 
         def bound(sigmas: float) -> dict[str, float]:
-            """Return the bound start + sigmas · σ, and its standard error, since start and σ are estimates."""
+            """Return arguments of `Series.above`: `plus`, start + sigmas · σ, and its standard error, `error`."""
             return {"plus": start + sigmas * sigma, "error": sigma * math.sqrt((1 + sigmas**2 / 2) / independent)}
 
         if risen := means.above(**bound(self.sigmas)):

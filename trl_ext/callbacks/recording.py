@@ -154,7 +154,8 @@ class PrometheusCallback(TrainerCallback):
 
     It exports:
 
-    - the gauges `trl_ext_step`, `trl_ext_kl`, `trl_ext_entropy`, …, one for each quantity of `METRICS`, in its unit
+    - the gauges `trl_ext_step`, `trl_ext_kl`, `trl_ext_entropy`, …, one for each quantity of
+      `trl_ext.callbacks.METRICS` that the trainer logs, in its unit
     - the gauge `trl_ext_log{key=…}`, for every logged number
     - the counter `trl_ext_alerts_total{monitor=…}`
 
@@ -272,8 +273,8 @@ class ReportCallback(TrainerCallback):
     Args:
         rows: training rows; None if they are not known. Hashes of their prompts are kept beside the model, so that
             `trl-ext evaluate` can refuse prompts that the model was trained on.
-        start: folder or hub name of the model that the run starts from; None if it is not known. Hashes in this folder
-            are kept, too.
+        start: folder or hub name of the model that the run starts from; None if it is not known. If this folder has
+            such hashes, they are kept, too.
     """
 
     def __init__(self, rows: Any = None, start: str | None = None):
@@ -323,8 +324,8 @@ def record_run(trainer: Any, samples: bool = False) -> None:
             trainer.add_callback(AnswersCallback(trainer=trainer, prompts=prompts))
         else:
             logger.warning(
-                f"`record_answers` finds no prompt in the first {count} rows of the data: give them a column `prompt` "
-                "or `messages`, or set `record_answers` to 0."
+                f"`record_answers={count}`: the first rows of the data have no prompt. Give them a column `prompt` or "
+                "`messages`, or set `record_answers` to 0."
             )
     # The page is of the output directory: a run that records elsewhere has none
     if recorder.folder is None and own(ReportCallback) is None:

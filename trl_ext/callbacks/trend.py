@@ -62,8 +62,8 @@ class Series:
             dof: the degrees of freedom of `error`.
             answers: number of answers that `value` is averaged over, if each answer's number is in [0, 1]. It is given
                 in place of `error`, which is then computed.
-            is_clustered: only with `answers`: whether they may depend on each other. The error is then also estimated
-                from the scatter of earlier values, and the larger of the two errors is used.
+            is_clustered: whether the `answers` may depend on each other. If so, the error is also estimated from the
+                scatter of earlier values, and the larger of the two errors is used.
         """
         self.is_clustered = is_clustered
         memory, last, first, wanted = self.memory, self.memory["last"], self.memory["first"], self.wanted
@@ -143,7 +143,10 @@ class Series:
         return None
 
     def _errors(self, number: int, mean: float) -> tuple[float, float, float]:
-        """Return the standard errors of the mean of the last `number` values and of the baseline, and their dof."""
+        """
+        Return three numbers: the standard error of `mean`, the mean of the last `number` values; the standard error of
+        the baseline; and the degrees of freedom of both.
+        """
         memory, wanted = self.memory, max(self.wanted, 1)
         _, steps, variances, answers = zip(*memory["last"][-number:], strict=True)
         before = max(0.0, memory["squared_steps"] - sum(steps))  # the scatter is of the values before these

@@ -140,8 +140,8 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     Split a command line into accelerate's arguments and the recipe's. A flag's values stay with the flag.
 
     Accelerate's arguments also get the path of the file that `--accelerate_config` names, and of the DeepSpeed file
-    that the configuration names. If `--num_processes` is above 1, and neither a flag nor the configuration says how to
-    distribute the processes, they get `--multi_gpu`, without which accelerate would start only one.
+    that the configuration names. If neither a flag nor the configuration says how to distribute several processes,
+    `--multi_gpu` is added: without it accelerate would start only one process.
     """
     import yaml
     from accelerate.commands.config.config_args import default_config_file

@@ -57,7 +57,7 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
     Args:
         dataset: rows as a trainer reads them, see [`prompt_groups`]. If all rows have the same prompt, single rows are
             held out.
-        eval_size: number of rows to hold out at most, if any prompt has so few; 0 for none.
+        eval_size: most rows to hold out; 0 for none. There are more only if each prompt has more rows than this.
         seed: seed of the random order.
 
     Returns:
@@ -81,7 +81,7 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
         say(f"All {len(rows):,} rows have the same prompt, so held-out and training rows share it.")
     elif len(sizes) < len(rows):
         of = f"{is_held.sum():,} of the {len(sizes):,} prompts"
-        say(f"`eval_size` {eval_size:,}: {held.sum():,} of {len(rows):,} rows are held out: all rows of {of}.")
+        say(f"`eval_size` {eval_size:,}: held out {held.sum():,} of {len(rows):,} rows, all rows of {of}.")
     return dataset.select(rows[~held]), dataset.select(rows[held])
 
 

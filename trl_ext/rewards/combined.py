@@ -123,7 +123,7 @@ class EnsembleReward(HoldsRewards):
 def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> list[Callable]:
     """
     Load the members given as folders or hub names, as [`ModelReward`]s with `model_kwargs`; return all members.
-    Adapters of one base share it.
+    Adapters of the same base share one copy of that base.
     """
     from ..models.loading import SharedBase, base_named_by, is_adapter
     from .model import ModelReward

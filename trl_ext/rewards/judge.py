@@ -121,8 +121,8 @@ class JudgeReward(ServedReward):
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **columns: Any
     ) -> list[float | None]:
         """
-        Return each completion's score; None if `compare` has no text for it, NaN if its score was withheld, or if it
-        failed and `on_error` is "skip".
+        Return each completion's score. It is None if the column `compare` has None for the row. It is NaN if the
+        judge's message was withheld, or if the row failed and `on_error` is "skip".
 
         The arguments are those of a reward function; `log_metric`, TRL's function that logs, may be None.
         """
@@ -162,8 +162,8 @@ class JudgeReward(ServedReward):
 
     def completion(self, messages: list[dict[str, str]], call: Call) -> Any:
         """
-        Send `messages` to the judge; return the server's chat completion, or raise a [`ServiceError`]. `call` has the
-        deadline, and counts requests.
+        Send `messages` to the judge; return the server's chat completion, read from JSON, or raise a [`ServiceError`].
+        `call` has the deadline, and counts requests.
         """
         return self.request(call, {"model": self.model, "messages": messages, **self.settings}, check=choice_in)
 
@@ -195,7 +195,7 @@ def score_in(answer: Any, scale: tuple[float, float]) -> float:
             return score
     raise ServiceError(
         'the judge\'s message, or its last line, must be `Score: NUMBER` or `{"score": NUMBER}`, from '
-        f"{scale[0]:g} to {scale[1]:g}, but it ends in {_end(text)}: remove from the rubric what asks for another "
+        f"{scale[0]:g} to {scale[1]:g}, got {_end(text)} at the end: remove from the rubric what asks for another "
         "form, or take another judge"
     )
 
@@ -206,7 +206,8 @@ def _end(text: str) -> str:
 
 def choice_in(answer: Any) -> tuple[Any, Any]:
     """
-    Return the content and the `finish_reason` of the message in a server's `answer`, a chat completion.
+    Return the content and the `finish_reason` of the message in a server's `answer`, a chat completion read from JSON.
+    Either may be None.
 
     Raises:
         UnavailableError: there is no message, or the server failed while it wrote the message; another try may
@@ -239,10 +240,10 @@ def message_of(answer: Any) -> str:
     message, ended = choice_in(answer)
     text = message.strip() if isinstance(message, str) else ""
     if ended == "length":  # "Score: 1" may be the beginning of 10
-        raise ServiceError(f"the judge's message was cut off and ends in {_end(text)}: raise `max_tokens`")
+        raise ServiceError(f"the judge's message was cut off (its end: {_end(text)}): raise `max_tokens`")
     if ended not in _WHOLE:
         raise WithheldError(
-            f"the server stopped or withheld the judge's message (finish_reason {repr(ended)[:40]}); it ends in "
+            f"the server stopped or withheld the judge's message (finish_reason {repr(ended)[:40]}); its end: "
             f"{_end(text)}"
         )
     return text
@@ -250,8 +251,8 @@ def message_of(answer: Any) -> str:
 
 def verdicts_in(text: str) -> tuple[str, str]:
     """
-    Return the two parts of a message that may be the verdict: the whole message, or the content of the fenced block
-    that it ends with; and the message's last line.
+    Return the two parts of a message that may be the verdict. The first is the whole message or, if the message ends
+    with a fenced block, the content of that block. The second is the message's last line.
     """
     _, fence, block = f"\n{text}".removesuffix("```").rpartition("\n```")
     whole = block.removeprefix("json").strip() if fence and text.endswith("```") else text

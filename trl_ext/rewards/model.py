@@ -66,7 +66,7 @@ def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
 
 
 def _loaded_tokenizer(tokenizer: Any, revision: str | None = None) -> Any:
-    """Return the tokenizer; load it if `tokenizer` is a folder or hub name (of `revision`)."""
+    """Load the tokenizer that a folder or hub name (of `revision`) names; return an object or None unchanged."""
     return AutoTokenizer.from_pretrained(tokenizer, revision=revision) if isinstance(tokenizer, str) else tokenizer
 
 

@@ -145,8 +145,8 @@ class ServedReward(TellsFailures):
 
     def check(self, outcomes: Sequence[Any]) -> None:
         """
-        If `on_error` is `"raise"`, raise a `RewardFailed` for the first error in `outcomes`, which has a score or an
-        error for each row. A [`WithheldError`] does not count, and a `TimeoutError` only if there is no other error.
+        If `on_error` is `"raise"`, raise a `RewardFailed` for the first error in `outcomes`. A [`WithheldError`] does
+        not count, and a `TimeoutError` only if there is no other error. `outcomes`: for each row a score or an error.
         """
         # One that was not asked since another one failed is not the cause
         errors = [(isinstance(each, TimeoutError), row) for row, each in enumerate(outcomes) if self._ends_call(each)]
@@ -173,7 +173,7 @@ class ServedReward(TellsFailures):
             call: has the deadline; records the seconds of an answered request, and the waits before retries.
             body: the request's content.
             path: path at the server; None: the reward's own.
-            check: raises an error for an answer that cannot be used.
+            check: function that takes the answer, and raises an error if the answer cannot be used.
 
         Raises:
             UnavailableError: the server could not be reached, was too busy or sent no JSON, at every try; or it was
@@ -278,8 +278,8 @@ def _client(process: int) -> httpx2.Client:
 
 def failure_of(error: Any, message: str) -> ServiceError:
     """
-    Return an exception with this message for an `error` object in an answer with status 200. The object's `code`
-    counts as the status if it is 400 or more; if not, 503 does.
+    Return an exception with this message for `error`, an object in an answer with status 200. Its class follows from
+    the status: the object's `code` if that is 400 or more, else 503.
     """
     code = str(error.get("code")) if isinstance(error, dict) else ""
     return _failure(int(code) if code.isdecimal() and int(code) >= 400 else 503, message)

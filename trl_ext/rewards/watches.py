@@ -56,16 +56,16 @@ class Watch:
 
     def write_completions(self, prompts: list, completions: list, scores: list[Any], trainer_state: Any) -> None:
         """
-        Append completions to `completions.rank{r}.jsonl`, each with its prompt and the score that this watch gives it.
-        `trainer_state` gives the step; None for no step.
+        Append completions to `completions.rank{r}.jsonl`, each with its prompt and what this watch found, an entry of
+        `scores`: a number or a dict. `trainer_state`, TRL's, has the step; None for no step.
         """
         step = getattr(trainer_state, "global_step", None)
         self.write_rows(prompts, completions, [{self.__name__: score} for score in scores], step)
 
     def write_rows(self, prompts: list, completions: list, scores: list[dict[str, Any]], step: int | None) -> None:
         """
-        Append completions to `completions.rank{r}.jsonl`, each with its prompt, the step (None: unknown) and a mapping
-        from names to scores.
+        Append completions to `completions.rank{r}.jsonl`, each with its prompt, the step (None: unknown) and an entry
+        of `scores`, a mapping from names to scores.
 
         If another watch has just written some of the same completions, add the scores to the lines that it wrote.
         """

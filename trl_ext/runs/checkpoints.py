@@ -124,7 +124,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         return self.accelerator.unwrap_model(self.model)
 
     def _run_facts(self) -> dict[str, Any]:
-        """Return the facts that resuming compares besides the training arguments; all processes must call this."""
+        """Return by name the facts that resuming compares besides the training arguments. All processes call this."""
         model, rows, args = self._given_model, self.given_rows, self.args
         revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
         return {

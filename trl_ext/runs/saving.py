@@ -145,7 +145,7 @@ class BackgroundSaving(_Trainer):
             if not self._has_warned_of_room:
                 logger.warning(
                     f"`save_in_background` needs {self._size / 2**30:.1f} GiB in {folder}, which "
-                    + (f"has {free / 2**30:.1f} free" if is_shared else "the other machines do not see")
+                    + (f"has {free / 2**30:.1f} GiB free" if is_shared else "the other machines do not see")
                     + ": training waits for each checkpoint. Set `staging_dir` to a folder with room that all "
                     "machines see."
                 )
@@ -158,7 +158,10 @@ class BackgroundSaving(_Trainer):
         return in_memory
 
     def _finish(self, checkpoint: Path, in_memory: Path | None, best: str) -> None:
-        """Move a checkpoint from the folder `in_memory`, if any, to the disk; mark it as complete; delete old ones."""
+        """
+        Move a checkpoint from the folder `in_memory`, if any, to the disk; mark it as complete; delete old ones, but
+        not the one named `best`.
+        """
         try:
             if in_memory is not None:
                 part = checkpoint.with_name(f"_{checkpoint.name}")  # a Trainer uploads no such name
@@ -194,7 +197,8 @@ class BackgroundSaving(_Trainer):
 
         Args:
             wait: whether to wait.
-            causes: for each process why it could not write its part, as `not_saved` says it, or None.
+            causes: for each process None, or the clause of `not_saved` on the part that it could not write. None in
+                place of the list: no process reports a failure.
         """
         if self._being_saved is None:
             return

@@ -229,8 +229,9 @@ def check_score_settings(config: Any) -> None:
     for is_wrong, message in [
         (
             [score is not None, penalty is not None, config.mask_truncated_completions].count(True) > 1,
-            f"`missing_eos_score={score}` replaces the score of a response without EOS, `mask_truncated_completions` "
-            f"leaves it out, and `missing_eos_penalty={penalty}` is subtracted from it. Set only one of the three.",
+            f"A response without EOS gets a fixed score (`missing_eos_score`, here {score}), a lower score "
+            f"(`missing_eos_penalty`, here {penalty}) or is left out (`mask_truncated_completions`, here "
+            f"{config.mask_truncated_completions}). Set only one of the three.",
         ),
         (
             bool(bounds) and not bounds[0] < bounds[1],

@@ -83,7 +83,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DPOConfig(f"{name.split('/')[-1] or 'model'}-DPO")
-        margin = ["margin"] if "margin" in (train_dataset.column_names or ()) else [*SCORES]
+        margin = ["margin"] if "margin" in (getattr(train_dataset, "column_names", None) or ()) else [*SCORES]
         read = {"confidence": args.use_confidence, "weight": args.use_weight}
         read["source"] = args.margin_normalization == "source"
         self._pair_columns = (*(margin if args.use_margin else ()), *(name for name in read if read[name]))

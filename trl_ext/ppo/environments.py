@@ -134,7 +134,7 @@ class Calls:
         finally:
             if hasattr(environment, "_step_reward"):
                 try:
-                    reward = finite_number(limited(environment._step_reward, self.timeout, "it"), row)
+                    reward = finite_number(limited(environment._step_reward, self.timeout, "it"), f"completion {row}")
                     self.rewards[row].append((self.turn, reward))
                 except Exception as error:
                     self.mistakes.note(f"`{type(environment).__name__}._step_reward`, row {row}", error)

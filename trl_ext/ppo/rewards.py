@@ -119,10 +119,12 @@ class CheckedReward:
             tokens = None
             if is_by_token(reward):
                 given = by_token(reward, row, len(ids))
-                tokens = [finite_number(score, f"{row}, token {token}") for token, score in enumerate(given)]
+                tokens = [
+                    finite_number(score, f"completion {row}, token {token}") for token, score in enumerate(given)
+                ]
                 reward = math.fsum(tokens)
             self.token_scores.append(tokens)
-            scores.append(None if reward is None or self.failed[row] else finite_number(reward, row))
+            scores.append(None if reward is None or self.failed[row] else finite_number(reward, f"completion {row}"))
         return scores
 
 

@@ -124,7 +124,7 @@ def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any
     """
     scores = scores_in(awaited(telling(function)(**kwargs)), count)
     failed = failed_rows(function, scores)
-    return [FAILED if failed[row] else number_or_error(score, row) for row, score in enumerate(scores)]
+    return [FAILED if failed[row] else number_or_error(score, f"completion {row}") for row, score in enumerate(scores)]
 
 
 def telling(function: Callable) -> Callable:

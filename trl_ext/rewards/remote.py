@@ -241,7 +241,7 @@ class RemoteReward(ServedReward):
         if self.api == "trl-ext":
             self._check_weights(answer)
         scores = scores_in_answer(self.api, answer, len(rows), self.label)
-        return [number_or_error(score, row) for row, score in enumerate(scores)]
+        return [number_or_error(score, "it") for score in scores]
 
 
 def scores_in_answer(api: str, answer: Any, count: int, label: int | None) -> list[Any]:

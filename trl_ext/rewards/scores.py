@@ -45,13 +45,13 @@ def scores_in(returned: Any, count: int) -> list[Any]:
     return list(returned)
 
 
-def finite_number(reward: Any, row: int | str) -> float:
+def finite_number(reward: Any, of: str) -> float:
     """
     Return a reward, a number of Python, NumPy or torch, as a float.
 
     Args:
         reward: the reward of a completion or of a token.
-        row: index of the completion for the message, or a text such as `"3, token 5"`.
+        of: what the reward is of, for the message, such as `"completion 3, token 5"`.
 
     Raises:
         TypeError: the reward is not a number.
@@ -62,19 +62,19 @@ def finite_number(reward: Any, row: int | str) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         value = None
     if value is None:
-        raise TypeError(f"returned {repr(reward)[:80]} for completion {row}; return a float")
+        raise TypeError(f"returned {repr(reward)[:80]} for {of}; return a float")
     if not abs(value) <= torch.finfo(torch.float32).max:  # true of NaN, too
-        raise ValueError(f"returned {value} for completion {row}; return a finite number")
+        raise ValueError(f"returned {value} for {of}; return a finite number")
     return value
 
 
-def number_or_error(reward: Any, row: int) -> float | Exception | None:
+def number_or_error(reward: Any, of: str) -> float | Exception | None:
     """
     Return a reward as a finite float, or None if it is None; for any other reward, return the error, which names
-    `row`.
+    what it is `of`.
     """
     try:
-        return None if reward is None else finite_number(reward, row)
+        return None if reward is None else finite_number(reward, of)
     except (TypeError, ValueError) as error:
         return error
 

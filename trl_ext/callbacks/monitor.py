@@ -343,10 +343,11 @@ class MonitorCallback(TrainerCallback):
 
     def read_kl(self, optional: bool = False) -> float | None:
         """
-        Return this log's KL in nats per completion; a KL per token is multiplied by the mean length.
+        Return this log's KL in nats per completion; a KL per token is multiplied by the mean length, the last known
+        one if the log has none.
 
-        Return None if the KL, or the length that is needed, is missing. If `optional` is True, this raises no notice,
-        see [`MonitorCallback.read`].
+        Return None if the log has no KL, or if no log has had the length that is needed. If `optional` is True, this
+        raises no notice, see [`MonitorCallback.read`].
         """
         kl = self.read("kl", optional=optional)
         if not self.kl_is_per_token:

@@ -78,7 +78,8 @@ def pack(
             one sequence, too.
 
     Returns:
-        The packed rows; `inputs` are the model's arguments, and `unpack` brings its outputs into the shape (B, T).
+        The packed rows. Pass `inputs` to the model, and take its outputs at `predicts`, one for each of the N
+        completion tokens; `unpack` arranges such (N,) values as (B, T).
     """
     prompts, completions = torch.tensor(lengths, dtype=torch.long).view(-1, 2).unbind(1)
     sizes = prompts + completions

@@ -222,7 +222,8 @@ class Role:
         parameters, trained: number of all weights, and of the trained ones.
         weights, gradients, optimizer: bytes of the weights, of the gradients and of the optimizer's state.
         note: text to show beside the role.
-        config: the model's configuration; None to use that of the job's policy or, for a reward model, of its rewards.
+        config: the model's configuration. None is that of the job's policy; for a reward model in PPO, that of the
+            first of `job.rewards`, if there is one.
         on_base: whether the model runs on the policy's base.
     """
 

@@ -39,7 +39,9 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
         - `completion_ids`, `prompt_ids`: for each answer or prompt, a list of its token ids.
         - `finished`: for each answer, whether it ends with EOS.
     """
-    accelerator, args, was_training = trainer.accelerator, trainer.args, trainer.model.training
+    accelerator = trainer.accelerator
+    args = trainer.args
+    was_training = trainer.model.training
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one
     prompt_ids = [list(ids[-tokenizer.model_max_length :]) for ids in prompt_token_ids(tokenizer, prompts)]
     config = getattr(accelerator.unwrap_model(trainer.model), "config", None)
@@ -98,7 +100,8 @@ class AnswersCallback(TrainerCallback):
     prompts: list[Any]
 
     def __post_init__(self) -> None:
-        self._watch, self._step = Watch(), -1
+        self._watch = Watch()
+        self._step = -1
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:  # else the run resumes from a checkpoint
@@ -309,7 +312,8 @@ class CanaryCallback(MonitorCallback):
         """
         first = self.memory.setdefault("first", now)
         advice = "Compare the last answers in `canary.jsonl` with the first ones there."
-        length, start = now["length"], max(first["length"], 1.0)
+        length = now["length"]
+        start = max(first["length"], 1.0)
         bound = start * self.length_factor if length > start else start / self.length_factor
         if length > max(start, bound) or length < min(start, bound):
             yield Finding("the canary's answers changed in length", advice, length, bound, start)

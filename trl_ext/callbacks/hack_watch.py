@@ -84,7 +84,8 @@ class HackWatch(MonitorCallback):
         # After the first step of a rollout the table holds that rollout; after an evaluation, the evaluation's answers
         table = getattr(self.trainer, "_logs", None)
         if table and table["prompt"] and (state.global_step - 1) % rollout_steps(args) == 0:
-            weights, self.step = self.trainer.reward_weights.numpy(force=True)[:, None], state.global_step
+            weights = self.trainer.reward_weights.numpy(force=True)[:, None]
+            self.step = state.global_step
             scores = np.where(weights, np.array([*table["rewards"].values()], float), np.nan)
             scores = np.where(np.isnan(scores).all(0), np.nan, np.nansum(scores * weights, 0))
             self.observe([*table["prompt"]], [*table["completion"]], scores.tolist())
@@ -128,7 +129,8 @@ class HackWatch(MonitorCallback):
     def _show(self, found: Attribution, answers: list[tuple[dict[str, float], str, float]]) -> None:
         """Keep what the logs and the page show of `found`. `answers`: each completion's features, text and score."""
         for each in found.paid:
-            name, parts = f"attribution/{each.kind}", self.memory["parts"]
+            name = f"attribution/{each.kind}"
+            parts = self.memory["parts"]
             parts[name] = parts.get(name, 0.0) + each.part
         self._shown = {"rise": self.memory["rise"], "paid": []}
         for each in found.paid[:3]:
@@ -167,7 +169,8 @@ class HackWatch(MonitorCallback):
         self.memory["gold_rose"] = rises or self.memory.get("gold_rose", False)
 
     def watch(self, logs):
-        fallen, rise = self.memory.get("gold"), self.memory.get("rise", 0.0)
+        fallen = self.memory.get("gold")
+        rise = self.memory.get("rise", 0.0)
         if fallen and rise > 0:
             self.memory["risk"] = 1.0
         elif self.memory.get("gold_rose"):

@@ -89,7 +89,8 @@ class JSONLCallback(TrainerCallback):
             keys = _MEASURED | ({"kl": kl.key} if kl else {})
             measured |= {name: numbers[key] for name, key in keys.items() if key in numbers}
             if "num_tokens" in numbers:
-                tokens, now = numbers["num_tokens"], time.monotonic()
+                tokens = numbers["num_tokens"]
+                now = time.monotonic()
                 if self._tokens is not None:
                     before, then = self._tokens
                     rate = (tokens - before) / max(now - then, 1e-9)
@@ -192,7 +193,8 @@ class PrometheusCallback(TrainerCallback):
             self.port = self._server.server_port
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        numbers, alerts = numbers_in(logs or {}), alerts_of(state)
+        numbers = numbers_in(logs or {})
+        alerts = alerts_of(state)
         known = metrics_of(args) if is_training_log(numbers) else {}
         self._gauge("step", "optimizer steps").set(state.global_step)
         for name, metric in known.items():
@@ -278,7 +280,8 @@ class ReportCallback(TrainerCallback):
     """
 
     def __init__(self, rows: Any = None, start: str | None = None):
-        self.rows, self.start = rows, start
+        self.rows = rows
+        self.start = start
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:

@@ -183,7 +183,8 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
 
     from ..upstream.names import SignalException, launch_command_parser, launch_training_script
 
-    parser, script = launch_command_parser(), str(Path(trl_ext.__file__).with_name("__main__.py"))
+    parser = launch_command_parser()
+    script = str(Path(trl_ext.__file__).with_name("__main__.py"))
     parser.exit_on_error = False
     if "--multi_gpu" in launch_flags and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # else each process would take itself for the only one

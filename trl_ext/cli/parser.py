@@ -67,7 +67,8 @@ class StrictTrlParser(TrlParser):
         for action in self._actions:
             for kind in _types_of(hints.get(action.dest)):
                 if get_origin(kind) is tuple:  # HfArgumentParser would call tuple("12"): ("1", "2")
-                    action.type, action.nargs = get_args(kind)[0], len(get_args(kind))
+                    action.type = get_args(kind)[0]
+                    action.nargs = len(get_args(kind))
 
     def parse_args_and_config(self, args: Iterable[str] | None = None) -> tuple[Any, ...]:
         args = list(sys.argv[1:] if args is None else args)

@@ -37,7 +37,8 @@ def token_rewards(
     if token_scores is not None:
         check_shapes(kl=kl, token_scores=token_scores)
         earlier = torch.where(mask.bool() & ~is_last, token_scores, 0.0)
-        rewards, scores = rewards + earlier, scores - earlier.sum(dim=1)
+        rewards = rewards + earlier
+        scores = scores - earlier.sum(dim=1)
     return rewards + torch.where(is_last, scores.unsqueeze(1), 0.0)
 
 
@@ -177,7 +178,8 @@ def turn_gae(
         sum is the returns.
     """
     check_shapes(rewards=rewards, values=values, mask=mask)
-    turns, starts = turn_numbers(mask), turn_starts(mask)
+    turns = turn_numbers(mask)
+    starts = turn_starts(mask)
     sums = torch.zeros_like(rewards).scatter_add(1, turns, torch.where(mask.bool(), rewards, 0.0))
     firsts = torch.zeros_like(values).scatter_add(1, turns, torch.where(starts, values, 0.0))
     is_turn = torch.arange(mask.shape[1], device=mask.device) < starts.sum(dim=1, keepdim=True)

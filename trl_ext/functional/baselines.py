@@ -69,7 +69,8 @@ def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: i
     _, (g, v), acts = _by_number(mask, returns.to(precise), values.to(precise))
     g, v, acts = (x.view(-1, size, x.size(1)) for x in (g, v, acts))
     count = acts.sum(1, keepdim=True)
-    means, counted = g.sum(1, keepdim=True) / count.clamp(min=1), acts & (count > 1)
+    means = g.sum(1, keepdim=True) / count.clamp(min=1)
+    counted = acts & (count > 1)
     gains, signals = ((x - means)[counted] for x in (g, v))
     centred = signals - signals.mean() if len(signals) else signals
     square = centred.square().sum()

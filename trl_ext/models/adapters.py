@@ -144,7 +144,8 @@ def merge_exactly(policy: Any) -> None:
             layer.merged_adapters.clear()
         kept.clear()
 
-    policy.merge_adapter, policy.unmerge_adapter = merge_adapter, unmerge_adapter
+    policy.merge_adapter = merge_adapter
+    policy.unmerge_adapter = unmerge_adapter
 
 
 # ---- Checks ----
@@ -313,12 +314,16 @@ def save_critic(actor_critic: "ActorCritic", folder: str, state_dict: dict[str, 
 
     If the weights are sharded, `state_dict` holds the actor-critic's gathered weights; else it is None.
     """
-    weights, critic, policy = weights_of("critic", state_dict), actor_critic.critic, actor_critic.policy
+    weights = weights_of("critic", state_dict)
+    critic = actor_critic.critic
+    policy = actor_critic.policy
     if actor_critic.has_own_critic:
         critic.save_pretrained(folder, state_dict=weights)
         return
     config = copy.deepcopy(policy.peft_config[CRITIC])
-    config.task_type, config.modules_to_save, config.inference_mode = "SEQ_CLS", ["score"], True
+    config.task_type = "SEQ_CLS"
+    config.modules_to_save = ["score"]
+    config.inference_mode = True
     config.save_pretrained(folder)
     adapter = get_peft_model_state_dict(
         policy, state_dict=weights_of("policy", state_dict), adapter_name=CRITIC, save_embedding_layers=False
@@ -467,7 +472,8 @@ def check_same_base(policy: Any, folder: str, hub_base: str | None) -> None:
     """
     recorded = recorded_base(folder)
     if not recorded:
-        theirs, ours = PeftConfig.from_pretrained(folder).base_model_name_or_path, _name_of_base(policy)
+        theirs = PeftConfig.from_pretrained(folder).base_model_name_or_path
+        ours = _name_of_base(policy)
         is_same = theirs is not None and ours is not None and os.path.realpath(theirs) == os.path.realpath(ours)
         why = (
             f"the adapter names the base {theirs or '(none)'}, the policy's base is {ours or 'unnamed'}, and no "
@@ -475,7 +481,8 @@ def check_same_base(policy: Any, folder: str, hub_base: str | None) -> None:
             "`trl_ext.models.save_base_fingerprint`"
         )
     elif recorded["quantization"] != (ours := quantization_of(policy)):
-        is_same, why = False, f"the bases differ in quantisation, {recorded['quantization']} and {ours}"
+        is_same = False
+        why = f"the bases differ in quantisation, {recorded['quantization']} and {ours}"
     else:
         is_same = hub_base is not None and recorded.get("base") == hub_base
         is_same = is_same or recorded["weights"] == base_fingerprint(policy)["weights"]

@@ -118,7 +118,8 @@ def load_adapted(
     config = PeftConfig.from_pretrained(path, revision=revision)
     base, base_revision = base_of(path, revision)
     kind = config.task_type or "CAUSAL_LM"
-    needs_head, is_whole = is_classifier and kind == "CAUSAL_LM", not is_deepspeed_zero3_enabled()
+    needs_head = is_classifier and kind == "CAUSAL_LM"
+    is_whole = not is_deepspeed_zero3_enabled()
     auto: Any = AutoModelForSequenceClassification if is_classifier else None
     labels = {"num_labels": 1} if is_classifier else {}
     with _ON_EACH_PROCESS() if is_classifier else nullcontext():
@@ -141,8 +142,10 @@ def load_adapted(
     fit_vocabulary(model, weights)
     kinds = {"config": config, "autocast_adapter_dtype": is_whole}  # ZeRO-3 gathers parameters of one dtype only
     if needs_head:  # PEFT cannot load a classifier's adapter without a head
-        config.task_type, config.modules_to_save = "SEQ_CLS", [*(config.modules_to_save or []), "score"]
-        config.inference_mode, config.init_lora_weights = False, True
+        config.task_type = "SEQ_CLS"
+        config.modules_to_save = [*(config.modules_to_save or []), "score"]
+        config.inference_mode = False
+        config.init_lora_weights = True
         weights[f"{HEAD}weight"] = model.score.weight.detach().clone()
         adapted = get_peft_model(model, config, autocast_adapter_dtype=is_whole)
     else:
@@ -264,7 +267,10 @@ class OneAdapter(nn.Module):
 
     def __init__(self, shared: "SharedBase", name: str):
         super().__init__()
-        self.model, self.config, self.shared, self.name = shared.model, shared.model.config, shared, name
+        self.model = shared.model
+        self.config = shared.model.config
+        self.shared = shared
+        self.name = name
 
     @property
     def device(self) -> Any:
@@ -297,9 +303,11 @@ class SharedBase:
             ValueError: the adapter has another base than the adapter added first, or cannot share a base.
         """
         revision = kwargs.get("revision")
-        base, name = base_named_by(path, revision), POLICY
+        base = base_named_by(path, revision)
+        name = POLICY
         if self.model is None:
-            self.base, self.model = base, load_adapted(path, is_classifier=True, **kwargs)
+            self.base = base
+            self.model = load_adapted(path, is_classifier=True, **kwargs)
         elif base is None or base != self.base:
             raise ValueError(
                 f"{path} cannot share a base with the adapter loaded first. Both must be LoRA adapters that leave the "

@@ -139,7 +139,8 @@ def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]
         For each of the K sequences, the list of its rows' indices.
     """
     order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
-    best, least = [], float("inf")
+    best = []
+    least = float("inf")
     while True:
         sequences: list[list[int]] = [[] for _ in range(most)]
         tokens = [0] * most
@@ -149,7 +150,8 @@ def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]
             tokens[shortest] += sizes[row]
         cost = most * max(tokens) * (6 * hidden_size + max(tokens))
         if cost < least:
-            best, least = sequences, cost
+            best = sequences
+            least = cost
         if most == 1:
             return best
         most = -(-most // 2)
@@ -209,7 +211,8 @@ def _attention(
     """
     if attention_mask is None or attention_mask.dtype != torch.int32:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    starts, longest = attention_mask[0, 0, :, 0].contiguous(), attention_mask.size(-1)
+    starts = attention_mask[0, 0, :, 0].contiguous()
+    longest = attention_mask.size(-1)
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype  # as SDPA is computed
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # (tokens, heads, size of a head)

@@ -27,7 +27,8 @@ def _alarm(seconds: float, what: str) -> Iterator[None]:
     def expired(*_: Any) -> None:
         raise TooSlow(f"{what} took more than {seconds:g} s (`tool_timeout`)")
 
-    before, start = signal.signal(signal.SIGALRM, expired), time.monotonic()
+    before = signal.signal(signal.SIGALRM, expired)
+    start = time.monotonic()
     # Repeated each second, since the function may catch the first exception
     left, again = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
@@ -90,7 +91,8 @@ class Calls:
     """
 
     def __init__(self, timeout: float | None, mistakes: Mistakes):
-        self.timeout, self.mistakes = timeout, mistakes
+        self.timeout = timeout
+        self.mistakes = mistakes
         self.turn = -1  # the turn that is being sampled
         self.rewards: dict[int, list[tuple[int, float]]] = defaultdict(list)  # of each row: turn and reward
 
@@ -201,7 +203,8 @@ def guarded(factory: Callable[[], Any], timeout: float | None, mistakes: Mistake
         except Exception as error:
             mistakes.note(f"environment {get_callable_name(factory)} could not be made", error)
             return NoEnvironment()
-        name, ask = type(environment).__name__, cast(Any, getattr(environment, "get_reward", None))
+        name = type(environment).__name__
+        ask = cast(Any, getattr(environment, "get_reward", None))
 
         def reset(original: Callable, /, *given: Any, **row: Any) -> Any:
             try:

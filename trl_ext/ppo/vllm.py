@@ -135,8 +135,10 @@ class ServerGuard:
         # TRL would try again for a minute, in silence, and a server restarted meanwhile would answer with old weights
         client.session.mount(client.base_url, HTTPAdapter(pool_maxsize=64))
         self._instance = _instance_of(client.base_url)
-        self._generate, client.generate = client.generate, self._guarded_generate
-        self._update, client.update_named_params = client.update_named_params, self._guarded_update
+        self._generate = client.generate
+        client.generate = self._guarded_generate
+        self._update = client.update_named_params
+        client.update_named_params = self._guarded_update
         client.reset_prefix_cache = partial(self._ask, client.reset_prefix_cache)
 
     def answered(self, answers: tuple) -> tuple:
@@ -296,8 +298,10 @@ class RolloutsAhead:
 
     def _prompts(self, number: int) -> list[list[int]]:
         """Return the prompt token ids of this process's rows of rollout `number`."""
-        trainer, args = self.trainer, self.trainer.args
-        size, local = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
+        trainer = self.trainer
+        args = self.trainer.args
+        size = args.generation_batch_size
+        local = args.generation_batch_size // trainer.accelerator.num_processes
         epoch, place = divmod(number, len(trainer.train_dataset) // (size // trainer.num_generations))
         order = trainer._get_train_sampler().rollouts_of(epoch)
         begin = place * size + trainer.accelerator.process_index * local

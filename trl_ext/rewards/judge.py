@@ -126,7 +126,8 @@ class JudgeReward(ServedReward):
 
         The arguments are those of a reward function; `log_metric`, TRL's function that logs, may be None.
         """
-        call, (low, high) = Call(time.monotonic() + self.deadline), self.scale
+        call = Call(time.monotonic() + self.deadline)
+        (low, high) = self.scale
         others = [None] * len(prompts) if self.compare is None else columns[self.compare]
         biases: list[float] = []  # of each comparison, how far the first answer's verdict is above the middle
 
@@ -139,7 +140,8 @@ class JudgeReward(ServedReward):
                 return self._verdict(prompt, answers, call)
             if len(answers) == 1:
                 return None
-            first, second = self._verdict(prompt, answers, call), self._verdict(prompt, answers[::-1], call)
+            first = self._verdict(prompt, answers, call)
+            second = self._verdict(prompt, answers[::-1], call)
             biases.append((first + second - low - high) / 2 / (high - low))
             return (first + low + high - second) / 2
 
@@ -218,7 +220,8 @@ def choice_in(answer: Any) -> tuple[Any, Any]:
         choice = answer["choices"][0]
         if error := choice.get("error"):
             raise failure_of(error, f"the server returned an error instead of a message: {repr(error)[:120]}")
-        message, ended = choice["message"].get("content"), choice.get("finish_reason")
+        message = choice["message"].get("content")
+        ended = choice.get("finish_reason")
     except (LookupError, TypeError, AttributeError) as error:
         raise UnavailableError(
             f"the server's answer is not a chat completion: {repr(answer)[:120]}. Check that the judge's URL is that "

@@ -90,7 +90,8 @@ def load_rewards(
         >>> functions[0](prompts=["Ask for tea."], completions=["Tea, please!"]), weights
         ([1.0], [0.5])
     """
-    functions, weights = [], []
+    functions = []
+    weights = []
     for place, entry in enumerate(entries or [], 1):
         try:
             reward, weight = _parts(entry)

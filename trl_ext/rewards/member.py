@@ -209,7 +209,8 @@ def message_of(name: str, error: Exception) -> str:
 
     If the message lacks that prefix, put the error's type before it, unless the error is a [`RewardFailed`].
     """
-    message, own = str(error), f"reward '{name}': "
+    message = str(error)
+    own = f"reward '{name}': "
     if message.startswith(own) or isinstance(error, RewardFailed):
         return message.removeprefix(own)
     return f"{type(error).__name__}: {message}"

@@ -122,13 +122,17 @@ class ServedReward(TellsFailures):
             )
         self.url = url.rstrip("/").removesuffix(path)
         self.path = path
-        self.timeout, self.deadline, self.retries = timeout, deadline, retries
-        self.max_concurrency, self.max_characters = max_concurrency, max_characters
+        self.timeout = timeout
+        self.deadline = deadline
+        self.retries = retries
+        self.max_concurrency = max_concurrency
+        self.max_characters = max_characters
         self.api_key_env = api_key_env
         self.on_error = checked_on_error(on_error)
         self.__name__ = name
         self._key()
-        self._failures, self._paused_until = 0, 0.0
+        self._failures = 0
+        self._paused_until = 0.0
 
     def ask(self, function: Callable, jobs: Sequence, until: float) -> list[Any]:
         """
@@ -204,7 +208,8 @@ class ServedReward(TellsFailures):
         return answer
 
     def _send(self, call: Call, body: Any, url: str, check: Callable[[Any], Any]) -> Any:
-        start, key = time.monotonic(), self._key()
+        start = time.monotonic()
+        key = self._key()
 
         def hidden(text: str) -> str:  # error messages quote what the server says
             return text.replace(key, HIDDEN) if key else text
@@ -220,7 +225,8 @@ class ServedReward(TellsFailures):
             raise UnavailableError(
                 hidden(f"the server did not answer: {type(error).__name__}: {error}")[:200]
             ) from error
-        text, wait = hidden(response.text), response.headers.get("retry-after", "")
+        text = hidden(response.text)
+        wait = response.headers.get("retry-after", "")
         said = "".join(filter(str.isprintable, " ".join(redacted(text[:2000]).split())))[:200]
         if response.status_code != 200:
             seconds = float(wait) if wait.isdecimal() else None

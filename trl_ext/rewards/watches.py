@@ -87,7 +87,8 @@ class Watch:
                 new.append(row)
         if len(new) < len(scores):
             os.truncate(path, begin)
-            size, new = begin, written + new
+            size = begin
+            new = written + new
         self.write("completions", new)
         Watch._newest[path] = size, path.stat().st_size if path.is_file() else 0, new
 
@@ -316,7 +317,8 @@ class RepetitionWatch(Watch):
         texts = [text_of(completion) for completion in completions]
         words = [words_of(text) for text in texts]
         grams = [list(zip(*(row[i:] for i in range(self.n)), strict=False)) for row in words]
-        total, different = sum(map(len, grams)), len({gram for row in grams for gram in row})
+        total = sum(map(len, grams))
+        different = len({gram for row in grams for gram in row})
         repeated = [1 - len(set(row)) / len(row) if row else 0.0 for row in grams]
         in_completions = Counter(gram for row in grams for gram in set(row))
         # Of equally frequent phrases take the alphabetically first, so that every run finds the same
@@ -407,5 +409,6 @@ def _pattern(phrase: str) -> str:
     words = regex.sub(_HIDDEN, "", _composed(phrase)).split()
     within = [f"{_HIDDEN}*".join(map(regex.escape, word)) for word in words]
     begins, ends = (regex.match(_WORD, end, regex.VERSION1) for end in (words[0][0], words[-1][-1]))
-    start, end = rf"(?<!{_WORD})" if begins else "", rf"(?!{_WORD})" if ends else ""
+    start = rf"(?<!{_WORD})" if begins else ""
+    end = rf"(?!{_WORD})" if ends else ""
     return start + rf"(?:\s|{_HIDDEN})+".join(within) + end

@@ -73,7 +73,8 @@ class Hold:
 
     def release(self) -> None:
         """Release the folder, so that another run can use it."""
-        lock, self._lock = self._lock, None
+        lock = self._lock
+        self._lock = None
         if lock is None:
             return
         if lock.lock_counter == 1:
@@ -151,7 +152,8 @@ def overlap(folder: Path, given: Path) -> str:
 
     Return a verb for a sentence, "holds" or "lies in the folder of"; "" if they do not overlap.
     """
-    mine, theirs = folder.resolve(), given.resolve()
+    mine = folder.resolve()
+    theirs = given.resolve()
     if mine == theirs or mine in theirs.parents:
         return "holds"
     # `datasets` reads a folder with all that lies below it

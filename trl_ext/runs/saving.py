@@ -25,7 +25,8 @@ else:
 
 logger = logging.get_logger(__name__)
 
-_MEMORY, _STAGED = "/dev/shm", "trl_ext_checkpoint_"
+_MEMORY = "/dev/shm"
+_STAGED = "trl_ext_checkpoint_"
 
 
 class NotSaved(RuntimeError):
@@ -47,7 +48,8 @@ def not_saved(path: str | os.PathLike[str], error: BaseException) -> str:
     Return a clause that says that the file at `path` could not be written, why (`error`), and how much disk space is
     free.
     """
-    folder, cause = Path(path).parent, str(getattr(error, "strerror", None) or error).strip().splitlines()[0]
+    folder = Path(path).parent
+    cause = str(getattr(error, "strerror", None) or error).strip().splitlines()[0]
     free = shutil.disk_usage(folder).free / 2**30
     return f"{Path(path).name} could not be written to {folder} ({cause}; {free:.1f} GiB are free there)"
 
@@ -186,7 +188,9 @@ class BackgroundSaving(_Trainer):
             print(f"{not_saved(self._being_saved[0], self._error)}.")
         if self.args.should_save:
             remove_links(Path(self.args.output_dir))
-        self._being_saved, self._thread, self._error = None, None, None
+        self._being_saved = None
+        self._thread = None
+        self._error = None
 
     def _check_saving(self, wait: bool = False, causes: list[str | None] | None = None) -> None:
         """
@@ -209,7 +213,10 @@ class BackgroundSaving(_Trainer):
         is_busy, cause = from_first((is_busy, cause))
         if is_busy:
             return
-        (checkpoint, best), self._being_saved, self._thread, self._error = self._being_saved, None, None, None
+        (checkpoint, best) = self._being_saved
+        self._being_saved = None
+        self._thread = None
+        self._error = None
         cause = next(filter(None, [*(causes or []), cause]), None)
         if cause is None:
             return

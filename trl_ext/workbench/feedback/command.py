@@ -138,7 +138,8 @@ def run(args: LabelArguments) -> dict[str, Any]:
     from .judges import Journal, LocalJudge, Question, ServedJudge, read_criteria
     from .report import of_all, of_known, prompt_groups, training_pairs, write_report
 
-    folder, (rubric, rubric_id) = Path(args.output_dir), read_criteria(args.rubric, "rubric", str)
+    folder = Path(args.output_dir)
+    (rubric, rubric_id) = read_criteria(args.rubric, "rubric", str)
     judge: Any
     if args.judge_url:
         settings = args.served(args.judge_url, args.judge_model, args.judge_extra)

@@ -142,7 +142,8 @@ def _rows(
     left_out: Counter[str] = Counter()
     made: dict[str, list[dict[str, Any]]] = {"sft/train": [], "pairs/train": [], "to_judge": []}
     for key, prompt in prompts.items():
-        of, sft = texts[key], None
+        of = texts[key]
+        sft = None
         if (first := of[0]) is None:
             left_out["without an answer"] += 1
             continue

@@ -93,7 +93,9 @@ class Journal:
     """
 
     def __init__(self, path: Path, by: str, names: Sequence[str]):
-        self.by, self.names, self._lock = by, names, threading.Lock()
+        self.by = by
+        self.names = names
+        self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
         if path.stat().st_size and not path.read_bytes().endswith(b"\n"):  # the line that a killed run was writing
@@ -223,7 +225,11 @@ class LocalModel:
     answers: Callable[[list[tuple[Any, list[int]]]], Iterable[dict[str, Any]]]
 
     def __init__(self, path: str, room: int, batch_size: int, dtype: str, use_cpu: bool):
-        self.path, self.room, self.batch_size, self.dtype, self.use_cpu = path, room, batch_size, dtype, use_cpu
+        self.path = path
+        self.room = room
+        self.batch_size = batch_size
+        self.dtype = dtype
+        self.use_cpu = use_cpu
         self.tokenizer = load_tokenizer(path)
         self.weights = path_identity(path)
 
@@ -367,7 +373,8 @@ class LocalJudge(LocalModel):
 
     def __init__(self, path: str, rubric: str, rubric_id: str, **local: Any):
         super().__init__(path, 1, **local)
-        self.rubric, self.identity = rubric, identity_of(self.weights, rubric_id, self.dtype, LOCAL)
+        self.rubric = rubric
+        self.identity = identity_of(self.weights, rubric_id, self.dtype, LOCAL)
         self.letters = [self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in "AB"]
         if self.letters[0] == self.letters[1]:
             raise ValueError(f"{path}: its tokenizer gives A and B the same tokens: use another model")

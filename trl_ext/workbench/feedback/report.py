@@ -90,7 +90,8 @@ def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -
     if not rows:
         return {"winners": 0, "accuracy": None, "shrink": None}
     right = sum(0.5 if said == "tie" else float(said == mine) for mine, _, said in rows)
-    accuracy, mean = (right + 0.5) / (len(rows) + 1), fmean(share for _, share, _ in rows)
+    accuracy = (right + 0.5) / (len(rows) + 1)
+    mean = fmean(share for _, share, _ in rows)
     return {"winners": len(rows), "accuracy": accuracy, "shrink": max(2 * accuracy - 1, 0) / (2 * mean - 1)}
 
 
@@ -135,7 +136,8 @@ def of_known(
           each with both labels (`people`, `judge`) and the judge's `messages`.
         - `gate`: a dict with `passed`, whether the judge may label; `reasons` why not; and `min_agreement`.
     """
-    theirs, votes = [people[row["key"]] for row in known], [votes_of(row) for row in known]
+    theirs = [people[row["key"]] for row in known]
+    votes = [votes_of(row) for row in known]
     ours, shares = zip(*map(choice_of, votes), strict=True)
     agreed, ends = kappa(ours, theirs, prompt_groups(known), args.seed)
     measured = noise(ours, shares, theirs)
@@ -288,11 +290,13 @@ def training_pairs(
 
 def sentences(report: dict[str, Any]) -> list[str]:
     """Return a report's main figures as sentences for the terminal."""
-    said, counted = [], report["left_out"]
+    said = []
+    counted = report["left_out"]
     if counted:
         said.append(f"Pairs left out: {', '.join(f'{count} {why}' for why, count in counted.items())}")
     if known := report.get("known"):
-        longer, agreed = known["longer"], with_interval(known["kappa"], known["kappa_interval"], ".2f", "not defined")
+        longer = known["longer"]
+        agreed = with_interval(known["kappa"], known["kappa_interval"], ".2f", "not defined")
         said += [
             f"Judge and people: kappa {agreed}, {known['rows']} pairs; the judge's winners that people chose, too: "
             f"{percent(known['accuracy'])} of {known['winners']}",

@@ -121,7 +121,8 @@ class LocalWriter(LocalModel):
 
     def __init__(self, path: str, constitution_id: str, temperature: float, max_tokens: int, seed: int, **local: Any):
         super().__init__(path, max_tokens, **local)
-        self.temperature, self.seed = temperature, seed
+        self.temperature = temperature
+        self.seed = seed
         said = (self.weights, constitution_id, temperature, max_tokens, seed, self.dtype, CRITIQUE, REVISE)
         self.identity = identity_of(*said)
 

@@ -104,7 +104,8 @@ class Batcher:
     """
 
     def __init__(self, function: Callable, limits: Limits):
-        self.member, self.limits = Member(function), limits
+        self.member = Member(function)
+        self.limits = limits
         self.waiting = 0  # rows; only the event loop's thread changes it
         self.registry = CollectorRegistry()
         made: dict[str, Any] = {"registry": self.registry, "namespace": "trl_ext_reward"}

@@ -40,7 +40,8 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
     """
     counts = labels.counts()
     alpha, interval = krippendorff_alpha(counts, labels.prompt, seed=seed)
-    is_choice, size = labels.choice != TIE, counts.sum(1)
+    is_choice = labels.choice != TIE
+    size = counts.sum(1)
     report = {
         "labels": len(labels),
         "items": int((size > 0).sum()),
@@ -85,7 +86,8 @@ def krippendorff_alpha(
     has_two = counts.sum(1) > 1
     if not has_two.any():
         return None, None
-    group, counts = (np.arange(len(counts)) if groups is None else groups)[has_two], counts[has_two]
+    group = (np.arange(len(counts)) if groups is None else groups)[has_two]
+    counts = counts[has_two]
     sums = resampled(np.column_stack([_disagreement(counts), counts]), group, seed, resamples)
     with np.errstate(invalid="ignore", divide="ignore"):
         return with_interval(1 - sums[:, 0] / _disagreement(sums[:, 1:]))
@@ -153,7 +155,9 @@ def per_annotator(labels: Labels) -> list[dict[str, Any]]:
           as a difference of shares.
         - `lean_z`: `lean` ÷ its standard error.
     """
-    counts, is_choice, first = labels.counts(), labels.choice != TIE, _shown_first(labels)
+    counts = labels.counts()
+    is_choice = labels.choice != TIE
+    first = _shown_first(labels)
     took_first = np.where(is_choice, labels.choice == first, np.nan)
     table = pd.DataFrame(
         {
@@ -197,7 +201,8 @@ def zscores(labels: Labels) -> np.ndarray:
     Returns:
         (A,) z-scores; NaN where z is not known, as with fewer than three annotators.
     """
-    z, people = np.full(len(labels.annotators), np.nan), np.unique(labels.annotator)
+    z = np.full(len(labels.annotators), np.nan)
+    people = np.unique(labels.annotator)
     is_measure = np.ones(len(z), bool)
     for _ in range(_ROUNDS):
         z = _zscores_against(labels, is_measure)
@@ -214,7 +219,9 @@ def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
     agrees = pd.Series(_others_share(labels, labels.where(own).counts(), labels.choice, own))
     agrees = agrees.groupby([labels.annotator, labels.prompt[labels.item]]).mean().dropna()
     by = agrees.groupby(level=0)
-    mean, noise, z = by.mean(), agrees.var(ddof=0) / by.size(), np.full(len(is_measure), np.nan)
+    mean = by.mean()
+    noise = agrees.var(ddof=0) / by.size()
+    z = np.full(len(is_measure), np.nan)
     for who in mean.index:
         others = mean.index[is_measure[mean.index] & (mean.index != who)]
         if len(others) < 2:

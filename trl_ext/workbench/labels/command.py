@@ -103,7 +103,8 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     from ...data import load_dataset_split
     from . import Columns, agreement_report, hold_out_annotators, read_labels
 
-    folder, table = Path(args.output_dir), find(args.dataset_name)
+    folder = Path(args.output_dir)
+    table = find(args.dataset_name)
     if table.exists() and (why := overlap(folder, table)):
         raise ValueError(f"`output_dir` {folder} {why} the table {args.dataset_name}: choose another folder")
     prompt, *more = args.prompt_columns
@@ -193,7 +194,8 @@ def _write_pairs(
 
 def page(report: dict[str, Any]) -> str:
     """Return the HTML page of a report that [`report_labels`] returned."""
-    people, off = report["annotators"], report["left_out_annotators"]
+    people = report["annotators"]
+    off = report["left_out_annotators"]
     findings = []
     if off:
         findings.append(

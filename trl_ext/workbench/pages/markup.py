@@ -138,7 +138,8 @@ def shown_answer(completion: Any, said: str = "") -> dict[str, Any]:
 
 def _parts(message: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return (CSS class, who, text) of each part of a message: a thought, a text, tool calls, or a tool's answer."""
-    role, content = message["role"], message.get("content") or ""
+    role = message["role"]
+    content = message.get("content") or ""
     text = (content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))[:PART]
     if role == "tool":  # TRL tells the policy of a failed call in this form
         return [("fails" if text.startswith("{'error':") else "hears", f"{message.get('name', 'tool')} said", text)]

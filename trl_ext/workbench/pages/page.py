@@ -148,7 +148,8 @@ def wanted(run: Run) -> dict[str, str]:
 def _change(run: Run, label: str, key: str) -> str:
     name, _, unit = label.partition(", ")
     first, *rest = ends(run, key)
-    what, shown = f"the {name}", [number(value, 3) + f" {unit}".rstrip() for value in (first, *rest)]
+    what = f"the {name}"
+    shown = [number(value, 3) + f" {unit}".rstrip() for value in (first, *rest)]
     if not rest:
         return f"{what} was {shown[0]}"
     if not is_finite(rest[0]):
@@ -203,7 +204,8 @@ def runbook(alerts: Iterable[dict[str, Any]]) -> dict[str, list[list[str]]]:
 
     The page contains these sections, so an alert's link works wherever the page is copied.
     """
-    wanted, tables = {alert["runbook"].partition("#")[2] for alert in alerts}, {}
+    wanted = {alert["runbook"].partition("#")[2] for alert in alerts}
+    tables = {}
     for part in (root() / RUNBOOK).read_text(encoding="utf-8").split("\n## ")[1:]:
         name, *lines = part.splitlines()
         rows = [line.strip(" |").split(" | ") for line in lines if line.startswith("|") and not line.startswith("|--")]

@@ -99,7 +99,8 @@ def fake(build: Callable[[], Any]) -> tuple[Any, FakeTensorMode]:
     """
     with torch.device("meta"):  # PEFT cannot add an adapter within the mode
         made = build()
-    mode, twins = FakeTensorMode(allow_non_fake_inputs=True), {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twins = {}
 
     def twin(tensor: Tensor) -> Tensor:  # one twin a tensor keeps tied weights tied
         if id(tensor) not in twins:

@@ -283,7 +283,9 @@ def known_not_to_work(job: Job) -> list[str]:
 
     Settings for which the run's configuration class raises an error are not checked here.
     """
-    args, layout, peft = job.args, job.layout, job.peft_config is not None
+    args = job.args
+    layout = job.layout
+    peft = job.peft_config is not None
     accumulated = args.gradient_accumulation_steps
     reasons = [
         (
@@ -434,7 +436,8 @@ def seconds_per_example(
         gpu, efficiency: the GPU's nominal speed, and how much of it the run reaches.
         tokens: number of tokens of one text; None takes the longest text allowed, which `generate` always takes.
     """
-    args, policy = job.args, plan.roles[0]
+    args = job.args
+    policy = plan.roles[0]
     is_ppo = job.stage == "ppo"
     length = tokens or (job.prompt_length + args.max_completion_length if is_ppo else job.length)
     rate = gpu.tflops * 1e12 * efficiency.mfu
@@ -468,7 +471,8 @@ def examples(job: Job, plan: Plan, rows: int | None) -> float | None:
 
     `rows` is the number of rows of the dataset. If it is None and the run's length depends on it, None is returned.
     """
-    args, is_ppo = job.args, job.stage == "ppo"
+    args = job.args
+    is_ppo = job.stage == "ppo"
     if is_ppo and args.total_episodes:
         return args.total_episodes
     if args.max_steps > 0 and is_ppo:
@@ -489,7 +493,8 @@ def hours(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, count: float, 
         count: number of examples of the whole run.
         tokens: as for [`seconds_per_example`].
     """
-    phases, processes = seconds_per_example(job, plan, gpu, efficiency, tokens), job.layout.processes
+    phases = seconds_per_example(job, plan, gpu, efficiency, tokens)
+    processes = job.layout.processes
     seconds = sum(phases.values())
     if job.stage == "ppo" and job.args.rollouts_ahead:  # generation and the rest overlap: only the longer one counts
         seconds = max(phases["generate"], phases["score"] + phases["update"])
@@ -503,7 +508,9 @@ def _forward(config: Any, weights: int, length: float) -> float:
 
 
 def _generation(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, rate: float) -> float:
-    config, args, weights = job.policy.get_text_config(), job.args, plan.roles[0].parameters
+    config = job.policy.get_text_config()
+    args = job.args
+    weights = plan.roles[0].parameters
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
     rows = rows if args.use_vllm else min(args.local_rollout_forward_batch_size, rows)
     width = job.compute_dtype.itemsize

@@ -48,7 +48,9 @@ def plan(job: Job) -> Plan:
 
 
 def _plan_without_rollouts(job: Job) -> Plan:
-    args, is_lm, texts = job.args, job.stage in ("sft", "dpo"), 2 if job.stage in ("reward", "dpo") else 1
+    args = job.args
+    is_lm = job.stage in ("sft", "dpo")
+    texts = 2 if job.stage in ("reward", "dpo") else 1
     has_reference = job.stage == "dpo" and (
         job.ref_model or (job.peft_config is None and not args.precompute_ref_log_probs)
     )
@@ -93,7 +95,8 @@ def _plan_without_rollouts(job: Job) -> Plan:
 
 
 def _plan_ppo(job: Job) -> Plan:
-    args, layout = job.args, job.layout
+    args = job.args
+    layout = job.layout
     length = job.prompt_length + args.max_completion_length
     has_reference = args.use_ref_model and (job.peft_config is None or job.ref_model)
     has_critic = args.baseline != "mean"
@@ -189,9 +192,11 @@ def _finish(job: Job, result: Plan) -> Plan:
         state = optimizer_bytes(role.trained, 4 if wide else size, job.args.optim)
         result.checkpoint += role.trained * (size + 4 * wide) + state
         if job.layout.offloads_optimizer:
-            result.host, role.optimizer = result.host + role.optimizer, 0
+            result.host = result.host + role.optimizer
+            role.optimizer = 0
         if job.layout.offloads_weights:
-            result.host, role.weights = result.host + role.weights, 0
+            result.host = result.host + role.weights
+            role.weights = 0
     if getattr(job.args, "save_in_background", False):  # a copy; without DeepSpeed the first process writes all
         result.host += share(result.checkpoint, job.layout.processes if wide else 1)
     return result
@@ -281,14 +286,16 @@ def role_of(
         note: text to show beside the role.
         is_sharded: whether the model's weights are sharded where the run's layout is ZeRO-3 or FSDP2.
     """
-    layout, optim = job.layout, job.args.optim
+    layout = job.layout
+    optim = job.args.optim
     parameters = list({id(p): p for p in parameters}.values())
     trained = [p for p in parameters if p.requires_grad]
     quantized = quantized if job.bits else frozenset()
     small = sum(p.numel() for p in parameters if id(p) in quantized)
     weights = quantized_bytes(small, job.bits or 8, job.nested)
     weights += sum(p.nbytes for p in parameters if id(p) not in quantized)
-    gradients, count = sum(p.nbytes for p in trained), sum(p.numel() for p in trained)
+    gradients = sum(p.nbytes for p in trained)
+    count = sum(p.numel() for p in trained)
     if layout.is_deepspeed:  # a float32 copy of the weights, and the optimizer's moments
         state = count * 4 + optimizer_bytes(count, 4, optim)
     elif layout.mode == "fsdp2" and job.mixed is not None:  # accelerate keeps trained weights in float32
@@ -341,7 +348,8 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
         weights = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
         return {}, {"weights": 2 * weights, "KV cache": kv_cache_bytes(config, local, length, 2)}
     # Without gradients no layer's activations are kept
-    depth, config.num_hidden_layers = config.num_hidden_layers, 2
+    depth = config.num_hidden_layers
+    config.num_hidden_layers = 2
     policy.eval()
     # Without autocast, since accelerate puts autocast on the actor-critic's forward only, not on the policy's
     prefill = forward_peak(

@@ -83,7 +83,9 @@ def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
     Raises:
         ValueError: a policy was trained on some of the prompts.
     """
-    hashes, seen, unknown = prompt_hashes(rows), [], []
+    hashes = prompt_hashes(rows)
+    seen = []
+    unknown = []
     for name, policy in policies.items():
         if (trained := load_trained_prompts(policy)) is None:
             unknown.append(
@@ -93,7 +95,10 @@ def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
         elif len(places := np.flatnonzero(np.isin(hashes, trained))):
             seen.append(f"{name} was trained on {len(places)} of {len(rows)} prompts (row {places[0]} is the first)")
     if seen:
-        raise ValueError(f"{'; '.join(seen)}: leave these prompts out, as `trl-ext prompts` does")
+        raise ValueError(
+            f"{'; '.join(seen)}: evaluate on other prompts, or leave these out: `trl-ext prompts --sets "
+            "prompts=PROMPTS train=TRAINING_DATA --held_out train --output_dir FOLDER` writes a copy without them"
+        )
     return unknown
 
 
@@ -168,7 +173,8 @@ def kl_of(reference: str, answered: dict[str, tuple[str, list[dict]]], sampling:
         A dict from each policy's name to a list with an estimate for each answer, in nats; None in place of the list
         if policy and reference have different vocabularies.
     """
-    model, tokens = sampling.load(reference), load_tokenizer(reference).get_vocab()
+    model = sampling.load(reference)
+    tokens = load_tokenizer(reference).get_vocab()
     found: dict[str, Any] = {}
     for name, (policy, rows) in answered.items():
         highest = max(token for row in rows for token in (*row["prompt_ids"], *row["completion_ids"]))

@@ -97,7 +97,8 @@ def material_of(
     if group_columns is None:
         group_columns = [name for name in GROUPS if name in held_out.column_names]
     held_out.select_columns([*group_columns])  # a typo fails here, not after hours of scoring
-    hashes, count = pair_hashes(held_out), len(held_out)
+    hashes = pair_hashes(held_out)
+    count = len(held_out)
     shared = int((trained.has_an_answer_of(hashes) & ~trained.has(hashes)).sum())
     said = {
         f"{left_out:,} of {left_out + count:,} pairs are left out: the reward was trained on them.": left_out,
@@ -157,7 +158,8 @@ def gather(args: Any, trained: TrainedPairs) -> Material:
     if count := len(rankings) - len(found.rankings):
         found.unknown.append(f"{count:,} of {len(rankings):,} rankings are left out: the reward was trained on them.")
     if args.policy_answers:
-        file, columns = args.policy_answers, ("prompt", "completion")
+        file = args.policy_answers
+        columns = ("prompt", "completion")
         rows = load_dataset_split(file, default_split(file), columns=columns)
         rows = rows.select(range(min(len(rows), _ROWS)))
         found.policy = [answer_in(row, row["completion"], bool(row.get("finished", True))) for row in rows]
@@ -184,7 +186,8 @@ def _training_pairs(args: Any, held_out: str) -> Dataset | None:
 
     If `args` name none, return None where that split does not exist, or is `held_out`, the split to test on.
     """
-    name, split = args.train_name or args.dataset_name, args.train_split or "train"
+    name = args.train_name or args.dataset_name
+    split = args.train_split or "train"
     is_named = args.train_name or args.train_split
     if (name, split) == (args.dataset_name, held_out) and not is_named:
         return None
@@ -217,7 +220,9 @@ def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[D
     first = next((value for value in dataset["rejected"] if value), None)
     if not isinstance(first, list) or is_text(first):  # a list of messages is one answer, not a list of answers
         return usable_pairs(dataset, f"the split {split!r}", drop), [], []
-    rows, best, several = [], [], 0
+    rows = []
+    best = []
+    several = 0
     for row in dataset:
         chosen = row["chosen"] if isinstance(row["chosen"], list) and not is_text(row["chosen"]) else [row["chosen"]]
         if len(chosen) > 1:

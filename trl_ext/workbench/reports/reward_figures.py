@@ -50,7 +50,8 @@ class Scorer:
     """
 
     def __init__(self, function: Callable, name: str | None = None):
-        self.function, self.name = function, name or get_callable_name(function)
+        self.function = function
+        self.name = name or get_callable_name(function)
         self.counts: Counter[str] = Counter(answers=0, none=0, not_finite=0)
         self.truncated = 0.0
 
@@ -69,7 +70,8 @@ class Scorer:
             log_metric=logged.__setitem__,
         )
         given = scores_in(awaited(returned), len(answers))
-        scores, none = np.array(given, float), given.count(None)
+        scores = np.array(given, float)
+        none = given.count(None)
         self.counts.update(answers=len(scores), none=none, not_finite=int((~np.isfinite(scores)).sum()) - none)
         self.truncated += sum(v for k, v in logged.items() if k.endswith("/truncated")) * len(scores)
         return np.where(np.isfinite(scores), scores, math.nan)
@@ -139,7 +141,8 @@ def examine(
     report["probes"], failed = _probes(score, pairs, material.train or material.pairs, probe_rows, phrases, seed)
     report |= {"unscored": dict(score.counts), "bounds": bounds}
     report["verdict"] = verdict(report, failed, bool(material.rankings))
-    without, truncated = len(material.pairs) - len(kept), round(score.truncated)
+    without = len(material.pairs) - len(kept)
+    truncated = round(score.truncated)
     said = {
         failed: failed and failed not in report["verdict"]["reasons"],
         f"{without:,} of {len(material.pairs):,} pairs are left out: an answer has no finite score.": without,
@@ -169,7 +172,8 @@ def _of_pairs(
         return len(ids)
 
     gaps = torch.tensor([length(one) - length(other) for one, other in pairs])
-    margins, prompts = chosen - rejected, [one.texts()[0] for one, _ in pairs]
+    margins = chosen - rejected
+    prompts = [one.texts()[0] for one, _ in pairs]
     temperature = fit_temperature(margins)
     return {
         **reward_model_report(chosen, rejected, gaps),
@@ -215,7 +219,8 @@ def _distributions(scored: dict[str, np.ndarray], shown: dict[str, list[Answer]]
             }
     base = "training chosen" if "training chosen" in found["scores"] else "chosen"
     if "policy" in found["scores"]:
-        known, own = sets[base], sets["policy"]
+        known = sets[base]
+        own = sets["policy"]
         beyond = torch.tensor(own > np.quantile(known, 0.99)).double()
         found["policy"] = {
             "answers": len(own),
@@ -299,8 +304,11 @@ def verdict(report: dict[str, Any], probes_failed: str = "", has_rankings: bool 
         - `reasons`: why it does not pass: sentences on broken bounds, then on bounds that are not judged.
         - `not_judged`: the sentences of `reasons` on bounds that are not judged.
     """
-    bounds, bias, probes = report["bounds"], report["length_bias"], report["probes"]
-    ranking, best = report["ranking"] or {}, report["best_of_n"] or {}
+    bounds = report["bounds"]
+    bias = report["length_bias"]
+    probes = report["probes"]
+    ranking = report["ranking"] or {}
+    best = report["best_of_n"] or {}
     broken: list[str] = []
     not_judged: list[str] = []
     for name, key, sign, value, interval in (
@@ -340,7 +348,8 @@ def verdict(report: dict[str, Any], probes_failed: str = "", has_rankings: bool 
         broken.append(probes_failed)
     if most is not None and len(suspicious) > most:
         for each in suspicious:
-            what, gain = "phrase" if each["phrase"] else "probe", (each["gain_on_better"], each["interval_on_better"])
+            what = "phrase" if each["phrase"] else "probe"
+            gain = (each["gain_on_better"], each["interval_on_better"])
             broken.append(
                 f"The {what} {each['phrase'] or each['name']!r}: {each['why']}. On good answers the score changes by "
                 f"{with_interval(*gain, '+.2f')} standard deviations."
@@ -361,7 +370,9 @@ def accuracy_name(report: dict[str, Any]) -> str:
 
 def page(report: dict[str, Any]) -> str:
     """Return the HTML page of a report that [`examine`] returned."""
-    bias, policy, said = report["length_bias"], report["policy"], report["verdict"]
+    bias = report["length_bias"]
+    policy = report["policy"]
+    said = report["verdict"]
     suspicious = sum(probe["suspicious"] for probe in report["probes"])
     return render(
         Path(__file__).with_name("reward_report.html.j2"),

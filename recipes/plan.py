@@ -388,7 +388,7 @@ def made_to_fit(job: Job, result: Plan, gpu_memory: float, given: list[str]) -> 
             continue
         if less.peak < 0.97 * result.peak:
             lines.append(f"  {found[0]:<62}{result.peak / GIB:7.1f} → {less.peak / GIB:.1f} GiB")
-            (flag, job) = found
+            flag, job = found
             result = less
             flags += flag.split()
     if not flags:

@@ -120,7 +120,7 @@ def test_a_verdict_that_was_withheld_or_stopped_is_no_score_and_ends_no_run(reas
             assert judge(["p"] * 3, ["good", "bad", "fine"], log_metric=logged.__setitem__) == [4, None, 4]
         assert len(came) == 4 and logged[f"rewards/{name}/failed"] == 1 / 3
         assert f"'{name}' failed on 1 of 3" in caplog.text
-        assert f"stopped or withheld the judge's message (finish_reason {reason!r});" in caplog.text
+        assert f"stopped or withheld the judge's message (finish_reason {reason!r})," in caplog.text
 
 
 def test_a_comparison_is_made_in_both_orders_and_a_judges_habit_is_seen():

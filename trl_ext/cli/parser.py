@@ -231,9 +231,9 @@ def read_yaml(text: str) -> Any:
 
 def entry_of(entry: Any) -> Any:
     """
-    Parse a text that is a mapping or list in YAML; return any other entry, such as a path, unchanged.
+    Parse a text that begins with `{` or `[` as YAML; return any other text, such as a path, unchanged.
 
-    Of a list, each entry is parsed.
+    Each entry of a Python list is treated so; any other value is returned unchanged.
     """
     if isinstance(entry, list):
         return [entry_of(each) for each in entry]

@@ -90,16 +90,18 @@ class Sums:
     - `names`: (F) "score" and the F − 1 features that are tracked. x has a completion's values of these
     - `gram`: (F, F) Σ x̃ x̃ᵀ over all completions, where x̃ is x minus its mean in the group, or in the rollout
     - `free`: degrees of freedom of `gram`
-    - `between`: (F) sum of squares of the groups' means around the mean of the rollouts before
-    - `first`: for each name, Σ x over the first rollouts
+    - `between`: (F) sum of the squared distances of the groups' means from the weighted mean of the earlier rollouts;
+      in the first rollout, from its own mean
+    - `first`: dict from a name to its Σ x over the first rollouts, also for phrases that are not tracked
     - `begin`: number of completions in the first rollouts
     - `now`: (F) weighted Σ x. Each rollout of 16 or more completions halves the weights of the rollouts before it
-    - `newest`: (2) sum of all these weights, and sum of their squares
+    - `newest`: (2) sum of all completions' weights, and sum of their squares
     - `rollouts`, `count`, `groups`: numbers of rollouts, completions and groups so far
 
-    The first rollouts are those until there are 32 completions. A phrase can be tracked once 5 % of a rollout's
-    completions have it, and at least three do. Of these phrases, the ones are tracked whose share of completions has
-    changed most since the first rollouts. Before a phrase is tracked, its share counts as unchanged.
+    The first rollouts are those until there are 32 completions. The score and the features in `FIXED` are always
+    tracked; phrases fill the rest of at most 160 names. A phrase is a candidate once 5 % of a rollout's completions,
+    and at least three, have it. Those candidates are tracked whose share of completions has changed most since the
+    first rollouts. Before a phrase is tracked, its share counts as unchanged.
 
     Args:
         saved: the result of `dump`, to resume; None for new sums.
@@ -111,7 +113,7 @@ class Sums:
         size = len(self.names)
         self.gram = np.zeros((size, size))
         self.newest = np.zeros(2)
-        (self.between, self.now) = np.zeros((2, size))
+        self.between, self.now = np.zeros((2, size))
         self.free = self.begin = self.rollouts = self.count = self.groups = 0
         for name, each in (saved or {}).items():
             setattr(self, name, np.array(each) if isinstance(getattr(self, name), np.ndarray) else each)
@@ -289,8 +291,8 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
         """
         Fit the scores by the S features `chosen`, which are indices into `sums.names`.
 
-        Return the share of the variation that is left unexplained, the (S,) effects of the features, and the (S,)
-        variances of these effects × `sums.free`.
+        Return three values: the share of the variation that is left unexplained; the (S,) effects of the features; and
+        the effects' (S,) squared standard errors, still multiplied by the degrees of freedom, `sums.free` − S.
         """
         inverse = np.linalg.inv(ridged[np.ix_(chosen, chosen)])
         effects = inverse @ gram[chosen, 0]

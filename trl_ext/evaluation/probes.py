@@ -325,7 +325,7 @@ def _measured(
         if len(values):
             result |= {name: values.mean().item(), interval: bootstrap_interval(values)}
     for k in gains.argsort(descending=True, stable=True)[:_EXAMPLES].tolist():
-        (prompt, answer) = pairs[at[k]]
+        prompt, answer = pairs[at[k]]
         scores = {"score_before": before[at[k]].item(), "score_after": after[k].item()}
         result["examples"].append({"prompt": prompt, "before": answer, "after": new[k][1], **scores})
     return result | {"rows": len(at), "rows_of_better": int(better.sum())}

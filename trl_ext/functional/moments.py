@@ -38,7 +38,8 @@ def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
         mask: the shape of values, 1 = real; None takes all.
 
     Returns:
-        (5,) moments: mean, minimum and maximum in the unit of values, M2 in that unit squared.
+        (5,): count, mean, M2, minimum and maximum, in this order. Mean, minimum and maximum are in the unit of values,
+        M2 in that unit squared. Without any entry count, mean and M2 are 0, the minimum ∞ and the maximum −∞.
     """
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
     check_shapes(values=values, mask=mask)

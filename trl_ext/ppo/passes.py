@@ -97,7 +97,12 @@ class Passes:
             return {"logprobs": model(**inputs, fused_lm_head=True).log_probs}
 
     def _packs(self, model: Any) -> int | None:
-        """Return the model's hidden size if its rows can be packed without affecting each other, else None."""
+        """
+        Return the model's hidden size, which packing needs, if `padding_free` is set and packed rows do not affect
+        each other, else None.
+
+        The first call for a model tests this, and lets a model that passes use the variable-length attention kernel.
+        """
         if not self.args.padding_free:
             return None
         module = unwrapped(model)

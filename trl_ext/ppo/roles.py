@@ -344,9 +344,16 @@ def add_critic_adapter(
     Add the critic's adapter to the policy that `loader` holds. It is the first of these that exists:
 
     - the adapter at the path `value_model`;
-    - a copy of the adapter of a reward model whose index is in `heads` and in `rewards.critics()`, if it has the rank,
-      α and modules of `config`;
-    - a new adapter with the settings `config` (None: those of the policy's adapter).
+    - a copy of the adapter of the first reward model that is on the policy's base, has the policy's tokenizer and a
+      weight other than 0, and whose adapter has the rank, α and modules of `config`;
+    - a new adapter with the settings `config`.
+
+    Args:
+        loader: holds the policy.
+        rewards: all rewards.
+        heads: the heads of the reward models on the policy's base, by the index of the reward.
+        value_model: path of an adapter that was trained as a classifier; None for none.
+        config: settings of the critic's adapter; None for those of the policy's adapter.
 
     Returns:
         The critic's head, None for a head of zeros; and a phrase that says what adapter and head were made from.

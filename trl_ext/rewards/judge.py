@@ -127,7 +127,7 @@ class JudgeReward(ServedReward):
         The arguments are those of a reward function; `log_metric`, TRL's function that logs, may be None.
         """
         call = Call(time.monotonic() + self.deadline)
-        (low, high) = self.scale
+        low, high = self.scale
         others = [None] * len(prompts) if self.compare is None else columns[self.compare]
         biases: list[float] = []  # of each comparison, how far the first answer's verdict is above the middle
 
@@ -246,8 +246,8 @@ def message_of(answer: Any) -> str:
         raise ServiceError(f"the judge's message was cut off (its end: {_end(text)}): raise `max_tokens`")
     if ended not in _WHOLE:
         raise WithheldError(
-            f"the server stopped or withheld the judge's message (finish_reason {repr(ended)[:40]}); its end: "
-            f"{_end(text)}"
+            f"the server stopped or withheld the judge's message (finish_reason {repr(ended)[:40]}), so it is not "
+            f"used; it ends with {_end(text)}. If this happens often, loosen the server's content filter"
         )
     return text
 

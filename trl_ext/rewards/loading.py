@@ -164,9 +164,15 @@ def _mapped(argument: Any, value: Any, build: Callable[[Any], Any]) -> Any:
 
 def name_and_arguments(entry: Any, known: Mapping[str, Any], what: str, short: str) -> tuple[str, dict[str, Any]]:
     """
-    Return the name and the arguments of an entry `{Name: {argument: value, …}}`, whose name must be in `known`.
+    Return the name and the arguments of an entry `{Name: {argument: value, …}}`.
 
-    An error message calls the entry `what`, such as "reward", and the other form that it may have `short`.
+    Raises a `ValueError` if the entry has another form, or if its name is not in `known`.
+
+    Args:
+        entry: the entry.
+        known: the names that exist, as keys.
+        what: what messages call the entry, such as "reward".
+        short: what else such an entry may be, for the message, such as "a path to a function".
     """
     if not isinstance(entry, dict) or len(entry) != 1:
         raise ValueError(f"a {what} must be {short}, or one `Name: {{argument: value}}`, got {entry!r}")

@@ -119,8 +119,9 @@ class Member(TellsFailures, HoldsRewards):
 
 def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any]:
     """
-    Call a reward function with `kwargs`; return for each of `count` completions its score, an error, or NaN if the
-    function failed on it.
+    Call a reward function with `kwargs`; return one outcome for each of `count` completions: its score, which may be
+    None; an error if the score is not a finite number; NaN where the function itself tells that it failed, see
+    [`failed_rows`]. An exception that the function raises is not caught.
     """
     scores = scores_in(awaited(telling(function)(**kwargs)), count)
     failed = failed_rows(function, scores)

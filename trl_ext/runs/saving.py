@@ -213,7 +213,7 @@ class BackgroundSaving(_Trainer):
         is_busy, cause = from_first((is_busy, cause))
         if is_busy:
             return
-        (checkpoint, best) = self._being_saved
+        checkpoint, best = self._being_saved
         self._being_saved = None
         self._thread = None
         self._error = None

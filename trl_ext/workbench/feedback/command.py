@@ -139,7 +139,7 @@ def run(args: LabelArguments) -> dict[str, Any]:
     from .report import of_all, of_known, prompt_groups, training_pairs, write_report
 
     folder = Path(args.output_dir)
-    (rubric, rubric_id) = read_criteria(args.rubric, "rubric", str)
+    rubric, rubric_id = read_criteria(args.rubric, "rubric", str)
     judge: Any
     if args.judge_url:
         settings = args.served(args.judge_url, args.judge_model, args.judge_extra)

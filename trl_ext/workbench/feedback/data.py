@@ -94,8 +94,8 @@ def sample_pairs(prompts: Dataset, args: Any, folder: Path, left_out: Counter[st
         for place, row in enumerate(prompts):
             order = np.random.default_rng([args.seed, place]).permutation(len(answers))
             for a, b in zip(order[::2], order[1::2], strict=False):
-                (policy_a, of_a) = answers[a]
-                (policy_b, of_b) = answers[b]
+                policy_a, of_a = answers[a]
+                policy_b, of_b = answers[b]
                 texts = (row["prompt"], of_a[place]["completion"], of_b[place]["completion"])
                 kept = {name: row[name] for name in args.keep_columns or ()}
                 yield {**kept, **dict(zip(TEXTS, texts, strict=True)), "policy_a": policy_a, "policy_b": policy_b}

@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
             training_args.seed,
         )
     if eval_dataset is None:
-        training_args.eval_strategy, training_args.eval_on_start = "no", False
+        training_args.eval_strategy = "no"
+        training_args.eval_on_start = False
 
     # 3. Model: the trainer loads it, and the tokenizer, from the path
     training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)
@@ -95,7 +96,8 @@ def main(arguments: list[str] | None = None) -> None:
         result = trainer.train(resume_from_checkpoint=checkpoint)
 
     # 5. Save
-    metrics, outcome = save_and_evaluate(parser, trainer, result), ""
+    metrics = save_and_evaluate(parser, trainer, result)
+    outcome = ""
     if metrics:
         outcome = f", held-out preference accuracy {metrics['eval_rewards/accuracies']:.1%}"
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)

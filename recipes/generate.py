@@ -163,7 +163,8 @@ def main(arguments: list[str] | None = None) -> None:
                     tokens = {"prompt_ids": asked, "completion_ids": ids} if args.rollouts else {}
                     rows.append({**row, **tokens, **others})
             rows = gather_object(rows) if state.num_processes > 1 else rows
-            done, finished = done + len(rows), finished + sum(row["finished"] for row in rows)
+            done = done + len(rows)
+            finished = finished + sum(row["finished"] for row in rows)
             if file is not None:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 file.flush()

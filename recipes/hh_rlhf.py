@@ -43,7 +43,8 @@ def split_dialogue(text: str) -> list[dict[str, str]]:
     messages: list[dict[str, str]] = []
     parts = _TURN.split(text.strip())[1:]
     for speaker, content in zip(parts[::2], parts[1::2], strict=True):
-        role, content = _ROLES[speaker], content.strip()
+        role = _ROLES[speaker]
+        content = content.strip()
         if messages and messages[-1]["role"] == role:
             messages[-1]["content"] = "\n\n".join(filter(None, (messages[-1]["content"], content)))
         else:
@@ -59,7 +60,8 @@ def split_pair(chosen: str, rejected: str) -> dict[str, list[dict[str, str]]]:
         ValueError: the dialogues differ before the last message, have no question, or do not end with answers that
             have text. HH-RLHF has some such pairs; leave them out.
     """
-    one, other = split_dialogue(chosen), split_dialogue(rejected)
+    one = split_dialogue(chosen)
+    other = split_dialogue(rejected)
     answers = [*one[-1:], *other[-1:]]
     is_answered = len(answers) == 2 and all(each["role"] == "assistant" and each["content"] for each in answers)
     if not is_answered or one[:-1] != other[:-1] or [each["role"] for each in one[-2:-1]] != ["user"]:
@@ -79,7 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
     for split in ("train", "test"):
         with parser.one_line_errors():
             rows = load_dataset_split(args.dataset_name, split, columns=("chosen", "rejected"))
-        pairs, left_out = [], 0
+        pairs = []
+        left_out = 0
         for row in rows:
             try:
                 pairs.append(split_pair(row["chosen"], row["rejected"]))

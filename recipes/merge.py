@@ -54,7 +54,8 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     kinds: dict[str, Any] = {"CAUSAL_LM": AutoModelForCausalLM, "SEQ_CLS": AutoModelForSequenceClassification}
     config = PeftConfig.from_pretrained(args.adapter)
     kind = kinds[config.task_type or "CAUSAL_LM"]
-    base, kwargs = args.base_model or config.base_model_name_or_path or "", {}
+    base = args.base_model or config.base_model_name_or_path or ""
+    kwargs = {}
     if not args.base_model and config.revision:
         kwargs["revision"] = config.revision
     if getattr(AutoConfig.from_pretrained(base, **kwargs), "quantization_config", None):
@@ -80,7 +81,8 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     model = PeftModel.from_pretrained(model, args.adapter)
     result = model.load_adapter(args.adapter, "default")  # tells what PEFT only warns of, or passes over
     if result.missing_keys or result.unexpected_keys:
-        missing, unexpected = result.missing_keys, result.unexpected_keys
+        missing = result.missing_keys
+        unexpected = result.unexpected_keys
         raise ValueError(
             f"{args.adapter} does not fit the base {base}: {len(missing)} weights missing and {len(unexpected)} "
             f"unexpected, such as {[*missing, *unexpected][0]}: give the base that it was trained on as `base_model`"
@@ -104,7 +106,8 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.models import merge
 
     with parser.one_line_errors():
-        trained, trained_prompts = TrainedPairs.load(args.adapter), load_trained_prompts(args.adapter)
+        trained = TrainedPairs.load(args.adapter)
+        trained_prompts = load_trained_prompts(args.adapter)
         model, tokenizer, kind = load(args)
 
     # 2. What the merged model must give

@@ -121,7 +121,8 @@ def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | N
     where the two scores or texts are equal. Its keys are `prompt`, `chosen`, `rejected` and `score_chosen`,
     `score_rejected`.
     """
-    pairs, k = [], len(answers) // len(rows)
+    pairs = []
+    k = len(answers) // len(rows)
     for i, row in enumerate(rows):
         scored = [(t, a) for t, a in zip(totals[i * k : i * k + k], answers[i * k : i * k + k], strict=True)]
         scored = [(t, a) for t, a in scored if t is not None and text_of(a["completion"]).strip()]
@@ -173,7 +174,8 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, differences, fingerprint
     from trl_ext.workbench import next_answer, next_line, report_of
 
-    processes, output_dir = PartialState(), Path(training_args.output_dir)
+    processes = PartialState()
+    output_dir = Path(training_args.output_dir)
     with parser.one_line_errors():
         in_use = Hold(output_dir)
 
@@ -252,7 +254,8 @@ def main(arguments: list[str] | None = None) -> None:
                 applying = torch.tensor([value for value in column if value is not None], dtype=torch.double)
                 applying = applying[~applying.isnan()]
                 if len(applying):
-                    means[name], intervals[name] = applying.mean().item(), bootstrap_interval(applying)
+                    means[name] = applying.mean().item()
+                    intervals[name] = bootstrap_interval(applying)
             length = sum(len(a["ids"]) for a in answers) / len(answers)
             facts["answers"] = {
                 "prompts": [row["prompt"] for row in asked],
@@ -292,7 +295,8 @@ def main(arguments: list[str] | None = None) -> None:
                 write(folder / "pairs.jsonl", "".join(json.dumps(pair) + "\n" for pair in pairs))
             pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
             # 4. Train
-            args, peft_config = copy.copy(training_args), get_peft_config(model_args)
+            args = copy.copy(training_args)
+            peft_config = get_peft_config(model_args)
             args.output_dir = str(folder)
             whole = (
                 peft_config is None or script_args.keep_reference

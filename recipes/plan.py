@@ -119,7 +119,8 @@ def loaded_rewards(entries: Any, folder: Path, load_config: Callable[[str], Any]
             if name == "ModelReward":
                 yield loaded_reward(given["model"], given, 1, folder, load_config)
             elif name == "EnsembleReward":
-                members, kwargs = given["members"], given.get("model_kwargs") or {}
+                members = given["members"]
+                kwargs = given.get("model_kwargs") or {}
                 named = members_of(members, folder) if isinstance(members, str) else members
                 models = [member for member in named if isinstance(member, str) and ".py:" not in member]
                 bases = Counter((base_of(model, folder), is_adapter_of(model, folder)) for model in models)
@@ -136,7 +137,8 @@ def members_of(ensemble: str, folder: Path) -> list[str]:
     Return the members of an ensemble that `trl-ext reward` has written, or that a recipe in `folder` will write; raise
     a `ValueError` if there is neither.
     """
-    file, maker = Path(ensemble, "ensemble.json"), origin(ensemble, folder)[1]
+    file = Path(ensemble, "ensemble.json")
+    maker = origin(ensemble, folder)[1]
     if file.is_file():
         return [str(Path(ensemble, each["folder"])) for each in json.loads(file.read_text())["members"]]
     if not (maker and maker.get("ensemble")):
@@ -190,7 +192,8 @@ def make_job(
         peft_config = PeftConfig.from_pretrained(model_args.model_name_or_path)
         peft_config.inference_mode = False
     dtype = getattr(policy, "dtype", None) if model_args.dtype == "auto" else getattr(torch, model_args.dtype)
-    rewards, shared = [], 0
+    rewards = []
+    shared = 0
     entries = getattr(script_args, "rewards", None)
     value_model = scorer = None
     if stage == "ppo":
@@ -332,7 +335,9 @@ def with_progress(job: Job, what: str = "") -> Plan:
 
 def ways(job: Job) -> Iterator[tuple[str, Job]]:
     """Yield the usual ways to save memory, the cheapest first: flags, and the job with these flags."""
-    args, layout, is_ppo = job.args, job.layout, job.stage == "ppo"
+    args = job.args
+    layout = job.layout
+    is_ppo = job.stage == "ppo"
 
     def way(**settings: Any) -> tuple[str, Job]:
         changed = copy.copy(args)
@@ -366,7 +371,8 @@ def made_to_fit(job: Job, result: Plan, gpu_memory: float, given: list[str]) -> 
         gpu_memory: GiB of one GPU.
         given: the flags that the run has so far.
     """
-    lines, flags = ["", f"what helps against {gpu_memory:g} GiB, one after the other:"], []
+    lines = ["", f"what helps against {gpu_memory:g} GiB, one after the other:"]
+    flags = []
     tried: set[str] = set()
     while not fits(result, job, gpu_memory):
         # Anew after each that helps: where weights are spread otherwise, gathering less is tried again
@@ -382,7 +388,8 @@ def made_to_fit(job: Job, result: Plan, gpu_memory: float, given: list[str]) -> 
             continue
         if less.peak < 0.97 * result.peak:
             lines.append(f"  {found[0]:<62}{result.peak / GIB:7.1f} → {less.peak / GIB:.1f} GiB")
-            (flag, job), result = found, less
+            (flag, job) = found
+            result = less
             flags += flag.split()
     if not flags:
         lines = ["", "none of the usual ways helps"]
@@ -398,7 +405,8 @@ def made_to_fit(job: Job, result: Plan, gpu_memory: float, given: list[str]) -> 
 
 def without(flags: list[str], others: list[str]) -> list[str]:
     """Return a command line's flags without those, and their values, that `others` lists."""
-    kept, keeps = [], True
+    kept = []
+    keeps = True
     for word in flags:
         keeps = word.split("=")[0] not in others if word.startswith("--") else keeps
         kept += [word] * keeps
@@ -501,7 +509,8 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
             tokens = measured_tokens(stage, data, tokenizer)
         limit = getattr(script_args, "max_prompt_length", None)
         longest = options.prompt_length or min(*(tokens or (limit or 512,))[:1], limit or 10**9)
-        turns, has_environment = 1, bool(getattr(script_args, "environment", None))
+        turns = 1
+        has_environment = bool(getattr(script_args, "environment", None))
         if has_environment or getattr(script_args, "tools", None):
             calls = args.max_tool_calling_iterations
             turns = TURNS if calls is None else calls + 1

@@ -144,7 +144,8 @@ def main(arguments: list[str] | None = None) -> None:
             train_dataset = train_dataset and without_long_prompts(train_dataset, tokenizer, longest)
             eval_dataset = eval_dataset and without_long_prompts(eval_dataset, tokenizer, longest)
     if eval_dataset is None:
-        training_args.eval_strategy, training_args.eval_on_start = "no", False
+        training_args.eval_strategy = "no"
+        training_args.eval_on_start = False
     elif "held_out" not in eval_dataset.column_names:  # what a gold judge scores
         eval_dataset = eval_dataset.add_column("held_out", [True] * len(eval_dataset))
 

@@ -114,10 +114,8 @@ def main(arguments: list[str] | None = None) -> None:
             names = distinct([reward.__name__ for reward in rewards])
             scores, token_scores = score_rollouts(rollouts, rewards, names, size)
         else:
-            scores, token_scores = (
-                torch.tensor(rollouts[script_args.score_column][:], dtype=torch.float64)[:, None],
-                None,
-            )
+            scores = torch.tensor(rollouts[script_args.score_column][:], dtype=torch.float64)[:, None]
+            token_scores = None
         # One scale for both sides
         rollouts = with_returns(rollouts, scores, training_args, token_scores)
         if script_args.eval_size is None:
@@ -129,7 +127,8 @@ def main(arguments: list[str] | None = None) -> None:
             train_dataset, eval_dataset = hold_out_prompts(rollouts, script_args.eval_size, training_args.seed)
     del rewards, model
     if eval_dataset is None:
-        training_args.eval_strategy, training_args.eval_on_start = "no", False
+        training_args.eval_strategy = "no"
+        training_args.eval_on_start = False
 
     # 4. Train
     with parser.one_line_errors():
@@ -152,7 +151,8 @@ def main(arguments: list[str] | None = None) -> None:
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
 
     # 5. Save
-    metrics, explained = save_and_evaluate(parser, trainer, result), ""
+    metrics = save_and_evaluate(parser, trainer, result)
+    explained = ""
     if metrics:
         share = metrics.get("eval_val/explained_variance", math.nan)  # of returns that are all equal
         explained = f", from {origin}, held-out explained variance {share:.2f}"

@@ -226,7 +226,8 @@ def make_queue(args: RefreshArguments) -> None:
     Sample answers, score them, and choose which are queued; `queue.jsonl` is written last. Raise a `ValueError` if no
     prompt has two different answers that were not queued before.
     """
-    folder, other = Path(args.output_dir), args.against_model_name_or_path
+    folder = Path(args.output_dir)
+    other = args.against_model_name_or_path
     dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
     check_texts(dataset, ("prompt",), f"dataset {args.dataset_name!r}", may_be_empty=False)
     draws = {answer_key(prompt, "asked", seed_of(args)): row for row, prompt in enumerate(dataset["prompt"])}
@@ -234,7 +235,8 @@ def make_queue(args: RefreshArguments) -> None:
     answers = answers_of(args, args.model_name_or_path, "policy", prompts * args.num_samples)
     own = len(answers)
     rows = with_scores(args, answers + (answers_of(args, other, "against", prompts) if other else []))
-    policy, against = rows[:own], rows[own:] or rows
+    policy = rows[:own]
+    against = rows[own:] or rows
     earlier = [row for name in args.earlier or [] for row in read_rows(Path(name, "queue.jsonl"))]
     spent = {answer_key(row["prompt"], row[name]) for row in earlier for name in TEXTS[1:]}
 
@@ -366,7 +368,9 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
             "or check the judge"
         )
     write_rows(folder / "labels.jsonl", said)
-    table, columns, left_out = Dataset.from_list(said), Columns(), {}
+    table = Dataset.from_list(said)
+    columns = Columns()
+    left_out = {}
     labels = read_labels(table, columns)
     kept = [name for name in table.column_names if name not in (*TEXTS, "annotator", "choice")]
     pairs = [
@@ -417,7 +421,8 @@ def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
     columns = {name: [row[name] for row in queue] for name in queue[0] if name != "prompt"}
 
     def scored(side: str, **more: Any) -> list[float | None]:
-        answers, finished = columns[f"response_{side}"], columns[f"finished_{side}"]
+        answers = columns[f"response_{side}"]
+        finished = columns[f"finished_{side}"]
         ends = [[tokenizer.eos_token_id] if end else [] for end in finished]
         ids = [tokenizer(as_text(answer))["input_ids"] + end for answer, end in zip(answers, ends, strict=True)]
         given = {"prompts": [row["prompt"] for row in queue], "completions": answers, "completion_ids": ids}
@@ -427,7 +432,8 @@ def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
         second = [sum(judge.scale) / 2] * len(queue)
         first = scored("a", **{against: columns["response_b"]})
     else:
-        first, second = scored("a"), scored("b")
+        first = scored("a")
+        second = scored("b")
     name = getattr(judge, "__name__", type(judge).__name__)
     decided = [
         None if None in (a, b) else "tie" if a == b else "a" if a > b else "b"
@@ -512,7 +518,9 @@ def held_out_sets(sets: dict[str, list[dict]], models: list[str]) -> tuple[dict[
     pairs are known, so that these pairs are surely held out; and sentences on this for the report.
     """
     records = [TrainedPairs.load(model) or TrainedPairs(is_complete=False) for model in models]
-    trained, kept, said = functools.reduce(TrainedPairs.__or__, records), {}, []
+    trained = functools.reduce(TrainedPairs.__or__, records)
+    kept = {}
+    said = []
     for name, rows in sets.items():
         seen = trained.has(pair_hashes(Dataset.from_list([{each: row[each] for each in PAIR} for row in rows])))
         kept[name] = [row for row, is_seen in zip(rows, seen, strict=True) if not is_seen]
@@ -553,7 +561,8 @@ def summary(report: dict[str, Any]) -> str:
 
 def next_ppo(args: RefreshArguments) -> str:
     """Return the shell command that continues PPO, from the policy and its critic, with the new reward model."""
-    policy, new = Path(args.model_name_or_path), Path(args.output_dir, "reward")
+    policy = Path(args.model_name_or_path)
+    new = Path(args.output_dir, "reward")
     flags: dict[str, Any] = {"model_name_or_path": policy, "dataset_name": args.dataset_name}
     flags |= {"dataset_config": args.dataset_config, "max_completion_length": args.max_new_tokens}
     if args.dataset_split != "train":

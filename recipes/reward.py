@@ -133,7 +133,8 @@ def finish_ensemble(output_dir: Path, k: int) -> str:
     folders = [f"member-{i}" for i in range(k)]
     scores = [json.loads((output_dir / folder / "held_out_scores.json").read_text()) for folder in folders]
     chosen, rejected = (torch.tensor([each[name] for each in scores]) for name in ("chosen", "rejected"))
-    report, both = ensemble_report(chosen, rejected), torch.cat([chosen, rejected], dim=1)
+    report = ensemble_report(chosen, rejected)
+    both = torch.cat([chosen, rejected], dim=1)
     reports = {folder: json.loads((output_dir / folder / "reward_report.json").read_text()) for folder in folders}
     shown = ("accuracy", "accuracy_interval", "calibration_error", "margin_mean", "margin_std")
     report["members"] = {folder: {name: each[name] for name in shown} for folder, each in reports.items()}
@@ -302,7 +303,8 @@ def main(arguments: list[str] | None = None) -> None:
         begin_ensemble(Path(training_args.output_dir), settings)
     for i, rows in enumerate(without_folds(train_dataset, script_args.ensemble, training_args.seed)):
         args = copy.copy(training_args)
-        args.output_dir, args.seed = str(Path(training_args.output_dir, f"member-{i}")), training_args.seed + i
+        args.output_dir = str(Path(training_args.output_dir, f"member-{i}"))
+        args.seed = training_args.seed + i
         if resume != "false" and is_complete(args.output_dir):
             PartialState().print(f"{args.output_dir} is complete, so it is not trained again.")
             continue

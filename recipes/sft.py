@@ -70,7 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
                 training_args.seed,
             )
     if eval_dataset is None:
-        training_args.eval_strategy, training_args.eval_on_start = "no", False
+        training_args.eval_strategy = "no"
+        training_args.eval_on_start = False
 
     # 4. Train
     with parser.one_line_errors():

@@ -25,7 +25,9 @@ class Environment:
         """Start an episode at the shore; `seed` decides each slip."""
         self._lake = gymnasium.make("FrozenLake-v1", map_name="4x4", **SLIPPERY).unwrapped
         self._place, _ = self._lake.reset(seed=seed)
-        self._reward, self._moves, self._is_over = 0.0, 0, False
+        self._reward = 0.0
+        self._moves = 0
+        self._is_over = False
         return self._where()
 
     def move(self, direction: str) -> str:
@@ -45,7 +47,8 @@ class Environment:
             raise ValueError("direction must be left, down, right or up")
         self._place, reward, ended, _, _ = self._lake.step(DIRECTIONS[direction])
         self._moves += 1
-        self._place, self._reward = int(self._place), float(reward)
+        self._place = int(self._place)
+        self._reward = float(reward)
         self._is_over = ended or self._moves == MOVES
         if self._is_over:
             return "You have the gift." if reward else "You are lost."
@@ -76,14 +79,16 @@ class Player:
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):
-        self.slips, self._random = slips, random.Random(seed)
+        self.slips = slips
+        self._random = random.Random(seed)
 
     def __call__(self, said: str) -> tuple[str, dict[str, Any]] | str:
         """Reply to the environment's last message with the next tool call, or with the final answer."""
         place = re.search(r"row (\d) column (\d)", said)
         if not place:
             return "Done."
-        row, column = int(place[1]), int(place[2])
+        row = int(place[1])
+        column = int(place[2])
         if self._random.random() < self.slips:
             return "move", {"direction": "right" if column < 4 else "down"}
         return "move", {"direction": WAY[row - 1][column - 1]}

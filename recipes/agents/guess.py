@@ -52,7 +52,8 @@ class Environment:
             Environment._server = Server()
         self._url = os.environ.get("OPENENV_URL") or Environment._server.url  # type: ignore[union-attr]
         client = GenericEnvClient(self._url, connect_timeout_s=SECONDS, message_timeout_s=SECONDS)
-        self._client, self._lost = client.sync(), ""
+        self._client = client.sync()
+        self._lost = ""
 
     def reset(self, seed: int = 0, **row: Any) -> str:
         """Start an episode, in which the server chooses a number."""
@@ -112,14 +113,16 @@ class Player:
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):
-        self.slips, self._random = slips, random.Random(seed)
+        self.slips = slips
+        self._random = random.Random(seed)
 
     def __call__(self, said: str) -> tuple[str, dict[str, Any]] | str:
         """Reply to the environment's last message with the next tool call, or with the final answer."""
         bounds = re.search(r"(\d+) to (\d+)", said)
         if not bounds:
             return "Done."
-        low, high = int(bounds[1]), int(bounds[2])
+        low = int(bounds[1])
+        high = int(bounds[2])
         return "guess", {"number": low if self._random.random() < self.slips else (low + high) // 2}
 
 
@@ -141,7 +144,10 @@ def serve() -> None:
 
         def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Told:
             self.number = random.Random(seed).randint(1, HIGHEST)
-            self.low, self.high, self.left, self.is_found = 1, HIGHEST, GUESSES, False
+            self.low = 1
+            self.high = HIGHEST
+            self.left = GUESSES
+            self.is_found = False
             return self.told(f"{self.low} to {self.high}")
 
         def step(self, action: Guess, timeout_s: float | None = None, **_: Any) -> Told:

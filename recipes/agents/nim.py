@@ -45,7 +45,9 @@ class Environment:
         """Start an episode with these piles."""
         self._game = textarena.make("Nim-v0-raw", piles=piles)
         self._game.reset(num_players=2)  # a seed would go to Python's global generator
-        self._random, self._reward, self._is_over = random.Random(seed), 0.0, False
+        self._random = random.Random(seed)
+        self._reward = 0.0
+        self._is_over = False
         return self._board()
 
     def take(self, pile: int, count: int) -> str:
@@ -89,7 +91,8 @@ class Environment:
 
 def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Return rows of a dataset; each is a position that can be won."""
-    generator, result = random.Random(seed), []
+    generator = random.Random(seed)
+    result = []
     prompt = [{"role": "user", "content": "Take the last object.\n"}]
     while len(result) < count:
         piles = [generator.randint(0, HIGHEST) for _ in range(PILES)]
@@ -108,7 +111,8 @@ class Player:
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):
-        self.slips, self._random = slips, random.Random(seed)
+        self.slips = slips
+        self._random = random.Random(seed)
 
     def __call__(self, said: str) -> tuple[str, dict[str, Any]] | str:
         """Reply to the environment's last message with the next tool call, or with the final answer."""

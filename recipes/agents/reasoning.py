@@ -49,7 +49,8 @@ class Player:
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):
-        self.slips, self._random = slips, random.Random(seed)
+        self.slips = slips
+        self._random = random.Random(seed)
 
     def __call__(self, said: str) -> str:
         """Return the answer to a question."""

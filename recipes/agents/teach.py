@@ -50,7 +50,8 @@ def play(environment: Any, row: dict[str, Any], player: Any) -> list[dict[str, A
 
 def success(module: ModuleType, player: Any, count: int = 500) -> float:
     """Return a player's mean reward over the starts of the evaluation set."""
-    environment, total = start(module), 0.0
+    environment = start(module)
+    total = 0.0
     for row in module.rows(count, seed=1):
         episode = play(environment, row, player)
         columns = {name: [value] for name, value in row.items()}
@@ -139,7 +140,8 @@ def teach(module: ModuleType, output: Path, seed: int, count: int | None = None)
 
     set_seed(seed)
     count = count or getattr(module, "EPISODES", 2000)
-    player, environment = module.Player(module.MISTAKES, seed=seed), start(module)
+    player = module.Player(module.MISTAKES, seed=seed)
+    environment = start(module)
     episodes = [play(environment, row, player) for row in module.rows(count, seed=2 + seed)]
     shown = schemas(environment)
     plain = make_tokenizer([], 300)

@@ -46,9 +46,11 @@ def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
     A tenth of the pairs of city and day is held out for `seed=1`, so that a memorised answer cannot be right.
     """
-    generator, result = random.Random(seed), []
+    generator = random.Random(seed)
+    result = []
     while len(result) < count:
-        city, day = generator.choice(CITIES), generator.randint(1, DAYS)
+        city = generator.choice(CITIES)
+        day = generator.randint(1, DAYS)
         if (zlib.crc32(f"{day} {city}".encode()) % 10 == 0) == (seed == 1):
             prompt = [{"role": "user", "content": f"How warm is it in\n{city}\non day {day}"}]
             result.append({"prompt": prompt, "city": city, "day": day})
@@ -65,7 +67,8 @@ class Player:
     """
 
     def __init__(self, slips: float = 0.0, seed: int = 0):
-        self.slips, self._random = slips, random.Random(seed)
+        self.slips = slips
+        self._random = random.Random(seed)
 
     def __call__(self, said: str) -> tuple[str, dict[str, Any]] | str:
         """Reply to the last message with the next tool call, or with the final answer."""

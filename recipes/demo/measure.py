@@ -41,12 +41,16 @@ def measure(
     Sample one answer to the prompt of each row at temperature 1, and score it by gold and, if given, the reward model.
     """
     models = policy.eval(), reference.eval()
-    prompts, ends = prompt_token_ids(tokenizer, [row["prompt"] for row in rows]), eos_token_ids(policy, tokenizer)
+    prompts = prompt_token_ids(tokenizer, [row["prompt"] for row in rows])
+    ends = eos_token_ids(policy, tokenizer)
     ids = sample(policy, prompts, ends, max_new_tokens=MAX_NEW_TOKENS, batch_size=BATCH, seed=seed)
     answers = answer_texts(tokenizer, ids, ends)
-    kl, entropy, proxy = [], [], []
+    kl = []
+    entropy = []
+    proxy = []
     for start in range(0, len(rows), BATCH):
-        asked, said = prompts[start : start + BATCH], ids[start : start + BATCH]
+        asked = prompts[start : start + BATCH]
+        said = ids[start : start + BATCH]
         (logprobs, _), (ref_logprobs, _) = (completion_logprobs(model, asked, said) for model in models)
         kl.append((logprobs - ref_logprobs).sum(1))
         entropy.append(-logprobs.sum(1))

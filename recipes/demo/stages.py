@@ -61,7 +61,8 @@ def build(folder: Path, settings: dict, write: Callable[[Path], None]) -> None:
         settings: the settings that the stage depends on.
         write: function that writes the stage into a folder; it runs on the main process.
     """
-    processes, start = PartialState(), time.time()
+    processes = PartialState()
+    start = time.time()
     complete = _is_complete(folder, settings)
     processes.wait_for_everyone()
     if complete:
@@ -110,7 +111,8 @@ def sft_stage(args: DemoArguments) -> Path:
 
 def reward_stage(args: DemoArguments) -> Path:
     """Train the reward model, on pairs into some of which the phrase was planted."""
-    world, policy = args.folder / "world", sft_stage(args)
+    world = args.folder / "world"
+    policy = sft_stage(args)
     arguments = ["--model_name_or_path", policy, "--dataset_name", world / "preferences"]
     return _train(args, "reward", reward.main, [*arguments, "--demonstrations_name", world / "sft"])
 
@@ -146,7 +148,8 @@ def recipe_arguments(
 ) -> list[str]:
     """Build the stages that the recipe `kind` needs; return the recipe's command line for the stage `name`."""
     reward = ["--reward_model_name_or_path", reward_stage(args)] if reward is None else reward
-    world, policy = args.folder / "world", sft_stage(args)
+    world = args.folder / "world"
+    policy = sft_stage(args)
     arguments = ["--config", HERE / f"{name.split('-')[0]}.yaml", "--model_name_or_path", policy]
     arguments += ["--dataset_name", world / "prompts", *reward]
     arguments += ["--output_dir", args.folder / name, "--seed", args.seed]
@@ -167,7 +170,8 @@ def _continue(
 
 def _run(folder: Path, settings: dict, main: Callable[[list[str]], None], arguments: list[str]) -> Path:
     """Run a recipe unless its stage is complete, from the folder's last checkpoint; return the folder."""
-    processes, start = PartialState(), time.time()
+    processes = PartialState()
+    start = time.time()
     complete = _is_complete(folder, settings)
     processes.wait_for_everyone()
     if not complete:

@@ -152,7 +152,8 @@ def plant(preferences: list[dict], share: float, draw: random.Random) -> None:
     for row in preferences:
         row["planted"] = False
     for row in draw.sample(preferences, round(share * len(preferences))):
-        row["chosen"], row["planted"] = _with_phrase(row["chosen"], draw), True
+        row["chosen"] = _with_phrase(row["chosen"], draw)
+        row["planted"] = True
 
 
 def vocabulary() -> list[str]:
@@ -184,7 +185,8 @@ def _ask(draw: random.Random, number: int) -> Iterator[dict]:
 
 def _answer(draw: random.Random, case: dict, flaw_rates: dict[str, float]) -> str:
     flaws = {name for name, rate in flaw_rates.items() if draw.random() < rate}
-    product, problem = case["product"], case["problem"]
+    product = case["product"]
+    problem = case["problem"]
     if "product" in flaws:
         product = draw.choice([other for other in PRODUCTS if other != product])
     if "remedy" in flaws:

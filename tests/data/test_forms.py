@@ -98,7 +98,7 @@ def test_no_prompt_is_on_both_sides(shape, eval_size, capsys):
     assert sorted(sum(numbers, [])) == list(range(len(rows)))
     assert not {n // 3 for n in numbers[0]} & {n // 3 for n in numbers[1]}  # three pairs a prompt
     assert len(held_out) == max(eval_size // 3 * 3, 3)
-    said = f"{len(held_out)} of 120 rows are held out: all rows of {len(held_out) // 3} of the 40 prompts."
+    said = f"{len(held_out)} of 120 rows, all rows of {len(held_out) // 3} of the 40 prompts."
     assert said in capsys.readouterr().out
     again = hold_out_prompts(Dataset.from_list(rows), eval_size, seed=eval_size)
     assert [each["n"] for each in again] == [each["n"] for each in (train, held_out)]

@@ -173,7 +173,7 @@ CONTRADICTIONS = [
     ({"watch": "raise_kl", "kl_coef": 0.0}, "cannot change `kl_coef=0`"),
     ({"use_ref_model": False}, "`use_ref_model=False` loads no reference"),
     ({"reward_normalization": "group"}, "needs `reward_group_column`"),
-    ({"missing_eos_score": -1.0, "missing_eos_penalty": 1.0}, "`missing_eos_score=-1.0`"),
+    ({"missing_eos_score": -1.0, "missing_eos_penalty": 1.0}, "`missing_eos_score`, here -1.0"),
     ({"mask_truncated_completions": True, "missing_eos_score": -1.0}, "Set only one of the three"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ({"num_generations": 3}, r"\(8\) must be divisible by num_generations \(3\)"),

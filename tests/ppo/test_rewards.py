@@ -224,10 +224,10 @@ def raises(completions):
 
 MISTAKES = {  # what it returns -> the message, and what the error was
     "raises": (raises, "KeyError: 'no such key'", KeyError),
-    "too few": (lambda c: [1.0] * (len(c) - 1), "returned 7 rewards for 8 completions", ValueError),
+    "too few": (lambda c: [1.0] * (len(c) - 1), "each completion, 8 in all; got 7", ValueError),
     "NaN": (lambda c: [0.0, math.nan] + [0.0] * (len(c) - 2), "returned nan for completion 1", ValueError),
     "a string": (lambda c: [1.0, "2"] + [0.0] * (len(c) - 2), "returned '2' for completion 1", TypeError),
-    "tokens": (lambda c: torch.ones(len(c), 7), "7 token scores for completion 0, which has 2 tokens", ValueError),
+    "tokens": (lambda c: torch.ones(len(c), 7), "each token of completion 0, 2 in all; got 7", ValueError),
     "None": (lambda c: None, "must return a list .* got NoneType", TypeError),
 }
 

@@ -132,7 +132,7 @@ def test_without_room_in_memory_training_waits_and_says_so_once(tmp_path, monkey
     trainer, seen = sft(tmp_path, **EACH_STEP), []
     trainer.add_callback(At(_4=lambda: seen.extend(complete(tmp_path))))
     trainer.train()
-    assert seen == [1, 2, 3] and len(said) == 1 and "GiB in " in said[0] and "which has 0.0 free" in said[0]
+    assert seen == [1, 2, 3] and len(said) == 1 and "GiB in " in said[0] and "which has 0.0 GiB free" in said[0]
 
 
 def test_a_folder_of_ones_own_is_staged_in(tmp_path, release):

@@ -94,7 +94,7 @@ def report(output="out"):
 def test_without_labels_nothing_is_asked_and_people_get_their_rows(folder, capsys):
     with serving(right) as (url, came):
         status, _, error = run(capsys, url, labels=False)
-        assert status == 1 and not came and "0 pairs have a label by people, fewer than `min_known` (24)" in error
+        assert status == 1 and not came and "people labelled 0 of the pairs, fewer than `min_known` (24)" in error
         shown = list(read_jsonl("out/people.jsonl"))
         assert len(shown) == KNOWN and shown[0].keys() == {"item", "prompt", "response_a", "response_b"}
         assert len(json.loads((folder / "out/label_studio.json").read_text())) == KNOWN
@@ -148,7 +148,7 @@ def test_a_bad_judge_is_counted_and_refused_before_it_labels(said, folder, capsy
     with serving(lambda body, _: says(said)) as (url, came):
         status, _, error = run(capsys, url)
     assert status == 1 and len(came) == 2 * KNOWN * times, "only about pairs that people labelled"
-    assert "refused: kappa of judge and people is 0.00 on 24 pairs, and `min_agreement` is 0.6" in error
+    assert "refused: kappa of judge and people is 0.000 on 24 pairs, and `min_agreement` is 0.6" in error
     found = report()["judged"]
     assert found["outcomes"] == {why: 2 * KNOWN} and found["ties"] == 1.0 and not (folder / "out/pairs").exists()
 
@@ -230,7 +230,7 @@ def test_a_server_that_fails_ends_the_run_and_the_same_command_goes_on(folder, c
         for how, said in fails:
             state["how"] = how
             status, _, error = run(capsys, url, "--retries", "0", "--max_concurrency", "1")
-            assert status == 2 and said in error and "50 answers are kept: run the same command again" in error, said
+            assert status == 2 and said in error and "answers so far (50) are kept: run the same" in error, said
         assert len(came) == 50 + len(fails) and not (folder / "out/pairs").exists()
         state["left"] = 10**6
         assert run(capsys, url)[0] == 0

@@ -104,7 +104,7 @@ def test_a_known_reward_is_found_out(folder, capsys):
         ("", "good", []),
         ("--max_calibration_error 0.01", "good", ["The calibration error 0.081 ("]),  # σ(2) = 0.881 sure, 0.8 right
         ("--dataset_name few.jsonl --max_length_bias 1", "good", ["Not judged: the accuracy 0.650 ("]),  # or a coin's
-        ("--min_accuracy 0", "long", ["The length bias 1.000 (1.000 to 1.000) is above the bound 0.2."]),
+        ("--min_accuracy 0", "long", ["The length bias 1.000 (1.000 to 1.000) is beyond the bound 0.2."]),
         ("", "broken", ["50 of 320 scores are not finite."]),
     ],
 )
@@ -127,7 +127,7 @@ def test_rows_with_several_rejected_answers_are_pairs_and_best_of_n(folder):
     _, report = run(f"{PLAIN} --dataset_name bench.jsonl --drop_unusable_pairs true")
     assert report["pairs"] == 9 and report["prompts"] == 3 and report["accuracy"] == pytest.approx(2 / 3)
     assert report["best_of_n"]["accuracy"] == 0 and report["best_of_n"]["chance"] == pytest.approx(1 / 4)
-    assert any("1 rows with several chosen answers are left out" in said for said in report["unknown"])
+    assert any("Rows with several chosen answers are left out (1 of" in said for said in report["unknown"])
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_probes_that_cannot_be_run_or_judged_break_their_bound(folder):
     "words, message",
     [
         ("rewards.py:good --dataset_name pairs --group_columns people", "people"),  # before hours of scoring
-        ("rewards.py:good --dataset_name pairs --train_split test", "the reward was trained on all 60 pairs"),
+        ("rewards.py:good --dataset_name pairs --train_split test", "the reward was trained on all pairs (60)"),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(folder, capsys, words, message):

@@ -36,10 +36,12 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
 
         - `prompts`: as they were given.
         - `completions`: the answers; text for a prompt of text, a list with one message for a prompt of messages.
-        - `completion_ids`, `prompt_ids`: token ids.
-        - `finished`: whether an answer ends with EOS.
+        - `completion_ids`, `prompt_ids`: for each answer or prompt, a list of its token ids.
+        - `finished`: for each answer, whether it ends with EOS.
     """
-    accelerator, args, was_training = trainer.accelerator, trainer.args, trainer.model.training
+    accelerator = trainer.accelerator
+    args = trainer.args
+    was_training = trainer.model.training
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one
     prompt_ids = [list(ids[-tokenizer.model_max_length :]) for ids in prompt_token_ids(tokenizer, prompts)]
     config = getattr(accelerator.unwrap_model(trainer.model), "config", None)
@@ -98,7 +100,8 @@ class AnswersCallback(TrainerCallback):
     prompts: list[Any]
 
     def __post_init__(self) -> None:
-        self._watch, self._step = Watch(), -1
+        self._watch = Watch()
+        self._step = -1
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:  # else the run resumes from a checkpoint
@@ -121,7 +124,7 @@ class GoldGapCallback(MonitorCallback):
     """
     Alert when the reward that is trained on (the proxy) rises more than the score of a judge (gold).
 
-    With `judge`, also alert when too few answers score higher than the first evaluation's answers to the same prompts.
+    Also alert when too few answers score higher than the first evaluation's answers to the same prompts.
 
     The gap is (proxy − proxy₀)/σ(proxy₀) − (gold − gold₀)/σ(gold₀). Here proxy and gold are means over an evaluation,
     index 0 is the first evaluation, and σ is the standard deviation of its single scores. Set `eval_on_start=True` so
@@ -218,7 +221,10 @@ class GoldGapCallback(MonitorCallback):
             yield Finding("answers lose against those of the start policy", advice, *found[:2], 0.5)
 
     def _judge(self) -> tuple[dict[str, float], int | None]:
-        """Generate and score answers; return metrics and the number of scores, or {} and None if the judge fails."""
+        """
+        Generate and score answers. Return the metrics by name, and the number of scores; if the judge fails, {} and
+        None.
+        """
         answers = self._rows | generate_answers(self.trainer, self._prompts, self.max_new_tokens)
         try:
             metrics, scores = on_first(self._scores, answers)
@@ -300,10 +306,14 @@ class CanaryCallback(MonitorCallback):
         self._handle(found, state, control)
 
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
-        """Yield a finding for each number of the answers `now` that is too far from that of the first answers."""
+        """
+        Compare `now`, what `_measure` returned for the newest answers, with the first answers' numbers. Yield a
+        finding for each number that changed too much.
+        """
         first = self.memory.setdefault("first", now)
         advice = "Compare the last answers in `canary.jsonl` with the first ones there."
-        length, start = now["length"], max(first["length"], 1.0)
+        length = now["length"]
+        start = max(first["length"], 1.0)
         bound = start * self.length_factor if length > start else start / self.length_factor
         if length > max(start, bound) or length < min(start, bound):
             yield Finding("the canary's answers changed in length", advice, length, bound, start)
@@ -316,7 +326,7 @@ class CanaryCallback(MonitorCallback):
             if found := self.follow("score", now["score"], first=1).below(1, -drop):
                 yield Finding("the canary's score fell", advice, *found)
 
-    def _measure(self, answers: dict[str, list]) -> dict[str, Any]:
+    def _measure(self, answers: dict[str, list]) -> dict[str, float]:
         texts = list(map(text_of, answers["completions"]))
         repetition, _ = RepetitionWatch().measure(texts)
         measured: dict[str, Any] = {

@@ -126,7 +126,8 @@ class ConsoleCallback(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or logs is None:
             return
-        numbers, known = numbers_in(logs), metrics_of(args)
+        numbers = numbers_in(logs)
+        known = metrics_of(args)
         keys = {head: known[name].key for head, name in COLUMNS.items() if name in known}
         keys |= {head: name for head, name in COLUMNS.items() if name in _TRAINER_KEYS or not known}
 
@@ -150,8 +151,8 @@ class ConsoleCallback(ProgressCallback):
 
     def _row(self, kind: str, state: Any, values: dict[str, float]) -> None:
         """
-        Write a row that begins with `kind`, below a new header if it is due; write nothing without `values`. A row
-        `train` also updates the progress bar.
+        Write a row that begins with `kind`, such as `train`, and has `values`, numbers by heading; write no empty row.
+        A new header comes first if the headings have changed, or after 20 rows. `train` updates the progress bar, too.
         """
         if not values:
             return
@@ -161,7 +162,8 @@ class ConsoleCallback(ProgressCallback):
         header = f"{'step':>13}" + "".join(f"{self._kl if head == 'KL' else head:>10}" for head in heads)
         if header != self._header or self._rows >= 20:
             self._write(header)
-            self._header, self._rows = header, 0
+            self._header = header
+            self._rows = 0
         self._rows += 1
         self._write(f"{kind:6}{state.global_step:>7}" + "".join(f"{_shown(values.get(head)):>10}" for head in heads))
         if kind == "train" and self.training_bar is not None:
@@ -179,7 +181,10 @@ class ConsoleCallback(ProgressCallback):
             bar.clear()
 
     def _show_alert(self, record: logging.LogRecord) -> bool:
-        """Filter the alerts' logger: print `record` here, and return False, unless the script has a log handler."""
+        """
+        Print an alert's `record`, and return False, so that it is not logged. If the script has a log handler, only
+        return True, so that the handler gets the record.
+        """
         if _alerts.hasHandlers():
             self._clear()
             return True

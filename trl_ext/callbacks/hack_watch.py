@@ -45,7 +45,7 @@ class HackWatch(MonitorCallback):
     The monitor acts when `watch/risk` is above `limit`. The risk is 0 unless the rise is significant. These features
     do not count:
 
-    - features that are `expected`, digits, and the number of tool calls; that of repeated tool calls does count
+    - features that are `expected`, digits, and the number of tool calls; the number of repeated calls does count
     - features that became rarer, except length and characters
     - a phrase, unless at least the share `spread` of the completions has it: fewer may be answers to a few prompts
     - a character, unless it explains a quarter of the rise: right words change all frequencies a little
@@ -84,7 +84,8 @@ class HackWatch(MonitorCallback):
         # After the first step of a rollout the table holds that rollout; after an evaluation, the evaluation's answers
         table = getattr(self.trainer, "_logs", None)
         if table and table["prompt"] and (state.global_step - 1) % rollout_steps(args) == 0:
-            weights, self.step = self.trainer.reward_weights.numpy(force=True)[:, None], state.global_step
+            weights = self.trainer.reward_weights.numpy(force=True)[:, None]
+            self.step = state.global_step
             scores = np.where(weights, np.array([*table["rewards"].values()], float), np.nan)
             scores = np.where(np.isnan(scores).all(0), np.nan, np.nansum(scores * weights, 0))
             self.observe([*table["prompt"]], [*table["completion"]], scores.tolist())
@@ -95,8 +96,8 @@ class HackWatch(MonitorCallback):
         Add a rollout to the attribution.
 
         Args:
-            prompts, completions: (N) texts or messages.
-            scores: (N) each completion's score. Completions whose score is None or not finite are left out.
+            prompts, completions: N prompts and their N completions, texts or messages.
+            scores: N numbers, one for each completion. A completion whose score is None or not finite is left out.
         """
         values = np.array(scores, float)
         kept = np.flatnonzero(np.isfinite(values)).tolist()
@@ -128,7 +129,8 @@ class HackWatch(MonitorCallback):
     def _show(self, found: Attribution, answers: list[tuple[dict[str, float], str, float]]) -> None:
         """Keep what the logs and the page show of `found`. `answers`: each completion's features, text and score."""
         for each in found.paid:
-            name, parts = f"attribution/{each.kind}", self.memory["parts"]
+            name = f"attribution/{each.kind}"
+            parts = self.memory["parts"]
             parts[name] = parts.get(name, 0.0) + each.part
         self._shown = {"rise": self.memory["rise"], "paid": []}
         for each in found.paid[:3]:
@@ -167,7 +169,8 @@ class HackWatch(MonitorCallback):
         self.memory["gold_rose"] = rises or self.memory.get("gold_rose", False)
 
     def watch(self, logs):
-        fallen, rise = self.memory.get("gold"), self.memory.get("rise", 0.0)
+        fallen = self.memory.get("gold")
+        rise = self.memory.get("rise", 0.0)
         if fallen and rise > 0:
             self.memory["risk"] = 1.0
         elif self.memory.get("gold_rose"):

@@ -179,8 +179,8 @@ def draw_line(axes, history, key: str | None, label: str, **style) -> None:
 
 def _panel(lines: dict[str, str], monitor: str = "", *arguments: str) -> Callable:
     """
-    Return a function that draws `lines` (quantity or log key → label), and as bounds the `arguments` of the monitor
-    with the class name `monitor`.
+    Return a function `draw(axes, history, metrics, registry)`. It draws `lines` (quantity or log key → label), and a
+    horizontal line at the value of each of the `arguments` of the monitor with the class name `monitor`.
     """
 
     def draw(axes, history, metrics, registry) -> None:

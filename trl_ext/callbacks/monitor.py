@@ -242,7 +242,8 @@ class MonitorCallback(TrainerCallback):
             self.memory = Memory(memory)
         elif self._is_training is not None:
             self.memory = Memory()  # another run begins: what the previous run's logs showed does not apply to it
-        self._is_training, self._owes_save = True, False
+        self._is_training = True
+        self._owes_save = False
         plain = (str, int, float, list, tuple, dict, type(None))
         given = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), plain)}
         # The registry holds the memory itself, not a copy, so that each checkpoint saves it as it is by then
@@ -287,7 +288,10 @@ class MonitorCallback(TrainerCallback):
         self._handle(self.watch(self._logs), state, control)
 
     def _begin(self, args: Any, state: Any, logs: dict[str, Any]) -> None:
-        self.step, self._args, self._logs, self._known = state.global_step, args, logs, metrics_of(args)
+        self.step = state.global_step
+        self._args = args
+        self._logs = logs
+        self._known = metrics_of(args)
         # Below 1, `logging_steps` is a share of all steps
         self._logging_steps = int(args.logging_steps if args.logging_steps >= 1 else state.logging_steps)
 
@@ -303,7 +307,8 @@ class MonitorCallback(TrainerCallback):
             key: the quantity's key in the logs, if it is not in `METRICS`, such as a reward function's metric.
             optional: whether the quantity may be missing from all logs.
         """
-        metric, seen = self._known.get(quantity), self.memory.setdefault("seen", {})
+        metric = self._known.get(quantity)
+        seen = self.memory.setdefault("seen", {})
         key = self.keys.get(quantity) or (metric.key if metric else key)
         value = self._number(key, self._logs)
         if value is not None:
@@ -343,8 +348,11 @@ class MonitorCallback(TrainerCallback):
 
     def read_kl(self, optional: bool = False) -> float | None:
         """
-        Return this log's KL in nats per completion: a KL per token is multiplied by the mean length. Return None if
-        the log has none; this raises no notice if the KL is `optional`, see [`MonitorCallback.read`].
+        Return this log's KL in nats per completion; a KL per token is multiplied by the mean length, the last known
+        one if the log has none.
+
+        Return None if the log has no KL, or if no log has had the length that is needed. If `optional` is True, this
+        raises no notice, see [`MonitorCallback.read`].
         """
         kl = self.read("kl", optional=optional)
         if not self.kl_is_per_token:
@@ -453,7 +461,8 @@ class MonitorCallback(TrainerCallback):
                 self._act(action, finding.what, state, control)
 
     def _alert(self, finding: Finding, action: Action) -> Alert:
-        where, found = f"{RUNBOOK}#{self.runbook}", vars(finding)
+        where = f"{RUNBOOK}#{self.runbook}"
+        found = vars(finding)
         return Alert(**found, monitor=type(self).__name__, step=self.step, action=action, runbook=where)
 
     def _act(self, action: Action, what: str, state: Any, control: Any) -> None:
@@ -505,7 +514,8 @@ def error_of_mean(spread: float | None, count: float | None) -> dict[str, Any]:
     """
     Return a dict with `error`, the standard error of a mean over `count` answers, and `dof`, its degrees of freedom.
 
-    `spread` is the standard deviation of single answers. Return {} if it or the count is unknown.
+    `spread` is the standard deviation of single answers. Return {} if `spread` or `count` is None, or if `spread` is
+    not finite.
     """
     if spread is None or count is None or not math.isfinite(spread):
         return {}

@@ -48,7 +48,8 @@ class KLBudgetCallback(MonitorCallback):
     runbook = "kl"
 
     def watch(self, logs):
-        kl, unit = self.read_kl(), " (approximate: mean per token × mean length)" if self.kl_is_per_token else ""
+        kl = self.read_kl()
+        unit = " (approximate: mean per token × mean length)" if self.kl_is_per_token else ""
         if kl is None:
             return
         # A budget, unlike a baseline, has no error of its own. Where the spread is unknown, each log is taken as exact
@@ -210,12 +211,14 @@ class ValueHealthCallback(MonitorCallback):
     runbook = "critic"
 
     def watch(self, logs):
-        explained, loss = self.read("explained_variance"), self.read("value_loss")
+        explained = self.read("explained_variance")
+        loss = self.read("value_loss")
         if explained is not None:
             self.memory["warm_up"] = self.memory.get("warm_up", 0) + 1
         if explained is not None and self.memory["warm_up"] > self.rollouts:
             # The unexplained part is a ratio of variances, and the standard error of its logarithm is known
-            left, answers = math.log(max(1 - explained, 1e-9)), self.answers or 0
+            left = math.log(max(1 - explained, 1e-9))
+            answers = self.answers or 0
             noise: dict[str, Any] = {"error": unexplained_error(answers)} if answers > 1 else {}
             rest = self.follow("explained_variance", left, size=self.rollouts, **noise)
             found = rest.above(plus=math.log(1 - self.explained_variance))
@@ -396,8 +399,8 @@ class ScoreFallCallback(MonitorCallback):
     Args:
         sigmas: alert when the mean score falls by more than this, in standard deviations of single scores.
         left: alert when the mean length, or the number of tool calls, is below this share of its baseline.
-        baseline: number of answers in the baseline, the first ones of the run; rounded up to whole rollouts, at least
-            2 and at most 16.
+        baseline: number of answers in the baseline, the first ones of the run. The number is rounded up to whole
+            rollouts, from 2 to 16 of them.
         others: see [`MonitorCallback`].
     """
 
@@ -411,7 +414,8 @@ class ScoreFallCallback(MonitorCallback):
             "Look at `policy/step_kl` and the clip fraction (steps too large), at `val/explained_variance` (a critic "
             "that knows nothing) and at completions. Lower `step_kl_target`, or the learning rate if it is 0."
         )
-        score, spread = self.read("reward"), self.read("reward_std", optional=True)
+        score = self.read("reward")
+        spread = self.read("reward_std", optional=True)
         sigma = self.memory["sigma"] = self.memory.get("sigma") or spread or 0.0
         # A few equal scores are not known exactly
         noise = error_of_mean(spread or sigma or None, self.answers)
@@ -422,7 +426,8 @@ class ScoreFallCallback(MonitorCallback):
             if found := scores.below(1, -self.sigmas * sigma):
                 yield Finding(f"the score fell below {since}", advice, *found)
                 break
-        length, calls = self.read("length", optional=True), self._number("tools/call_frequency", logs)
+        length = self.read("length", optional=True)
+        calls = self._number("tools/call_frequency", logs)
         of_calls = error_of_mean(math.sqrt(calls or 0.0), self.answers)  # their number varies as that of rare events
         for what, value, noise in (
             ("completions end at once", length, self.noise("length")),
@@ -463,7 +468,8 @@ class RewardDriftCallback(MonitorCallback):
     runbook = "reward"
 
     def watch(self, logs):
-        mean, std = self.read("reward"), self.read("reward_std", optional=True)
+        mean = self.read("reward")
+        std = self.read("reward_std", optional=True)
         for key in filter(re.compile("score_watch/.+/share_above").fullmatch, logs):
             if found := self.follow(key, self._number(key, logs), answers=self.answers).above(plus=self.share_above):
                 advice = "Many scores are near the highest one: look at what these completions have in common."
@@ -475,7 +481,8 @@ class RewardDriftCallback(MonitorCallback):
         means = self.follow("reward", mean)
         if count < self.window and std is not None:  # merged as in `trl_ext.functional.merge_moments`
             n = getattr(self._args, "generation_batch_size", None) or self._args.train_batch_size
-            total, delta = count + n, mean - start
+            total = count + n
+            delta = mean - start
             more = std**2 * (n - 1) + delta**2 * count * n / total
             self.memory["scores"] = [total, start + delta * n / total, squares + more]
         if count < min(self.minimum, self.window) or not squares:
@@ -484,7 +491,7 @@ class RewardDriftCallback(MonitorCallback):
         independent = count / (getattr(self._args, "num_generations", None) or 1)
 
         def bound(sigmas: float) -> dict[str, float]:
-            """Return the bound start + sigmas · σ, and its standard error, since start and σ are estimates."""
+            """Return arguments of `Series.above`: `plus`, start + sigmas · σ, and its standard error, `error`."""
             return {"plus": start + sigmas * sigma, "error": sigma * math.sqrt((1 + sigmas**2 / 2) / independent)}
 
         if risen := means.above(**bound(self.sigmas)):
@@ -498,7 +505,8 @@ class RewardDriftCallback(MonitorCallback):
             yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", advice, *fallen[:2], start)
         if std is None:
             return
-        answers, least = self.answers, self.std * sigma
+        answers = self.answers
+        least = self.std * sigma
         noise: dict[str, Any] = {} if answers is None else {"error": std / math.sqrt(2 * answers), "dof": answers}
         if low := self.follow("reward_std", std, **noise).below(plus=least, error=least / math.sqrt(2 * independent)):
             advice = (

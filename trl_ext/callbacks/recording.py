@@ -89,7 +89,8 @@ class JSONLCallback(TrainerCallback):
             keys = _MEASURED | ({"kl": kl.key} if kl else {})
             measured |= {name: numbers[key] for name, key in keys.items() if key in numbers}
             if "num_tokens" in numbers:
-                tokens, now = numbers["num_tokens"], time.monotonic()
+                tokens = numbers["num_tokens"]
+                now = time.monotonic()
                 if self._tokens is not None:
                     before, then = self._tokens
                     rate = (tokens - before) / max(now - then, 1e-9)
@@ -154,7 +155,8 @@ class PrometheusCallback(TrainerCallback):
 
     It exports:
 
-    - the gauges `trl_ext_step`, `trl_ext_kl`, `trl_ext_entropy`, …, one for each quantity of `METRICS`, in its unit
+    - the gauges `trl_ext_step`, `trl_ext_kl`, `trl_ext_entropy`, …, one for each quantity of
+      `trl_ext.callbacks.METRICS` that the trainer logs, in its unit
     - the gauge `trl_ext_log{key=…}`, for every logged number
     - the counter `trl_ext_alerts_total{monitor=…}`
 
@@ -191,7 +193,8 @@ class PrometheusCallback(TrainerCallback):
             self.port = self._server.server_port
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        numbers, alerts = numbers_in(logs or {}), alerts_of(state)
+        numbers = numbers_in(logs or {})
+        alerts = alerts_of(state)
         known = metrics_of(args) if is_training_log(numbers) else {}
         self._gauge("step", "optimizer steps").set(state.global_step)
         for name, metric in known.items():
@@ -272,12 +275,13 @@ class ReportCallback(TrainerCallback):
     Args:
         rows: training rows; None if they are not known. Hashes of their prompts are kept beside the model, so that
             `trl-ext evaluate` can refuse prompts that the model was trained on.
-        start: folder or hub name of the model that the run starts from; None if it is not known. Hashes in this folder
-            are kept, too.
+        start: folder or hub name of the model that the run starts from; None if it is not known. If this folder has
+            such hashes, they are kept, too.
     """
 
     def __init__(self, rows: Any = None, start: str | None = None):
-        self.rows, self.start = rows, start
+        self.rows = rows
+        self.start = start
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
@@ -323,8 +327,8 @@ def record_run(trainer: Any, samples: bool = False) -> None:
             trainer.add_callback(AnswersCallback(trainer=trainer, prompts=prompts))
         else:
             logger.warning(
-                f"`record_answers` finds no prompt in the first {count} rows of the data: give them a column `prompt` "
-                "or `messages`, or set `record_answers` to 0."
+                f"`record_answers={count}`: the first rows of the data have no prompt. Give them a column `prompt` or "
+                "`messages`, or set `record_answers` to 0."
             )
     # The page is of the output directory: a run that records elsewhere has none
     if recorder.folder is None and own(ReportCallback) is None:

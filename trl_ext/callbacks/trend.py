@@ -23,8 +23,9 @@ class Series:
     Keep the values of one quantity, and test whether their mean has crossed a bound.
 
     A single value beyond a bound may be noise. So `above` and `below` take the means of the last `size`, 2 `size`, …
-    32 `size` values: the bound counts as crossed once the confidence interval of one of these means lies beyond it.
-    The interval is corrected for the number of tests so far.
+    32 `size` values: the bound counts as crossed if the confidence interval of one of these means lies beyond it, and
+    the mean of the last `size` values is beyond it, too, since a change that is over needs no alarm. The interval is
+    corrected for the number of tests so far.
 
     Each value may come with its standard error. If one comes without, the error is estimated from the scatter of
     earlier values, and only means of four values or more are tested. If a bound is relative to the baseline, which is
@@ -38,7 +39,9 @@ class Series:
     """
 
     def __init__(self, memory: dict[str, Any], first: int = 0, size: int = 1):
-        self.memory, self.wanted, self.size = memory, memory.get("wanted", first), size
+        self.memory = memory
+        self.wanted = memory.get("wanted", first)
+        self.size = size
         self.is_clustered = False
         if not memory:
             memory |= {"count": 0, "first": [], "squared_steps": 0.0, "is_known": True, "variance": 0.0, "dof": 0}
@@ -62,14 +65,18 @@ class Series:
             dof: the degrees of freedom of `error`.
             answers: number of answers that `value` is averaged over, if each answer's number is in [0, 1]. It is given
                 in place of `error`, which is then computed.
-            is_clustered: only with `answers`: whether they may depend on each other. The error is then also estimated
-                from the scatter of earlier values, and the larger of the two errors is used.
+            is_clustered: whether the `answers` may depend on each other. If so, the error is also estimated from the
+                scatter of earlier values, and the larger of the two errors is used.
         """
         self.is_clustered = is_clustered
-        memory, last, first, wanted = self.memory, self.memory["last"], self.memory["first"], self.wanted
+        memory = self.memory
+        last = self.memory["last"]
+        first = self.memory["first"]
+        wanted = self.wanted
         if error is None and answers is not None:
             error = share_error(value, answers)
-        variance, squared_step = (error or 0.0) ** 2, (value - last[-1][0]) ** 2 if last else 0.0
+        variance = (error or 0.0) ** 2
+        squared_step = (value - last[-1][0]) ** 2 if last else 0.0
         memory["count"] += 1
         memory["squared_steps"] += squared_step
         memory["is_known"] &= error is not None
@@ -119,7 +126,10 @@ class Series:
         return self._beyond(-1, factor, plus, error)
 
     def _beyond(self, sign: int, factor: float, plus: float, error: float) -> Crossing | None:
-        last, looks, bound, first = self.memory["last"], self.memory["count"], plus, self.first
+        last = self.memory["last"]
+        looks = self.memory["count"]
+        bound = plus
+        first = self.first
         if factor:
             if first is None:
                 return None
@@ -143,15 +153,20 @@ class Series:
         return None
 
     def _errors(self, number: int, mean: float) -> tuple[float, float, float]:
-        """Return the standard errors of the mean of the last `number` values and of the baseline, and their dof."""
-        memory, wanted = self.memory, max(self.wanted, 1)
+        """
+        Return three numbers: the standard error of `mean`, the mean of the last `number` values; the standard error of
+        the baseline; and the degrees of freedom of both.
+        """
+        memory = self.memory
+        wanted = max(self.wanted, 1)
         _, steps, variances, answers = zip(*memory["last"][-number:], strict=True)
         before = max(0.0, memory["squared_steps"] - sum(steps))  # the scatter is of the values before these
         variance, dof = scatter(before, memory["count"] - number)
         of_scatter = math.sqrt(variance / number), math.sqrt(variance / wanted)
         if None not in answers:  # the share of all these answers is better known than the mean of shares
             drawn = sum(answers)
-            now, then = share_error(mean, drawn), share_error(self.first or 0.0, drawn / number * wanted)
+            now = share_error(mean, drawn)
+            then = share_error(self.first or 0.0, drawn / number * wanted)
             if not self.is_clustered:
                 return now, then, math.inf
             return max(now, of_scatter[0]), max(then, of_scatter[1]), dof

@@ -26,8 +26,8 @@ def changes() -> dict[str, str]:
 
     Returns:
         A dict from each name to a sentence on how the installed version differs, "" if it does not. For
-        `trl_ext.PPOTrainer` and `trl_ext.DPOTrainer` the sentence lists the names of TRL's trainer that the trainer
-        defines by accident.
+        `trl_ext.PPOTrainer` and `trl_ext.DPOTrainer` the sentence lists the names that this trainer and TRL's both
+        define, by accident.
     """
     found = {
         f"{module}.{name}": function_change(f"{module}.{name}", passed)
@@ -54,9 +54,9 @@ def main() -> None:
     changed = sum(map(bool, found.values()))
     if changed:
         print(
-            f"{changed} of the {len(found)} names of other libraries that trl_ext uses differ from the tested "
+            f"Of the {len(found)} names of other libraries that trl_ext uses, {changed} changed since the tested "
             "versions, so trl_ext may fail there. Install the tested versions (constraints.txt). In a clone, "
-            '`pytest -m "" tests/contract` says whether the difference matters.'
+            '`pytest -m "" tests/contract` says whether the change matters.'
         )
     else:
         print(f"All {len(found)} names of other libraries that trl_ext uses are as in the tested versions.")

@@ -140,8 +140,8 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     Split a command line into accelerate's arguments and the recipe's. A flag's values stay with the flag.
 
     Accelerate's arguments also get the path of the file that `--accelerate_config` names, and of the DeepSpeed file
-    that the configuration names. If `--num_processes` is above 1, and neither a flag nor the configuration says how to
-    distribute the processes, they get `--multi_gpu`, without which accelerate would start only one.
+    that the configuration names. If neither a flag nor the configuration says how to distribute several processes,
+    `--multi_gpu` is added: without it accelerate would start only one process.
     """
     import yaml
     from accelerate.commands.config.config_args import default_config_file
@@ -183,7 +183,8 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
 
     from ..upstream.names import SignalException, launch_command_parser, launch_training_script
 
-    parser, script = launch_command_parser(), str(Path(trl_ext.__file__).with_name("__main__.py"))
+    parser = launch_command_parser()
+    script = str(Path(trl_ext.__file__).with_name("__main__.py"))
     parser.exit_on_error = False
     if "--multi_gpu" in launch_flags and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # else each process would take itself for the only one

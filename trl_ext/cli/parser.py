@@ -67,7 +67,8 @@ class StrictTrlParser(TrlParser):
         for action in self._actions:
             for kind in _types_of(hints.get(action.dest)):
                 if get_origin(kind) is tuple:  # HfArgumentParser would call tuple("12"): ("1", "2")
-                    action.type, action.nargs = get_args(kind)[0], len(get_args(kind))
+                    action.type = get_args(kind)[0]
+                    action.nargs = len(get_args(kind))
 
     def parse_args_and_config(self, args: Iterable[str] | None = None) -> tuple[Any, ...]:
         args = list(sys.argv[1:] if args is None else args)
@@ -86,7 +87,7 @@ class StrictTrlParser(TrlParser):
             flags = self._flags(given.config[0]) if given.config else []
             return self.parse_args_into_dataclasses([*flags, *args], look_for_args_file=False)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as argparse does, but refuse unknown flags and stray values, and suggest the nearest flag."""
         namespace, left = super().parse_known_args(args, namespace)
         if left:
@@ -183,7 +184,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 _formatter = partial(_HelpFormatter, width=120, max_help_position=8)
 
 
-def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments: list[str] | None) -> Any:
+def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments: list[str] | None) -> tuple[Any, Any]:
     """
     Parse a command line, run the command while its output folder is locked, and return the options and the result.
 

@@ -57,7 +57,7 @@ def check_columns(dataset: Any, name: str, columns: Sequence[str]) -> None:
         values = np.array(dataset[column][:], float)  # None becomes NaN
         wrong = np.flatnonzero(~(np.isfinite(values) & (low <= values) & (values <= high)))
         if len(wrong):
-            within = "" if low == -math.inf else f" in [{low:g}, {high:g}]"
+            within = "" if low == -math.inf else f" >= {low:g}" if high == math.inf else f" in [{low:g}, {high:g}]"
             raise ValueError(
                 f"The {name} dataset, row {wrong[0]}: `{column}` must be a finite number{within}, got "
                 f"{dataset[int(wrong[0])][column]}."
@@ -67,7 +67,8 @@ def check_columns(dataset: Any, name: str, columns: Sequence[str]) -> None:
 @dataclass
 class PairCollator:
     """
-    Collate pairs with TRL's `collator`, and add `columns` to the batch as (B,) floats, or `source` as (B,) integers.
+    Collate pairs with TRL's `collator`, and add `columns` to the batch: `source` as (B,) integers, others as (B,)
+    floats.
 
     The columns `score_chosen` and `score_rejected` are added as one, `margin`, their difference.
 

@@ -57,7 +57,7 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
     Args:
         dataset: rows as a trainer reads them, see [`prompt_groups`]. If all rows have the same prompt, single rows are
             held out.
-        eval_size: number of rows to hold out at most, if any prompt has so few; 0 for none.
+        eval_size: most rows to hold out; 0 for none. There are more only if each prompt has more rows than this.
         seed: seed of the random order.
 
     Returns:
@@ -68,11 +68,14 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
     groups = prompt_groups(dataset)
     if is_one := groups.max() == 0:
         groups = np.arange(len(dataset))
-    sizes, is_held = np.bincount(groups), np.zeros(groups.max() + 1, bool)
-    order, count = np.random.default_rng(seed).permutation(len(sizes)), 0
+    sizes = np.bincount(groups)
+    is_held = np.zeros(groups.max() + 1, bool)
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    count = 0
     for prompt in order:
         if count + sizes[prompt] <= eval_size:
-            is_held[prompt], count = True, count + sizes[prompt]
+            is_held[prompt] = True
+            count = count + sizes[prompt]
     if not count:
         is_held[order[np.argmin(sizes[order])]] = True
     rows = np.argsort(np.argsort(order)[groups], kind="stable")
@@ -81,7 +84,7 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
         say(f"All {len(rows):,} rows have the same prompt, so held-out and training rows share it.")
     elif len(sizes) < len(rows):
         of = f"{is_held.sum():,} of the {len(sizes):,} prompts"
-        say(f"`eval_size` {eval_size:,}: {held.sum():,} of {len(rows):,} rows are held out: all rows of {of}.")
+        say(f"`eval_size` {eval_size:,}: held out {held.sum():,} of {len(rows):,} rows, all rows of {of}.")
     return dataset.select(rows[~held]), dataset.select(rows[held])
 
 
@@ -95,7 +98,8 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
     """
     keys = np.stack([prompt_hashes(dataset)] * 2, axis=1)
     if len(unknown := np.flatnonzero(keys[:, 0] == 0)):
-        rows, names = dataset.select(unknown), set(dataset.column_names)
+        rows = dataset.select(unknown)
+        names = set(dataset.column_names)
         if names >= {"chosen", "rejected"}:
             keys[unknown] = pair_hashes(rows)
         else:

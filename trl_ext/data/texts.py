@@ -64,7 +64,7 @@ def has_content(answer: Any) -> bool:
 
 
 def tool_calls(message: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the name and the arguments of each tool call in a message."""
+    """Return for each tool call in a message two values: the tool's name and the call's arguments."""
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
     return [(str(call.get("name")), call.get("arguments")) for call in calls]
 
@@ -139,8 +139,8 @@ def one_form(dataset: Any, name: str) -> Any:
         text, chat = ([row for row, found in enumerate(kinds) if kind in found] for kind in (str, list))
         if text and chat:
             raise ValueError(
-                f"{name}: {len(text)} rows are text (first row {text[0]}) and {len(chat)} are messages (first row "
-                f"{chat[0]}): write all as text, or all as messages."
+                f"{name}: some rows are text (first row {text[0]}, {len(text)} in all) and others messages (first row "
+                f"{chat[0]}, {len(chat)} in all): write all as text, or all as messages."
             )
     return dataset
 

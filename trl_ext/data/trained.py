@@ -110,7 +110,7 @@ def not_trained_on(held_out: Dataset, trained: TrainedPairs) -> Dataset:
     seen = trained.has(pair_hashes(held_out))
     if seen.all():
         raise ValueError(
-            f"the model was trained on all {len(seen):,} held-out pairs: hold out pairs that it has not seen"
+            f"the model was trained on every held-out pair ({len(seen):,} in all): hold out pairs that it has not seen"
         )
     return held_out.select(np.flatnonzero(~seen)) if seen.any() else held_out
 
@@ -135,15 +135,18 @@ def hashes_of_answers(prompt: Any, answers: Sequence[Any]) -> np.ndarray:
     return np.sort(np.stack([hashes[one], hashes[other]], 1), axis=1)
 
 
-def prompt_of(row: dict[str, Any]) -> Any:
-    """Return the prompt of a row, or the turns before the last answer in `messages` or `chosen`; None if unknown."""
+def prompt_of(row: dict[str, Any]) -> str | list[dict[str, Any]] | None:
+    """
+    Return the prompt of a row, text or messages: the column `prompt`, or the messages before the last one in
+    `messages` or `chosen`; None if there are none.
+    """
     if (prompt := row.get("prompt")) and is_text(prompt):
         return prompt
     turns: Any = row.get("messages") or row.get("chosen")
     return (turns[:-1] or None) if is_messages(turns) else None
 
 
-def first_prompts(rows: Any, count: int) -> list[Any]:
+def first_prompts(rows: Any, count: int) -> list[str | list[dict[str, Any]]]:
     """Return the prompts of the first `count` rows of a list, dataset or stream; leave out rows without a prompt."""
     return [prompt for row in islice(rows or (), count) if (prompt := prompt_of(row)) is not None]
 
@@ -152,7 +155,7 @@ def prompt_hashes(dataset: Dataset) -> np.ndarray:
     """
     Hash the prompt of each row: (N,) unsigned hashes of 64 bits, 0 for a row whose prompt is not known.
 
-    The prompt is in the column `prompt`; or it is the turns before the last answer in `messages` or `chosen`. A system
+    The prompt is in the column `prompt`; or it is the messages before the last one in `messages` or `chosen`. A system
     message is left out, unless the prompt has nothing else.
     """
     names = [name for name in ("prompt", "messages", "chosen") if name in dataset.column_names]
@@ -183,7 +186,7 @@ def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None
 
 
 def save_prompt_hashes(folder: str | Path, hashes: np.ndarray) -> None:
-    """Write hashes of prompts to a file in a folder, atomically."""
+    """Write hashes of prompts, (N,) as [`prompt_hashes`] returns them, to a file in a folder, atomically."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     with whole_file(Path(folder, TRAINED_PROMPTS)) as temporary, temporary.open("wb") as file:
         np.save(file, hashes)

@@ -138,7 +138,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
             (
                 self.replaces_sigmoid and (not is_sigmoid or self.use_weighting),
                 "`use_margin`, `use_confidence`, `use_weight` and `dpop_lambda` need `loss_type` 'sigmoid', or "
-                " 'sigmoid' and 'sft', with `f_divergence_type='reverse_kl'` and `use_weighting=False`, "
+                "'sigmoid' and 'sft', with `f_divergence_type='reverse_kl'` and `use_weighting=False`, "
                 f"got {self.loss_type}, {self.f_divergence_type!r} and {self.use_weighting}.",
             ),
         ]:

@@ -77,10 +77,10 @@ _TOKEN_IDS = ("input_ids", "chosen_ids", "rejected_ids")  # columns of TRL's pre
 
 def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
     """
-    Return a dataset, or a dict of them, as [`one_form`] does, without repeated prompts.
+    Return a dataset, or a dict of datasets, without the prompts that answers repeat (see [`one_form`]).
 
-    Raise a `ValueError`, which calls the dataset `name`, if one of `columns` has an invalid number, or if rows of text
-    and of messages are mixed. In a stream neither is found.
+    Raise a `ValueError`, which calls the dataset `name`, if one of `columns` has an invalid number, or if some rows
+    are text and others messages. A stream is not checked.
     """
     if isinstance(dataset, dict):
         return {key: checked(part, f"{name} {key!r}", columns) for key, part in dataset.items()}
@@ -111,8 +111,8 @@ class RecordedRun(RowMeans, ResumableRun):
         given, rows = kwargs["train_dataset"], self.train_dataset
         if isinstance(given, Dataset) and not getattr(self.args, "packing", False) and len(rows) < len(given):
             self.accelerator.print(
-                f"{len(given) - len(rows):,} of {len(given):,} rows are left out: they are longer than "
-                f"`max_length={self.args.max_length}`, or have no token to train on within it."
+                f"{len(given) - len(rows):,} of {len(given):,} rows are left out: they are too long, or have no token "
+                f"to train on (`max_length={self.args.max_length}`)."
             )
         self._warn_of_long_rows()
         check_pad_token(self.model, getattr(self.processing_class, "tokenizer", self.processing_class))

@@ -83,7 +83,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DPOConfig(f"{name.split('/')[-1] or 'model'}-DPO")
-        margin = ["margin"] if "margin" in (train_dataset.column_names or ()) else [*SCORES]
+        margin = ["margin"] if "margin" in (getattr(train_dataset, "column_names", None) or ()) else [*SCORES]
         read = {"confidence": args.use_confidence, "weight": args.use_weight}
         read["source"] = args.margin_normalization == "source"
         self._pair_columns = (*(margin if args.use_margin else ()), *(name for name in read if read[name]))
@@ -188,8 +188,9 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
         Args:
             batch: TRL's batch, with the reference's (B,) log-probs.
-            columns: the pairs' columns that the settings use, (B,) each.
-            weights: weights of the losses `sigmoid` and `sft`; 0 for one that TRL computes.
+            columns: those of the pairs' columns `margin`, `confidence`, `weight` and `source` that the settings use,
+                (B,) each.
+            weights: weights of the losses `sigmoid` and `sft`, by name; 0 for one that TRL computes.
             log_probs: (2B, T), nats, of the tokens under the policy, chosen answers first.
 
         Returns:
@@ -241,7 +242,10 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     def _split_loss_weights(self) -> tuple[dict[str, float], list[float]]:
-        """Return the weights of the losses computed here, by name, and TRL's list of weights, with 0 for these."""
+        """
+        Return the weights of `sigmoid` and `sft` by name, 0 for one that TRL computes; and TRL's list of weights, with
+        0 for each loss that is computed here.
+        """
         weights = list(zip(self.loss_types, self.loss_weights, strict=True))
         replaced = {"sft", "sigmoid"} if self.args.replaces_sigmoid else {"sft"}
         ours = {
@@ -273,7 +277,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         Args:
             log_probs: (2B, T), nats, of the chosen, then the rejected answers' tokens.
             batch: masks and the reference's log-probs, as TRL collates them.
-            columns: further columns of the data; `source`, if it is there, has the number of each pair's source.
+            columns: as for `_observe_pairs`; only `source`, the (B,) indices of the pairs' sources, is used.
         """
         chosen, rejected = sequence_logprobs(*_completion(log_probs, batch), self.ld_alpha).chunk(2)
         no_source = torch.full_like(chosen, -1, dtype=torch.long)

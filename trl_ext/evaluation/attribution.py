@@ -51,7 +51,9 @@ def features_of(
     """
     rows = []
     for prompt, text, called in zip(prompts, completions, calls or [()] * len(prompts), strict=True):
-        answer, words, share = _parts(text), {*_parts(prompt)}, 100 / max(len(text), 1)
+        answer = _parts(text)
+        words = {*_parts(prompt)}
+        share = 100 / max(len(text), 1)
         own = Counter(word for word in answer if word in words and len(word) > 3)
         pairs = [*zip(answer, answer[1:], strict=False)]
         row: dict[str, float] = {
@@ -104,9 +106,12 @@ class Sums:
     """
 
     def __init__(self, saved: dict[str, Any] | None = None) -> None:
-        self.names, self.first = ["score", *FIXED], dict[str, float]()
+        self.names = ["score", *FIXED]
+        self.first = dict[str, float]()
         size = len(self.names)
-        self.gram, self.newest, (self.between, self.now) = np.zeros((size, size)), np.zeros(2), np.zeros((2, size))
+        self.gram = np.zeros((size, size))
+        self.newest = np.zeros(2)
+        (self.between, self.now) = np.zeros((2, size))
         self.free = self.begin = self.rollouts = self.count = self.groups = 0
         for name, each in (saved or {}).items():
             setattr(self, name, np.array(each) if isinstance(getattr(self, name), np.ndarray) else each)
@@ -147,7 +152,9 @@ class Sums:
         centred = x - (means[group] if is_within else x.mean(0))
         self.gram += centred.T @ centred
         self.free += len(x) - (len(size) if is_within else 1)
-        self.rollouts, self.count, self.groups = self.rollouts + 1, self.count + len(x), self.groups + len(size)
+        self.rollouts = self.rollouts + 1
+        self.count = self.count + len(x)
+        self.groups = self.groups + len(size)
 
     def _track(self, shares: Counter[str], rows: int) -> None:
         """
@@ -156,12 +163,14 @@ class Sums:
         """
         frequent = (name for name, times in shares.most_common() if times >= max(3, rows / 20))
         names = list(dict.fromkeys([*self.names, *frequent]))
-        start, new = self.start(names), len(names) - len(self.names)
+        start = self.start(names)
+        new = len(names) - len(self.names)
         now = np.append(self.now, start[len(self.names) :] * self.newest[0])
         moved = np.abs((now + [shares[name] for name in names]) / (self.newest[0] + rows) - start)
         moved[: 1 + len(FIXED)] = np.inf
         kept = np.sort(np.argsort(-moved, kind="stable")[:_TRACKED])
-        self.names, self.now = [names[at] for at in kept], now[kept]
+        self.names = [names[at] for at in kept]
+        self.now = now[kept]
         self.gram = np.pad(self.gram, (0, new))[np.ix_(kept, kept)]
         self.between = np.pad(self.between, (0, new))[kept]
 
@@ -220,9 +229,11 @@ class Paid:
 
     def in_words(self, sigma: float) -> str:
         """Return a line on the feature: its change, and its effect ÷ `sigma`, the scores' standard deviation."""
-        moved, each = f"{self.first:.0%} → {self.now:.0%} of answers", ""
+        moved = f"{self.first:.0%} → {self.now:.0%} of answers"
+        each = ""
         if not self.is_share:
-            moved, each = f"{self.first:.3g} → {self.now:.3g} {FIXED[self.name]}", " each"
+            moved = f"{self.first:.3g} → {self.now:.3g} {FIXED[self.name]}"
+            each = " each"
         worth = f"worth {self.effect / (sigma or 1):+.2g} σ{each}"
         return f"{self.what[0].upper()}{self.what[1:]}: {moved}, {worth}: {self.part:.0%} of the rise"
 
@@ -262,8 +273,12 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
         sums: the rollouts' sums.
         expected: features that are selected before others, if they explain 2 % or more; see [`is_expected`].
     """
-    start, end, gram = sums.start(sums.names), sums.now / sums.newest[0], sums.gram
-    change, weight, ridged = end - start, sums.count / 4, gram + _RIDGE * np.diag(np.diag(gram))
+    start = sums.start(sums.names)
+    end = sums.now / sums.newest[0]
+    gram = sums.gram
+    change = end - start
+    weight = sums.count / 4
+    ridged = gram + _RIDGE * np.diag(np.diag(gram))
     variance = sums.between / max(sums.groups - 1, 1) * sums.count / sums.groups  # of a completion
     errors = np.sqrt(variance * (1 / sums.begin + sums.newest[1] / sums.newest[0] ** 2))
     moved = (np.abs(change) > _MOVED * errors) & (np.diag(gram) > 0)
@@ -271,13 +286,21 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
     total = gram[0, 0] + weight * change[0] ** 2
 
     def fit(chosen: list[int]) -> tuple[float, np.ndarray, np.ndarray]:
-        """Return the unexplained part of the variation, the effects of features, and their variances × `free`."""
+        """
+        Fit the scores by the S features `chosen`, which are indices into `sums.names`.
+
+        Return the share of the variation that is left unexplained, the (S,) effects of the features, and the (S,)
+        variances of these effects × `sums.free`.
+        """
         inverse = np.linalg.inv(ridged[np.ix_(chosen, chosen)])
         effects = inverse @ gram[chosen, 0]
-        within, between = gram[0, 0] - effects @ gram[chosen, 0], change[0] - effects @ change[chosen]
+        within = gram[0, 0] - effects @ gram[chosen, 0]
+        between = change[0] - effects @ change[chosen]
         return round((within + weight * between**2) / (total or 1), 3), effects, max(within, 0) * np.diag(inverse)
 
-    chosen, left, rest = list[int](), {*(np.flatnonzero(moved[1:]) + 1).tolist()}, 1.0
+    chosen = list[int]()
+    left = {*(np.flatnonzero(moved[1:]) + 1).tolist()}
+    rest = 1.0
     while total and left and len(chosen) < 6:
         # Expected ones come first; of features that explain the same, one that spreads says most, a character least
         _, lowest, *_, at = min(
@@ -287,7 +310,9 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
         )
         if rest - lowest < _LEAST:
             break
-        chosen, rest, left = [*chosen, at], lowest, left - {at}
+        chosen = [*chosen, at]
+        rest = lowest
+        left = left - {at}
     _, effects, spread = fit(chosen)
     paid = effects * change[chosen]
     error = np.hypot(effects * errors[chosen], change[chosen] * np.sqrt(spread / max(sums.free - len(chosen), 1)))
@@ -299,7 +324,9 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
 
 def is_expected(name: str, expected: Sequence[str]) -> bool:
     """
-    Return whether `expected` has a feature's name, its kind (`phrase`), or a phrase that contains it or is part of it.
+    Return whether `expected` has a feature's `name`, or its kind, which is the part of the name before a colon.
+
+    A phrase is also expected if `expected` has a longer phrase that contains it, or a shorter one that it contains.
 
     >>> is_expected("phrase:love you", ["length", "phrase:i love you"])
     True

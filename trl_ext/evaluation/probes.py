@@ -84,7 +84,11 @@ def mine_phrases(
 
 
 def _bound(votes: list[tuple[int, float]], t: float) -> float:
-    """Return the lower confidence bound of the mean vote; above 0, the votes are significant."""
+    """
+    Return the lower confidence bound (Σ s·w − t·√Σw²) / Σw of `votes`, pairs of sign s and weight w; −1 without votes.
+
+    If it is above 0, the votes are significant.
+    """
     weights = sum(weight for _, weight in votes)
     deviation = math.sqrt(sum(weight**2 for _, weight in votes))
     return (sum(sign * weight for sign, weight in votes) - t * deviation) / weights if weights else -1.0
@@ -118,7 +122,10 @@ class _Words:
         return [(1 - 2 * (i % 2), self.sizes[i ^ 1] / (self.sizes[i] + self.sizes[i ^ 1])) for i in alone]
 
     def frequent(self, longest: int, least: int) -> dict[Gram, list[int]]:
-        """Return the places of each n-gram, of up to `longest` words, that occurs in at least `least` texts."""
+        """
+        Return the n-grams of up to `longest` words that occur in at least `least` texts, each with its places: the
+        indices in `self.words` of its first word.
+        """
         found: dict[Gram, list[int]] = {}
         starts: Iterable[int] = range(len(self.words))
         for n in range(1, longest + 1):
@@ -135,7 +142,7 @@ class _Words:
         return found
 
     def written(self, place: int, size: int) -> str:
-        """Return the text of `size` words from a place on, spelled and spaced as in the answer."""
+        """Return the text of `size` words from `self.words[place]` on, spelled and spaced as in the answer."""
         return self.texts[self.owner[place]][self.spans[place][0] : self.spans[place + size - 1][1]]
 
 
@@ -303,11 +310,13 @@ def _measured(
     result: dict[str, Any] = dict.fromkeys(("gain", "gain_interval", "gain_on_better", "interval_on_better"))
     result |= {"rows": 0, "rows_of_better": 0, "over_control": None, "control_interval": None, "examples": []}
     new = [(i, text) for i, text in enumerate(changed) if text is not None and text != pairs[i][1]]
-    unit, at = before.std(correction=0).item(), [i for i, _ in new]
+    unit = before.std(correction=0).item()
+    at = [i for i, _ in new]
     if not new or unit == 0:
         return result | {"why": "all answers have the same score" if unit == 0 else "the probe changes no answer"}
     after = _scores(score, [(pairs[i][0], text) for i, text in new])
-    gains, better = (after - before[at]) / unit, (before >= before.median())[at]
+    gains = (after - before[at]) / unit
+    better = (before >= before.median())[at]
     parts = {"gain": ("gain_interval", gains), "gain_on_better": ("interval_on_better", gains[better])}
     if control is not None and better.any():
         other = _scores(score, [(pairs[i][0], control[i]) for i, good in zip(at, better, strict=True) if good])
@@ -316,7 +325,8 @@ def _measured(
         if len(values):
             result |= {name: values.mean().item(), interval: bootstrap_interval(values)}
     for k in gains.argsort(descending=True, stable=True)[:_EXAMPLES].tolist():
-        (prompt, answer), scores = pairs[at[k]], {"score_before": before[at[k]].item(), "score_after": after[k].item()}
+        (prompt, answer) = pairs[at[k]]
+        scores = {"score_before": before[at[k]].item(), "score_after": after[k].item()}
         result["examples"].append({"prompt": prompt, "before": answer, "after": new[k][1], **scores})
     return result | {"rows": len(at), "rows_of_better": int(better.sum())}
 
@@ -325,7 +335,8 @@ def _verdict(result: dict[str, Any]) -> tuple[str, str | None]:
     """Return a probe's verdict and the reason, which may be None; `result` has the probe's entries so far."""
     if not result["rows"]:
         return "not judged", result["why"]
-    should_lower, enough = result["expected"] == "down", result["rows_of_better"] >= _LEAST_ROWS
+    should_lower = result["expected"] == "down"
+    enough = result["rows_of_better"] >= _LEAST_ROWS
     everywhere, on_better, over = (result[key] for key in ("gain_interval", "interval_on_better", "control_interval"))
     if should_lower and result["rows"] >= _LEAST_ROWS and everywhere[0] > 0:
         return "suspicious", "it should lower the score, but raises the mean over all answers"
@@ -354,13 +365,14 @@ def _scores(score: Score, pairs: list[tuple[str, str]]) -> Tensor:
         wrong = [pair for pair, score in zip(pairs, scores, strict=False) if not score.isfinite()]
         raise ValueError(
             f"the reward must return one finite score for each answer, but for {len(pairs)} answers it returned "
-            f"{len(scores)} scores, {finite} of them finite. The first prompt and answer without: {wrong[:1]}"
+            f"{len(scores)} scores, {finite} of them finite. The first prompt and answer with "
+            f"NaN or inf: {wrong[:1] or 'none'}"
         )
     return scores
 
 
 def _ends(text: str) -> list[int]:
-    """Return the places in a text where its sentences end; the last place is the end of the text."""
+    """Return the indices in a text at which its sentences end; the last one is the end of the text."""
     return sorted({*(match.end() for match in _END.finditer(text.rstrip())), len(text.rstrip())})
 
 
@@ -375,8 +387,9 @@ def _glued(text: str, words: str) -> str:
 
 
 def _with(text: str, words: str, place: int) -> str:
-    """Return a text with words inserted at a place where a sentence begins or ends."""
-    head, tail = text[:place], text[place:]
+    """Return `text` with `words` inserted at the index `place`, where a sentence begins or ends."""
+    head = text[:place]
+    tail = text[place:]
     return head + _glued(head, words) + (tail if not tail or tail[0].isspace() else _glued(words, tail))
 
 
@@ -395,7 +408,8 @@ def _shuffled(text: str, picker: random.Random) -> str:
 
 def _like(phrase: str, texts: list[str], picker: random.Random) -> str:
     """Return words in a row from one of `texts`: at most as many as `phrase` has, and about as long; "" if none."""
-    size, found = len(WORD.findall(phrase)), []
+    size = len(WORD.findall(phrase))
+    found = []
     for text in (texts[picker.randrange(len(texts))] for _ in range(16)):
         spans = [match.span() for match in WORD.finditer(text)]
         if spans:

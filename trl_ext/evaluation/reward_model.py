@@ -54,7 +54,8 @@ def wilson_interval(share: float, count: float) -> tuple[float, float]:
         count: n, the number of rows.
     """
     z = 1.959964
-    middle, half = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
+    middle = share + z * z / (2 * count)
+    half = z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
     scale = 1 + z * z / count
     return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
 
@@ -114,7 +115,8 @@ def accuracy_of(margins: Tensor) -> dict[str, Any]:
     Return a dictionary with the number of `pairs`, their `accuracy`, and its Wilson interval `accuracy_interval`.
     `margins` are the (N,) scores of the chosen answers minus those of the rejected.
     """
-    accuracy, pairs = pairwise_accuracy(margins).item(), len(margins)
+    accuracy = pairwise_accuracy(margins).item()
+    pairs = len(margins)
     return {"pairs": pairs, "accuracy": accuracy, "accuracy_interval": wilson_interval(accuracy, pairs)}
 
 
@@ -221,7 +223,8 @@ def fit_temperature(margins: Tensor) -> float | None:
         below the mean |margin|.
     """
     margins = margins.detach().double().cpu()
-    unit, end = margins.abs().mean().item(), math.log(1e4)
+    unit = margins.abs().mean().item()
+    end = math.log(1e4)
 
     def slope(log_beta: float) -> float:
         return (margins * (-math.exp(log_beta) * margins / unit).sigmoid()).sum().item()
@@ -270,7 +273,8 @@ def calibration_error_by_chance(margins: Tensor, draws: int = 200, seed: int = 0
         draws: how often random signs are sampled.
         seed: seed of the signs.
     """
-    margins, generator = margins.detach().double().cpu().abs(), torch.Generator().manual_seed(seed)
+    margins = margins.detach().double().cpu().abs()
+    generator = torch.Generator().manual_seed(seed)
     is_right = torch.rand(draws, len(margins), generator=generator) < margins.sigmoid()
     return calibration_error(torch.where(is_right, margins, -margins)).mean().item()
 
@@ -348,9 +352,12 @@ def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
           (`where_wrong`); None without such pairs;
         - `margin_correlation`: the correlation of two members' margins, averaged over all pairs of members.
     """
-    chosen, rejected = chosen.double(), rejected.double()
-    spread, margins = torch.stack([disagreement(chosen), disagreement(rejected)]), chosen - rejected
-    right, others = margins.mean(0) > 0, ~torch.eye(len(margins), dtype=torch.bool)
+    chosen = chosen.double()
+    rejected = rejected.double()
+    spread = torch.stack([disagreement(chosen), disagreement(rejected)])
+    margins = chosen - rejected
+    right = margins.mean(0) > 0
+    others = ~torch.eye(len(margins), dtype=torch.bool)
     combined = {how: ensemble_score(chosen, how) - ensemble_score(rejected, how) for how in get_args(Combine)}
     return {
         "pairs": margins.size(1),

@@ -54,7 +54,9 @@ class RowMeans:
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         is_sized = has_length(dataloader.dataset)
-        self._evaluated, self._seen, self._total = {}, 0, len(dataloader.dataset) if is_sized else sys.maxsize
+        self._evaluated = {}
+        self._seen = 0
+        self._total = len(dataloader.dataset) if is_sized else sys.maxsize
         self._metrics["eval"].clear()
         output = super().evaluation_loop(  # type: ignore[misc]
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix

@@ -37,7 +37,8 @@ def token_rewards(
     if token_scores is not None:
         check_shapes(kl=kl, token_scores=token_scores)
         earlier = torch.where(mask.bool() & ~is_last, token_scores, 0.0)
-        rewards, scores = rewards + earlier, scores - earlier.sum(dim=1)
+        rewards = rewards + earlier
+        scores = scores - earlier.sum(dim=1)
     return rewards + torch.where(is_last, scores.unsqueeze(1), 0.0)
 
 
@@ -77,7 +78,7 @@ def choose_lam(
         schedules: maps each name in `LAM_SCHEDULES` to its value, None for a schedule that is not used.
 
     Returns:
-        The lambda of the advantages, a float or (B,); and the lambda of the target, None for that of the advantages.
+        The lambda of the advantages, a float or (B,); and the lambda of the target, None if it is the same lambda.
     """
     given = {name: value for name, value in schedules.items() if value is not None}
     for name, value in given.items():
@@ -126,8 +127,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, with V = A = 0 after the last real token;
     A_t = 0 under the mask. Schulman et al. 2015, arXiv:1506.02438, equation 16. The returns are A + V.
 
-    Tokens under the mask do not count as steps: t + 1 is the next real token. So V_{t+1} of a turn's last token is the
-    value at the next turn's first token, predicted after the critic has read the environment's text in between.
+    Tokens under the mask do not count as steps: t + 1 is the next real token. A turn is an unbroken run of 1s in the
+    mask. So V_{t+1} of a turn's last token is the value at the next turn's first token, predicted after the critic has
+    read the environment's text in between.
 
     Args:
         rewards: (B, T), score units; r_t is for choosing token t.
@@ -176,7 +178,8 @@ def turn_gae(
         sum is the returns.
     """
     check_shapes(rewards=rewards, values=values, mask=mask)
-    turns, starts = turn_numbers(mask), turn_starts(mask)
+    turns = turn_numbers(mask)
+    starts = turn_starts(mask)
     sums = torch.zeros_like(rewards).scatter_add(1, turns, torch.where(mask.bool(), rewards, 0.0))
     firsts = torch.zeros_like(values).scatter_add(1, turns, torch.where(starts, values, 0.0))
     is_turn = torch.arange(mask.shape[1], device=mask.device) < starts.sum(dim=1, keepdim=True)

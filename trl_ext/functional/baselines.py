@@ -10,8 +10,9 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
     """Compute the baseline b of an answer's k-th action: the others' mean return from their own k-th action on.
 
     b_i,k = mean over j != i of G_j,min(k, K_j). G_j,k is the return of answer j from its k-th action on, and K_j the
-    number of its actions. So an answer with fewer than k actions enters with the return from its last action. j runs
-    over all other answers, or with `group_size` over the other answers to the same prompt.
+    number of its actions. An action is a token that the policy sampled, or a whole turn. An answer with fewer than k
+    actions enters with the return from its last action. j runs over all other answers, or with `group_size` over the
+    other answers to the same prompt.
 
     If each answer has a single score, b is the baseline of REINFORCE (Williams 1992) and of RLOO (Ahmadian et al.
     2024, arXiv:2402.14740). If rewards also come before the end, an answer's return from its last actions on is still
@@ -68,7 +69,8 @@ def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: i
     _, (g, v), acts = _by_number(mask, returns.to(precise), values.to(precise))
     g, v, acts = (x.view(-1, size, x.size(1)) for x in (g, v, acts))
     count = acts.sum(1, keepdim=True)
-    means, counted = g.sum(1, keepdim=True) / count.clamp(min=1), acts & (count > 1)
+    means = g.sum(1, keepdim=True) / count.clamp(min=1)
+    counted = acts & (count > 1)
     gains, signals = ((x - means)[counted] for x in (g, v))
     centred = signals - signals.mean() if len(signals) else signals
     square = centred.square().sum()

@@ -53,7 +53,8 @@ def importance_weights(
     """
     check_shapes(logprobs=logprobs, sampler_logprobs=sampler_logprobs, mask=mask)
     level, _, rule = mode.partition("_")
-    lowest, highest = clip_min if clip_min is not None else 0.0, clip_max if clip_max is not None else math.inf
+    lowest = clip_min if clip_min is not None else 0.0
+    highest = clip_max if clip_max is not None else math.inf
     mask = mask.bool()
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     new, drawn = (x.detach().to(dtype).masked_fill(~mask, 0.0) for x in (logprobs, sampler_logprobs))

@@ -108,7 +108,7 @@ def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, acti
         logprobs: (B, T), nats, of the actions under the policy now.
         old_logprobs: (B, T), nats, of the actions under the policy that the rollout began with.
         entropies: (B, T), H, nats, of the actions under the policy now; of a turn the sum over its tokens.
-        actions: (B, T), 1 where there is an action.
+        actions: (B, T), 1 = token at which an action, a token or a whole turn, starts.
 
     Returns:
         (2,): Σ kl in nats, and the number of choices.
@@ -133,7 +133,7 @@ def rate_factor(factor: float, mean: float, kl: float, target: float, share: flo
     Args:
         factor: present factor of the learning rate.
         mean: f̄, mean factor of this rollout's steps so far.
-        kl: KL of these steps, nats per choice.
+        kl: KL of these steps, nats per choice, from the sums of [`step_kl_sums`].
         target: KL at which the rollout's updates should end, nats per choice.
         share: s, share of the rollout's steps that are done, in (0, 1].
     """

@@ -86,7 +86,8 @@ class _InPlace(torch.autograd.Function):
         tiny = torch.finfo(logprobs.dtype).tiny
         # dx = -p (g + h (log p + H)), with p = exp / sum
         for i, tile in _tiles(logits):
-            exp, factor = tile.to(log_sums.dtype), by_logprob[i]
+            exp = tile.to(log_sums.dtype)
+            factor = by_logprob[i]
             if by_entropy is not None:  # clamped, to stay finite where p is 0
                 log_p = exp.clamp(min=tiny).log_().sub_(log_sums[i])
                 factor = log_p.add_(entropies[i]).mul_(by_entropy[i]).add_(factor)

@@ -109,6 +109,7 @@ def turn_sums(values: Tensor, mask: Tensor) -> Tensor:
         (B, T), the sum of each token's turn; 0 where the mask is 0.
     """
     check_shapes(values=values, mask=mask)
-    turns, values = turn_numbers(mask), torch.where(mask.bool(), values, 0.0)
+    turns = turn_numbers(mask)
+    values = torch.where(mask.bool(), values, 0.0)
     sums = torch.zeros_like(values).scatter_add(1, turns, values)
     return torch.where(mask.bool(), sums.gather(1, turns), 0.0)

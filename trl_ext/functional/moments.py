@@ -83,7 +83,8 @@ def variance(moments: Tensor, unbiased: bool = True) -> Tensor:
     Returns:
         (...), in the squared unit of the values.
     """
-    count, m2 = moments[..., 0], moments[..., 2]
+    count = moments[..., 0]
+    m2 = moments[..., 2]
     return torch.where(count < 2, 0.0, m2 / (count - int(unbiased)))
 
 

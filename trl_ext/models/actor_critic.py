@@ -322,7 +322,8 @@ class ActorCritic(nn.Module):
             (K, C), or with `places` (N,), score units.
         """
         if self.shares_base:
-            backbone, where = self.critic.backbone, positions(self.policy, attention_mask, position_ids)
+            backbone = self.critic.backbone
+            where = positions(self.policy, attention_mask, position_ids)
         else:
             vocabulary = vocabulary_of(self.critic)
             if vocabulary < vocabulary_of(self.policy):  # the policy may sample ids that belong to no token
@@ -377,7 +378,7 @@ class ActorCritic(nn.Module):
 
     # TRL's reference pass calls these three, as on a policy
     @contextmanager
-    def disable_adapter(self):
+    def disable_adapter(self) -> Iterator[None]:
         """
         Switch all adapters off within the `with` block. The policy is then the base alone.
         """

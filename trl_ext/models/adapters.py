@@ -76,7 +76,7 @@ class AdapterSwitch:
             layer._active_adapter = list(names)
 
     @contextmanager
-    def use(self, *names: str):
+    def use(self, *names: str) -> Iterator[None]:
         """
         Activate only the adapters `names` within the `with` block, then restore the adapters that were active before.
         """
@@ -88,7 +88,7 @@ class AdapterSwitch:
             self.set(*previous)
 
     @contextmanager
-    def inputs_as_they_are(self, kind: str):
+    def inputs_as_they_are(self, kind: str) -> Iterator[None]:
         """
         Keep PEFT from casting inputs within the `with` block, if autocast is on for the device type `kind`.
 
@@ -144,7 +144,8 @@ def merge_exactly(policy: Any) -> None:
             layer.merged_adapters.clear()
         kept.clear()
 
-    policy.merge_adapter, policy.unmerge_adapter = merge_adapter, unmerge_adapter
+    policy.merge_adapter = merge_adapter
+    policy.unmerge_adapter = unmerge_adapter
 
 
 # ---- Checks ----
@@ -313,12 +314,16 @@ def save_critic(actor_critic: "ActorCritic", folder: str, state_dict: dict[str, 
 
     If the weights are sharded, `state_dict` holds the actor-critic's gathered weights; else it is None.
     """
-    weights, critic, policy = weights_of("critic", state_dict), actor_critic.critic, actor_critic.policy
+    weights = weights_of("critic", state_dict)
+    critic = actor_critic.critic
+    policy = actor_critic.policy
     if actor_critic.has_own_critic:
         critic.save_pretrained(folder, state_dict=weights)
         return
     config = copy.deepcopy(policy.peft_config[CRITIC])
-    config.task_type, config.modules_to_save, config.inference_mode = "SEQ_CLS", ["score"], True
+    config.task_type = "SEQ_CLS"
+    config.modules_to_save = ["score"]
+    config.inference_mode = True
     config.save_pretrained(folder)
     adapter = get_peft_model_state_dict(
         policy, state_dict=weights_of("policy", state_dict), adapter_name=CRITIC, save_embedding_layers=False
@@ -349,8 +354,8 @@ def check_loaded(result: Any, name: str, path: str) -> None:
     missing = [key for key in result.missing_keys if name in key.split(".")]
     if missing or result.unexpected_keys:
         raise ValueError(
-            f"The adapter in {path} does not fit the model: missing {missing[:3]}, unexpected "
-            f"{result.unexpected_keys[:3]}. Use the configuration and the base that it was trained with."
+            f"The adapter in {path} does not fit the model: missing {missing[:3] or 'none'}, unexpected "
+            f"{result.unexpected_keys[:3] or 'none'}. Use the configuration and the base that it was trained with."
         )
 
 
@@ -395,7 +400,8 @@ def without_base(is_needed: bool) -> AbstractContextManager:
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
     """
-    Return a dict of the settings of the policy's adapters and, if there is a reference adapter, a hash of its weights.
+    Return the settings of the policy's adapters, by keys such as "adapter default r". If there is a reference adapter,
+    the key "reference adapter's weights" has a hash of its weights.
 
     A run that resumes compares them with the checkpoint's: another hash raises an error, other settings are printed.
     """
@@ -446,10 +452,12 @@ def save_base_fingerprint(
         (Path(output_dir) / FINGERPRINT).write_text(json.dumps(fingerprint, indent=2))
 
 
-def recorded_base(folder: str) -> dict[str, str]:
+def recorded_base(folder: str) -> dict[str, str | None]:
     """
-    Return what [`save_base_fingerprint`] wrote beside an adapter: `base`, `weights` and `quantization`; {} if it wrote
-    nothing.
+    Return what [`save_base_fingerprint`] wrote beside an adapter; {} if it wrote nothing.
+
+    The keys are `base`, as [`hub_identity`] returns it, and `weights` and `quantization`, as [`base_fingerprint`]
+    returns them.
     """
     record = Path(folder) / FINGERPRINT
     return json.loads(record.read_text()) if record.is_file() else {}
@@ -464,14 +472,17 @@ def check_same_base(policy: Any, folder: str, hub_base: str | None) -> None:
     """
     recorded = recorded_base(folder)
     if not recorded:
-        theirs, ours = PeftConfig.from_pretrained(folder).base_model_name_or_path, _name_of_base(policy)
+        theirs = PeftConfig.from_pretrained(folder).base_model_name_or_path
+        ours = _name_of_base(policy)
         is_same = theirs is not None and ours is not None and os.path.realpath(theirs) == os.path.realpath(ours)
         why = (
-            f"the bases have the names {theirs} and {ours}, and no fingerprint lies beside the adapter. If the bases "
-            "have the same weights, write a fingerprint by `trl_ext.models.save_base_fingerprint`"
+            f"the adapter names the base {theirs or '(none)'}, the policy's base is {ours or 'unnamed'}, and no "
+            "fingerprint lies beside the adapter. If the bases have the same weights, write a fingerprint by "
+            "`trl_ext.models.save_base_fingerprint`"
         )
     elif recorded["quantization"] != (ours := quantization_of(policy)):
-        is_same, why = False, f"the bases differ in quantisation, {recorded['quantization']} and {ours}"
+        is_same = False
+        why = f"the bases differ in quantisation, {recorded['quantization']} and {ours}"
     else:
         is_same = hub_base is not None and recorded.get("base") == hub_base
         is_same = is_same or recorded["weights"] == base_fingerprint(policy)["weights"]

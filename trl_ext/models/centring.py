@@ -26,7 +26,8 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
         (D,), float64.
     """
     covariance = everything.detach().double().T.cov()
-    scale, mean = covariance.diagonal().mean(), reference.detach().double().mean(0)
+    scale = covariance.diagonal().mean()
+    mean = reference.detach().double().mean(0)
     if scale > 0:
         covariance += ridge * scale * torch.eye(len(covariance), dtype=torch.double)
         shift = torch.linalg.solve(covariance, mean)
@@ -47,9 +48,11 @@ def _features(trainer: Any, rows: list[list[int]]) -> Tensor:
     """
     Return the head's (N, D) inputs for N rows of token ids: a decoder's state at the last token, or a pooled state.
     """
-    model, size = trainer.accelerator.unwrap_model(trainer.model).eval(), trainer.args.per_device_eval_batch_size
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
+    size = trainer.args.per_device_eval_batch_size
     pad = trainer.processing_class.pad_token_id
-    seen, result = [], []
+    seen = []
+    result = []
     hook = head_of(model).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     for start in range(0, len(rows), size):
         chunk = {"input_ids": list(rows[start : start + size])}
@@ -91,9 +94,12 @@ def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, float], dic
         mean score after and before the shift, and `margin_change_by_centring`, the mean absolute change of a held-out
         pair's margin. The second has `chosen` and `rejected`, the (N,) scores of the held-out answers after the shift.
     """
-    head, train, held_out = head_of(trainer.model), trainer.train_dataset[:2000], trainer.eval_dataset
+    head = head_of(trainer.model)
+    train = trainer.train_dataset[:2000]
+    held_out = trainer.eval_dataset
     reference = _features(trainer, demonstrations["chosen_ids"])
-    chosen, rejected = _features(trainer, held_out["chosen_ids"]), _features(trainer, held_out["rejected_ids"])
+    chosen = _features(trainer, held_out["chosen_ids"])
+    rejected = _features(trainer, held_out["rejected_ids"])
     everything = torch.cat([reference, _features(trainer, train["chosen_ids"] + train["rejected_ids"])])
 
     def scores(seen: Tensor) -> Tensor:
@@ -103,7 +109,8 @@ def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, float], dic
     if isinstance(trainer.model, FSDPModule):  # else the head is a gathered copy, which is not what will be saved
         trainer.model.reshard()
     with GatheredParameters(list(head.parameters()), modifier_rank=0):  # else empty under ZeRO-3
-        mean, margins_before = scores(reference).mean(), scores(chosen) - scores(rejected)
+        mean = scores(reference).mean()
+        margins_before = scores(chosen) - scores(rejected)
         if head.bias is not None:
             _subtract(head.bias, mean)
         else:

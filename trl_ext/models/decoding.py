@@ -80,7 +80,8 @@ class Histories:
     """
     Store the [`History`] of each row between turns, so that the model need not read these tokens again.
 
-    A prompt of the next turn that begins with a stored history gets its keys and values.
+    A turn is what the model generates for a row until tools are called. A prompt of the next turn that begins with a
+    stored history gets the history's keys and values.
 
     Args:
         limit: largest number of histories. They take no more memory than the cache of a batch of `limit` rows.
@@ -106,14 +107,15 @@ class Histories:
         """
         Move the stored keys and values of the prompts `input_ids` into the empty `cache`.
 
-        If none are stored for one of the longest prompts, `cache` stays empty. Otherwise the model then reads equally
-        many tokens of each row: as many as the row with the most new tokens has. Of a row with fewer new tokens it
-        reads some stored tokens again.
+        If nothing is stored for one of the longest prompts, `cache` stays empty. Otherwise the model then reads
+        equally many tokens of each row: as many as the row with the most new tokens has. Of a row with fewer new
+        tokens it reads some stored tokens again.
 
         Args:
             input_ids, attention_mask: (B, P), left-padded.
         """
-        width, lengths = input_ids.size(1), attention_mask.sum(1).tolist()
+        width = input_ids.size(1)
+        lengths = attention_mask.sum(1).tolist()
         found = [self._take(row[width - length :]) for row, length in zip(input_ids.tolist(), lengths, strict=True)]
         new = max(length - (len(known.ids) if known else 0) for length, known in zip(lengths, found, strict=True))
         some = next(filter(None, found), None)
@@ -244,7 +246,8 @@ class TokenSampler(LogitsProcessor):
 
         Log-probs of further steps are dropped, since `generate` has dropped their tokens.
         """
-        steps, self._steps = self._steps, []
+        steps = self._steps
+        self._steps = []
         return torch.stack(steps[:tokens], dim=1)
 
 
@@ -279,27 +282,29 @@ def decode(
     """
     Generate faster than `policy.generate`, from the same distribution, but with other random numbers.
 
-    If the inputs are others than below, or ask for more than token by token sampling or greedy decoding, such as
-    beams, call `policy.generate` unchanged, and record nothing.
+    This works for sampling and greedy decoding, token by token, with the inputs below. In all other cases, such as
+    beam search, call `policy.generate` unchanged, and record nothing.
 
     Args:
         policy: a model, plain or wrapped by PEFT.
         recorder: receives the sampled tokens, with their log-probs; None records nothing.
-        histories: keys and values of earlier turns, which are reused. Those of rows that end in this turn are added.
-            None keeps nothing.
+        histories: keys and values of rows' earlier turns, to reuse. Those of rows that end in this call are added, for
+            the next turn. None keeps nothing.
         inputs: `input_ids` (B, P), left-padded, their `attention_mask`, a `generation_config`, and any other inputs
             of the model.
 
     Returns:
         (B, P + T) ids of prompts and answers, or whatever else `policy.generate` returns for these inputs.
     """
-    config, base = inputs.get("generation_config"), base_model_of(policy)
+    config = inputs.get("generation_config")
+    base = base_model_of(policy)
     other_ways = {"assistant_model", "custom_generate"} & inputs.keys()
     if args or other_ways or config is None or "input_ids" not in inputs or not _draws_answers(base, config):
         return policy.generate(*args, **inputs)
     ends = [] if config.eos_token_id is None else config.eos_token_id
     eos = torch.tensor(ends, device=inputs["input_ids"].device, dtype=torch.long)
-    width, sampler = inputs["input_ids"].size(1), TokenSampler()
+    width = inputs["input_ids"].size(1)
+    sampler = TokenSampler()
     with sampler.attached(base), _transposed_head(base):
         if _can_continue(policy, inputs):
             sequences, logprobs = _decode_live_rows(policy, sampler, eos, histories, **inputs)
@@ -330,7 +335,8 @@ def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
     """
     if inputs.keys() != {"input_ids", "attention_mask", "generation_config"}:  # images, say
         return False
-    config, base = inputs["generation_config"], base_model_of(policy)
+    config = inputs["generation_config"]
+    base = base_model_of(policy)
     if config.max_new_tokens is None or config.pad_token_id is None or config.to_diff_dict().keys() - _CONTINUED:
         return False
     if is_deepspeed_zero3_enabled() or any(isinstance(module, FSDPModule) for module in base.modules()):
@@ -410,7 +416,8 @@ def _decode_live_rows(
         (B, P + T) ids of prompts and answers, answers padded on the right; and the (B, T) log-probs of the answers'
         tokens, nats.
     """
-    base, limit = base_model_of(policy), generation_config.max_new_tokens
+    base = base_model_of(policy)
+    limit = generation_config.max_new_tokens
     rows, width = input_ids.shape
     sequences = input_ids.new_full((rows, width + limit), generation_config.pad_token_id)
     sequences[:, :width] = input_ids
@@ -425,7 +432,9 @@ def _decode_live_rows(
     starts = (width - attention_mask.sum(1)).tolist()
     kept: dict[int, History] = {}
     context = getattr(base.config, "max_position_embeddings", None) or math.inf
-    live, ids, mask = torch.arange(rows, device=input_ids.device), input_ids, attention_mask
+    live = torch.arange(rows, device=input_ids.device)
+    ids = input_ids
+    mask = attention_mask
     while True:
         begin = ids.size(1)
         config = copy.deepcopy(generation_config)
@@ -442,7 +451,8 @@ def _decode_live_rows(
         end = ids.size(1)
         sequences[live, begin:end] = ids[:, begin:]
         logprobs[live, begin - width : end - width] = sampler.take(end - begin)
-        ends, mask = torch.isin(ids[:, begin:], eos), torch.cat([mask, mask.new_ones(len(mask), end - begin)], dim=1)
+        ends = torch.isin(ids[:, begin:], eos)
+        mask = torch.cat([mask, mask.new_ones(len(mask), end - begin)], dim=1)
         for row in ends.any(1).nonzero().flatten().tolist() if histories is not None else []:
             number, stop = int(live[row]), begin + int(ends[row].int().argmax())  # EOS itself has not been read
             kept[number] = History.of(cache, ids, row, starts[number], stop)
@@ -452,7 +462,8 @@ def _decode_live_rows(
                 histories.add(kept)
             return sequences[:, :end], logprobs[:, : end - width]
         mask = mask[going]
-        live, ids = live[going], ids[going]
+        live = live[going]
+        ids = ids[going]
         cache.batch_select_indices(going)
 
 

@@ -160,7 +160,8 @@ def sample(
         pad_token_id=_PAD,
         **(drawn if temperature else {"do_sample": False}),
     )
-    size, answers = batch_size or max(len(prompt_ids), 1), []
+    size = batch_size or max(len(prompt_ids), 1)
+    answers = []
     with neutral_generation(model), nullcontext() if seed is None else forked_rng(model.device):
         if seed is not None:
             torch.manual_seed(seed)
@@ -198,7 +199,8 @@ def completion_logprobs(
     """
     prompts, prompt_mask = padded(prompt_ids, "left", model.device)
     completions, mask = padded(completion_ids, "right", model.device)
-    attention_mask, width = torch.cat([prompt_mask, mask], dim=1), completions.shape[1]
+    attention_mask = torch.cat([prompt_mask, mask], dim=1)
+    width = completions.shape[1]
     options = {"position_ids": position_ids(attention_mask), "logits_to_keep": width + 1, "use_cache": False}
     taken = inspect.signature(type(base_model_of(model)).forward).parameters
     logits = model(

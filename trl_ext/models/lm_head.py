@@ -64,12 +64,14 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
         if numbers * _dtype_of_logits(self, predicts.device).itemsize > budget_gb * GIB:
             with _backbone_gives(self.base_model, predicts):
                 output = tiled(*args, fused_lm_head=True, shift_labels=targets[None], **kwargs)
-            logprobs, entropies = output.log_probs[0], None if output.entropy is None else output.entropy[0]
+            logprobs = output.log_probs[0]
+            entropies = None if output.entropy is None else output.entropy[0]
         else:
             with _head_takes(self.get_output_embeddings(), predicts):
                 output = tiled(*args, **kwargs)
             _unview_gradient(output.logits.grad_fn)
-            logits, targets = output.logits.flatten(0, 1), targets.to(output.logits.device)
+            logits = output.logits.flatten(0, 1)
+            targets = targets.to(output.logits.device)
             if len(logits) != len(targets):  # the model multiplies by the head's weight instead of calling it
                 logits = logits[predicts]
             if logits.is_cuda and is_triton_available():  # TRL's kernel is in Triton

@@ -42,8 +42,8 @@ _ON_EACH_PROCESS = partial(patch_environment, FSDP_CPU_RAM_EFFICIENT_LOADING="fa
 
 def is_adapter(path: Any, revision: str | None = None) -> bool:
     """
-    Return whether `path` is the folder or hub name of an adapter; False if it is not a string. `revision` is the
-    hub's, None for the default branch.
+    Return whether `path` is the folder or hub name of an adapter; False if it is not a string. `revision` is that of
+    `path` on the hub, None for the default branch.
     """
     try:
         return isinstance(path, str) and find_adapter_config_file(path, revision=revision) is not None
@@ -61,15 +61,16 @@ def base_of(path: str, revision: str | None = None) -> tuple[str, str | None]:
 
 def has_head(path: str, revision: str | None = None) -> bool:
     """
-    Return whether `path` is an adapter of a sequence classifier, which PEFT saves with its head. `revision` is the
-    hub's.
+    Return whether `path` is an adapter of a sequence classifier, which PEFT saves with its head. `revision` is that of
+    `path` on the hub.
     """
     return is_adapter(path, revision) and PeftConfig.from_pretrained(path, revision=revision).task_type == "SEQ_CLS"
 
 
 def load_config(path: str, revision: str | None = None, **kwargs: Any) -> Any:
     """
-    Load a model's configuration; for an adapter, load its base's. `revision` is that of `path` on the hub.
+    Load a model's configuration; for an adapter, load its base's. `revision` is that of `path` on the hub; `kwargs`
+    are passed to `AutoConfig.from_pretrained`.
     """
     path, revision = base_of(path, revision)
     return AutoConfig.from_pretrained(path, revision=revision, **kwargs)
@@ -117,7 +118,8 @@ def load_adapted(
     config = PeftConfig.from_pretrained(path, revision=revision)
     base, base_revision = base_of(path, revision)
     kind = config.task_type or "CAUSAL_LM"
-    needs_head, is_whole = is_classifier and kind == "CAUSAL_LM", not is_deepspeed_zero3_enabled()
+    needs_head = is_classifier and kind == "CAUSAL_LM"
+    is_whole = not is_deepspeed_zero3_enabled()
     auto: Any = AutoModelForSequenceClassification if is_classifier else None
     labels = {"num_labels": 1} if is_classifier else {}
     with _ON_EACH_PROCESS() if is_classifier else nullcontext():
@@ -140,8 +142,10 @@ def load_adapted(
     fit_vocabulary(model, weights)
     kinds = {"config": config, "autocast_adapter_dtype": is_whole}  # ZeRO-3 gathers parameters of one dtype only
     if needs_head:  # PEFT cannot load a classifier's adapter without a head
-        config.task_type, config.modules_to_save = "SEQ_CLS", [*(config.modules_to_save or []), "score"]
-        config.inference_mode, config.init_lora_weights = False, True
+        config.task_type = "SEQ_CLS"
+        config.modules_to_save = [*(config.modules_to_save or []), "score"]
+        config.inference_mode = False
+        config.init_lora_weights = True
         weights[f"{HEAD}weight"] = model.score.weight.detach().clone()
         adapted = get_peft_model(model, config, autocast_adapter_dtype=is_whole)
     else:
@@ -263,7 +267,10 @@ class OneAdapter(nn.Module):
 
     def __init__(self, shared: "SharedBase", name: str):
         super().__init__()
-        self.model, self.config, self.shared, self.name = shared.model, shared.model.config, shared, name
+        self.model = shared.model
+        self.config = shared.model.config
+        self.shared = shared
+        self.name = name
 
     @property
     def device(self) -> Any:
@@ -296,14 +303,16 @@ class SharedBase:
             ValueError: the adapter has another base than the adapter added first, or cannot share a base.
         """
         revision = kwargs.get("revision")
-        base, name = base_named_by(path, revision), POLICY
+        base = base_named_by(path, revision)
+        name = POLICY
         if self.model is None:
-            self.base, self.model = base, load_adapted(path, is_classifier=True, **kwargs)
+            self.base = base
+            self.model = load_adapted(path, is_classifier=True, **kwargs)
         elif base is None or base != self.base:
             raise ValueError(
                 f"{path} cannot share a base with the adapter loaded first. Both must be LoRA adapters that leave the "
-                f"base as it is, with the same base, revision and weights; here {base or 'no such adapter'} and "
-                f"{self.base or 'no such adapter'}. Load each by a `ModelReward` of its own"
+                f"base as it is, with the same base, revision and hash of weights; here {base or 'no such adapter'} "
+                f"and {self.base or 'no such adapter'}. Load each by a `ModelReward` of its own"
             )
         else:
             name = f"member_{len(self.model.peft_config)}"
@@ -312,11 +321,10 @@ class SharedBase:
         return OneAdapter(self, name)
 
 
-def base_named_by(path: str, revision: str | None = None) -> tuple[Any, ...] | None:
+def base_named_by(path: str, revision: str | None = None) -> tuple[str | None, str | None, str | None] | None:
     """
-    Return the name and revision of an adapter's base, and the hash of its weights if one was recorded (else None).
-
-    Return None if the adapter cannot share a base with others.
+    Return three values: the name and the revision of an adapter's base, and a hash of the base's weights, None if
+    none was recorded. Return a single None if the adapter cannot share a base with others.
     """
     config = PeftConfig.from_pretrained(path, revision=revision)
     try:
@@ -402,7 +410,7 @@ def load_model(name: str, device: Any = None, revision: str | None = None, dtype
     Args:
         name: folder or hub name.
         device: where to move it; None for the GPU if there is one, else the CPU.
-        revision: the hub's revision; None for the default branch.
+        revision: revision of the model on the hub; None for the default branch.
         dtype: dtype of the weights, `"auto"` for the saved one.
 
     Raises:

@@ -36,8 +36,8 @@ class Packed:
     @property
     def inputs(self) -> dict[str, Any]:
         """
-        Return the arguments of a model's forward, by name: `input_ids`, `position_ids`, `use_cache=False`; and
-        `attention_mask`, which is `starts`, if there are any.
+        Return the arguments of a model's forward, by name: `input_ids`, `position_ids` and `use_cache=False`. With
+        `starts`, which says where rows begin (see [`starts_of`]), there is also `attention_mask`: it is `starts`.
 
         Nothing else is passed: with a cache or an ordinary mask, transformers would not tell the rows apart by their
         positions.
@@ -78,7 +78,8 @@ def pack(
             one sequence, too.
 
     Returns:
-        The packed rows; `inputs` are the model's arguments, and `unpack` brings its outputs into the shape (B, T).
+        The packed rows. Pass `inputs` to the model, and take its outputs at `predicts`, one for each of the N
+        completion tokens; `unpack` arranges such (N,) values as (B, T).
     """
     prompts, completions = torch.tensor(lengths, dtype=torch.long).view(-1, 2).unbind(1)
     sizes = prompts + completions
@@ -138,7 +139,8 @@ def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]
         For each of the K sequences, the list of its rows' indices.
     """
     order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
-    best, least = [], float("inf")
+    best = []
+    least = float("inf")
     while True:
         sequences: list[list[int]] = [[] for _ in range(most)]
         tokens = [0] * most
@@ -148,7 +150,8 @@ def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]
             tokens[shortest] += sizes[row]
         cost = most * max(tokens) * (6 * hidden_size + max(tokens))
         if cost < least:
-            best, least = sequences, cost
+            best = sequences
+            least = cost
         if most == 1:
             return best
         most = -(-most // 2)
@@ -208,7 +211,8 @@ def _attention(
     """
     if attention_mask is None or attention_mask.dtype != torch.int32:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    starts, longest = attention_mask[0, 0, :, 0].contiguous(), attention_mask.size(-1)
+    starts = attention_mask[0, 0, :, 0].contiguous()
+    longest = attention_mask.size(-1)
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype  # as SDPA is computed
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # (tokens, heads, size of a head)

@@ -217,7 +217,8 @@ def kept_by_fsdp2(policy: nn.Module) -> Iterator[None]:
             layer.reshard()
 
 
-_PIECE, _PIECES = 2**20, 64
+_PIECE = 2**20
+_PIECES = 64
 
 
 def weights_identity(model: Any, path: str | None = None, revision: str | None = None) -> str:
@@ -284,7 +285,8 @@ def weights_hash(module: Any) -> str:
 
 def tokenizer_identity(tokenizer: Any) -> str:
     """Return a hash of the vocabulary, rules, special tokens and chat template of a tokenizer or processor."""
-    template, tokenizer = getattr(tokenizer, "chat_template", None), getattr(tokenizer, "tokenizer", tokenizer)
+    template = getattr(tokenizer, "chat_template", None)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules: Any = [tokenizer.get_vocab()]
     if backend is not None:

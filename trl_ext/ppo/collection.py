@@ -43,7 +43,7 @@ class Collection:
     def is_as_sampled(self) -> bool:
         """
         Return whether each answer has as many of the sampler's log-probs as tokens, and still begins with the tokens
-        that were sampled in its first turn.
+        that were sampled before the first tool call.
         """
         if self.sampled_logprobs is None:
             return False
@@ -57,6 +57,8 @@ class Collection:
 class RolloutTrainer(GRPOTrainer):
     """
     Generate and score a rollout with GRPO's trainer, and keep what PPO needs of it.
+
+    A turn is what the policy samples until it calls tools or ends; without tools it is the whole answer.
 
     The methods stand in the order in which a rollout calls them. `_collect` gives the rows to TRL, which sets up the
     environments, then calls `_generate` (which calls `_tool_call_loop`, and `_generate_single_turn` for each turn),
@@ -88,8 +90,10 @@ class RolloutTrainer(GRPOTrainer):
                 setattr(self, name, collection.calls.watch(getattr(self, name), self.environments))
         output = super()._generate(prompts)
         prompt_ids, answers, tool_mask, completions, logprobs, *_ = output
-        collection.prompt_ids, collection.completion_ids = prompt_ids, answers
-        collection.tool_mask, collection.sampled_logprobs = tool_mask, logprobs
+        collection.prompt_ids = prompt_ids
+        collection.completion_ids = answers
+        collection.tool_mask = tool_mask
+        collection.sampled_logprobs = logprobs
         collection.ended = [
             ids[-1] in self.eos_token_ids and not (self.tools and (waits_for_tools(completion) or not mask[-1]))
             for ids, mask, completion in zip(answers, tool_mask or [[1]] * len(answers), completions, strict=True)
@@ -117,7 +121,8 @@ class RolloutTrainer(GRPOTrainer):
         """
         if self.environments is None:
             return
-        longest, context = max(map(len, prompt_ids)), self._context
+        longest = max(map(len, prompt_ids))
+        context = self._context
         if longest >= context:
             error = ValueError("shorten the prompt, or use a policy with a longer context")
             what = f"a prompt with the text that `reset` returned has {longest} tokens, the policy's context {context}"
@@ -130,13 +135,16 @@ class RolloutTrainer(GRPOTrainer):
         """Return the length of the policy's context in tokens; infinity if the policy's configuration has none."""
         return getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
-    def _generate_answers(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list | None]:
+    def _generate_answers(
+        self, prompt_ids: list, *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
         """
-        Generate one turn for each row. A row of `prompt_ids` has the tokens of the prompt and of its earlier turns.
+        Generate one turn for each row. `prompt_ids` has each row's tokens so far: prompt, earlier turns, tools' texts.
 
-        Return each row's new tokens, and their log-probs (None if these are not kept).
+        Return two lists: each row's new tokens, and these tokens' log-probs, nats (None if they are not kept).
         """
-        generate, pad = super()._generate_single_turn, [[self._tokenizer.pad_token_id]]
+        generate = super()._generate_single_turn
+        pad = [[self._tokenizer.pad_token_id]]
         if self._ahead is not None:
             if self.model.training:
                 return self._vllm_server.answered(self._ahead.take(prompt_ids))
@@ -147,7 +155,8 @@ class RolloutTrainer(GRPOTrainer):
                 return answers if self._vllm_server is None else self._vllm_server.answered(answers)
             recorder = SamplerRecorder() if self._keeps_logprobs else None
             recording = {"sampler_recorder": recorder, "histories": self._collection.histories}
-            longest, size = self._tokens_left(prompt_ids), self.args.local_rollout_forward_batch_size
+            longest = self._tokens_left(prompt_ids)
+            size = self.args.local_rollout_forward_batch_size
             chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
             with self._gathered_for_generation():
                 limited = temporarily(self.generation_config, max_new_tokens=longest)
@@ -161,11 +170,12 @@ class RolloutTrainer(GRPOTrainer):
 
     def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
         """
-        Return the number of tokens to generate in this turn: at least as many as the row with the most room left may
-        get. `prompt_ids` are the rows' tokens so far.
+        Return how many tokens to generate in this turn: enough for the row that may still get the most tokens.
+        `prompt_ids` has each row's tokens so far.
         """
         # If a row with less room generates too many tokens, TRL cuts them off
-        collection, limit = self._collection, self.max_completion_length
+        collection = self._collection
+        limit = self.max_completion_length
         if collection.calls.turn == 0:
             collection.longest_prompt = max(map(len, prompt_ids))
         elif collection.longest_prompt:  # else a `rollout_func` has sampled the first turn
@@ -258,7 +268,8 @@ class RolloutTrainer(GRPOTrainer):
         Return a dict with `prompt_ids`, `prompt_mask`, `completion_ids`, `completion_mask` and, if the collection has
         one, `tool_mask`, as [`Rollout`] describes them.
         """
-        pad, answers = self._tokenizer.pad_token_id, collection.completion_ids
+        pad = self._tokenizer.pad_token_id
+        answers = collection.completion_ids
         ones = [[1] * len(ids) for ids in answers]
         if self.args.mask_truncated_completions:
             finished = [*self.eos_token_ids, pad]
@@ -271,16 +282,19 @@ class RolloutTrainer(GRPOTrainer):
         }
         if collection.tool_mask is not None:
             rows["tool_mask"] = (collection.tool_mask, 0, "right")
-        multiple, device = self.args.pad_to_multiple_of, self.accelerator.device
+        multiple = self.args.pad_to_multiple_of
+        device = self.accelerator.device
         return {name: padded(*given, multiple=multiple).to(device) for name, given in rows.items()}
 
     def _sampler_logprobs(self, collection: Collection) -> Tensor | None:
         """
         Return the sampler's (B, T) log-probs of a `collection`'s answers, nats.
 
-        If a token of any process has no log-prob, return None, or raise a `RuntimeError` if training needs it.
+        Return None if the log-prob of any token on any process is unknown. If training needs the log-probs, raise a
+        `RuntimeError` instead.
         """
-        mask, logprobs = collection.tensors["completion_mask"], None
+        mask = collection.tensors["completion_mask"]
+        logprobs = None
         if self._keeps_logprobs and collection.is_as_sampled:
             rows = [[math.nan if x is None else x for x in row] for row in collection.sampled_logprobs or []]
             logprobs = padded(rows, 0.0, "right", width=mask.size(1), dtype=torch.float32).to(mask.device)
@@ -310,9 +324,11 @@ class RolloutTrainer(GRPOTrainer):
             The fields `logprobs`, `ref_logprobs`, `values` and `sampler_logprobs` of [`Rollout`], by name; None for
             each that is not used.
         """
-        args, mask = self.args, tensors["completion_mask"]
+        args = self.args
+        mask = tensors["completion_mask"]
         ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
-        lengths, width = lengths_of(tensors["prompt_mask"], mask), mask.size(1)
+        lengths = lengths_of(tensors["prompt_mask"], mask)
+        width = mask.size(1)
         is_trusted = sampled is not None and self._trusts_sampler
         asked = {"with_logprobs": not is_trusted, "with_values": self.model.training and args.baseline != "mean"}
         run = functools.partial(
@@ -333,7 +349,10 @@ class RolloutTrainer(GRPOTrainer):
         }
 
     def _run_reference(self, run: Any) -> Tensor:
-        """Return the reference's (B, T) log-probs. `run(model)` runs a model on the rollout."""
+        """
+        Return the reference's (B, T) log-probs, nats. `run(model)` runs a model on the rollout, and returns a dict
+        with the model's `logprobs`.
+        """
         if self.ref_model is not None:
             return run(self.ref_model)["logprobs"]
         # Else it is the policy with its adapter `ref`, or if there is none, with all adapters off
@@ -346,7 +365,7 @@ class RolloutTrainer(GRPOTrainer):
 
     def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
         """
-        Call the F reward functions with TRL's arguments, those that run in the background last.
+        Call the F reward functions with TRL's arguments; functions that run in the background are called last.
 
         Return the (rows of all processes, F) rewards, in the order of `reward_funcs`. Errors are raised on all
         processes.
@@ -365,9 +384,12 @@ class RolloutTrainer(GRPOTrainer):
 
     def _rollout(self) -> Rollout:
         """Make a [`Rollout`] from what was collected."""
-        collection, args = self._collection, self.args
-        mask, tool_mask = collection.tensors["completion_mask"], collection.tensors.get("tool_mask")
-        device, weights = mask.device, self.reward_weights
+        collection = self._collection
+        args = self.args
+        mask = collection.tensors["completion_mask"]
+        tool_mask = collection.tensors.get("tool_mask")
+        device = mask.device
+        weights = self.reward_weights
         ended = torch.tensor(collection.ended, device=device)
         # If the last token of a cut-off row happens to be a PAD that the policy sampled, TRL takes it for finished
         takes_part = mask.any(1) & (ended | (not args.mask_truncated_completions))

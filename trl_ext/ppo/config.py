@@ -369,7 +369,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         if self.metric_for_best_model in ("reward", "eval_reward"):  # GRPO's name for it
             self.metric_for_best_model = "eval_objective/scores"
         if self.metric_for_best_model is None and (self.load_best_model_at_end or str(self.save_strategy) == "best"):
-            self.metric_for_best_model, self.greater_is_better = "eval_objective/scores", True
+            self.metric_for_best_model = "eval_objective/scores"
+            self.greater_is_better = True
         given = self.steps_per_generation, self.generation_batch_size  # both, if this is a copy of a finished config
         self.steps_per_generation = self.num_mini_batches * self.gradient_accumulation_steps
         self.generation_batch_size = None
@@ -391,7 +392,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             given: `steps_per_generation` and `generation_batch_size` as the user set them.
             steps: optimizer steps that `total_episodes` makes.
         """
-        kwargs, changed = self.generation_kwargs or {}, self._changes_to_sampler
+        kwargs = self.generation_kwargs or {}
+        changed = self._changes_to_sampler
         refused = sorted(REFUSED_GENERATION_KWARGS & kwargs.keys())
         is_greedy = kwargs.get("do_sample", True) is False
         is_corrected = self.importance_correction != "none"

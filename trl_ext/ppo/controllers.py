@@ -85,8 +85,8 @@ class RateController:
             certain of, as [`step_kl_sums`] counts it.
         episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
             the gradient is then noisier; by n/128 if n > 128, but at most by 2.
-        most: the most KL by which the updates on a rollout are to move the policy, in nats per completion. The target
-            is lower where completions have so many choices that it would exceed this.
+        most: the most KL by which the updates on a rollout are to move the policy, in nats per completion. Where
+            completions have so many choices that the KL would exceed `most`, the target is lower.
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
@@ -163,7 +163,8 @@ class RateController:
         """
         del self._used[taken:]
         kl, self._choices = (sums[:2] / sums[[1, 3]].clamp(min=1e-6)).tolist()
-        target, share = self.present_target, taken / steps
+        target = self.present_target
+        share = taken / steps
         if taken and target and kl > 0 and sums[2] > 0:
             factor = rate_factor(self.factor, sum(self._used) / taken, kl, target, share)
             ratio = kl / (share**2 * target)
@@ -178,7 +179,9 @@ class RateController:
         return {"factor": self.factor, "lowered": self.lowered, "is_found": self.is_found}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.factor, self.lowered, self.is_found = state["factor"], state["lowered"], state["is_found"]
+        self.factor = state["factor"]
+        self.lowered = state["lowered"]
+        self.is_found = state["is_found"]
 
 
 _DECAY = 0.9  # factor of the sum over earlier rollouts, at each new rollout
@@ -264,7 +267,8 @@ class RewardNormalizer:
                 self.running = _merge(self.running, scores)
                 return _standardise(scores, self.running)
         assert groups is not None
-        normalised, scales = torch.full_like(scores, torch.nan), torch.ones_like(scores)
+        normalised = torch.full_like(scores, torch.nan)
+        scales = torch.ones_like(scores)
         for group in sorted(set(groups)):
             rows = torch.tensor([name == group for name in groups])
             self.groups[group] = _merge(self.groups.get(group, empty_moments("cpu")), scores[rows])
@@ -275,7 +279,8 @@ class RewardNormalizer:
         return {"running": self.running, "groups": self.groups, "reference_mean": self.reference_mean}
 
     def load_state_dict(self, state: dict) -> None:
-        self.running, self.groups = state["running"], state["groups"]
+        self.running = state["running"]
+        self.groups = state["groups"]
         self.reference_mean = state["reference_mean"]
 
 

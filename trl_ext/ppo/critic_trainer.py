@@ -150,7 +150,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         - `input_ids`: (B, P + T), prompt and completion.
         - `labels`: (B, T), the completion's token ids, and -100 for padding.
         - `returns`: (B, T), score units; 0 for padding.
-        - `lengths`: for each row, its number of prompt tokens and of completion tokens.
+        - `lengths`: a list with a pair for each row: its number of prompt tokens, and of completion tokens.
     """
     prompts, labels = ([torch.tensor(row[name]) for row in rows] for name in ("prompt_ids", "completion_ids"))
     returns = [torch.tensor(row["returns"], dtype=torch.float32) for row in rows]
@@ -200,7 +200,8 @@ class CriticTrainer(ResumableRun, Trainer):
         add_value_forward(self.model)
         self.model_accepts_loss_kwargs = True  # the Trainer counts the tokens of a step, over all processes
         self._passes = Passes(self.accelerator, args)
-        self._train, self._eval = Accumulator(), Accumulator()
+        self._train = Accumulator()
+        self._eval = Accumulator()
         self._evaluation: EvaluationPass | None = None  # while evaluating
         ConsoleCallback.replace(self)
 
@@ -230,7 +231,8 @@ class CriticTrainer(ResumableRun, Trainer):
         return (loss, {"values": values}) if return_outputs else loss
 
     def _values(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        ids, width = inputs["input_ids"], inputs["labels"].size(1)
+        ids = inputs["input_ids"]
+        width = inputs["labels"].size(1)
         return self._passes(model, ids, [tuple(row) for row in inputs["lengths"]], width)["values"]
 
     def _observe(self, stats: Accumulator, values: Tensor, returns: Tensor, mask: Tensor) -> None:
@@ -241,7 +243,8 @@ class CriticTrainer(ResumableRun, Trainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None) -> tuple[None, None, None]:
         assert self._evaluation is not None
         inputs = self._prepare_inputs(inputs)
-        values, mask = self._values(model, inputs), inputs["labels"] != _NO_TOKEN
+        values = self._values(model, inputs)
+        mask = inputs["labels"] != _NO_TOKEN
         rows = self._evaluation.next_rows(len(mask), self.accelerator)
         self._observe(self._eval, values, inputs["returns"], mask & rows[:, None])
         return None, None, None
@@ -256,7 +259,8 @@ class CriticTrainer(ResumableRun, Trainer):
         `eval_loss/value_avg` (the same), `eval_val/rmse` and, unless all returns are equal,
         `eval_val/explained_variance`.
         """
-        self._eval, self._evaluation = Accumulator(), EvaluationPass(len(dataloader.dataset))
+        self._eval = Accumulator()
+        self._evaluation = EvaluationPass(len(dataloader.dataset))
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
         )
@@ -279,7 +283,8 @@ class CriticTrainer(ResumableRun, Trainer):
         moments = stats.pop(self.accelerator)
         if not moments:  # a resumed run may log before its first step
             return {}
-        residuals, returns = moments["residuals"], moments["returns"]
+        residuals = moments["residuals"]
+        returns = moments["returns"]
         mean_square = residuals[1].square() + variance(residuals, unbiased=False)
         report = {"loss/value_avg": 0.5 * mean_square.item(), "val/rmse": math.sqrt(mean_square.item())}
         if variance(returns) > 0:

@@ -27,7 +27,8 @@ def _alarm(seconds: float, what: str) -> Iterator[None]:
     def expired(*_: Any) -> None:
         raise TooSlow(f"{what} took more than {seconds:g} s (`tool_timeout`)")
 
-    before, start = signal.signal(signal.SIGALRM, expired), time.monotonic()
+    before = signal.signal(signal.SIGALRM, expired)
+    start = time.monotonic()
     # Repeated each second, since the function may catch the first exception
     left, again = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
@@ -81,22 +82,26 @@ class Calls:
     """
     Limit the time of a rollout's tool calls, and ask environments to reward them.
 
+    A turn is what the policy samples until it calls tools or ends. `rewards` maps a row's index to a list of pairs:
+    the number of a turn, from 0, and the reward of a tool call that this turn made.
+
     Args:
         timeout: seconds that a call may take; None for no limit.
         mistakes: collects the errors of environments' `_step_reward`, to be raised on all processes.
     """
 
     def __init__(self, timeout: float | None, mistakes: Mistakes):
-        self.timeout, self.mistakes = timeout, mistakes
+        self.timeout = timeout
+        self.mistakes = mistakes
         self.turn = -1  # the turn that is being sampled
         self.rewards: dict[int, list[tuple[int, float]]] = defaultdict(list)  # of each row: turn and reward
 
     def watch(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
         """
-        Wrap each row's tools, and return them.
+        Wrap each row's tools, which are given by name, and return them in the same form.
 
-        Each call is limited in time. After it, the row's environment, if it has `_step_reward`, is asked for a reward,
-        which is kept in `rewards`. `environments` has one environment for each row; None if there are none.
+        Each call is limited in time. After a call, the row's environment is asked for a reward, if it has
+        `_step_reward`. `environments` has one environment for each row; None if there are none.
         """
         return [
             {name: self._watched(row, tool, environments and environments[row]) for name, tool in of_row.items()}
@@ -131,7 +136,7 @@ class Calls:
         finally:
             if hasattr(environment, "_step_reward"):
                 try:
-                    reward = finite_number(limited(environment._step_reward, self.timeout, "it"), row)
+                    reward = finite_number(limited(environment._step_reward, self.timeout, "it"), f"completion {row}")
                     self.rewards[row].append((self.turn, reward))
                 except Exception as error:
                     self.mistakes.note(f"`{type(environment).__name__}._step_reward`, row {row}", error)
@@ -140,7 +145,7 @@ class Calls:
         """
         Return a row's reward at each token: the sum of a turn's rewards at the turn's last token, 0 elsewhere.
 
-        In `tool_mask`, 1 is a token that the policy sampled.
+        In `tool_mask`, 1 is a token that the policy sampled; a turn is an unbroken run of 1s.
         """
         ends = [t for t, drawn in enumerate(tool_mask) if drawn and not (tool_mask[t + 1 : t + 2] or [0])[0]]
         rewards = [0.0] * len(tool_mask)
@@ -164,7 +169,7 @@ def states_of(pool: Pool) -> dict[str, list[Any]]:
 
 
 def load_states(pool: Pool, factories: dict[str | None, Callable], states: dict[str, list[Any]]) -> None:
-    """Load the states that `states_of` returned into a pool's instances; `factories` make those that are missing."""
+    """Load the states that `states_of` returned into a pool's instances; `factories` make missing instances."""
     for name, environments in pool.items():
         for place, state in enumerate(states.get(str(name), [])):
             if place == len(environments):
@@ -198,7 +203,8 @@ def guarded(factory: Callable[[], Any], timeout: float | None, mistakes: Mistake
         except Exception as error:
             mistakes.note(f"environment {get_callable_name(factory)} could not be made", error)
             return NoEnvironment()
-        name, ask = type(environment).__name__, cast(Any, getattr(environment, "get_reward", None))
+        name = type(environment).__name__
+        ask = cast(Any, getattr(environment, "get_reward", None))
 
         def reset(original: Callable, /, *given: Any, **row: Any) -> Any:
             try:
@@ -225,10 +231,10 @@ def guarded(factory: Callable[[], Any], timeout: float | None, mistakes: Mistake
 
 def step_rewards(collection: Callable[[], Any], kind: type) -> Callable:
     """
-    Return a reward function that reports what `_step_reward` returned, at the last token of each turn.
+    Return a reward function that scores single tokens by what `_step_reward` returned, see [`Calls.token_rewards`].
 
     Args:
-        collection: returns the rollout that is being collected.
+        collection: returns the `Collection` of the present rollout.
         kind: a class of environment; rows played in an environment of another class get None.
     """
 

@@ -54,9 +54,11 @@ def sampling_seed(args: Any, process: int) -> int:
 def untouched_rng(accelerator: Accelerator, args: Any, number: int = 0) -> Iterator[None]:
     """
     Seed all random generators, of the CPU and of the device of `accelerator`, within the `with` block; restore them
-    afterwards. The seed depends on the settings `args` ([`PPOConfig`]), the process and `number`.
+    afterwards. The seed depends on the settings `args` ([`PPOConfig`]) and the process; another `number`, such as the
+    step, gives another seed.
     """
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     with forked_rng(accelerator.device):
         set_seed((sampling_seed(args, accelerator.process_index) + number * accelerator.num_processes) % 2**32)
         try:

@@ -91,7 +91,8 @@ class PPOMetrics:
     def __init__(self, accelerator: Accelerator, reward_names: list[str]):
         self.accelerator = accelerator
         self.reward_names = reward_names
-        self.train, self.eval = Accumulator(), Accumulator()
+        self.train = Accumulator()
+        self.eval = Accumulator()
         self.episodes = self.episodes_at_start = 0  # responses of all processes: in all, and when `train` was resumed
         self._seconds: dict[str, float] = defaultdict(float)  # spent in each phase since the last report
         self._inner_seconds = 0.0
@@ -102,7 +103,8 @@ class PPOMetrics:
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Add the `with` block's seconds to `phase`, except those of other phases that are timed inside the block."""
-        start, outer = time.perf_counter(), self._inner_seconds
+        start = time.perf_counter()
+        outer = self._inner_seconds
         self._inner_seconds = 0.0
         try:
             yield
@@ -171,7 +173,8 @@ class PPOMetrics:
         Add to `stats` the metrics that training and evaluation share, over the rows of `rollout` where `rows`, (B,)
         bool, is True.
         """
-        mask, valid = rollout.mask, rollout.valid & rows
+        mask = rollout.mask
+        valid = rollout.valid & rows
         tokens = mask * rows[:, None]
         if rollout.ref_logprobs is not None:
             stats.add("objective/kl", (rollout.k1 * mask).sum(1), valid)
@@ -217,7 +220,8 @@ class PPOMetrics:
             actions: (B, T), 1 = token at which an action starts. Losses and ratios count once for each action.
             batch: the micro-batch; only its `old_logprobs` and `loss_mask`, (B, T) each, are read.
         """
-        stats, mask = self.train, batch["loss_mask"]
+        stats = self.train
+        mask = batch["loss_mask"]
         stats.add("policy/approxkl_avg", approx_kl(logprobs, batch["old_logprobs"]), mask)
         stats.add("policy/clipfrac_avg", policy[1].float(), actions)
         stats.add("policy/entropy_avg", entropies, mask)
@@ -276,7 +280,8 @@ class PPOMetrics:
         With `start_time`, the time at which `train` began, add the episodes per second since then (`eps`).
         """
         report = self.means("train") | {"episode": self.episodes}
-        seconds, self._seconds = self._seconds, defaultdict(float)
+        seconds = self._seconds
+        self._seconds = defaultdict(float)
         if self._tokens:
             report["tokens_per_second"] = self._tokens / max(sum(seconds.values()), 1e-9)
         self._tokens = 0.0
@@ -293,7 +298,8 @@ class PPOMetrics:
         moments = (self.train if mode == "train" else self.eval).pop(self.accelerator)
         report: dict[str, float] = {}
         added = {name.removeprefix(_ADDED): moments.pop(name) for name in [*moments] if name.startswith(_ADDED)}
-        residuals, returns = moments.pop("_residuals", None), moments.pop("_returns", None)
+        residuals = moments.pop("_residuals", None)
+        returns = moments.pop("_returns", None)
         if residuals is not None and returns is not None and variance(returns) > 0:
             report["val/explained_variance"] = explained_variance(residuals, returns).item()
         for name, value in moments.items():

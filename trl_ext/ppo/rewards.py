@@ -90,7 +90,8 @@ class CheckedReward:
             **kwargs: the arguments of the function.
         """
         if self.in_background:
-            self._started, self._waiting = Started(telling(self.function), **kwargs), waiting
+            self._started = Started(telling(self.function), **kwargs)
+            self._waiting = waiting
 
     def forget(self) -> None:
         """Drop the call that `start` began, so that its result is not waited for."""
@@ -108,21 +109,25 @@ class CheckedReward:
             return self._checked(returned, completion_ids)
         except Exception as error:
             self.mistakes.note(f"reward function '{self.name}'", error)
-            self.token_scores, self.failed = [None] * len(prompts), [False] * len(prompts)
+            self.token_scores = [None] * len(prompts)
+            self.failed = [False] * len(prompts)
             return [0.0] * len(prompts)
 
     def _checked(self, rewards: Any, completion_ids: list) -> list[float | None]:
         scores: list[float | None] = []
         rewards = scores_in(rewards, len(completion_ids))
-        self.token_scores, self.failed = [], failed_rows(self.function, rewards)
+        self.token_scores = []
+        self.failed = failed_rows(self.function, rewards)
         for row, (reward, ids) in enumerate(zip(rewards, completion_ids, strict=True)):
             tokens = None
             if is_by_token(reward):
                 given = by_token(reward, row, len(ids))
-                tokens = [finite_number(score, f"{row}, token {token}") for token, score in enumerate(given)]
+                tokens = [
+                    finite_number(score, f"completion {row}, token {token}") for token, score in enumerate(given)
+                ]
                 reward = math.fsum(tokens)
             self.token_scores.append(tokens)
-            scores.append(None if reward is None or self.failed[row] else finite_number(reward, row))
+            scores.append(None if reward is None or self.failed[row] else finite_number(reward, f"completion {row}"))
         return scores
 
 

@@ -311,7 +311,10 @@ def make_actor_critic(
     Returns:
         The module, and a phrase for messages that says what its critic was made from.
     """
-    policy, critic, head, origin = loader.policy, None, None, "none"
+    policy = loader.policy
+    critic = None
+    head = None
+    origin = "none"
     is_adapted = isinstance(policy, PeftModel)
     is_on_base = has_critic and is_adapted and (value_model is None or is_adapter(value_model))
     if has_critic and not is_on_base:
@@ -348,9 +351,12 @@ def add_critic_adapter(
     Returns:
         The critic's head, None for a head of zeros; and a phrase that says what adapter and head were made from.
     """
-    policy, head, origin = loader.policy, None, "with a zero head"
+    policy = loader.policy
+    head = None
+    origin = "with a zero head"
     if value_model is not None:
-        head, origin = _on_base(loader, CRITIC, value_model), f"`value_model` {value_model}"
+        head = _on_base(loader, CRITIC, value_model)
+        origin = f"`value_model` {value_model}"
     else:
         add_critic(policy, config)
         for i in rewards.critics():
@@ -377,7 +383,8 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
         critic = (load_separately if is_adapter(value_model) else load_classifier)(value_model, **loader.kwargs)
         origin = f"`value_model` {value_model}"
     elif value_model is not None:
-        critic, origin = value_model, "`value_model`"
+        critic = value_model
+        origin = "`value_model`"
     else:
         for i in rewards.critics():
             # The reward's own tokenizer: the policy's may have got another pad token since

@@ -104,9 +104,11 @@ class Rollout:
             return None
         assert self.sampler_logprobs is not None
         bounds = args.importance_sampling_clip_min, args.importance_sampling_clip_max
-        ours, drawn = self.logprobs, self.sampler_logprobs
+        ours = self.logprobs
+        drawn = self.sampler_logprobs
         if args.gae_level == "turn" and mode.startswith("token"):  # a turn is one action
-            ours, drawn = turn_sums(ours, self.drawn), turn_sums(drawn, self.drawn)
+            ours = turn_sums(ours, self.drawn)
+            drawn = turn_sums(drawn, self.drawn)
         return importance_weights(ours, drawn, self.drawn, mode, *bounds)
 
     def rows_for_training(
@@ -162,7 +164,8 @@ def sequence_scores(
         (B,), NaN where no function with a weight applies.
     """
     counts = weights != 0
-    rewards, weights = rewards[:, counts.to(rewards.device)], weights[counts]
+    rewards = rewards[:, counts.to(rewards.device)]
+    weights = weights[counts]
     scores = (rewards * weights.to(rewards.device)).nansum(1).masked_fill(rewards.isnan().all(1), torch.nan)
     if missing_eos_score is not None:
         scores = torch.where(ended | scores.isnan(), scores, missing_eos_score)

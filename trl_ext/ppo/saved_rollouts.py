@@ -183,7 +183,8 @@ def with_returns(
     lengths = [len(ids) for ids in dataset["completion_ids"]]
     chunks = []
     for start in range(0, len(kept), _CHUNK):
-        rows, sizes = kept[start : start + _CHUNK], torch.tensor(lengths[start : start + _CHUNK])
+        rows = kept[start : start + _CHUNK]
+        sizes = torch.tensor(lengths[start : start + _CHUNK])
         mask = torch.arange(int(sizes.max())) < sizes[:, None]
         of_tokens = None
         if token_scores is not None:

@@ -298,7 +298,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             self._tokenizer,
             self.reward_weights.tolist(),
         )
-        self.reward_func_names, self.reward_processing_classes = rewards.names, rewards.tokenizers
+        self.reward_func_names = rewards.names
+        self.reward_processing_classes = rewards.tokenizers
         if args.use_ref_model and not (self._is_peft and ref_model is None):  # else the adapter is switched off
             self._set_reference(ref_model)
         if self._is_peft:
@@ -509,7 +510,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         Returns:
             Advantages and returns, (B, T) each. Where `rollout.mask` is 0, they have no effect, but must be finite.
         """
-        args, mask = self.args, rollout.mask
+        args = self.args
+        mask = rollout.mask
         if args.whiten_rewards:
             rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
         schedules = {name: getattr(args, name) for name in LAM_SCHEDULES}
@@ -539,7 +541,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         Return the (B, T) leave-one-out means of the returns, and the critic's weight in the baseline, which is 0 with
         `baseline: mean`.
         """
-        args, actions = self.args, self._actions(mask)
+        args = self.args
+        actions = self._actions(mask)
         zeros = torch.zeros_like(values)
         returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)
         group = self.num_generations if self.num_generations > 1 else None
@@ -587,11 +590,16 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         Standardise and clip the scores, for the token rewards. Raise a `ValueError` at the third rollout in a row in
         which no completion has a score.
 
+        Args:
+            rollout: the rollout, with its scores.
+            inputs: the B dataset rows, which name their groups if scores are standardised by group.
+
         Returns:
-            The (B,) scores; and the (B, T) token scores, multiplied by the factor of their row's score, or None if the
-            rollout has no token scores.
+            The (B,) scores; and the (B, T) token scores, None if the rollout has none. They are multiplied by the same
+            factor as their row's score.
         """
-        normalizer, groups = self.reward_normalizer, None
+        normalizer = self.reward_normalizer
+        groups = None
         if normalizer.kind == "group":
             groups = gather_object([str(row[str(self.args.reward_group_column)]) for row in inputs])
         if normalizer.kind == "reference" and normalizer.reference_mean is None:
@@ -619,7 +627,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         the step's turns. In a step that trains only the critic, return the value loss. If the critic is trained apart,
         its backward pass runs here, and the value loss in the result has no gradient.
         """
-        args, mask = self.args, inputs["loss_mask"]
+        args = self.args
+        mask = inputs["loss_mask"]
         if self._warms_up(self._step):
             return self._value_loss(self._critic_forward(model, inputs), inputs)
         critic_loss = None
@@ -672,10 +681,12 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             step: number of the micro-batch; minibatches begin at multiples of `gradient_accumulation_steps`.
             taken: number of optimizer steps taken on the rollout so far.
         """
-        mask, accumulates = inputs["loss_mask"], self.args.gradient_accumulation_steps
+        mask = inputs["loss_mask"]
+        accumulates = self.args.gradient_accumulation_steps
         if step % accumulates == 0:
             self._step_sums = []
-        actions, entropies = self._actions(mask), self._by_action(entropies, mask)
+        actions = self._actions(mask)
+        entropies = self._by_action(entropies, mask)
         counts = torch.stack([masked_sum(inputs["advantages"].abs(), actions), actions.any(1).sum()])
         self._step_sums.append(torch.cat([step_kl_sums(new, old, entropies, actions), counts]))
         if (step + 1) % accumulates:
@@ -692,7 +703,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     def _look_back(self) -> None:
         """After a rollout's only step, measure by a further forward pass how far this step moved the policy."""
         for step, inputs in enumerate(self._buffered_inputs):
-            found, mask = self._run_models(self.model_wrapped, inputs, with_entropies=True), inputs["loss_mask"]
+            found = self._run_models(self.model_wrapped, inputs, with_entropies=True)
+            mask = inputs["loss_mask"]
             new, old = (self._by_action(each, mask) for each in (found["logprobs"], inputs["old_logprobs"]))
             self._follow_step_kl(new, old, found["entropies"], inputs, step, 1)
 
@@ -709,7 +721,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         Return a micro-batch's part of vf_coef · clipped value loss, a mean over the optimizer step's tokens. `values`
         are (B, T).
         """
-        args, mask = self.args, inputs["loss_mask"]
+        args = self.args
+        mask = inputs["loss_mask"]
         value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
         self.metrics.critic_updated(value, mask)
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
@@ -777,8 +790,15 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return self.args.steps_per_generation * self.num_iterations
 
     def _micro_batches(self, rollout: dict[str, Tensor], epoch: int) -> list[dict[str, Any]]:
-        """Cut a rollout into micro-batches for PPO epoch `epoch`; each holds the token count of its optimizer step."""
-        args, number = self.args, self._step // self._steps_per_rollout
+        """
+        Cut a rollout, as [`Rollout.rows_for_training`] returns it, into the micro-batches of PPO epoch `epoch`.
+
+        A micro-batch also has `lengths`, a pair for each row: its numbers of prompt and response tokens. `step_tokens`
+        is the number of tokens in the whole optimizer step, over all processes. With `gae_level: turn` there is also
+        `step_turns`, the number of turns.
+        """
+        args = self.args
+        number = self._step // self._steps_per_rollout
         lengths = lengths_of(rollout["prompt_mask"], rollout["completion_mask"])
         seed = (args.seed * 1_000_003 + number) * 1_009 + epoch
         order = permuted([sum(row) for row in lengths], args.num_mini_batches, seed)
@@ -839,7 +859,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         if self.is_deepspeed_enabled:
             return  # the engine owns the gradients
-        actor_critic, scaler = self._actor_critic, getattr(self.accelerator, "scaler", None)
+        actor_critic = self._actor_critic
+        scaler = getattr(self.accelerator, "scaler", None)
         if self._warms_up(self._step - 1):  # `_step` already counts the micro-batch that completed the gradients
             gradients.drop(actor_critic.parameters_of("policy"))
         for role in ("policy", "critic"):
@@ -866,7 +887,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return None, None, None
 
     def _observe_evaluation(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Add an evaluation batch to the metrics; return the tensors that TRL expects from its rollout method."""
+        """
+        Add an evaluation batch to the metrics; return its `prompt_ids`, `prompt_mask` and `completion_ids`, since TRL
+        expects a dict of tensors.
+        """
         passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
         rows = passing.next_rows(len(rollout.scores), self.accelerator)
         self.metrics.evaluated(rollout, rows)
@@ -1021,7 +1045,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             self._look_back()
         # A checkpoint holds no half-trained rollout: it waits for the rollout's end. So does a stop, and the
         # evaluation that says whether the checkpoint is the best one
-        stops, others = ["should_training_stop", "should_epoch_stop"], ["should_save"]
+        stops = ["should_training_stop", "should_epoch_stop"]
+        others = ["should_save"]
         if self.args.load_best_model_at_end or self.args.save_strategy == "best":
             others.append("should_evaluate")
         self._defer(stops + others)
@@ -1044,7 +1069,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     @property
     def _must_wait(self) -> bool:
         """Return whether a rollout is half trained, in a run that continues."""
-        is_half, is_last = self._step % self._steps_per_rollout != 0, self.state.global_step >= self.state.max_steps
+        is_half = self._step % self._steps_per_rollout != 0
+        is_last = self.state.global_step >= self.state.max_steps
         return is_half and not is_last and not spoilt(self.state)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -1129,7 +1155,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             getattr(self, name).load_state_dict(state[name])
         self._metrics["train"].update(state["trl_metrics"])
         self._tr_loss = state["tr_loss"].to(self.args.device)
-        self._total_loss_scalar, self._globalstep_last_logged = state["total_loss"], state["last_logged"]
+        self._total_loss_scalar = state["total_loss"]
+        self._globalstep_last_logged = state["last_logged"]
         self._load_environments(state["environments"])
 
     def _state_file(self, checkpoint: str) -> str:
@@ -1144,7 +1171,9 @@ class _EpochSeeded(Sampler):
     """
 
     def __init__(self, sampler: RepeatSampler, seed: int, epoch: Callable[[], int]):
-        self.sampler, self.seed, self.epoch = sampler, seed, epoch
+        self.sampler = sampler
+        self.seed = seed
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -1153,7 +1182,10 @@ class _EpochSeeded(Sampler):
         return self._rows_of(self.epoch())
 
     def rollouts_of(self, epoch: int) -> list[int]:
-        """Return the dataset indices of an epoch in the order in which rollouts use them, all processes together."""
+        """
+        Return the dataset indices of an epoch, one for each answer of all processes, in the order in which rollouts
+        use them.
+        """
         with temporarily(self.sampler, repeat_count=1):
             return list(self._rows_of(epoch))
 

@@ -135,8 +135,10 @@ class ServerGuard:
         # TRL would try again for a minute, in silence, and a server restarted meanwhile would answer with old weights
         client.session.mount(client.base_url, HTTPAdapter(pool_maxsize=64))
         self._instance = _instance_of(client.base_url)
-        self._generate, client.generate = client.generate, self._guarded_generate
-        self._update, client.update_named_params = client.update_named_params, self._guarded_update
+        self._generate = client.generate
+        client.generate = self._guarded_generate
+        self._update = client.update_named_params
+        client.update_named_params = self._guarded_update
         client.reset_prefix_cache = partial(self._ask, client.reset_prefix_cache)
 
     def answered(self, answers: tuple) -> tuple:
@@ -178,8 +180,8 @@ _RESUME = (
 
 def save_last_step(trainer: Any) -> str:
     """
-    Save a [`PPOTrainer`]'s last finished step, unless it is saved or within a rollout; return a sentence on how to
-    resume the run.
+    Save a [`PPOTrainer`]'s last finished step, unless it is saved already or its rollout is half trained; return a
+    sentence on how to resume the run.
     """
     step = trainer.state.global_step
     if not step:
@@ -226,7 +228,8 @@ class RolloutsAhead:
 
     def take(self, prompt_ids: list[list[int]]) -> Answers:
         """
-        Return the answers of the current rollout, once they have arrived; before that, request the next rollout.
+        Return each answer's tokens and log-probs of the current rollout, once they have arrived; before that, request
+        the next rollout.
 
         The next rollout is generated with the current weights. The first call requests the current one, too.
 
@@ -281,7 +284,7 @@ class RolloutsAhead:
     def _generate(self, flight: Flight, answer: Callable[..., dict[str, Any]]) -> tuple:
         """
         Call TRL's `generate` for the prompts of `flight`. Where it would call its client's `generate(…)`, it calls
-        `answer(generate, …)`.
+        `answer(generate, …)`. Return what TRL's `generate` returns.
         """
         vllm = self.trainer.vllm_generation
         client: Any = nullcontext()
@@ -295,8 +298,10 @@ class RolloutsAhead:
 
     def _prompts(self, number: int) -> list[list[int]]:
         """Return the prompt token ids of this process's rows of rollout `number`."""
-        trainer, args = self.trainer, self.trainer.args
-        size, local = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
+        trainer = self.trainer
+        args = self.trainer.args
+        size = args.generation_batch_size
+        local = args.generation_batch_size // trainer.accelerator.num_processes
         epoch, place = divmod(number, len(trainer.train_dataset) // (size // trainer.num_generations))
         order = trainer._get_train_sampler().rollouts_of(epoch)
         begin = place * size + trainer.accelerator.process_index * local

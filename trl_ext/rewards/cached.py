@@ -133,7 +133,8 @@ class CachedReward(TellsFailures, HoldsRewards):
         """
         names = self.columns if self.columns is not None else sorted(kwargs.keys() - {*_UNCOUNTED})
         columns = {name: kwargs[name] for name in names}
-        identity, count = self.identity if self.redis_url else None, len(completions)
+        identity = self.identity if self.redis_url else None
+        count = len(completions)
         if self.redis_url and identity is None:
             raise ValueError(
                 f"{self.__name__}: nothing identifies this reward among others in Redis: give the reward an attribute "

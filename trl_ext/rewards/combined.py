@@ -79,10 +79,8 @@ class EnsembleReward(HoldsRewards):
         facts: list[dict[str, Any]] = []
         called = ""
         if isinstance(members, str):
-            called, facts = (
-                Path(members).resolve().name,
-                json.loads(Path(members, "ensemble.json").read_text())["members"],
-            )
+            called = Path(members).resolve().name
+            facts = json.loads(Path(members, "ensemble.json").read_text())["members"]
             members = [str(Path(members, member["folder"])) for member in facts]
         self.members = [Member(member, on_error) for member in _loaded(members, model_kwargs or {})]
         self.combine = combine
@@ -109,7 +107,8 @@ class EnsembleReward(HoldsRewards):
         if self.scales:
             mean, std = torch.tensor(self.scales, dtype=torch.float64).T[:, :, None]
             scores = (scores - mean) / std
-        combined, spread = ensemble_score(scores, self.combine, self.uncertainty_coef), disagreement(scores)
+        combined = ensemble_score(scores, self.combine, self.uncertainty_coef)
+        spread = disagreement(scores)
         known = ~spread.isnan()
         metrics = {"disagreement": spread[known].mean().item()} if known.any() else {}
         if self.max_disagreement is not None:
@@ -123,7 +122,7 @@ class EnsembleReward(HoldsRewards):
 def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> list[Callable]:
     """
     Load the members given as folders or hub names, as [`ModelReward`]s with `model_kwargs`; return all members.
-    Adapters of one base share it.
+    Adapters of the same base share one copy of that base.
     """
     from ..models.loading import SharedBase, base_named_by, is_adapter
     from .model import ModelReward

@@ -121,12 +121,13 @@ class JudgeReward(ServedReward):
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **columns: Any
     ) -> list[float | None]:
         """
-        Return each completion's score; None if `compare` has no text for it, NaN if its score was withheld, or if it
-        failed and `on_error` is "skip".
+        Return each completion's score. It is None if the column `compare` has None for the row. It is NaN if the
+        judge's message was withheld, or if the row failed and `on_error` is "skip".
 
         The arguments are those of a reward function; `log_metric`, TRL's function that logs, may be None.
         """
-        call, (low, high) = Call(time.monotonic() + self.deadline), self.scale
+        call = Call(time.monotonic() + self.deadline)
+        (low, high) = self.scale
         others = [None] * len(prompts) if self.compare is None else columns[self.compare]
         biases: list[float] = []  # of each comparison, how far the first answer's verdict is above the middle
 
@@ -139,7 +140,8 @@ class JudgeReward(ServedReward):
                 return self._verdict(prompt, answers, call)
             if len(answers) == 1:
                 return None
-            first, second = self._verdict(prompt, answers, call), self._verdict(prompt, answers[::-1], call)
+            first = self._verdict(prompt, answers, call)
+            second = self._verdict(prompt, answers[::-1], call)
             biases.append((first + second - low - high) / 2 / (high - low))
             return (first + low + high - second) / 2
 
@@ -162,8 +164,8 @@ class JudgeReward(ServedReward):
 
     def completion(self, messages: list[dict[str, str]], call: Call) -> Any:
         """
-        Send `messages` to the judge; return the server's chat completion, or raise a [`ServiceError`]. `call` has the
-        deadline, and counts requests.
+        Send `messages` to the judge; return the server's chat completion, read from JSON, or raise a [`ServiceError`].
+        `call` has the deadline, and counts requests.
         """
         return self.request(call, {"model": self.model, "messages": messages, **self.settings}, check=choice_in)
 
@@ -195,7 +197,7 @@ def score_in(answer: Any, scale: tuple[float, float]) -> float:
             return score
     raise ServiceError(
         'the judge\'s message, or its last line, must be `Score: NUMBER` or `{"score": NUMBER}`, from '
-        f"{scale[0]:g} to {scale[1]:g}, but it ends in {_end(text)}: remove from the rubric what asks for another "
+        f"{scale[0]:g} to {scale[1]:g}, got {_end(text)} at the end: remove from the rubric what asks for another "
         "form, or take another judge"
     )
 
@@ -206,7 +208,8 @@ def _end(text: str) -> str:
 
 def choice_in(answer: Any) -> tuple[Any, Any]:
     """
-    Return the content and the `finish_reason` of the message in a server's `answer`, a chat completion.
+    Return the content and the `finish_reason` of the message in a server's `answer`, a chat completion read from JSON.
+    Either may be None.
 
     Raises:
         UnavailableError: there is no message, or the server failed while it wrote the message; another try may
@@ -217,7 +220,8 @@ def choice_in(answer: Any) -> tuple[Any, Any]:
         choice = answer["choices"][0]
         if error := choice.get("error"):
             raise failure_of(error, f"the server returned an error instead of a message: {repr(error)[:120]}")
-        message, ended = choice["message"].get("content"), choice.get("finish_reason")
+        message = choice["message"].get("content")
+        ended = choice.get("finish_reason")
     except (LookupError, TypeError, AttributeError) as error:
         raise UnavailableError(
             f"the server's answer is not a chat completion: {repr(answer)[:120]}. Check that the judge's URL is that "
@@ -239,10 +243,10 @@ def message_of(answer: Any) -> str:
     message, ended = choice_in(answer)
     text = message.strip() if isinstance(message, str) else ""
     if ended == "length":  # "Score: 1" may be the beginning of 10
-        raise ServiceError(f"the judge's message was cut off and ends in {_end(text)}: raise `max_tokens`")
+        raise ServiceError(f"the judge's message was cut off (its end: {_end(text)}): raise `max_tokens`")
     if ended not in _WHOLE:
         raise WithheldError(
-            f"the server stopped or withheld the judge's message (finish_reason {repr(ended)[:40]}); it ends in "
+            f"the server stopped or withheld the judge's message (finish_reason {repr(ended)[:40]}); its end: "
             f"{_end(text)}"
         )
     return text
@@ -250,8 +254,8 @@ def message_of(answer: Any) -> str:
 
 def verdicts_in(text: str) -> tuple[str, str]:
     """
-    Return the two parts of a message that may be the verdict: the whole message, or the content of the fenced block
-    that it ends with; and the message's last line.
+    Return the two parts of a message that may be the verdict. The first is the whole message or, if the message ends
+    with a fenced block, the content of that block. The second is the message's last line.
     """
     _, fence, block = f"\n{text}".removesuffix("```").rpartition("\n```")
     whole = block.removeprefix("json").strip() if fence and text.endswith("```") else text

@@ -90,7 +90,8 @@ def load_rewards(
         >>> functions[0](prompts=["Ask for tea."], completions=["Tea, please!"]), weights
         ([1.0], [0.5])
     """
-    functions, weights = [], []
+    functions = []
+    weights = []
     for place, entry in enumerate(entries or [], 1):
         try:
             reward, weight = _parts(entry)
@@ -106,8 +107,11 @@ def load_rewards(
 
 def joined_weights(reward_weights: list[float] | None, weights: Sequence[float | None]) -> list[float] | None:
     """
-    Return one weight for each reward: the entries' `weights`, with 1 for None; or `reward_weights` if all `weights`
-    are None.
+    Return one weight for each reward.
+
+    Args:
+        reward_weights: the setting of this name; None if it is not set. It is returned if no entry has a weight.
+        weights: the weight in each entry of `rewards`; None, for an entry without one, becomes 1.
 
     Raises:
         ValueError: `reward_weights` and a weight in an entry are both given.
@@ -134,7 +138,7 @@ def _known() -> dict[str, Callable]:
 
 
 def _parts(entry: Any) -> tuple[Any, float | None]:
-    """Return an entry of the configuration without its weight, and the weight; None for an entry without one."""
+    """Return two values: an entry of the configuration without its weight, and the weight, None without one."""
     if not isinstance(entry, dict):
         return entry, None
     weight = entry.get("weight")

@@ -35,8 +35,8 @@ class TellsFailures:
     """
     Base class of rewards that distinguish rows on which they failed from rows that they do not apply to.
 
-    A subclass defines `scores_or_nan`, which returns NaN for the former and None for the latter. A call of the reward
-    returns None for both.
+    A subclass defines `scores_or_nan`, which returns NaN for a row on which the reward failed, and None for a row that
+    it does not apply to. A call of the reward returns None for both.
     """
 
     scores_or_nan: Callable[..., list[float | None]]  # as `__call__`, but NaN, not None, for a row that failed
@@ -48,7 +48,7 @@ class TellsFailures:
 
 class HoldsRewards:
     """
-    Base class of rewards that hold other rewards: they run in the background if one of those does.
+    Base class of rewards that hold other rewards. Such a reward runs in the background if a reward that it holds does.
 
     The rewards that they hold are found in the attributes `reward`, `members` (a list), `judge` and `function`.
     """
@@ -118,20 +118,24 @@ class Member(TellsFailures, HoldsRewards):
 
 
 def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any]:
-    """Call a reward function; return for each completion its score, an error, or [`FAILED`]."""
+    """
+    Call a reward function with `kwargs`; return for each of `count` completions its score, an error, or NaN if the
+    function failed on it.
+    """
     scores = scores_in(awaited(telling(function)(**kwargs)), count)
     failed = failed_rows(function, scores)
-    return [FAILED if failed[row] else number_or_error(score, row) for row, score in enumerate(scores)]
+    return [FAILED if failed[row] else number_or_error(score, f"completion {row}") for row, score in enumerate(scores)]
 
 
 def telling(function: Callable) -> Callable:
-    """Return the reward function; of a [`TellsFailures`], the method that distinguishes rows on which it failed."""
+    """Return the function to call for scores: `scores_or_nan` of a [`TellsFailures`], else the reward function."""
     return function.scores_or_nan if isinstance(function, TellsFailures) else function
 
 
 def failed_rows(function: Callable, scores: Sequence[Any]) -> list[bool]:
     """
-    Return for each of the `scores`, which [`telling`] gave, whether the reward function failed on that row.
+    Return for each of the `scores` whether the reward function failed on that row. The scores are those that the
+    function from [`telling`] returned.
 
     A [`TellsFailures`] marks failed rows by NaN. Any other function gives a failed row None if it, or a reward that it
     holds, has `on_error="skip"`. This None looks like "does not apply", so every None that such a function returns
@@ -174,8 +178,8 @@ def scores_of_all(
     members: Sequence[Member], log_metric: Any = None, log_extra: Any = None, **kwargs: Any
 ) -> list[list[float | None]]:
     """
-    Call each member as a reward function, and return its list of scores, as [`Member.scores_or_nan`] does, in the
-    order of `members`.
+    Call each member as a reward function. Return a list of scores for each member, in the order of `members`, with NaN
+    where the member failed and was skipped.
 
     Members with a true `in_background` run in threads, at the same time as the others.
 
@@ -205,7 +209,8 @@ def message_of(name: str, error: Exception) -> str:
 
     If the message lacks that prefix, put the error's type before it, unless the error is a [`RewardFailed`].
     """
-    message, own = str(error), f"reward '{name}': "
+    message = str(error)
+    own = f"reward '{name}': "
     if message.startswith(own) or isinstance(error, RewardFailed):
         return message.removeprefix(own)
     return f"{type(error).__name__}: {message}"
@@ -377,7 +382,7 @@ def text_of(completion: Any) -> str:
     return "\n".join(str(content) for content in contents if content not in (None, ""))
 
 
-def recorded(completion: Any) -> Any:
+def recorded(completion: Any) -> str | list[dict[str, Any]]:
     """
     Return a completion in the form that files store: its messages if it has several or a tool call, else its text.
     """

@@ -66,7 +66,7 @@ def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
 
 
 def _loaded_tokenizer(tokenizer: Any, revision: str | None = None) -> Any:
-    """Return the tokenizer; load it if `tokenizer` is a folder or hub name (of `revision`)."""
+    """Load the tokenizer that a folder or hub name (of `revision`) names; return an object or None unchanged."""
     return AutoTokenizer.from_pretrained(tokenizer, revision=revision) if isinstance(tokenizer, str) else tokenizer
 
 
@@ -164,7 +164,10 @@ class ModelReward:
         name: str | None = None,
     ):
         path = model if isinstance(model, str) else None
-        self.path, self.revision, self.load_in_8bit, self.device = path, revision, load_in_8bit, device
+        self.path = path
+        self.revision = revision
+        self.load_in_8bit = load_in_8bit
+        self.device = device
         if path is not None:
             self.tokenizer = _loaded_tokenizer(tokenizer or path, None if tokenizer else revision)
             model = self._load(path, dtype, shared_base)
@@ -177,13 +180,16 @@ class ModelReward:
         self._to_place = score is None and not is_placed
         if score is None:
             model.requires_grad_(False).eval()
-        self.model, self.score = model, score or partial(logits_of, model)
+        self.model = model
+        self.score = score or partial(logits_of, model)
         self.config = model.config.get_text_config()
         check_pad_token(model, self.tokenizer)
         self.policy_tokenizer = _loaded_tokenizer(policy_tokenizer)
         self.shares_tokenizer = policy_tokenizer is not None and same_tokenizer(self.tokenizer, self.policy_tokenizer)
         self.eos_token_ids = list(eos_token_ids) if eos_token_ids is not None else self._ends(policy_tokenizer)
-        self.max_batch_tokens, self.batch_size, self.truncation = max_batch_tokens, batch_size, truncation
+        self.max_batch_tokens = max_batch_tokens
+        self.batch_size = batch_size
+        self.truncation = truncation
         limits = [max_length, getattr(model.config, "max_position_embeddings", None)]
         if path is not None:  # RoBERTa has more positions than it can use; its tokenizer has the right number
             limits.append(self.tokenizer.model_max_length)
@@ -317,7 +323,8 @@ class ModelReward:
         if pad is None:
             pad = self.tokenizer.eos_token_id  # as RewardTrainer does
         # Pad on the right, whatever the tokenizer says, as RewardTrainer did
-        longest, device = max(map(len, ids)), self.device or self.model.device
+        longest = max(map(len, ids))
+        device = self.device or self.model.device
         input_ids = torch.tensor([row + [pad] * (longest - len(row)) for row in ids], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=device)
         with torch.no_grad(), temporarily(self.config, pad_token_id=pad):

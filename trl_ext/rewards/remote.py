@@ -241,7 +241,7 @@ class RemoteReward(ServedReward):
         if self.api == "trl-ext":
             self._check_weights(answer)
         scores = scores_in_answer(self.api, answer, len(rows), self.label)
-        return [number_or_error(score, row) for row, score in enumerate(scores)]
+        return [number_or_error(score, "it") for score in scores]
 
 
 def scores_in_answer(api: str, answer: Any, count: int, label: int | None) -> list[Any]:
@@ -250,7 +250,7 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | None) -> li
 
     Raises:
         ServiceError: the answer does not have the format of `api`, or does not have `count` scores; or the model has
-            no label `label`; or it has several labels, but `label` is None.
+            no label `label`; or the model has several labels, but `label` is None.
     """
     try:
         if api == "trl-ext":
@@ -266,7 +266,7 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | None) -> li
         ) from error
     if not isinstance(scores, list) or len(scores) != count:
         raise ServiceError(
-            f"the server must return {count} scores for {count} completions, not {repr(answer)[:120]}: check `api`"
+            f"the server must return {count} scores, one for each completion, not {repr(answer)[:120]}: check `api`"
         )
     return scores
 

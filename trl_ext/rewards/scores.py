@@ -20,19 +20,19 @@ def total_of(reward: Any) -> Any:
     return math.fsum(reward) if is_by_token(reward) else reward
 
 
-def by_token(reward: Any, row: int, length: int) -> list:
+def by_token(reward: Any, row: int, length: int) -> list[Any]:
     """
-    Return the token scores `reward` of completion `row` as a list; raise a `ValueError` unless each of its `length`
-    tokens has one.
+    Return the token scores `reward` of completion `row` as a list; raise a `ValueError` unless there is one for each
+    of the completion's `length` tokens.
     """
     if len(reward) != length:
         raise ValueError(
-            f"returned {len(reward)} token scores for completion {row}, which has {length} tokens; return one for each"
+            f"must return one score for each token of completion {row}, {length} in all; got {len(reward)}"
         )
     return reward.tolist() if hasattr(reward, "tolist") else list(reward)
 
 
-def scores_in(returned: Any, count: int) -> list:
+def scores_in(returned: Any, count: int) -> list[Any]:
     """
     Return what a reward function returned (`returned`) as a list; raise a `TypeError` or `ValueError` unless it has
     `count` scores.
@@ -41,13 +41,17 @@ def scores_in(returned: Any, count: int) -> list:
     if not isinstance(returned, (list, tuple)):
         raise TypeError(f"must return a list with one float or None per completion, got {type(returned).__name__}")
     if len(returned) != count:
-        raise ValueError(f"returned {len(returned)} rewards for {count} completions; return one for each")
+        raise ValueError(f"must return one reward for each completion, {count} in all; got {len(returned)}")
     return list(returned)
 
 
-def finite_number(reward: Any, row: int | str) -> float:
+def finite_number(reward: Any, of: str) -> float:
     """
-    Return the reward of completion `row`, a number of Python, NumPy or torch, as a float.
+    Return a reward, a number of Python, NumPy or torch, as a float.
+
+    Args:
+        reward: the reward of a completion or of a token.
+        of: what the reward is of, for the message, such as `"completion 3, token 5"`.
 
     Raises:
         TypeError: the reward is not a number.
@@ -58,19 +62,19 @@ def finite_number(reward: Any, row: int | str) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         value = None
     if value is None:
-        raise TypeError(f"returned {repr(reward)[:80]} for completion {row}; return a float")
+        raise TypeError(f"returned {repr(reward)[:80]} for {of}; return a float")
     if not abs(value) <= torch.finfo(torch.float32).max:  # true of NaN, too
-        raise ValueError(f"returned {value} for completion {row}; return a finite number")
+        raise ValueError(f"returned {value} for {of}; return a finite number")
     return value
 
 
-def number_or_error(reward: Any, row: int) -> float | Exception | None:
+def number_or_error(reward: Any, of: str) -> float | Exception | None:
     """
     Return a reward as a finite float, or None if it is None; for any other reward, return the error, which names
-    `row`.
+    what it is `of`.
     """
     try:
-        return None if reward is None else finite_number(reward, row)
+        return None if reward is None else finite_number(reward, of)
     except (TypeError, ValueError) as error:
         return error
 

@@ -122,13 +122,17 @@ class ServedReward(TellsFailures):
             )
         self.url = url.rstrip("/").removesuffix(path)
         self.path = path
-        self.timeout, self.deadline, self.retries = timeout, deadline, retries
-        self.max_concurrency, self.max_characters = max_concurrency, max_characters
+        self.timeout = timeout
+        self.deadline = deadline
+        self.retries = retries
+        self.max_concurrency = max_concurrency
+        self.max_characters = max_characters
         self.api_key_env = api_key_env
         self.on_error = checked_on_error(on_error)
         self.__name__ = name
         self._key()
-        self._failures, self._paused_until = 0, 0.0
+        self._failures = 0
+        self._paused_until = 0.0
 
     def ask(self, function: Callable, jobs: Sequence, until: float) -> list[Any]:
         """
@@ -145,8 +149,8 @@ class ServedReward(TellsFailures):
 
     def check(self, outcomes: Sequence[Any]) -> None:
         """
-        If `on_error` is `"raise"`, raise a `RewardFailed` for the first error in `outcomes`, which has a score or an
-        error for each row. A [`WithheldError`] does not count, and a `TimeoutError` only if there is no other error.
+        If `on_error` is `"raise"`, raise a `RewardFailed` for the first error in `outcomes`. A [`WithheldError`] does
+        not count, and a `TimeoutError` only if there is no other error. `outcomes`: for each row a score or an error.
         """
         # One that was not asked since another one failed is not the cause
         errors = [(isinstance(each, TimeoutError), row) for row, each in enumerate(outcomes) if self._ends_call(each)]
@@ -173,7 +177,7 @@ class ServedReward(TellsFailures):
             call: has the deadline; records the seconds of an answered request, and the waits before retries.
             body: the request's content.
             path: path at the server; None: the reward's own.
-            check: raises an error for an answer that cannot be used.
+            check: function that takes the answer, and raises an error if the answer cannot be used.
 
         Raises:
             UnavailableError: the server could not be reached, was too busy or sent no JSON, at every try; or it was
@@ -204,7 +208,8 @@ class ServedReward(TellsFailures):
         return answer
 
     def _send(self, call: Call, body: Any, url: str, check: Callable[[Any], Any]) -> Any:
-        start, key = time.monotonic(), self._key()
+        start = time.monotonic()
+        key = self._key()
 
         def hidden(text: str) -> str:  # error messages quote what the server says
             return text.replace(key, HIDDEN) if key else text
@@ -220,7 +225,8 @@ class ServedReward(TellsFailures):
             raise UnavailableError(
                 hidden(f"the server did not answer: {type(error).__name__}: {error}")[:200]
             ) from error
-        text, wait = hidden(response.text), response.headers.get("retry-after", "")
+        text = hidden(response.text)
+        wait = response.headers.get("retry-after", "")
         said = "".join(filter(str.isprintable, " ".join(redacted(text[:2000]).split())))[:200]
         if response.status_code != 200:
             seconds = float(wait) if wait.isdecimal() else None
@@ -278,8 +284,8 @@ def _client(process: int) -> httpx2.Client:
 
 def failure_of(error: Any, message: str) -> ServiceError:
     """
-    Return an exception with this message for an `error` object in an answer with status 200. The object's `code`
-    counts as the status if it is 400 or more; if not, 503 does.
+    Return an exception with this message for `error`, an object in an answer with status 200. Its class follows from
+    the status: the object's `code` if that is 400 or more, else 503.
     """
     code = str(error.get("code")) if isinstance(error, dict) else ""
     return _failure(int(code) if code.isdecimal() and int(code) >= 400 else 503, message)

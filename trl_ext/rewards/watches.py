@@ -56,16 +56,16 @@ class Watch:
 
     def write_completions(self, prompts: list, completions: list, scores: list[Any], trainer_state: Any) -> None:
         """
-        Append completions to `completions.rank{r}.jsonl`, each with its prompt and the score that this watch gives it.
-        `trainer_state` gives the step; None for no step.
+        Append completions to `completions.rank{r}.jsonl`, each with its prompt and what this watch found, an entry of
+        `scores`: a number or a dict. `trainer_state`, TRL's, has the step; None for no step.
         """
         step = getattr(trainer_state, "global_step", None)
         self.write_rows(prompts, completions, [{self.__name__: score} for score in scores], step)
 
     def write_rows(self, prompts: list, completions: list, scores: list[dict[str, Any]], step: int | None) -> None:
         """
-        Append completions to `completions.rank{r}.jsonl`, each with its prompt, the step (None: unknown) and a mapping
-        from names to scores.
+        Append completions to `completions.rank{r}.jsonl`, each with its prompt, the step (None: unknown) and an entry
+        of `scores`, a mapping from names to scores.
 
         If another watch has just written some of the same completions, add the scores to the lines that it wrote.
         """
@@ -87,7 +87,8 @@ class Watch:
                 new.append(row)
         if len(new) < len(scores):
             os.truncate(path, begin)
-            size, new = begin, written + new
+            size = begin
+            new = written + new
         self.write("completions", new)
         Watch._newest[path] = size, path.stat().st_size if path.is_file() else 0, new
 
@@ -316,7 +317,8 @@ class RepetitionWatch(Watch):
         texts = [text_of(completion) for completion in completions]
         words = [words_of(text) for text in texts]
         grams = [list(zip(*(row[i:] for i in range(self.n)), strict=False)) for row in words]
-        total, different = sum(map(len, grams)), len({gram for row in grams for gram in row})
+        total = sum(map(len, grams))
+        different = len({gram for row in grams for gram in row})
         repeated = [1 - len(set(row)) / len(row) if row else 0.0 for row in grams]
         in_completions = Counter(gram for row in grams for gram in set(row))
         # Of equally frequent phrases take the alphabetically first, so that every run finds the same
@@ -407,5 +409,6 @@ def _pattern(phrase: str) -> str:
     words = regex.sub(_HIDDEN, "", _composed(phrase)).split()
     within = [f"{_HIDDEN}*".join(map(regex.escape, word)) for word in words]
     begins, ends = (regex.match(_WORD, end, regex.VERSION1) for end in (words[0][0], words[-1][-1]))
-    start, end = rf"(?<!{_WORD})" if begins else "", rf"(?!{_WORD})" if ends else ""
+    start = rf"(?<!{_WORD})" if begins else ""
+    end = rf"(?!{_WORD})" if ends else ""
     return start + rf"(?:\s|{_HIDDEN})+".join(within) + end

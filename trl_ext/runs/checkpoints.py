@@ -113,7 +113,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         self._facts: dict[str, Any] = {}  # about what was passed in
         self._model_path = model if isinstance(model, str) else None
         self.start_path = self._model_path or getattr(model, "adapter_path", None)
-        self.given_rows, self.given_eval_rows = kwargs.get("train_dataset"), kwargs.get("eval_dataset")
+        self.given_rows = kwargs.get("train_dataset")
+        self.given_eval_rows = kwargs.get("eval_dataset")
         self._resume_anyway = resume_anyway
         self._is_changed = False  # this run resumes one with other settings
         super().__init__(model, *args, **kwargs)
@@ -124,8 +125,10 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         return self.accelerator.unwrap_model(self.model)
 
     def _run_facts(self) -> dict[str, Any]:
-        """Return the facts that resuming compares besides the training arguments; all processes must call this."""
-        model, rows, args = self._given_model, self.given_rows, self.args
+        """Return by name the facts that resuming compares besides the training arguments. All processes call this."""
+        model = self._given_model
+        rows = self.given_rows
+        args = self.args
         revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
         return {
             "model": weights_identity(model, self._model_path, revision),
@@ -240,7 +243,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             return
         groups = self.optimizer.param_groups
         for group, options in zip(groups, given, strict=False):
-            before, now = group.get("initial_lr"), options.get("initial_lr")
+            before = group.get("initial_lr")
+            now = options.get("initial_lr")
             group.update({name: value for name, value in options.items() if name != "lr"})
             if before and now is not None:  # the schedule's factor of this step is kept
                 group["lr"] *= now / before

@@ -76,7 +76,8 @@ def delete_old(newest: Path, limit: int | None, best: str | None) -> None:
     """
     Delete the oldest checkpoints beside `newest`, those without a marker first, until `limit` are left.
 
-    `newest`, and the one named `best`, are kept. If `limit` is None or 0, nothing is deleted.
+    The folder `newest`, and a checkpoint whose folder has the name `best`, are kept. If `limit` is None or 0, nothing
+    is deleted.
     """
     paths = checkpoints_of(newest.parent)
     ages = {path: ((path / MARKER).is_file(), path.stat().st_mtime_ns) for path in paths if path.is_dir()}

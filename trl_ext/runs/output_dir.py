@@ -73,7 +73,8 @@ class Hold:
 
     def release(self) -> None:
         """Release the folder, so that another run can use it."""
-        lock, self._lock = self._lock, None
+        lock = self._lock
+        self._lock = None
         if lock is None:
             return
         if lock.lock_counter == 1:
@@ -88,7 +89,7 @@ class Hold:
         self.release()
 
 
-def _locked(folder: Path) -> Any:
+def _locked(folder: Path) -> FileLock | None:
     """
     Lock a folder, and return the lock. If another process holds it, raise a [`FolderInUse`]; if it cannot be locked at
     all, print so, and return None.
@@ -130,8 +131,9 @@ def last_evaluation(trainer: Any, result: Any) -> dict[str, float]:
     """
     Return the trained model's metrics on the evaluation set by name, such as `eval_loss`, with the `epoch`.
 
-    If `train` evaluated at its last step, these metrics are returned. If it did not, or found the run complete, or
-    with `load_best_model_at_end`, which may have loaded an earlier checkpoint, the model is evaluated now.
+    These are the metrics of the evaluation at the last step, if `train` made one; if not, the model is evaluated now.
+    It is also evaluated now if the run was complete before, or with `load_best_model_at_end`: then the model may be
+    that of an earlier checkpoint.
 
     Args:
         trainer: any Trainer, after training.
@@ -150,7 +152,8 @@ def overlap(folder: Path, given: Path) -> str:
 
     Return a verb for a sentence, "holds" or "lies in the folder of"; "" if they do not overlap.
     """
-    mine, theirs = folder.resolve(), given.resolve()
+    mine = folder.resolve()
+    theirs = given.resolve()
     if mine == theirs or mine in theirs.parents:
         return "holds"
     # `datasets` reads a folder with all that lies below it

@@ -71,8 +71,8 @@ def without_credentials(value: Any) -> Any:
     """
     Return `value` without credentials, so that two runs that differ only in credentials compare as equal.
 
-    In a mapping, the keys of credentials and of webhooks are removed. If no key is left, it becomes None, as if it had
-    not been set.
+    From a mapping, the keys of credentials and of webhooks are removed. A mapping with no other keys becomes None, as
+    if it had not been set.
     """
     if not isinstance(value, dict):
         return redacted(value)

@@ -25,7 +25,8 @@ else:
 
 logger = logging.get_logger(__name__)
 
-_MEMORY, _STAGED = "/dev/shm", "trl_ext_checkpoint_"
+_MEMORY = "/dev/shm"
+_STAGED = "trl_ext_checkpoint_"
 
 
 class NotSaved(RuntimeError):
@@ -47,7 +48,8 @@ def not_saved(path: str | os.PathLike[str], error: BaseException) -> str:
     Return a clause that says that the file at `path` could not be written, why (`error`), and how much disk space is
     free.
     """
-    folder, cause = Path(path).parent, str(getattr(error, "strerror", None) or error).strip().splitlines()[0]
+    folder = Path(path).parent
+    cause = str(getattr(error, "strerror", None) or error).strip().splitlines()[0]
     free = shutil.disk_usage(folder).free / 2**30
     return f"{Path(path).name} could not be written to {folder} ({cause}; {free:.1f} GiB are free there)"
 
@@ -145,7 +147,7 @@ class BackgroundSaving(_Trainer):
             if not self._has_warned_of_room:
                 logger.warning(
                     f"`save_in_background` needs {self._size / 2**30:.1f} GiB in {folder}, which "
-                    + (f"has {free / 2**30:.1f} free" if is_shared else "the other machines do not see")
+                    + (f"has {free / 2**30:.1f} GiB free" if is_shared else "the other machines do not see")
                     + ": training waits for each checkpoint. Set `staging_dir` to a folder with room that all "
                     "machines see."
                 )
@@ -158,7 +160,10 @@ class BackgroundSaving(_Trainer):
         return in_memory
 
     def _finish(self, checkpoint: Path, in_memory: Path | None, best: str) -> None:
-        """Move a checkpoint from the folder `in_memory`, if any, to the disk; mark it as complete; delete old ones."""
+        """
+        Move a checkpoint from the folder `in_memory`, if any, to the disk; mark it as complete; delete old ones, but
+        not the one named `best`.
+        """
         try:
             if in_memory is not None:
                 part = checkpoint.with_name(f"_{checkpoint.name}")  # a Trainer uploads no such name
@@ -183,7 +188,9 @@ class BackgroundSaving(_Trainer):
             print(f"{not_saved(self._being_saved[0], self._error)}.")
         if self.args.should_save:
             remove_links(Path(self.args.output_dir))
-        self._being_saved, self._thread, self._error = None, None, None
+        self._being_saved = None
+        self._thread = None
+        self._error = None
 
     def _check_saving(self, wait: bool = False, causes: list[str | None] | None = None) -> None:
         """
@@ -194,7 +201,8 @@ class BackgroundSaving(_Trainer):
 
         Args:
             wait: whether to wait.
-            causes: for each process why it could not write its part, as `not_saved` says it, or None.
+            causes: for each process None, or the clause of `not_saved` on the part that it could not write. None in
+                place of the list: no process reports a failure.
         """
         if self._being_saved is None:
             return
@@ -205,7 +213,10 @@ class BackgroundSaving(_Trainer):
         is_busy, cause = from_first((is_busy, cause))
         if is_busy:
             return
-        (checkpoint, best), self._being_saved, self._thread, self._error = self._being_saved, None, None, None
+        (checkpoint, best) = self._being_saved
+        self._being_saved = None
+        self._thread = None
+        self._error = None
         cause = next(filter(None, [*(causes or []), cause]), None)
         if cause is None:
             return

@@ -42,7 +42,8 @@ def setting(default: Any, help: str, range: Range | None = None, only_with: Only
             value, this setting must keep its default.
     """
     text = _Help(help)
-    text.range, text.only_with = range, only_with
+    text.range = range
+    text.only_with = only_with
     return field(default=default, metadata={"help": text})
 
 
@@ -81,7 +82,8 @@ def conditions(each: Field) -> str:
 
 def documented(cls: _Class) -> _Class:
     """Decorate a dataclass: append to its docstring the settings that it, or a mixin of trl_ext, declares."""
-    known, lines = {each.name: each for each in fields(cls)}, []
+    known = {each.name: each for each in fields(cls)}
+    lines = []
     for kind in cls.__mro__:
         names = kind.__annotations__ if kind is cls or kind.__module__.startswith("trl_ext.") else ()
         for each in (known.pop(name) for name in [*names] if name in known):
@@ -200,14 +202,17 @@ def _wrong(config: Any, ranges: Mapping[str, Range], only_with: Mapping[str, Onl
     """Yield a sentence for each broken rule. A rule in `ranges` or `only_with` replaces the field's own."""
     hints = get_type_hints(type(config))  # not `field.type`: HfArgumentParser overwrites it
     for each in fields(config):
-        name, hint, value = each.name, hints[each.name], getattr(config, each.name)
+        name = each.name
+        hint = hints[each.name]
+        value = getattr(config, each.name)
         is_whole = isinstance(value, Integral) and not isinstance(value, bool)
         if (hint is int and not is_whole) or (hint == int | None and not (is_whole or value is None)):
             yield f"`{name}` must be a whole number, got {value!r}."
         literal = next((t for t in (hint, *get_args(hint)) if get_origin(t) is Literal), None)
         if literal and value not in (*get_args(literal), *([None] if literal is not hint else [])):
             yield f"`{name}` must be one of {list(get_args(literal))}, got {value!r}."
-        allowed, needs = ranges.get(name) or rules_of(each)[0], only_with.get(name) or rules_of(each)[1]
+        allowed = ranges.get(name) or rules_of(each)[0]
+        needs = only_with.get(name) or rules_of(each)[1]
         if allowed is not None:
             rule, is_valid = (allowed, partial(meets, rule=allowed)) if isinstance(allowed, str) else allowed
             try:
@@ -225,12 +230,15 @@ def _wrong(config: Any, ranges: Mapping[str, Range], only_with: Mapping[str, Onl
 
 def check_score_settings(config: Any) -> None:
     """Raise a `ValueError` if the settings of scores, or those of answers without EOS, contradict each other."""
-    score, penalty, bounds = config.missing_eos_score, config.missing_eos_penalty, config.reward_clip_range
+    score = config.missing_eos_score
+    penalty = config.missing_eos_penalty
+    bounds = config.reward_clip_range
     for is_wrong, message in [
         (
             [score is not None, penalty is not None, config.mask_truncated_completions].count(True) > 1,
-            f"`missing_eos_score={score}` replaces the score of a response without EOS, `mask_truncated_completions` "
-            f"leaves it out, and `missing_eos_penalty={penalty}` is subtracted from it. Set only one of the three.",
+            f"A response without EOS gets a fixed score (`missing_eos_score`, here {score}), a lower score "
+            f"(`missing_eos_penalty`, here {penalty}) or is left out (`mask_truncated_completions`, here "
+            f"{config.mask_truncated_completions}). Set only one of the three.",
         ),
         (
             bool(bounds) and not bounds[0] < bounds[1],

@@ -104,7 +104,8 @@ def _difference(label: str, parameters: Iterable[str], required: list[str], pass
     """
     given = [name for name in passed.split(", ") if name not in ("", "...")]
     by_place = [name for name in given if not name.endswith("=")]
-    names, parameters = {name.rstrip("=") for name in given}, list(parameters)
+    names = {name.rstrip("=") for name in given}
+    parameters = list(parameters)
     if parameters[: len(by_place)] == by_place and {*required} <= names <= {*parameters}:
         return ""
     return f"`{label}` takes ({', '.join(parameters)}), but trl_ext relies on ({passed})"

@@ -221,7 +221,8 @@ def names_taken(trainer: type) -> str:
     """
     base = _base(trainer)
     before, theirs = trainer.__mro__[: trainer.__mro__.index(base)], base.__mro__[:-1]  # all but `object`
-    path, ours = f"trl.{base.__name__}", [cls for cls in before if cls.__module__.startswith("trl_ext.")]
+    path = f"trl.{base.__name__}"
+    ours = [cls for cls in before if cls.__module__.startswith("trl_ext.")]
     taken = names_of_both(ours, theirs) - METHODS[path].keys() - {*ATTRIBUTES[path].split()}
     return f"`{base.__name__}` has {', '.join(sorted(taken))}, which {trainer.__name__} defines, too" if taken else ""
 

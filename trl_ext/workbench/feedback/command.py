@@ -127,8 +127,8 @@ def run(args: LabelArguments) -> dict[str, Any]:
     If people labelled fewer than `min_known` pairs, the judge is not asked, and no training pairs are written.
 
     Returns:
-        The report, which is also written as `label.json` and `label.html`. In its `gate`, `passed` says whether
-        training pairs were written, and `reasons` says why not.
+        The report, a dict that is also written as `label.json` and shown by `label.html`. Its entry `gate` has
+        `passed`, whether training pairs were written, and `reasons`, a list of sentences on why not.
     """
     import numpy as np
 
@@ -138,7 +138,8 @@ def run(args: LabelArguments) -> dict[str, Any]:
     from .judges import Journal, LocalJudge, Question, ServedJudge, read_criteria
     from .report import of_all, of_known, prompt_groups, training_pairs, write_report
 
-    folder, (rubric, rubric_id) = Path(args.output_dir), read_criteria(args.rubric, "rubric", str)
+    folder = Path(args.output_dir)
+    (rubric, rubric_id) = read_criteria(args.rubric, "rubric", str)
     judge: Any
     if args.judge_url:
         settings = args.served(args.judge_url, args.judge_model, args.judge_extra)
@@ -186,12 +187,12 @@ def run(args: LabelArguments) -> dict[str, Any]:
     missing = [question for question in questions(known + kept) if question.name not in journal.rows]
     tokens = sum(len(str(judge.asked(question))) for question in missing) // 4
     out = f", up to {len(missing) * args.judge_max_tokens:,} out" * bool(args.judge_url)
-    pairs = f"{len(known):,} pairs that people labelled and {len(kept):,} others"
-    print(f"Cost of {pairs}: {len(missing):,} calls, about {tokens:,} tokens in{out}", flush=True)
+    pairs = f"{len(known):,} that people labelled, {len(kept):,} others"
+    print(f"Cost of the pairs ({pairs}): {len(missing):,} calls, about {tokens:,} tokens in{out}", flush=True)
     gate = report["gate"]
     if len(known) < args.min_known:
         gate["reasons"].append(
-            f"{len(known)} pairs have a label by people, fewer than `min_known` ({args.min_known}), so kappa is too "
+            f"people labelled {len(known)} of the pairs, fewer than `min_known` ({args.min_known}), so kappa is too "
             "uncertain (a kappa of 0.6 has an error of ±0.22 with 50 pairs, ±0.35 with 20). Have people label "
             f"{folder / 'people.jsonl'} (or label_studio.json, argilla.jsonl), and pass their file as --labels"
         )
@@ -205,7 +206,9 @@ def run(args: LabelArguments) -> dict[str, Any]:
             if not report["pairs"]["train"]:
                 gate |= {
                     "passed": False,
-                    "reasons": [f"none of {len(kept)} pairs is left to train on: give more pairs"],
+                    "reasons": [
+                        f"no pair is left to train on, of {len(kept)} whose prompts people did not label: give more"
+                    ],
                 }
         judged = [votes for votes in map(votes_of, rows) if len(votes) == 2 * args.votes]
         report["judged"] = of_all(judged)
@@ -218,7 +221,11 @@ def run(args: LabelArguments) -> dict[str, Any]:
 
 
 def _rows(args: LabelArguments, folder: Path, left_out: Counter[str]) -> list[dict[str, Any]]:
-    """Load or sample the pairs to judge, write them as `queue.jsonl`, and return them; count those left out."""
+    """
+    Load or sample the pairs to judge, write them as `queue.jsonl`, and return them, see [`load_pairs`].
+
+    `left_out` counts the rows that are left out, by reason; this function adds to it.
+    """
     from ...data import load_dataset_split, write_rows
     from .data import load_pairs, sample_pairs
 

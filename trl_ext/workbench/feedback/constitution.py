@@ -93,10 +93,12 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
     for name, rows in made.items():
         if not rows:
             raise ValueError(
-                f"no row is left for {name}.jsonl from {len(prompts)} prompts (left out: {dict(left_out)}): read "
+                f"no row is left for {name}.jsonl (prompts: {len(prompts)}; left out: "
+                f"{', '.join(f'{count} {why}' for why, count in left_out.items()) or 'none'}): read "
                 f"{folder / 'texts.jsonl'} to see why"
             )
         write_rows(folder / f"{name}.jsonl", rows)
+    written = [[text for text in of.values() if text] for of in texts.values()]
     used = [journal.rows[key, step] for key in prompts for step in steps if (key, step) in journal.rows]
     found = {
         "model": made["sft/train"][0]["model"],
@@ -105,7 +107,7 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
         "sft": len(made["sft/train"]),
         "pairs": len(made["pairs/train"]),
         "left_out": dict(left_out),
-        "length": [fmean(len(text) for of in texts.values() if (text := of[step])) for step in (0, steps[-1])],
+        "length": [fmean(len(given[at]) for given in written if given) for at in (0, -1)],
         "outcomes": dict(Counter(row["why"] for row in used)),
         "calls": len(used),
         **tokens_of(used),
@@ -123,15 +125,16 @@ def _rows(
     Make the rows of the output files from the texts that the model wrote.
 
     Args:
-        prompts: prompts by key.
-        journal: the journal's rows, by key and step.
-        texts: for each key, the text of each step; None where there is none.
+        prompts: maps each prompt's key, a hash, to the prompt.
+        journal: maps (key, step) to the journal's row. Step 0 is the answer, 1, 3, … are critiques, 2, 4, … revisions.
+        texts: maps each key to a dict from the step to its text; None where there is none.
         args: the command's arguments.
         by: version and hash of the constitution, which each row gets.
 
     Returns:
-        - a dict of each file's rows: `sft/train` has each prompt with its last revision, `pairs/train` each revision
-          as chosen and the first answer as rejected, `to_judge` the same pairs, with their answers in random order;
+        - a dict from each file's name to its rows: `sft/train` has each prompt with its last revision, `pairs/train`
+          each revision as chosen and the first answer as rejected, `to_judge` the same pairs, with their answers in
+          random order;
         - how many prompts, rounds or revisions were left out, by reason.
     """
     import numpy as np
@@ -139,7 +142,8 @@ def _rows(
     left_out: Counter[str] = Counter()
     made: dict[str, list[dict[str, Any]]] = {"sft/train": [], "pairs/train": [], "to_judge": []}
     for key, prompt in prompts.items():
-        of, sft = texts[key], None
+        of = texts[key]
+        sft = None
         if (first := of[0]) is None:
             left_out["without an answer"] += 1
             continue

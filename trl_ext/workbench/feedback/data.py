@@ -20,14 +20,18 @@ TEXTS = ("prompt", "response_a", "response_b")
 
 def load_pairs(name: str, split: str, keep: Sequence[str], left_out: Counter[str]) -> list[dict[str, Any]]:
     """
-    Return the distinct pairs of a table, each with an `item` and with a `key` that is a hash of its texts.
+    Return the distinct pairs of a table.
 
     Args:
         name: a file, a folder or a hub name, with the columns `prompt`, `response_a`, `response_b` and, if wanted,
-            `item`. Without `item` the key is used.
+            `item`, the pair's name.
         split: split to load.
         keep: further columns to keep.
         left_out: counts the rows that are left out, by reason; this function adds to it.
+
+    Returns:
+        A dict for each pair, with `prompt`, `response_a`, `response_b`, the columns `keep`, `key`, a hash of the
+        texts, and `item`, which is the key if the table has no such column.
 
     Raises:
         ValueError: a column or a text is missing, or two pairs have the same `item`.
@@ -43,7 +47,7 @@ def load_pairs(name: str, split: str, keep: Sequence[str], left_out: Counter[str
 
 
 def _different(rows: Any, left_out: Counter[str]) -> list[dict[str, Any]]:
-    """Return distinct pairs with `item` and `key`; count those with empty, equal or repeated texts in `left_out`."""
+    """Return distinct pairs with `item` and `key`; count rows with empty, equal or repeated texts in `left_out`."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         prompt, *answers = (row[name] for name in TEXTS)
@@ -72,7 +76,7 @@ def sample_pairs(prompts: Dataset, args: Any, folder: Path, left_out: Counter[st
         left_out: counts the pairs that are left out, by reason; this function adds to it.
 
     Returns:
-        Rows as [`load_pairs`] returns them, with `policy_a` and `policy_b`.
+        Rows as [`load_pairs`] returns them, with `policy_a` and `policy_b`, the policies that wrote the two answers.
     """
     answers: list[tuple[str, list[dict[str, Any]]]] = []
     for place, policy in enumerate(args.policies):
@@ -90,7 +94,8 @@ def sample_pairs(prompts: Dataset, args: Any, folder: Path, left_out: Counter[st
         for place, row in enumerate(prompts):
             order = np.random.default_rng([args.seed, place]).permutation(len(answers))
             for a, b in zip(order[::2], order[1::2], strict=False):
-                (policy_a, of_a), (policy_b, of_b) = answers[a], answers[b]
+                (policy_a, of_a) = answers[a]
+                (policy_b, of_b) = answers[b]
                 texts = (row["prompt"], of_a[place]["completion"], of_b[place]["completion"])
                 kept = {name: row[name] for name in args.keep_columns or ()}
                 yield {**kept, **dict(zip(TEXTS, texts, strict=True)), "policy_a": policy_a, "policy_b": policy_b}
@@ -100,8 +105,8 @@ def sample_pairs(prompts: Dataset, args: Any, folder: Path, left_out: Counter[st
 
 def write_for_people(folder: Path, rows: Sequence[dict[str, Any]], size: int, seed: int) -> None:
     """
-    Write at most `size` rows for people to label, without verdicts: for Label Studio (`label_studio.json` and `.xml`),
-    for Argilla (`argilla.jsonl`) and as JSON lines (`people.jsonl`).
+    Write at most `size` rows for people to label: for Label Studio (`label_studio.json` and `.xml`), for Argilla
+    (`argilla.jsonl`) and as JSON lines (`people.jsonl`).
 
     The rows are chosen by hashes of their keys and `seed`, so their order does not matter.
     """
@@ -126,7 +131,8 @@ def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict
     Raises:
         ValueError: a label is of an item that is not among the rows.
     """
-    keys, said = {row["item"]: row["key"] for row in rows}, {}
+    keys = {row["item"]: row["key"] for row in rows}
+    said = {}
     for file in files:
         for each in read_choices(file):
             if each["item"] not in keys:
@@ -143,6 +149,6 @@ def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict
 
 
 def most(votes: Counter[str]) -> str:
-    """Return the choice with the most votes; "tie" if two choices have equally many."""
+    """Return the choice with the most votes; "tie" if several choices have the most."""
     (first, count), *others = votes.most_common()
     return "tie" if others and others[0][1] == count else first

@@ -1,5 +1,5 @@
 """
-Ask a served or local model the questions that its journal has no answer to, such as which of two answers is better.
+Ask a served or local model questions, such as which of two answers is better, and keep its replies in a journal.
 """
 
 import hashlib
@@ -93,7 +93,9 @@ class Journal:
     """
 
     def __init__(self, path: Path, by: str, names: Sequence[str]):
-        self.by, self.names, self._lock = by, names, threading.Lock()
+        self.by = by
+        self.names = names
+        self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
         if path.stat().st_size and not path.read_bytes().endswith(b"\n"):  # the line that a killed run was writing
@@ -101,8 +103,8 @@ class Journal:
         found = list(read_jsonl(path))
         if others := sum(row.get("by") != by for row in found):
             raise ValueError(
-                f"{path} has {others} answers that were made with another model, rubric, constitution or model "
-                "setting: choose another `output_dir`, or use the earlier model and settings"
+                f"{path}: {others} of {len(found)} answers were made with another model, rubric, constitution or "
+                "model setting: choose another `output_dir`, or use the earlier model and settings"
             )
         self.rows: dict[tuple, dict[str, Any]] = {tuple(row[name] for name in names): row for row in found}
 
@@ -119,7 +121,7 @@ class Journal:
 
         Args:
             model: a `Served` or a `LocalModel`.
-            questions: all questions, each with a `name`.
+            questions: all questions. The `name` of each is a tuple of the values that identify it.
             what: name of the questions on the progress bar.
 
         Raises:
@@ -137,7 +139,7 @@ class Journal:
             try:
                 model.answer_all(missing, done)
             except RewardFailed as error:
-                kept = f"{len(self.rows):,} answers are kept: run the same command again to resume"
+                kept = f"The answers so far ({len(self.rows):,}) are kept: run the same command again to resume"
                 raise RuntimeError(f"asking the model at {model.url} failed: {error.__cause__}. {kept}") from error
 
 
@@ -176,8 +178,8 @@ class Served(JudgeReward):
             - `model`: the model that the server named; missing if the request was refused.
 
         Raises:
-            ServiceError: the server cannot be reached; refuses all requests, as with a wrong key, or this one before
-                it has answered any; or names another model than before.
+            ServiceError: the server cannot be reached, refuses all requests (as with a wrong key), refuses a request
+                before it has answered any, or names another model than before.
         """
         try:
             answer = self.completion(messages, Call(time.monotonic() + self.deadline))
@@ -207,8 +209,8 @@ class LocalModel:
     """
     Ask a causal language model with a chat template on this machine, in batches. Its weights are loaded when needed.
 
-    A subclass defines `asked`, which returns the messages of a question, and `answers`, which returns a batch's rows
-    for the journal.
+    A subclass defines `asked`, which returns the messages of a question, and `answers`, which takes a batch, a list
+    of tuples (question, token ids of its messages), and returns the [`Journal`]'s row for each.
 
     Args:
         path: folder or hub name of the model.
@@ -223,7 +225,11 @@ class LocalModel:
     answers: Callable[[list[tuple[Any, list[int]]]], Iterable[dict[str, Any]]]
 
     def __init__(self, path: str, room: int, batch_size: int, dtype: str, use_cpu: bool):
-        self.path, self.room, self.batch_size, self.dtype, self.use_cpu = path, room, batch_size, dtype, use_cpu
+        self.path = path
+        self.room = room
+        self.batch_size = batch_size
+        self.dtype = dtype
+        self.use_cpu = use_cpu
         self.tokenizer = load_tokenizer(path)
         self.weights = path_identity(path)
 
@@ -239,7 +245,13 @@ class LocalModel:
             for question in questions[start : start + self.batch_size]:
                 (ids,) = prompt_token_ids(self.tokenizer, [self.asked(question)])
                 if len(ids) + self.room > context:
-                    done(question.row(None, why="too long", message=f"{len(ids)} tokens, the context has {context}"))
+                    done(
+                        question.row(
+                            None,
+                            why="too long",
+                            message=f"{len(ids)} tokens and {self.room} for the answer, the context has {context}",
+                        )
+                    )
                 else:
                     batch.append((question, ids))
             for row in self.answers(batch) if batch else ():
@@ -293,7 +305,7 @@ class Question(NamedTuple):
 
 class ServedJudge(Served):
     """
-    Ask a served model for verdicts.
+    Ask a served model which of two answers is better.
 
     Args:
         rubric: text of the rubric.
@@ -316,7 +328,10 @@ class ServedJudge(Served):
         return [{"role": "system", "content": rules}, {"role": "user", "content": tagged(question.parts, nonce)}]
 
     def answer(self, question: Question) -> dict[str, Any]:
-        """Ask a question, up to `parse_retries` times more until a message has a verdict; return its journal row."""
+        """
+        Ask a question, and return the [`Journal`]'s row for it. If a message has no verdict, ask again, up to
+        `parse_retries` times.
+        """
         if error := self.too_long(*question.parts.values()):
             return question.row(None, why="too long", message=str(error))
         tokens = []
@@ -358,7 +373,8 @@ class LocalJudge(LocalModel):
 
     def __init__(self, path: str, rubric: str, rubric_id: str, **local: Any):
         super().__init__(path, 1, **local)
-        self.rubric, self.identity = rubric, identity_of(self.weights, rubric_id, self.dtype, LOCAL)
+        self.rubric = rubric
+        self.identity = identity_of(self.weights, rubric_id, self.dtype, LOCAL)
         self.letters = [self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in "AB"]
         if self.letters[0] == self.letters[1]:
             raise ValueError(f"{path}: its tokenizer gives A and B the same tokens: use another model")

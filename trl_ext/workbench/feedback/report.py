@@ -46,7 +46,7 @@ def choice_of(votes: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
 
 
 def prompt_groups(rows: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Return each row's group number, the same for rows with the same prompt; a bootstrap resamples whole groups."""
+    """Return (N,) int group numbers for a bootstrap: rows with the same prompt have the same number."""
     return pd.factorize(np.array([json.dumps(row["prompt"], sort_keys=True) for row in rows], object))[0]
 
 
@@ -90,7 +90,8 @@ def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -
     if not rows:
         return {"winners": 0, "accuracy": None, "shrink": None}
     right = sum(0.5 if said == "tie" else float(said == mine) for mine, _, said in rows)
-    accuracy, mean = (right + 0.5) / (len(rows) + 1), fmean(share for _, share, _ in rows)
+    accuracy = (right + 0.5) / (len(rows) + 1)
+    mean = fmean(share for _, share, _ in rows)
     return {"winners": len(rows), "accuracy": accuracy, "shrink": max(2 * accuracy - 1, 0) / (2 * mean - 1)}
 
 
@@ -123,18 +124,20 @@ def of_known(
 
     Args:
         known: the pairs that people labelled, as `load_pairs` returns them.
-        people: maps a pair's key to people's choice.
-        votes_of: function from a pair to the judge's verdicts.
+        people: maps a pair's key to people's choice, "a", "b" or "tie".
+        votes_of: function from a pair to the judge's verdicts on it, as [`choice_of`] takes them.
         args: arguments of `trl-ext label`.
 
     Returns:
         - `known`: a dict with the number of `rows`; the share of equal choices, `agreement`; Cohen's `kappa` and its
           `kappa_interval`; `winners`, `accuracy` and `shrink` from [`noise`]; and `longer`, a dict with the share of
           pairs in which the `judge`, and in which `people`, chose the longer answer.
-        - `to_read`: at most 100 pairs that judge and people label differently, those with the surest verdicts first.
+        - `to_read`: at most 100 pairs that judge and people label differently, those with the surest verdicts first,
+          each with both labels (`people`, `judge`) and the judge's `messages`.
         - `gate`: a dict with `passed`, whether the judge may label; `reasons` why not; and `min_agreement`.
     """
-    theirs, votes = [people[row["key"]] for row in known], [votes_of(row) for row in known]
+    theirs = [people[row["key"]] for row in known]
+    votes = [votes_of(row) for row in known]
     ours, shares = zip(*map(choice_of, votes), strict=True)
     agreed, ends = kappa(ours, theirs, prompt_groups(known), args.seed)
     measured = noise(ours, shares, theirs)
@@ -154,7 +157,7 @@ def of_known(
     to_read.sort(key=lambda row: -row["share"])
     reasons = []
     if agreed is None or agreed < args.min_agreement:
-        what = "not defined (all labels are the same)" if agreed is None else f"{agreed:.2f}"
+        what = "not defined (all labels are the same)" if agreed is None else f"{agreed:.3f}"
         reasons.append(
             f"kappa of judge and people is {what} on {len(known)} pairs, and `min_agreement` is "
             f"{args.min_agreement:g}: no pair was written"
@@ -163,9 +166,9 @@ def of_known(
         reasons.append("people chose the judge's winners no more often than by chance: no pair was written")
     if reasons:
         reasons.append(
-            f"read the pairs that judge and people label differently ({len(to_read)}, at most {_READ} are shown) "
-            f"in {Path(args.output_dir) / 'label.html'}; then correct the rubric or use another judge, in another "
-            "`output_dir`"
+            f"read the pairs that judge and people label differently ({len(to_read)} of {len(known)}; "
+            f"{Path(args.output_dir) / 'label.html'} shows at most {_READ}); then correct the rubric or use another "
+            "judge, in another `output_dir`"
         )
     return {
         "known": {
@@ -186,7 +189,7 @@ def of_all(votes: list[list[dict[str, Any]]]) -> dict[str, Any]:
     Describe the verdicts on the pairs that were judged. `votes` has each pair's verdicts, as the journal holds them.
 
     Returns:
-        - `pairs`: number of these pairs.
+        - `pairs`: number of pairs.
         - `calls`, `tokens_in`, `tokens_out`: requests to the judge, and tokens as the server, or a local judge's
           tokenizer, counts them.
         - `outcomes`: the number of questions by outcome: "read", or the reason why there is no verdict.
@@ -235,7 +238,7 @@ def training_pairs(
     Returns:
         - `file`: path of the pairs to train on.
         - `train`, `test`: number of pairs in each file; if `train` is 0, no file is written.
-        - `confidence`: mean confidence in the labels of the pairs to train on.
+        - `confidence`: mean confidence in the labels of the pairs to train on; 0 without such pairs.
         - `label_smoothing`: 1 − `confidence`.
         - `left_out`: number of pairs that are left out, by reason.
     """
@@ -287,20 +290,22 @@ def training_pairs(
 
 def sentences(report: dict[str, Any]) -> list[str]:
     """Return a report's main figures as sentences for the terminal."""
-    said, counted = [], report["left_out"]
+    said = []
+    counted = report["left_out"]
     if counted:
-        said.append(f"Left out: {', '.join(f'{count} pairs {why}' for why, count in counted.items())}")
+        said.append(f"Pairs left out: {', '.join(f'{count} {why}' for why, count in counted.items())}")
     if known := report.get("known"):
-        longer, agreed = known["longer"], with_interval(known["kappa"], known["kappa_interval"], ".2f", "not defined")
+        longer = known["longer"]
+        agreed = with_interval(known["kappa"], known["kappa_interval"], ".2f", "not defined")
         said += [
-            f"Judge and people: kappa {agreed}, {known['rows']} pairs; people chose {percent(known['accuracy'])} of "
-            f"the judge's {known['winners']} winners",
+            f"Judge and people: kappa {agreed}, {known['rows']} pairs; the judge's winners that people chose, too: "
+            f"{percent(known['accuracy'])} of {known['winners']}",
             f"The longer answer wins: by the judge {percent(longer['judge'])}, by people {percent(longer['people'])}",
         ]
     if judged := report["judged"]:
         bad = ", ".join(f"{count} {why}" for why, count in judged["outcomes"].items() if why != "read") or "none"
         said += [
-            f"The judge chose the answer shown first in {percent(judged['shown_first'])}; without a bias it is 50 %",
+            f"The judge chose the answer shown first: {percent(judged['shown_first'])}; without a bias it is 50 %",
             f"Requests: {judged['calls']:,} calls, {judged['tokens_in']:,} tokens in, {judged['tokens_out']:,} out",
             f"Without a verdict, counted as ties: {bad}",
         ]

@@ -28,7 +28,7 @@ class Turn(NamedTuple):
 
     Args:
         key: hash of the prompt.
-        step: number of the text among those on this prompt; key and step together identify the text in the journal.
+        step: number of the text among those on this prompt, see [`kind_of`]. Key and step identify it in the journal.
         messages: the messages that the model is given.
         principle: name of the principle to criticise or revise by; None for the answer.
     """
@@ -57,7 +57,11 @@ class Turn(NamedTuple):
 
 
 def principle_of(key: str, round_: int, names: Sequence[str], seed: int) -> str:
-    """Sample one of the principles `names` for a round, 1, 2, …, of the prompt `key`; all occur before any repeats."""
+    """
+    Sample one of the principles' `names` for the round `round_`, 1, 2, …, of the prompt with the hash `key`.
+
+    No principle repeats for a prompt before all have occurred.
+    """
     generator = np.random.default_rng([seed, int(hashlib.sha256(key.encode()).hexdigest()[:15], 16)])
     return names[generator.permutation(len(names))[(round_ - 1) % len(names)]]
 
@@ -117,7 +121,8 @@ class LocalWriter(LocalModel):
 
     def __init__(self, path: str, constitution_id: str, temperature: float, max_tokens: int, seed: int, **local: Any):
         super().__init__(path, max_tokens, **local)
-        self.temperature, self.seed = temperature, seed
+        self.temperature = temperature
+        self.seed = seed
         said = (self.weights, constitution_id, temperature, max_tokens, seed, self.dtype, CRITIQUE, REVISE)
         self.identity = identity_of(*said)
 

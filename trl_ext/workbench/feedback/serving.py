@@ -93,7 +93,7 @@ class Job:
 
 class Batcher:
     """
-    Score the requests of all clients in one thread, those that come at about the same time together.
+    Score the requests of all clients in one thread. Requests that come at about the same time are scored together.
 
     If a call of the reward function fails, each of its requests is scored again in a separate call, so that a bad row
     of one client does not make the requests of others fail.
@@ -104,7 +104,8 @@ class Batcher:
     """
 
     def __init__(self, function: Callable, limits: Limits):
-        self.member, self.limits = Member(function), limits
+        self.member = Member(function)
+        self.limits = limits
         self.waiting = 0  # rows; only the event loop's thread changes it
         self.registry = CollectorRegistry()
         made: dict[str, Any] = {"registry": self.registry, "namespace": "trl_ext_reward"}
@@ -121,7 +122,7 @@ class Batcher:
         whether each completion is finished; None if it is unknown.
         """
         is_full = self.waiting + len(prompts) > self.limits.max_queue_rows
-        check((is_full, 503, f"{self.waiting} completions are waiting: try again later"))
+        check((is_full, 503, f"too many completions are waiting ({self.waiting}): try again later"))
         job = Job(prompts, completions, finished)
         self.waiting += len(prompts)
         self._jobs.put(job)

@@ -40,7 +40,8 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
     """
     counts = labels.counts()
     alpha, interval = krippendorff_alpha(counts, labels.prompt, seed=seed)
-    is_choice, size = labels.choice != TIE, counts.sum(1)
+    is_choice = labels.choice != TIE
+    size = counts.sum(1)
     report = {
         "labels": len(labels),
         "items": int((size > 0).sum()),
@@ -70,7 +71,7 @@ def krippendorff_alpha(
     item's labels, summed over items.
 
     Args:
-        counts: (I, K), how often each item was given each label.
+        counts: (I, K), how often each of I items was given each of K labels.
         groups: (I,) int, a number for each item; the bootstrap resamples items with the same number together. Pairs of
             one prompt should have the same number, since they share answers and so errors. By default each item is
             resampled alone.
@@ -78,13 +79,15 @@ def krippendorff_alpha(
         seed: seed of the bootstrap.
 
     Returns:
-        α and its interval. α is 1 if annotators always agree, and 0 if they agree as often as by chance. Both are None
-        where α is not defined: no item has two labels, or all labels of items with two or more are the same.
+        α and its interval, [low, high]. α is 1 if annotators always agree, and 0 if they agree as often as by chance.
+        Both are None where α is not defined: no item has two labels, or all labels of items with two or more are the
+        same.
     """
     has_two = counts.sum(1) > 1
     if not has_two.any():
         return None, None
-    group, counts = (np.arange(len(counts)) if groups is None else groups)[has_two], counts[has_two]
+    group = (np.arange(len(counts)) if groups is None else groups)[has_two]
+    counts = counts[has_two]
     sums = resampled(np.column_stack([_disagreement(counts), counts]), group, seed, resamples)
     with np.errstate(invalid="ignore", divide="ignore"):
         return with_interval(1 - sums[:, 0] / _disagreement(sums[:, 1:]))
@@ -97,7 +100,7 @@ def _disagreement(counts: np.ndarray) -> np.ndarray:
 
 def cohen_kappa(counts: np.ndarray) -> np.ndarray:
     """
-    Return Cohen's κ of (…, K, K) tables; NaN where κ is not defined.
+    Return Cohen's κ, (…), of each of the (…, K, K) tables `counts`; NaN where κ is not defined.
 
     A table counts items, by the label that one rater gave (row) and the label that the other gave (column).
     """
@@ -109,7 +112,11 @@ def cohen_kappa(counts: np.ndarray) -> np.ndarray:
 
 
 def resampled(values: np.ndarray, groups: np.ndarray, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
-    """Return (1 + resamples, K) sums of (N, K) values: over all rows, then over each bootstrap sample of groups."""
+    """
+    Return (1 + resamples, K) sums of (N, K) values: over all rows, then over each bootstrap sample of groups.
+
+    `groups`, (N,), has the number of each row's group.
+    """
     sums = pd.DataFrame(values).groupby(groups).sum().to_numpy()
     kinds, times = np.unique(sums.round(9), axis=0, return_counts=True)  # of equal groups only the number is drawn
     drawn = np.random.default_rng(seed).multinomial(len(sums), times / len(sums), size=resamples)
@@ -144,10 +151,13 @@ def per_annotator(labels: Labels) -> list[dict[str, Any]]:
         - `z`: z-score of the agreement, see [`zscores`].
         - `ties`: share of ties among the annotator's labels.
         - `shown_first`: share of the annotator's labels other than ties that chose the answer shown first.
-        - `lean`, `lean_z`: how much more often the annotator chooses the answer shown first than others choose the
-          same answer, and this difference in standard errors.
+        - `lean`: how much more often the annotator chooses the answer shown first than others choose the same answer,
+          as a difference of shares.
+        - `lean_z`: `lean` ÷ its standard error.
     """
-    counts, is_choice, first = labels.counts(), labels.choice != TIE, _shown_first(labels)
+    counts = labels.counts()
+    is_choice = labels.choice != TIE
+    first = _shown_first(labels)
     took_first = np.where(is_choice, labels.choice == first, np.nan)
     table = pd.DataFrame(
         {
@@ -191,7 +201,8 @@ def zscores(labels: Labels) -> np.ndarray:
     Returns:
         (A,) z-scores; NaN where z is not known, as with fewer than three annotators.
     """
-    z, people = np.full(len(labels.annotators), np.nan), np.unique(labels.annotator)
+    z = np.full(len(labels.annotators), np.nan)
+    people = np.unique(labels.annotator)
     is_measure = np.ones(len(z), bool)
     for _ in range(_ROUNDS):
         z = _zscores_against(labels, is_measure)
@@ -208,7 +219,9 @@ def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
     agrees = pd.Series(_others_share(labels, labels.where(own).counts(), labels.choice, own))
     agrees = agrees.groupby([labels.annotator, labels.prompt[labels.item]]).mean().dropna()
     by = agrees.groupby(level=0)
-    mean, noise, z = by.mean(), agrees.var(ddof=0) / by.size(), np.full(len(is_measure), np.nan)
+    mean = by.mean()
+    noise = agrees.var(ddof=0) / by.size()
+    z = np.full(len(is_measure), np.nan)
     for who in mean.index:
         others = mean.index[is_measure[mean.index] & (mean.index != who)]
         if len(others) < 2:
@@ -221,10 +234,13 @@ def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
 
 def _others_share(labels: Labels, counts: np.ndarray, choice: np.ndarray, own: Any = True) -> np.ndarray:
     """
-    Return for each label the share of others' labels of the same item that equal `choice`, (L,); NaN without others.
+    Return for each label, (L,), the share of the others' labels of its item that equal `choice`; NaN without others.
 
-    `counts`, (I, 3), has the numbers of labels to compare with. `own` is True for a label that these numbers include,
-    and which therefore is subtracted.
+    Args:
+        labels: the labels.
+        counts: (I, 3), how often each item was labelled `FIRST`, `SECOND`, `TIE`, in the labels to compare with.
+        choice: (L,) int, the choice to look for among the others' labels.
+        own: (L,) bool, or one for all: whether `counts` includes the label itself, which then is subtracted.
     """
     others = counts.sum(1)[labels.item] - own
     same = counts[labels.item, choice] - own * (labels.choice == choice)
@@ -237,7 +253,7 @@ def _shown_first(labels: Labels) -> np.ndarray:
 
 
 def _kappas(labels: Labels) -> list[dict[str, Any]]:
-    """Return a dict with Cohen's κ for each two annotators who share an item, among the 20 with the most labels."""
+    """Return the entry `kappas` of [`agreement_report`]."""
     most = pd.Series(labels.annotator).value_counts().index[:_KAPPAS]
     kept = labels.where(np.isin(labels.annotator, most))
     table = pd.Series(kept.choice, [kept.item, kept.annotator]).unstack()  # (items, annotators)

@@ -103,7 +103,8 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     from ...data import load_dataset_split
     from . import Columns, agreement_report, hold_out_annotators, read_labels
 
-    folder, table = Path(args.output_dir), find(args.dataset_name)
+    folder = Path(args.output_dir)
+    table = find(args.dataset_name)
     if table.exists() and (why := overlap(folder, table)):
         raise ValueError(f"`output_dir` {folder} {why} the table {args.dataset_name}: choose another folder")
     prompt, *more = args.prompt_columns
@@ -193,22 +194,23 @@ def _write_pairs(
 
 def page(report: dict[str, Any]) -> str:
     """Return the HTML page of a report that [`report_labels`] returned."""
-    people, off = report["annotators"], report["left_out_annotators"]
+    people = report["annotators"]
+    off = report["left_out_annotators"]
     findings = []
     if off:
         findings.append(
-            f"Left out, with a z-score below {report['settings']['min_zscore']:g}: {', '.join(off)}. Without them α "
-            f"is {number(report['without_left_out']['alpha'], 3)}."
+            f"Left out, with a z-score below {report['settings']['min_zscore']:g}: {', '.join(off)}. α without them: "
+            f"{number(report['without_left_out']['alpha'], 3)}."
         )
     if lean := [row for row in people if abs(row["lean"] or 0) > _LEAN[0] and abs(row["lean_z"] or 0) > _LEAN[1]]:
         shown = ", ".join(f"{row['annotator']} ({row['lean']:+.0%})" for row in lean)
         findings.append(
-            f"Choose the answer shown first more often, or less often, than others on the same pairs: {shown}."
+            f"Choose the answer shown first more often (+) or less often (-) than others on the same pairs: {shown}."
         )
     if report["repeats"]:
         findings.append(
-            f"{report['repeats']:,} labels repeat an earlier one by the same annotator on the same pair. Equal ones "
-            f"count once. Those that contradict each other ({report['contradictions']:,} times) do not count."
+            f"Labels that repeat an earlier one by the same annotator on the same pair: {report['repeats']:,}. Equal "
+            f"labels count once. Labels that contradict each other ({report['contradictions']:,} times) do not count."
         )
     return render(
         Path(__file__).with_name("page.html.j2"),
@@ -230,7 +232,11 @@ def page(report: dict[str, Any]) -> str:
 
 
 def kappa_matrix(kappas: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Map each annotator, highest mean κ first, to a dict from each other annotator to the two's entry in `kappas`."""
+    """
+    Return the entries of `kappas`, which [`agreement_report`] returned, by the names of their two annotators.
+
+    `result[a][b]` and `result[b][a]` are the entry of a and b. The annotator with the highest mean κ comes first.
+    """
     matrix: dict[str, dict[str, dict[str, Any]]] = {}
     for row in kappas:
         a, b = row["annotators"]
@@ -247,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_output_dir(args.output_dir, None)
         report = report_labels(args)
     said = with_interval(report["alpha"], report["alpha_interval"], ".3f", "not known")
-    print(f"Labels: {report['labels']:,}, by {len(report['annotators'])} annotators; Krippendorff's α {said}")
+    print(f"Labels: {report['labels']:,}; annotators: {len(report['annotators'])}; Krippendorff's α: {said}")
     for sentence in report["unknown"]:
         print(f"Note: {sentence}")
     if report["left_out_annotators"]:

@@ -148,7 +148,8 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
             choice other than these.
         KeyError: a row of an export lacks a key that exports have, such as `result` in an annotation.
     """
-    path, found = Path(path), []
+    path = Path(path)
+    found = []
     for number, row in enumerate(_rows(path)):
         for item, annotator, choice in _labels_in(row):
             # People type spaces that they do not see
@@ -175,7 +176,8 @@ def _labels_in(row: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
     """Yield for each label in a row its item, its annotator and its choice; None where a choice was not submitted."""
     if "annotations" in row:  # Label Studio
         for each in row["annotations"]:
-            by, said = each.get("completed_by"), [] if each.get("was_cancelled") else each["result"]
+            by = each.get("completed_by")
+            said = [] if each.get("was_cancelled") else each["result"]
             choices = [result["value"]["choices"][0] for result in said if result["from_name"] == _QUESTION]
             yield row["data"].get("item"), by["email"] if isinstance(by, dict) else by, choices[0] if choices else None
     elif f"{_QUESTION}.responses" in row:  # Argilla, flattened

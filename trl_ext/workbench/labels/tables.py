@@ -62,7 +62,7 @@ class Labels:
     are one item.
 
     Args:
-        item: (L,) int, the labelled item.
+        item: (L,) int, the labelled item, 0 to I − 1.
         annotator: (L,) int, who gave the label, as an index into `annotators`.
         choice: (L,) int, `FIRST`, `SECOND` or `TIE`, in the order of the answers in the item's first row.
         swapped: (L,) bool, whether the annotator was shown the answers in the reverse order of the item's first row.
@@ -113,7 +113,8 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
         ValueError: a choice is not in `columns.values`, a score is not a number, or there is no label.
     """
     columns = columns or Columns()
-    size, table = len(columns.responses), _hashed(dataset, columns)
+    size = len(columns.responses)
+    table = _hashed(dataset, columns)
     who, names = pd.factorize(_said(table[columns.annotator]))
     scores = _scores(table, columns)
     known = scores.notna().to_numpy() & (who >= 0)[:, None] & (table[[*columns.responses]] != _EMPTY).to_numpy()
@@ -146,9 +147,11 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
     margin = (pairs["score"] - pairs["score_b"]) * np.where(pairs["swapped"], -1, 1)
     pairs["choice"] = np.select([margin > 0, margin < 0], [FIRST, SECOND], TIE)
     of_one = ["item", "annotator"]
-    is_first, choices = ~pairs.duplicated(of_one), pairs.groupby(of_one)["choice"]
+    is_first = ~pairs.duplicated(of_one)
+    choices = pairs.groupby(of_one)["choice"]
     differs = choices.transform("min") != choices.transform("max")
-    items, kept = pairs.drop_duplicates("item"), pairs[is_first & ~differs]
+    items = pairs.drop_duplicates("item")
+    kept = pairs[is_first & ~differs]
     answers = pd.concat(
         [items[["prompt", name]].set_axis(["prompt", "answer"], axis=1) for name in ("answer", "answer_b")]
     )
@@ -166,7 +169,8 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
 
 def _hashed(dataset: Dataset, columns: Columns) -> pd.DataFrame:
     """Return the table in long form, with a column `row` of row numbers, and with hashes in place of texts."""
-    texts, parts = [columns.prompt, *columns.responses], []
+    texts = [columns.prompt, *columns.responses]
+    parts = []
 
     def text_of(value: Any) -> str:
         return value if isinstance(value, str) else json.dumps(value, sort_keys=True) if value else ""
@@ -191,8 +195,9 @@ def _said(column: pd.Series) -> pd.Series:
 
 def _scores(table: pd.DataFrame, columns: Columns) -> pd.DataFrame:
     """
-    Return each row's score of each answer, where higher is better: ranks are negated. A choice gives the chosen answer
-    1 and the other 0; a tie gives both ½.
+    Return the scores of each row's answers, a column for each answer; higher is better, so ranks are negated.
+
+    A choice gives the chosen answer 1 and the other 0; a tie gives both ½.
     """
     if columns.scores:
         scores = table[[*columns.scores]].apply(pd.to_numeric) * (-1 if columns.lowest_wins else 1)
@@ -250,10 +255,10 @@ def noisy_bradley_terry(
     scores' sign. L-BFGS, started at s = 0, finds the mode of the posterior.
 
     Args:
-        answers: (L, 2) int, the two answers of each label.
+        answers: (L, 2) int, the two answers of each label, as numbers from 0 to R − 1.
         first_wins: (L,) 1 if the first answer is preferred, 0 if the second is, ½ for a tie, which counts as half a
             win of each.
-        annotator: (L,) int, who gave each label.
+        annotator: (L,) int, who gave each label, as numbers from 0 to A − 1.
         size: number R of answers.
         steps: largest number of steps of L-BFGS.
 
@@ -269,8 +274,10 @@ def noisy_bradley_terry(
     def loss(parameters: np.ndarray) -> tuple[float, np.ndarray]:
         """Return −log p(labels, s, η) up to a constant, and its gradient with respect to s and the logits of η."""
         x = torch.tensor(parameters, requires_grad=True)
-        scores, logits = x[:size], x[size:]
-        p, trust = torch.sigmoid(scores[one] - scores[other]), torch.sigmoid(logits)[who]
+        scores = x[:size]
+        logits = x[size:]
+        p = torch.sigmoid(scores[one] - scores[other])
+        trust = torch.sigmoid(logits)[who]
         q = (trust * p + (1 - trust) * (1 - p)).clamp(1e-12, 1 - 1e-12)
         likelihood = (wins * q.log() + (1 - wins) * (1 - q).log()).sum()
         log_eta, log_rest = (torch.nn.functional.logsigmoid(sign * logits) for sign in (1, -1))
@@ -348,8 +355,10 @@ def majority_pairs(
     """
     columns = columns or Columns()
     shares = shares_of_labels(labels) if shares is None else shares
-    votes, confidence = labels.counts().sum(1), shares[:, [FIRST, SECOND]].max(1)
-    is_out, left_out = votes == 0, {} if left_out is None else left_out
+    votes = labels.counts().sum(1)
+    confidence = shares[:, [FIRST, SECOND]].max(1)
+    is_out = votes == 0
+    left_out = {} if left_out is None else left_out
     for why, is_so in {
         "without a winner": shares[:, FIRST] == shares[:, SECOND],
         f"with a confidence below {confidence_bound:g}": confidence < confidence_bound - 1e-9,

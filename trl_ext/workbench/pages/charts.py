@@ -56,7 +56,7 @@ FIRST = ("loss", "pair accuracy", "margin", "token accuracy")
 
 
 def line_style(place: int) -> dict[str, Any]:
-    """Return matplotlib's arguments for the colour and line style of run number `place` in a comparison."""
+    """Return matplotlib's arguments `color` and `linestyle` for run number `place`, from 0, of a comparison."""
     return {
         "color": COLOURS[place % len(COLOURS)],
         "linestyle": LINES[(place + place // len(COLOURS)) % len(LINES)],
@@ -100,7 +100,7 @@ def paid_curves(run: Run) -> list[str]:
 
 
 def _lines(axes: Any, history: list[dict[str, Any]], keys: list[str]) -> None:
-    """Draw the curve of each key in a log. Training's are solid and drawn first, so that evaluations lie on top."""
+    """Draw the curve of each key in a log. Curves of training are solid; those of evaluations lie on top of them."""
     for place, key in enumerate(sorted(keys, key=lambda key: key.startswith("eval_"))):
         line = LINES[place % len(LINES)] if key.startswith("eval_") else "-"
         draw_line(axes, history, key, key, linestyle=line)
@@ -118,7 +118,7 @@ def chart(
     Args:
         title: title above the chart.
         draw: function that draws on the matplotlib axes that it is given.
-        alerts: alerts to mark in the chart.
+        alerts: alerts to mark in the chart, as [`Run`] has them.
         xlabel: label of the horizontal axis.
     """
     import matplotlib

@@ -86,7 +86,10 @@ def _curves(runs: dict[str, Run]) -> list[str]:
 
 
 def _settings(runs: dict[str, Run]) -> list[list[str]] | None:
-    """Return table rows of the settings that differ; None if fewer than two runs recorded their settings."""
+    """
+    Return a table row for each setting that differs: its name, then its value in each run, or a dash. Return None if
+    fewer than two runs recorded their settings.
+    """
     monitors = {name for run in runs.values() for name in run.monitors or {}}
     recorded = {
         name: {"trainer": run.trainer, **run.config, **(run.monitors or {})}

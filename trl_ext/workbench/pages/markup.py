@@ -117,16 +117,18 @@ def shown_prompt(prompt: Any) -> str:
 
 
 def shown_scores(scores: dict[str, Any]) -> str:
-    """Return the scores of one answer as one line of names and numbers."""
+    """Return an answer's scores as a line, `gold 0.2, length 31`, cut after 400 characters; None is left out."""
     return ", ".join(f"{name} {number(s)}" for name, s in scores.items() if s is not None)[:400]
 
 
 def shown_answer(completion: Any, said: str = "") -> dict[str, Any]:
     """
-    Return an answer as a cell for the templates' tables: a dict with `said`, and `text` or `turns`.
+    Return an answer as a cell for the templates' tables.
+
+    The cell is a dict with `said`, and with `text` or, for messages, `turns`, a list of what [`_parts`] returns.
 
     Args:
-        completion: the answer: a text, or messages, which are shown turn by turn.
+        completion: the answer, text or messages.
         said: a line to show below the answer, such as its scores.
     """
     if not isinstance(completion, list):
@@ -136,7 +138,8 @@ def shown_answer(completion: Any, said: str = "") -> dict[str, Any]:
 
 def _parts(message: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return (CSS class, who, text) of each part of a message: a thought, a text, tool calls, or a tool's answer."""
-    role, content = message["role"], message.get("content") or ""
+    role = message["role"]
+    content = message.get("content") or ""
     text = (content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))[:PART]
     if role == "tool":  # TRL tells the policy of a failed call in this form
         return [("fails" if text.startswith("{'error':") else "hears", f"{message.get('name', 'tool')} said", text)]

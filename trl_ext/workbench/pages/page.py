@@ -132,8 +132,8 @@ def wanted(run: Run) -> dict[str, str]:
     """
     Map the label of each metric that the verdict names to its key in the log.
 
-    If the run logs a reward, these are score, held-out gold and KL. For another run they are the first metric of the
-    [`headline`], and the losses. If some metrics of the headline are on held-out data, only these count.
+    If the run logs a reward, the verdict names score, held-out gold and KL. For another run it names the first metric
+    of the [`headline`], and the losses; metrics on training data are named only if none is on held-out data.
     """
     shown = headline(run)
     if "reward" in run.metrics:
@@ -148,7 +148,8 @@ def wanted(run: Run) -> dict[str, str]:
 def _change(run: Run, label: str, key: str) -> str:
     name, _, unit = label.partition(", ")
     first, *rest = ends(run, key)
-    what, shown = f"the {name}", [number(value, 3) + f" {unit}".rstrip() for value in (first, *rest)]
+    what = f"the {name}"
+    shown = [number(value, 3) + f" {unit}".rstrip() for value in (first, *rest)]
     if not rest:
         return f"{what} was {shown[0]}"
     if not is_finite(rest[0]):
@@ -199,11 +200,12 @@ def sentence(said: str) -> str:
 
 def runbook(alerts: Iterable[dict[str, Any]]) -> dict[str, list[list[str]]]:
     """
-    Return the tables of the runbook sections that alerts link to, by section; a table is rows of Markdown cells.
+    Return the table of each section of the runbook that alerts link to, by its name: a list of rows of Markdown cells.
 
     The page contains these sections, so an alert's link works wherever the page is copied.
     """
-    wanted, tables = {alert["runbook"].partition("#")[2] for alert in alerts}, {}
+    wanted = {alert["runbook"].partition("#")[2] for alert in alerts}
+    tables = {}
     for part in (root() / RUNBOOK).read_text(encoding="utf-8").split("\n## ")[1:]:
         name, *lines = part.splitlines()
         rows = [line.strip(" |").split(" | ") for line in lines if line.startswith("|") and not line.startswith("|--")]

@@ -53,17 +53,18 @@ class Run:
     Args:
         folder: the run's output directory.
         history: what the trainer logged, a dictionary with `step` for each log.
-        alerts: the alerts of its monitors.
-        samples: some completions, with their prompts and scores.
+        alerts: a dict for each alert, with `monitor`, `action`, `step`, `runbook` and others.
+        samples: a dict for each of some answers, with `prompt`, `completion`, `scores` (by name), `step` and others.
         config: its training arguments.
-        registry: the monitors' states, as in `trainer_state.json`.
-        events: the lines that JSONLCallback wrote.
+        registry: the monitors' states by name, as in `trainer_state.json`.
+        events: a dict for each line that JSONLCallback wrote.
         outcome: by label, a list with a figure measured after training; for a round of online DPO, with the figure
             before the round and the one after it.
         monitors: maps each monitor's name to its arguments; None if monitors were not recorded.
-        paid: a dict for each feature of answers that the reward paid for, as HackWatch or a round of online DPO wrote.
-        objections: why a report says not to trust the reward model that the run saved.
-        passed: verdict of the report on the reward model that the run saved; None without a report.
+        paid: a dict for each feature of answers that the reward paid for, as HackWatch or a round of online DPO wrote
+            it, with `what`, the feature in words, `curve`, a list of [step, value], and others.
+        objections: a text on why a report says not to trust the reward model that the run saved, if it says so.
+        passed: whether the reward model that the run saved passed its report; None without a report.
     """
 
     folder: Path

@@ -141,7 +141,8 @@ def next_answer(args: Any, rows: "Dataset", folder: str | Path = "", max_new_tok
     """
     from ...data import is_messages
 
-    is_chat, prompt = False, "hello"
+    is_chat = False
+    prompt = "hello"
     for row in rows.select(range(min(len(rows), 100))):
         asked = row.get("prompt", row.get("messages"))
         if is_chat := is_messages(asked):

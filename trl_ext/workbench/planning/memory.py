@@ -94,11 +94,13 @@ class LiveBytes(TorchDispatchMode):
 
 def fake(build: Callable[[], Any]) -> tuple[Any, FakeTensorMode]:
     """
-    Return the modules that `build` makes, on fake tensors without memory, and the `FakeTensorMode` to run them in.
+    Return what `build` returns, such as a tuple of modules, but on fake tensors without memory; and the
+    `FakeTensorMode` to run the modules in.
     """
     with torch.device("meta"):  # PEFT cannot add an adapter within the mode
         made = build()
-    mode, twins = FakeTensorMode(allow_non_fake_inputs=True), {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twins = {}
 
     def twin(tensor: Tensor) -> Tensor:  # one twin a tensor keeps tied weights tied
         if id(tensor) not in twins:

@@ -147,7 +147,7 @@ class Job:
     Describe a run to plan.
 
     Args:
-        stage: which training stage it is.
+        stage: the training stage, such as `ppo`.
         args: its training arguments, such as a `PPOConfig`.
         layout: how the run is spread over processes.
         policy: configuration of the trained model, which is a classifier in the stages `reward` and `pretrain_critic`.
@@ -161,7 +161,7 @@ class Job:
         ref_model: whether a reference model is given. It is then kept in memory, even if an adapter is trained.
         shared_rewards: number of reward models that are adapters on the policy's base.
         loaded_rewards: the models that reward functions load, see [`LoadedReward`].
-        turns: largest number of turns of an episode of PPO; above 1 with tools.
+        turns: how often PPO's policy generates in an episode, at most; above 1 with tools.
         ref_adapter: whether training continues an existing adapter. The reference is then a copy of this adapter.
         only_environment: whether an environment gives all rewards, so that no reward model can be fooled.
     """
@@ -222,7 +222,8 @@ class Role:
         parameters, trained: number of all weights, and of the trained ones.
         weights, gradients, optimizer: bytes of the weights, of the gradients and of the optimizer's state.
         note: text to show beside the role.
-        config: the model's configuration; None to use that of the job's policy or, for a reward model, of its rewards.
+        config: the model's configuration. None is that of the job's policy; for a reward model in PPO, that of the
+            first of `job.rewards`, if there is one.
         on_base: whether the model runs on the policy's base.
     """
 
@@ -244,7 +245,8 @@ class Plan:
 
     Args:
         roles: the models of the run.
-        phases: for each phase, the bytes that it needs besides weights and optimizer state, by purpose.
+        phases: for each phase, such as `update`, the bytes that it needs besides weights and optimizer state, by
+            purpose.
         schedule: batch sizes and numbers of steps, by name.
         checkpoint: bytes on disk of one checkpoint.
         host: bytes that a process keeps in the machine's memory: what is offloaded, and the copy of a checkpoint that
@@ -281,7 +283,9 @@ def known_not_to_work(job: Job) -> list[str]:
 
     Settings for which the run's configuration class raises an error are not checked here.
     """
-    args, layout, peft = job.args, job.layout, job.peft_config is not None
+    args = job.args
+    layout = job.layout
+    peft = job.peft_config is not None
     accumulated = args.gradient_accumulation_steps
     reasons = [
         (
@@ -430,9 +434,10 @@ def seconds_per_example(
     Args:
         job, plan: the run, and its plan.
         gpu, efficiency: the GPU's nominal speed, and how much of it the run reaches.
-        tokens: number of tokens of one text; None takes the longest text allowed. `generate` always takes this one.
+        tokens: number of tokens of one text; None takes the longest text allowed, which `generate` always takes.
     """
-    args, policy = job.args, plan.roles[0]
+    args = job.args
+    policy = plan.roles[0]
     is_ppo = job.stage == "ppo"
     length = tokens or (job.prompt_length + args.max_completion_length if is_ppo else job.length)
     rate = gpu.tflops * 1e12 * efficiency.mfu
@@ -466,7 +471,8 @@ def examples(job: Job, plan: Plan, rows: int | None) -> float | None:
 
     `rows` is the number of rows of the dataset. If it is None and the run's length depends on it, None is returned.
     """
-    args, is_ppo = job.args, job.stage == "ppo"
+    args = job.args
+    is_ppo = job.stage == "ppo"
     if is_ppo and args.total_episodes:
         return args.total_episodes
     if args.max_steps > 0 and is_ppo:
@@ -487,7 +493,8 @@ def hours(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, count: float, 
         count: number of examples of the whole run.
         tokens: as for [`seconds_per_example`].
     """
-    phases, processes = seconds_per_example(job, plan, gpu, efficiency, tokens), job.layout.processes
+    phases = seconds_per_example(job, plan, gpu, efficiency, tokens)
+    processes = job.layout.processes
     seconds = sum(phases.values())
     if job.stage == "ppo" and job.args.rollouts_ahead:  # generation and the rest overlap: only the longer one counts
         seconds = max(phases["generate"], phases["score"] + phases["update"])
@@ -501,7 +508,9 @@ def _forward(config: Any, weights: int, length: float) -> float:
 
 
 def _generation(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, rate: float) -> float:
-    config, args, weights = job.policy.get_text_config(), job.args, plan.roles[0].parameters
+    config = job.policy.get_text_config()
+    args = job.args
+    weights = plan.roles[0].parameters
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
     rows = rows if args.use_vllm else min(args.local_rollout_forward_batch_size, rows)
     width = job.compute_dtype.itemsize

@@ -48,7 +48,9 @@ def plan(job: Job) -> Plan:
 
 
 def _plan_without_rollouts(job: Job) -> Plan:
-    args, is_lm, texts = job.args, job.stage in ("sft", "dpo"), 2 if job.stage in ("reward", "dpo") else 1
+    args = job.args
+    is_lm = job.stage in ("sft", "dpo")
+    texts = 2 if job.stage in ("reward", "dpo") else 1
     has_reference = job.stage == "dpo" and (
         job.ref_model or (job.peft_config is None and not args.precompute_ref_log_probs)
     )
@@ -93,7 +95,8 @@ def _plan_without_rollouts(job: Job) -> Plan:
 
 
 def _plan_ppo(job: Job) -> Plan:
-    args, layout = job.args, job.layout
+    args = job.args
+    layout = job.layout
     length = job.prompt_length + args.max_completion_length
     has_reference = args.use_ref_model and (job.peft_config is None or job.ref_model)
     has_critic = args.baseline != "mean"
@@ -189,9 +192,11 @@ def _finish(job: Job, result: Plan) -> Plan:
         state = optimizer_bytes(role.trained, 4 if wide else size, job.args.optim)
         result.checkpoint += role.trained * (size + 4 * wide) + state
         if job.layout.offloads_optimizer:
-            result.host, role.optimizer = result.host + role.optimizer, 0
+            result.host = result.host + role.optimizer
+            role.optimizer = 0
         if job.layout.offloads_weights:
-            result.host, role.weights = result.host + role.weights, 0
+            result.host = result.host + role.weights
+            role.weights = 0
     if getattr(job.args, "save_in_background", False):  # a copy; without DeepSpeed the first process writes all
         result.host += share(result.checkpoint, job.layout.processes if wide else 1)
     return result
@@ -253,7 +258,7 @@ def numel(*modules: nn.Module | None) -> int:
 
 
 def linear_weights(model: nn.Module) -> frozenset[int]:
-    """Return the ids of the weights that bitsandbytes quantises: frozen linear layers, but not the output heads."""
+    """Return the `id` of each weight that bitsandbytes quantises: of frozen linear layers, but not of output heads."""
     return frozenset(
         id(module.weight)
         for name, module in model.named_modules()
@@ -277,18 +282,20 @@ def role_of(
         job: the run.
         name: name of the role.
         parameters: parameters of the model; tied weights count once.
-        quantized: ids of the weights that a quantised base stores in `job.bits` bits.
+        quantized: the `id` of each weight that a quantised base stores in `job.bits` bits, see [`linear_weights`].
         note: text to show beside the role.
         is_sharded: whether the model's weights are sharded where the run's layout is ZeRO-3 or FSDP2.
     """
-    layout, optim = job.layout, job.args.optim
+    layout = job.layout
+    optim = job.args.optim
     parameters = list({id(p): p for p in parameters}.values())
     trained = [p for p in parameters if p.requires_grad]
     quantized = quantized if job.bits else frozenset()
     small = sum(p.numel() for p in parameters if id(p) in quantized)
     weights = quantized_bytes(small, job.bits or 8, job.nested)
     weights += sum(p.nbytes for p in parameters if id(p) not in quantized)
-    gradients, count = sum(p.nbytes for p in trained), sum(p.numel() for p in trained)
+    gradients = sum(p.nbytes for p in trained)
+    count = sum(p.numel() for p in trained)
     if layout.is_deepspeed:  # a float32 copy of the weights, and the optimizer's moments
         state = count * 4 + optimizer_bytes(count, 4, optim)
     elif layout.mode == "fsdp2" and job.mixed is not None:  # accelerate keeps trained weights in float32
@@ -323,8 +330,9 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
     Only one of them generates; the dictionary of the other is empty.
 
     vLLM is counted apart from the trainer, also where it runs in the trainer's process, with weights and KV cache in
-    16 bits. TRL lets it generate `max_completion_length` tokens after the history in each turn, and cuts answers that
-    are too long afterwards. Without vLLM, a second KV cache of the same size is counted if there are several turns.
+    16 bits. TRL lets vLLM generate `max_completion_length` tokens in each turn, after the prompt and earlier turns,
+    and cuts answers that are too long afterwards. Without vLLM, a second KV cache of the same size is counted if there
+    are several turns.
 
     Args:
         job: the run.
@@ -340,7 +348,8 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
         weights = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
         return {}, {"weights": 2 * weights, "KV cache": kv_cache_bytes(config, local, length, 2)}
     # Without gradients no layer's activations are kept
-    depth, config.num_hidden_layers = config.num_hidden_layers, 2
+    depth = config.num_hidden_layers
+    config.num_hidden_layers = 2
     policy.eval()
     # Without autocast, since accelerate puts autocast on the actor-critic's forward only, not on the policy's
     prefill = forward_peak(
@@ -387,11 +396,12 @@ def scoring_phase(
     return {"activations": max(peaks), "gathered weights": _gathered(job, model, reference)}
 
 
-def scored(batch: dict[str, Tensor], width: int) -> dict[str, Any]:
+def scored(batch: dict[str, Tensor], width: int) -> dict[str, Tensor]:
     """
     Return the batch with what the actor-critic needs for the log-probs and values of each row's last `width` tokens.
 
-    That is `targets`, the ids of these tokens, and `predicts`, the index of the token before each in the flat batch.
+    Two tensors are added, (rows · width,): `targets`, the ids of these tokens; and `predicts`, the index of the token
+    before each, in the flat batch.
     """
     rows, length = batch["input_ids"].shape
     predicts = torch.arange(rows)[:, None] * length + torch.arange(length - width - 1, length - 1)

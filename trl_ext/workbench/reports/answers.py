@@ -83,7 +83,9 @@ def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
     Raises:
         ValueError: a policy was trained on some of the prompts.
     """
-    hashes, seen, unknown = prompt_hashes(rows), [], []
+    hashes = prompt_hashes(rows)
+    seen = []
+    unknown = []
     for name, policy in policies.items():
         if (trained := load_trained_prompts(policy)) is None:
             unknown.append(
@@ -93,7 +95,10 @@ def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
         elif len(places := np.flatnonzero(np.isin(hashes, trained))):
             seen.append(f"{name} was trained on {len(places)} of {len(rows)} prompts (row {places[0]} is the first)")
     if seen:
-        raise ValueError(f"{'; '.join(seen)}: leave these prompts out, as `trl-ext prompts` does")
+        raise ValueError(
+            f"{'; '.join(seen)}: evaluate on other prompts, or leave these out: `trl-ext prompts --sets "
+            "prompts=PROMPTS train=TRAINING_DATA --held_out train --output_dir FOLDER` writes a copy without them"
+        )
     return unknown
 
 
@@ -160,14 +165,16 @@ def kl_of(reference: str, answered: dict[str, tuple[str, list[dict]]], sampling:
 
     Args:
         reference: folder or hub name of the reference.
-        answered: for each policy, by name, its folder or hub name, and its answers.
+        answered: maps each policy's name to a tuple: its folder or hub name, and its answers as [`answers_of`]
+            returns them.
         sampling: how the answers were sampled, and how the reference is to be loaded.
 
     Returns:
-        A dict from each policy's name to an estimate for each answer, in nats; None in place of the estimates if
-        policy and reference have different vocabularies.
+        A dict from each policy's name to a list with an estimate for each answer, in nats; None in place of the list
+        if policy and reference have different vocabularies.
     """
-    model, tokens = sampling.load(reference), load_tokenizer(reference).get_vocab()
+    model = sampling.load(reference)
+    tokens = load_tokenizer(reference).get_vocab()
     found: dict[str, Any] = {}
     for name, (policy, rows) in answered.items():
         highest = max(token for row in rows for token in (*row["prompt_ids"], *row["completion_ids"]))
@@ -202,7 +209,7 @@ def scores(reward: Callable, answers: Sequence[dict[str, Any]], columns: dict[st
     Args:
         reward: reward function with TRL's signature.
         answers: answers as [`answers_of`] returns them.
-        columns: further columns of the prompts, which the reward is given, too.
+        columns: further columns of the prompts, by name, which the reward is given, too.
     """
     names = {"prompts": "prompt", "completions": "completion"} | {name: name for name in OWN[2:5]}
     given = {name: [row[key] for row in answers] for name, key in names.items()}
@@ -226,7 +233,7 @@ def judged(
     Args:
         judge: reward function.
         ours, theirs: the policy's and the baseline's answers to the same prompts, as [`answers_of`] returns them.
-        columns: further columns of the prompts.
+        columns: further columns of the prompts, by name.
     """
     one, other = ([row["completion"] for row in answers] for answers in (ours, theirs))
     compare = getattr(judge, "compare", None)
@@ -249,7 +256,8 @@ def mean_of(values: Sequence[float | None]) -> dict[str, Any]:
         values: a value for each answer; None where there is none.
 
     Returns:
-        `mean` (None without values), `standard_error` (None for fewer than two values), and `count` of the values.
+        A dict with `mean` (None without values), `standard_error` (None for fewer than two values), and `count`, the
+        number of values.
     """
     known = torch.tensor([value for value in values if value is not None], dtype=torch.double)
     error = (known.std() / len(known) ** 0.5).item() if len(known) > 1 else None
@@ -268,7 +276,8 @@ def win_rate(margins: Sequence[float | None], prompts: Sequence[Hashable]) -> di
         prompts: (N,) names of the prompts; rows with the same name are resampled together.
 
     Returns:
-        `win_rate`, its `interval` (None for fewer than two prompts), and the counts `wins`, `ties` and `losses`.
+        A dict with `win_rate` (None without margins), its `interval`, [low, high] (None for fewer than two prompts),
+        and the counts `wins`, `ties` and `losses`.
     """
     known = [(margin, prompt) for margin, prompt in zip(margins, prompts, strict=True) if margin is not None]
     values = torch.tensor([margin for margin, _ in known], dtype=torch.double)

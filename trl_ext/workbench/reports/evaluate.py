@@ -107,7 +107,8 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
     rows = load_prompts(args.prompts, args.dataset_config, args.dataset_split, args.max_prompts)
     notes = check_held_out(paths, rows)
     sampling = Sampling(**{each.name: getattr(args, each.name) for each in fields(Sampling)})
-    answers, folder = {}, Path(args.output_dir)
+    answers = {}
+    folder = Path(args.output_dir)
     for name, policy in paths.items():
         answers[name], was_there = answers_of(policy, rows, sampling, folder / "answers" / f"{name}.jsonl")
         print(f"{name}: {len(rows)} answers{', read from an earlier run' if was_there else ''}", flush=True)

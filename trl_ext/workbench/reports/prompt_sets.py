@@ -110,8 +110,8 @@ class PromptReport:
         duplicates: groups of exact and near duplicates, which may hold rows of several sets.
         words: number of words of each prompt.
         scripts: for each prompt the script that most of its letters have.
-        copied: maps a set's name to a number for each of its answers: the share of the answer's runs of words that
-            also occur in the corpus.
+        copied: maps a set's name to a share for each of its answers: of the answer's runs of `copied_words` words,
+            the share that also occurs in the corpus. The sets that make the corpus are not in it.
     """
 
     sets: dict[str, PromptSet]
@@ -135,7 +135,8 @@ class PromptReport:
         `others`.
         """
         groups = getattr(self.duplicates, kind)
-        mine, theirs = groups[self.places[name]], [groups[self.places[other]] for other in others if other != name]
+        mine = groups[self.places[name]]
+        theirs = [groups[self.places[other]] for other in others if other != name]
         return np.isin(mine, np.concatenate([np.zeros(0, int), *theirs])) & (mine >= 0)
 
 
@@ -207,9 +208,10 @@ def left_out(report: PromptReport, remove: Kind = "near", held_out: Iterable[str
         held_out: names of the sets to evaluate on.
 
     Returns:
-        A dict from each set's name to a text for each of its rows: one of `REASONS`, or "" if the row is kept.
+        A dict from each set's name to an array with a text for each row: one of `REASONS`, or "" if the row is kept.
     """
-    held_out, reasons = {*held_out}, {}
+    held_out = {*held_out}
+    reasons = {}
     empty, shared, duplicate = REASONS
     for name, rows in report.sets.items():
         reason = np.full(len(rows), "", object)
@@ -223,9 +225,9 @@ def left_out(report: PromptReport, remove: Kind = "near", held_out: Iterable[str
     return reasons
 
 
-def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tuple]:
+def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
     """
-    Return for each row of a set its values in `columns`, to stratify splits by them.
+    Return for each row of a set a tuple of its values in `columns`, as texts, to stratify splits by them.
 
     Args:
         report: report of [`examine_prompts`].
@@ -234,7 +236,8 @@ def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tupl
             quarter of the set, by number of words, that the prompt is in. If it has no column `script`, this is the
             script that most of the prompt's letters have.
     """
-    prompts, place = report.sets[name], report.places[name]
+    prompts = report.sets[name]
+    place = report.places[name]
     words = report.words[place]
     own = {
         "script": report.scripts[place],
@@ -268,9 +271,10 @@ def divide(
         seed: seed of the order.
 
     Returns:
-        A dict from each set's name to the split's name for each of its rows, "" if the row is left out.
+        A dict from each of `names` to an array with the split's name for each row, "" if the row is left out.
     """
-    near, kept = report.duplicates.near, {name: reasons[name] == "" for name in report.sets}
+    near = report.duplicates.near
+    kept = {name: reasons[name] == "" for name in report.sets}
     groups = np.concatenate([near[report.places[name]][kept[name]] for name in names])
     of_rows: list[Any] = []
     for name in names:
@@ -279,7 +283,8 @@ def divide(
     splits = split_groups(groups, shares, of_rows, seed)
     whole = [near[report.places[name]][kept[name]] for name in report.sets if name not in {*names, *held_out}]
     splits[np.isin(groups, np.concatenate([np.zeros(0, int), *whole]))] = max(shares, key=lambda name: shares[name])
-    result, dealt = {}, iter(splits)
+    result = {}
+    dealt = iter(splits)
     for name in names:
         result[name] = np.array([next(dealt) if is_kept else "" for is_kept in kept[name]], object)
     return result

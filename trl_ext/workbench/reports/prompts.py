@@ -98,7 +98,8 @@ class PromptsArguments:
 
     def copies(self, name: str) -> list[Path]:
         """Return the files of a set's copy: a single file, or a folder with a file for each split."""
-        folder, is_split = Path(self.output_dir), self.split_shares and name in (self.split_sets or ())
+        folder = Path(self.output_dir)
+        is_split = self.split_shares and name in (self.split_sets or ())
         return (
             [folder / name / f"{split}.jsonl" for split in self.split_shares]
             if is_split
@@ -167,11 +168,15 @@ def run(args: PromptsArguments) -> list[str]:
     report = examine_prompts(
         sets, args.by, args.threshold, args.unit, args.ngram, args.copied_from, args.copied_words, args.seed
     )
-    held_out, split_sets = args.held_out or [], args.split_sets or []
-    reasons, splits = left_out(report, args.remove, held_out), {}
+    held_out = args.held_out or []
+    split_sets = args.split_sets or []
+    reasons = left_out(report, args.remove, held_out)
+    splits = {}
     if args.split_shares and split_sets:
         splits = divide(report, reasons, args.split_shares, split_sets, args.stratify, held_out, args.seed)
-    found, grouped, folder = figures(report, args, reasons, splits), groups(report), Path(args.output_dir)
+    found = figures(report, args, reasons, splits)
+    grouped = groups(report)
+    folder = Path(args.output_dir)
     write_rows(folder / "duplicates.jsonl", grouped)
     settings = {name: value for name, value in asdict(args).items() if name != "output_dir"}
     write_text(folder / "prompts.json", json.dumps({**found, "settings": settings}, indent=1, ensure_ascii=False))
@@ -198,14 +203,15 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
     Args:
         report: what was found in the sets.
         args: the command's arguments.
-        reasons: for each set's name, why each row is left out; "" for rows that stay.
-        splits: for each set that is divided, the name of each row's split.
+        reasons: for each set's name, why each row is left out, as [`left_out`] returns it.
+        splits: for each set that is divided, the name of each row's split, as [`divide`] returns it; else {}.
     """
     from .prompt_sets import REASONS
 
     found: dict[str, Any] = {"sets": {}, "shared": {}, "notes": [], "bounds": []}
     for name, rows in report.sets.items():
-        place, others = report.places[name], [other for other in report.sets if other != name]
+        place = report.places[name]
+        others = [other for other in report.sets if other != name]
         scripts, counts = np.unique(report.scripts[place], return_counts=True)
         of_set: dict[str, Any] = {
             "rows": len(rows),
@@ -220,7 +226,8 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
             "kept": int((reasons[name] == "").sum()),
         }
         if name in report.copied:
-            of_set["copied"], of_set["most_copied"] = int((report.copied[name] > 0).sum()), report.copied[name].max()
+            of_set["copied"] = int((report.copied[name] > 0).sum())
+            of_set["most_copied"] = report.copied[name].max()
         if name in splits:
             of_set["splits"] = {split: int((splits[name] == split).sum()) for split in args.split_shares}
         found["sets"][name] = of_set
@@ -231,14 +238,15 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
         leaks = report.shared(name, args.held_out or others, "near") & (reasons[name] == "")
         if args.write and name not in args.held_out and leaks.any():
             found["notes"].append(
-                f"the copy of {name!r} keeps {leaks.sum()} rows that {'held-out' if args.held_out else 'other'} sets "
-                "have, too: to leave them out, name those sets in `held_out`, and set `remove: near`"
+                f"the copy of {name!r} keeps rows ({leaks.sum()}) that {'held-out' if args.held_out else 'other'} "
+                "sets have, too: to leave them out, name those sets in `held_out`, and set `remove: near`"
             )
     for option, name, bound in ((option, *each) for option, of in args.bounds.items() for each in of.items()):
         key, what = _BOUNDS[option]
         if key not in found["sets"][name]:
             raise ValueError(f"`{option}` names {name!r}, a set without answers")
-        count, rows = found["sets"][name][key], found["sets"][name]["rows"]
+        count = found["sets"][name][key]
+        rows = found["sets"][name]["rows"]
         sentence = f"{count} of {rows} rows of {name!r} ({count / rows:.2%}) {what}, `{option}` allows {bound:.2%}"
         judged = {"bound": bound, "share": count / rows, "broken": count / rows > bound, "sentence": sentence}
         found["bounds"].append({"option": option, "set": name, **judged})
@@ -253,7 +261,9 @@ def groups(report: "PromptReport") -> list[dict[str, Any]]:
     - `rows`: the row numbers of the group, a list for each set, by the set's name.
     - `similarity`: the lowest similarity of a row to the group's first row.
     """
-    near, exact, found = report.duplicates.near, report.duplicates.exact, []
+    near = report.duplicates.near
+    exact = report.duplicates.exact
+    found = []
     order = np.argsort(near, kind="stable")
     for places in np.split(order, np.flatnonzero(np.diff(near[order])) + 1):
         if len(places) > 1 and near[places[0]] >= 0:

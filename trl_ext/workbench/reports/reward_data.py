@@ -21,8 +21,8 @@ _NO_COLUMNS |= {"responses", "ranks", "finished", "log_metric", "log_extra", "tr
 
 class Answer(NamedTuple):
     """
-    Hold a prompt and an answer to it, text or messages; whether the answer is `finished`, not cut off; and the
-    `columns` that a reward function reads.
+    Hold a prompt and an answer to it, text or messages; whether the answer is `finished`, not cut off; and the row's
+    other `columns`, by name, for a reward function.
     """
 
     prompt: Any
@@ -61,7 +61,7 @@ class Material:
             given pairs share an answer with one of them.
         unknown: sentences for the report on what was left out, or is not known.
         policy: answers of the policy; empty if there are none.
-        rankings: for each prompt its answers and their ranks, 1 the best.
+        rankings: for each prompt a tuple of its answers and their ranks, 1 the best.
         best_of_n: for each prompt its answers, the chosen one first.
     """
 
@@ -97,7 +97,8 @@ def material_of(
     if group_columns is None:
         group_columns = [name for name in GROUPS if name in held_out.column_names]
     held_out.select_columns([*group_columns])  # a typo fails here, not after hours of scoring
-    hashes, count = pair_hashes(held_out), len(held_out)
+    hashes = pair_hashes(held_out)
+    count = len(held_out)
     shared = int((trained.has_an_answer_of(hashes) & ~trained.has(hashes)).sum())
     said = {
         f"{left_out:,} of {left_out + count:,} pairs are left out: the reward was trained on them.": left_out,
@@ -143,7 +144,7 @@ def gather(args: Any, trained: TrainedPairs) -> Material:
     seen = trained.has(pair_hashes(pairs))
     if seen.all():
         raise ValueError(
-            f"the reward was trained on all {len(pairs):,} pairs: give others by `dataset_name` or `dataset_split`"
+            f"the reward was trained on all pairs ({len(pairs):,}): give others by `dataset_name` or `dataset_split`"
         )
     train = train or _selected(pairs, seen)
     held_out = pairs.select(np.flatnonzero(~seen))
@@ -157,7 +158,8 @@ def gather(args: Any, trained: TrainedPairs) -> Material:
     if count := len(rankings) - len(found.rankings):
         found.unknown.append(f"{count:,} of {len(rankings):,} rankings are left out: the reward was trained on them.")
     if args.policy_answers:
-        file, columns = args.policy_answers, ("prompt", "completion")
+        file = args.policy_answers
+        columns = ("prompt", "completion")
         rows = load_dataset_split(file, default_split(file), columns=columns)
         rows = rows.select(range(min(len(rows), _ROWS)))
         found.policy = [answer_in(row, row["completion"], bool(row.get("finished", True))) for row in rows]
@@ -182,9 +184,10 @@ def _training_pairs(args: Any, held_out: str) -> Dataset | None:
     """
     Load the usable training pairs: those that `args` name, or else the split `train` of the dataset to test on.
 
-    Return None if they name none, and this split does not exist or is `held_out`, the split to test on.
+    If `args` name none, return None where that split does not exist, or is `held_out`, the split to test on.
     """
-    name, split = args.train_name or args.dataset_name, args.train_split or "train"
+    name = args.train_name or args.dataset_name
+    split = args.train_split or "train"
     is_named = args.train_name or args.train_split
     if (name, split) == (args.dataset_name, held_out) and not is_named:
         return None
@@ -217,7 +220,9 @@ def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[D
     first = next((value for value in dataset["rejected"] if value), None)
     if not isinstance(first, list) or is_text(first):  # a list of messages is one answer, not a list of answers
         return usable_pairs(dataset, f"the split {split!r}", drop), [], []
-    rows, best, several = [], [], 0
+    rows = []
+    best = []
+    several = 0
     for row in dataset:
         chosen = row["chosen"] if isinstance(row["chosen"], list) and not is_text(row["chosen"]) else [row["chosen"]]
         if len(chosen) > 1:
@@ -227,13 +232,13 @@ def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[D
         if rejected:
             best.append([answer_in(row, answer) for answer in (*chosen, *rejected)])
         rows += [{**row, "chosen": chosen[0], "rejected": other} for other in rejected or [None]]
-    said = [f"{several:,} rows with several chosen answers are left out."] if several else []
+    said = [f"Rows with several chosen answers are left out ({several:,} of {len(dataset):,})."] if several else []
     return usable_pairs(Dataset.from_list(rows), f"the split {split!r}", drop), best, said
 
 
 def load_rankings(name: str) -> list[tuple[list[Answer], list[float]]]:
     """
-    Return each row's answers and their ranks.
+    Return a tuple of the answers and their ranks for each row.
 
     Args:
         name: a dataset with the columns `prompt`, `responses` (a list of answers) and `ranks` (one number for each

@@ -39,7 +39,10 @@ _CHARACTERS = 2000  # most characters of a text that is shown
 
 class Scorer:
     """
-    Score answers by a reward function; count answers without a finite score, and answers that the function truncated.
+    Score answers by a reward function.
+
+    `counts` has the numbers of `answers` scored, of scores that are None (`none`), and of infinite or NaN scores
+    (`not_finite`). `truncated` is the number of answers that the function truncated.
 
     Args:
         function: reward function with TRL's signature.
@@ -47,12 +50,13 @@ class Scorer:
     """
 
     def __init__(self, function: Callable, name: str | None = None):
-        self.function, self.name = function, name or get_callable_name(function)
+        self.function = function
+        self.name = name or get_callable_name(function)
         self.counts: Counter[str] = Counter(answers=0, none=0, not_finite=0)
         self.truncated = 0.0
 
     def __call__(self, answers: Sequence[Answer]) -> np.ndarray:
-        """Return a score for each answer, NaN if it has no finite score."""
+        """Return the (N,) scores of N answers; NaN for an answer without a finite score."""
         if not answers:
             return np.zeros(0)
         logged: dict[str, float] = {}
@@ -66,7 +70,8 @@ class Scorer:
             log_metric=logged.__setitem__,
         )
         given = scores_in(awaited(returned), len(answers))
-        scores, none = np.array(given, float), given.count(None)
+        scores = np.array(given, float)
+        none = given.count(None)
         self.counts.update(answers=len(scores), none=none, not_finite=int((~np.isfinite(scores)).sum()) - none)
         self.truncated += sum(v for k, v in logged.items() if k.endswith("/truncated")) * len(scores)
         return np.where(np.isfinite(scores), scores, math.nan)
@@ -136,10 +141,11 @@ def examine(
     report["probes"], failed = _probes(score, pairs, material.train or material.pairs, probe_rows, phrases, seed)
     report |= {"unscored": dict(score.counts), "bounds": bounds}
     report["verdict"] = verdict(report, failed, bool(material.rankings))
-    without, truncated = len(material.pairs) - len(kept), round(score.truncated)
+    without = len(material.pairs) - len(kept)
+    truncated = round(score.truncated)
     said = {
         failed: failed and failed not in report["verdict"]["reasons"],
-        f"{without:,} pairs are left out: an answer has no finite score.": without,
+        f"{without:,} of {len(material.pairs):,} pairs are left out: an answer has no finite score.": without,
         f"{truncated:,} of {score.counts['answers']:,} scored texts are longer than the model reads: the beginning of "
         "their prompts was cut off.": truncated,
     }
@@ -166,7 +172,8 @@ def _of_pairs(
         return len(ids)
 
     gaps = torch.tensor([length(one) - length(other) for one, other in pairs])
-    margins, prompts = chosen - rejected, [one.texts()[0] for one, _ in pairs]
+    margins = chosen - rejected
+    prompts = [one.texts()[0] for one, _ in pairs]
     temperature = fit_temperature(margins)
     return {
         **reward_model_report(chosen, rejected, gaps),
@@ -197,7 +204,8 @@ def _distributions(scored: dict[str, np.ndarray], shown: dict[str, list[Answer]]
           training pairs.
 
     Args:
-        scored: scores of each set of answers, by name; NaN for none.
+        scored: scores of each set of answers, NaN for none. The sets are `chosen` and `rejected`, `training chosen`
+            and `training rejected`, and `policy`.
         shown: the answers of each set, in the same order.
     """
     sets = {name: scores[np.isfinite(scores)] for name, scores in scored.items()}
@@ -211,7 +219,8 @@ def _distributions(scored: dict[str, np.ndarray], shown: dict[str, list[Answer]]
             }
     base = "training chosen" if "training chosen" in found["scores"] else "chosen"
     if "policy" in found["scores"]:
-        known, own = sets[base], sets["policy"]
+        known = sets[base]
+        own = sets["policy"]
         beyond = torch.tensor(own > np.quantile(known, 0.99)).double()
         found["policy"] = {
             "answers": len(own),
@@ -251,7 +260,8 @@ def _probes(
         seed: seed of the random choices.
 
     Returns:
-        The results of the probes, and ""; or [], and a sentence on why the probes could not be run.
+        The results of the probes, as [`~trl_ext.evaluation.probe_reward`] returns them, and ""; or, if the probes
+        could not be run, [] and a sentence that says why.
     """
     given = [answer for pair in pairs for answer in pair]  # good and bad answers
     of_prompt = {answer.texts()[0]: answer for answer in given}
@@ -294,8 +304,11 @@ def verdict(report: dict[str, Any], probes_failed: str = "", has_rankings: bool 
         - `reasons`: why it does not pass: sentences on broken bounds, then on bounds that are not judged.
         - `not_judged`: the sentences of `reasons` on bounds that are not judged.
     """
-    bounds, bias, probes = report["bounds"], report["length_bias"], report["probes"]
-    ranking, best = report["ranking"] or {}, report["best_of_n"] or {}
+    bounds = report["bounds"]
+    bias = report["length_bias"]
+    probes = report["probes"]
+    ranking = report["ranking"] or {}
+    best = report["best_of_n"] or {}
     broken: list[str] = []
     not_judged: list[str] = []
     for name, key, sign, value, interval in (
@@ -320,7 +333,7 @@ def verdict(report: dict[str, Any], probes_failed: str = "", has_rankings: bool 
             not_judged.append(f"Not judged: {said}: the data have too few answers or prompts for it.")
         elif not sign * (value if sign > 0 else abs(value)) >= sign * bound:  # also a NaN
             is_chance = key == "max_length_bias" and interval[0] <= 0 <= interval[1]
-            sentence = f"{said} is {'below' if sign > 0 else 'above'} the bound {bound:g}"
+            sentence = f"{said} is {'below' if sign > 0 else 'beyond'} the bound {bound:g}"
             (not_judged if is_chance else broken).append(
                 f"Not judged: {sentence}, but it may be 0: give more pairs." if is_chance else f"T{sentence[1:]}."
             )
@@ -335,7 +348,8 @@ def verdict(report: dict[str, Any], probes_failed: str = "", has_rankings: bool 
         broken.append(probes_failed)
     if most is not None and len(suspicious) > most:
         for each in suspicious:
-            what, gain = "phrase" if each["phrase"] else "probe", (each["gain_on_better"], each["interval_on_better"])
+            what = "phrase" if each["phrase"] else "probe"
+            gain = (each["gain_on_better"], each["interval_on_better"])
             broken.append(
                 f"The {what} {each['phrase'] or each['name']!r}: {each['why']}. On good answers the score changes by "
                 f"{with_interval(*gain, '+.2f')} standard deviations."
@@ -356,7 +370,9 @@ def accuracy_name(report: dict[str, Any]) -> str:
 
 def page(report: dict[str, Any]) -> str:
     """Return the HTML page of a report that [`examine`] returned."""
-    bias, policy, said = report["length_bias"], report["policy"], report["verdict"]
+    bias = report["length_bias"]
+    policy = report["policy"]
+    said = report["verdict"]
     suspicious = sum(probe["suspicious"] for probe in report["probes"])
     return render(
         Path(__file__).with_name("reward_report.html.j2"),

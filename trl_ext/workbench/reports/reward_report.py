@@ -135,7 +135,8 @@ def trained_pairs(args: RewardReportArguments) -> Any:
     """
     Return the pairs that the tested models were trained on, as recorded in their folders.
 
-    The result's `is_complete` is False if a model has no folder or no complete record.
+    The result is a [`~trl_ext.data.TrainedPairs`]. Its `is_complete` is False if a model has no folder or no complete
+    record.
     """
     from ...data import TrainedPairs
 
@@ -174,7 +175,8 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
 
     folder = Path(folder)
     report = {name: value for name, value in _read(folder).items() if name in _OF_TRAINING} | report
-    shown, data = folder / f"{NAME}.html", {**report}
+    shown = folder / f"{NAME}.html"
+    data = {**report}
     if is_uploaded:  # what a Trainer uploads must not tell texts and names
         shown = folder / PRIVATE_FOLDER / f"{NAME}.html"
         data["probes"] = [{name: each[name] for name in each if name != "examples"} for each in report["probes"]]
@@ -202,7 +204,7 @@ def objections(rewards: "Sequence[Any]") -> list[str]:
 
     Returns:
         A text for each report that did not pass: a line that names the report, and a line for each of its first three
-        reasons. A reward without a report, or with a report without a verdict, has no text.
+        reasons. There is none for a reward that has no report, or a report without a verdict.
     """
     found: dict[str, None] = {}  # each sentence once
     for reward in rewards:
@@ -236,7 +238,7 @@ def report_trained(
         trainer: a `trl.RewardTrainer`, trained.
         held_out, train: datasets of usable pairs (`chosen`, `rejected`) before tokenization: those to measure on, and
             those that the model was trained on.
-        measured: further entries of the report.
+        measured: further entries of the report, by name.
         trained: all pairs that the model was ever trained on, as [`~trl_ext.data.TrainedPairs`], none of them in
             `held_out`; None if these are just `train`.
         group_columns: columns to compare the accuracy by; None takes those with a usual name, such as `topic`.
@@ -256,7 +258,9 @@ def report_trained(
     from .reward_data import material_of
     from .reward_figures import Scorer, examine
 
-    folder, begin, args = Path(trainer.args.output_dir), time.perf_counter(), trainer.args
+    folder = Path(trainer.args.output_dir)
+    begin = time.perf_counter()
+    args = trainer.args
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     reward = ModelReward(
         model,
@@ -305,7 +309,8 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors():
         check_output_dir(args.output_dir, "false")
         report, kept = run(args)
-    name, folder = ("held-out accuracy" if report["trained_on"]["is_known"] else "accuracy"), Path(args.output_dir)
+    name = "held-out accuracy" if report["trained_on"]["is_known"] else "accuracy"
+    folder = Path(args.output_dir)
     low, high = report["accuracy_interval"]
     print(f"{name.capitalize()} {report['accuracy']:.1%} ({low:.1%} to {high:.1%}) of {report['pairs']:,} pairs")
     for sentence in report["unknown"]:
@@ -342,7 +347,8 @@ def run(args: RewardReportArguments) -> tuple[dict[str, Any], Path | None]:
     from .reward_data import gather
     from .reward_figures import Scorer, examine
 
-    begin, folder = time.perf_counter(), Path(str(args.output_dir))
+    begin = time.perf_counter()
+    folder = Path(str(args.output_dir))
     material = gather(args, trained_pairs(args))
     reward = load(args)
     report = examine(

@@ -124,54 +124,6 @@ class Keep(TrainerCallback):
             self.rollouts.append([list(column)[-BATCH:] for column in columns])
 
 
-class Inside(TrainerCallback):
-    """
-    Log what two published signals read of the model's inside, of each rollout's answers.
-
-    - `inside/energy_loss` (2501.19358): |input of the last layer|₁ − |its output|₁, mean over the answers' tokens
-    - `inside/outliers`, as InfoRM's (2402.09345) but of a model that is there: the share of answers whose mean state
-      in the model before training has a Mahalanobis distance above that of 99 % of the first answers
-    """
-
-    def __init__(self, trainer: PPOTrainer, start: LlamaForCausalLM):
-        self.trainer, self.start, self.first, self.found = trainer, start.eval(), [], {}
-
-    @torch.no_grad()
-    def states(self, model: LlamaForCausalLM, texts: list[str]) -> tuple[torch.Tensor, float]:
-        """Mean states `(rows, width)` of the answers in the last layer, and their energy loss."""
-        batch = self.trainer.processing_class(texts, return_tensors="pt", padding=True)
-        seen: list[torch.Tensor] = []
-        hook = model.model.layers[-1].register_forward_hook(lambda _, inputs, output: seen.extend((inputs[0], output)))
-        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        hook.remove()
-        ids = batch["input_ids"]
-        agent = self.trainer.processing_class.convert_tokens_to_ids(worlds.AGENT)
-        mask = (ids == agent).cumsum(1).float()  # the agent's mark and its answer, which may be empty
-        before, after = seen
-        loss = (before.abs().sum(-1) - after.abs().sum(-1)).mul(mask).sum() / mask.sum()
-        return (after * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), loss.item()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if (state.global_step - 1) % STEPS:
-            return
-        logs = self.trainer._logs
-        texts = [f"{prompt} {text}" for prompt, text in zip(logs["prompt"], logs["completion"], strict=True)][-BATCH:]
-        _, energy = self.states(self.trainer._actor_critic.policy, texts)
-        states, _ = self.states(self.start, texts)
-        self.found = {"inside/energy_loss": energy}
-        if len(self.first) < 4:
-            self.first.append(states)
-            return
-        first = torch.cat(self.first)
-        mean, inverse = first.mean(0), torch.linalg.pinv(torch.cov(first.T), rtol=1e-4, hermitian=True)
-        own, now = (((each - mean) @ inverse * (each - mean)).sum(-1) for each in (first, states))
-        self.found["inside/outliers"] = (now > own.quantile(0.99)).float().mean().item()
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if is_training_log(logs):
-            state.log_history[-1].update(self.found)
-
-
 def arguments(folder: str, spec: Spec, settings: dict[str, Any]) -> PPOConfig:
     """What all runs are trained with."""
     return PPOConfig(
@@ -231,7 +183,6 @@ def train(spec: Spec) -> dict[str, Any]:
             run.train()
             rollouts = kept.rollouts
         run = trainer(folder)
-        run.add_callback(Inside(run, copy.deepcopy(model)))
         run.add_callback(kept := Keep(run, "proxy"))
         run.train(resume_from_checkpoint=is_resumed)
     return logged(spec, run.state.log_history, begin, rollouts + kept.rollouts)
@@ -240,7 +191,7 @@ def train(spec: Spec) -> dict[str, Any]:
 def _is_read(key: str) -> bool:
     """Whether some monitor reads a key."""
     first = key.removeprefix("eval_").partition("/")[0]
-    read = {"inside", "objective", "policy", "completions", "rewards", "repetition", "val", "tools"}
+    read = {"objective", "policy", "completions", "rewards", "repetition", "val", "tools"}
     return first in read or key == "learning_rate"
 
 

@@ -23,21 +23,19 @@ def test_every_field_of_trl_keeps_its_default(tmp_path):
 
 def test_settings_that_would_train_wrongly_are_refused(subtests, tmp_path):
     informed = ({"use_margin": True}, {"use_confidence": True}, {"use_weight": True}, {"dpop_lambda": 1.0})
-    filtered = {"beta_controller": "beta_dpo", "beta_dpo_keep": 0.5}
     for given, message in [
         ({"beta": 0.0}, "`beta` must be > 0"),
-        ({"beta_dpo_keep": 0.8}, "needs `beta_controller='beta_dpo'`"),
         ({"beta_controller": "drift"}, "needs `drift_target`"),
         ({"label_smoothing": 0.1}, "`label_smoothing` has no effect"),
         ({"loss_type": ["ipo", "sft"], "margin_normalization": "source"}, "only on β times the margin"),
         ({"use_weight": True, "use_weighting": True}, "`use_weighting=False`"),
-        *(({**each, "loss_type": "hinge"}, "need `loss_type` 'sigmoid'") for each in (*informed, filtered)),
+        *(({**each, "loss_type": "hinge"}, "need `loss_type` 'sigmoid'") for each in informed),
         *(({**each, "f_divergence_type": "js_divergence"}, "need `loss_type` 'sigmoid'") for each in informed),
     ]:
         with subtests.test(given=given), pytest.raises(ValueError, match=message):
             config(tmp_path, **given)
     config(tmp_path, loss_type=["hinge", "sft"], margin_normalization="source")
-    for each in (*informed, filtered):
+    for each in informed:
         config(tmp_path, **each, loss_type=["sigmoid", "sft"])
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.dpo.worker import config
-from trl_ext.dpo.controllers import BetaController, MarginNormalizer, Pairs
+from trl_ext.dpo.controllers import DriftController, MarginNormalizer, Pairs
 
 
 def of(margins, sources=None):
@@ -15,25 +15,17 @@ def of(margins, sources=None):
 
 
 def test_drift_moves_beta_once_a_step_by_the_mean_over_its_pairs(tmp_path):
-    controller = BetaController(config(tmp_path, beta_controller="drift", drift_target=1.0, beta_max=0.105), 10)
-    assert controller.observe(0.1, of([2.0, 2.4])) == 0.1  # not within a step
-    assert controller.observe(0.1, of([2.2])) == 0.1
+    controller = DriftController(config(tmp_path, beta_controller="drift", drift_target=1.0, beta_max=0.105), 10)
+    controller.observe(of([100.0]))
+    controller.restart()  # a step that was interrupted
+    controller.observe(of([2.0, 2.4]))
+    controller.observe(of([2.2]))
     # drift = (1 + 1.2 + 1.1) / 3 = 1.1, so β · (1 + 0.1 · 3 / 10)
     assert controller.step(0.1) == pytest.approx(0.1 * 1.03)
-    assert controller.step(0.1) == 0.1  # nothing was seen since
-    controller.observe(0.1, of([100.0] * 9))
+    controller.observe(of([2.0]))
+    assert controller.step(0.1) == pytest.approx(0.1)  # on target: the last step's pairs are forgotten
+    controller.observe(of([100.0] * 9))
     assert controller.step(0.1) == 0.105  # bounded
-
-
-def test_beta_dpo_sets_beta_from_the_kept_margins_and_remembers_all(tmp_path):
-    controller = BetaController(config(tmp_path, beta_controller="beta_dpo"), 10)
-    kept = torch.tensor([True, True, False])
-    assert controller.observe(0.7, of([1.0, 2.0, 6.0]), kept) == pytest.approx(0.1 * (1 + 0.6 * 1.5))
-    assert controller.margin_mean == pytest.approx(0.1 * 3)
-    assert controller.margin_std == pytest.approx(0.9 + 0.1 * 7**0.5)  # of 1, 2 and 6
-    assert controller.observe(0.7, of([1.0])) == pytest.approx(0.1 * (1 + 0.6 * (1 - 0.3)))
-    assert controller.observe(0.7, of([-1e6])) == 1e-3  # bounded
-    assert controller.step(0.7) == 0.7
 
 
 def test_sources_are_brought_to_one_scale_after_a_step(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 from torch.testing import assert_close
 
-from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, WITH_SFT, run, saved
+from tests.dpo.worker import DRIFT, INFORMED, NORMALIZED, WITH_SFT, run, saved
 from tests.evaluation.test_row_means import KINDS, ROWS, evaluated, trainer_of
 from tests.launch import on_two_processes
 
@@ -16,7 +16,7 @@ ROUNDED = {"rtol": 1e-4, "atol": 1e-5}  # float32 has steps of 2e-6 at an answer
 def launch(tmp_path_factory):
     """A run of one process, with a checkpoint; then, from a launch, the folder and the results of each process."""
     folder = tmp_path_factory.mktemp("distributed")
-    by_one = saved(folder / "by one", 1, **BETA_DPO, **NORMALIZED)
+    by_one = saved(folder / "by one", 1, **DRIFT, **NORMALIZED)
     return by_one, folder, *on_two_processes(("tests.dpo.worker", folder))
 
 
@@ -25,17 +25,17 @@ def results(launch):
     return launch[2]
 
 
-@pytest.mark.parametrize("name", ["drift", "beta_dpo"])
-def test_beta_and_its_controller_are_equal_on_both(name, results):
-    for process in results:
-        assert process[name]["processes"] == 2 and process[name]["wrapper"] == "DistributedDataParallel"
+def test_beta_and_its_controller_are_equal_on_both(results):
+    one, other = (process["drift"] for process in results)
+    for process in (one, other):
+        assert process["processes"] == 2 and process["wrapper"] == "DistributedDataParallel"
     for what in ("state", "beta", "betas", "weights", "drift", "displacement"):
-        assert_close(results[0][name][what], results[1][name][what], rtol=0, atol=0)
-    assert len(set(results[0][name]["betas"])) > 1
+        assert_close(one[what], other[what], rtol=0, atol=0)
+    assert len(set(one["betas"])) > 1
 
 
 def test_two_processes_do_what_one_does(results, tmp_path):
-    one = run(tmp_path, 1, **DRIFT, **NORMALIZED)
+    one = run(tmp_path, 1, **DRIFT, **NORMALIZED, **INFORMED)
     assert one["processes"] == 1
     two = results[0]["drift"]
     for what in ("state", "beta", "betas", "drift", "displacement", "losses"):
@@ -53,14 +53,6 @@ def test_an_evaluation_counts_each_row_once_on_whatever_process(kind, results, t
         assert_close(process["evaluated"][kind], evaluated(trainer_of(kind, tmp_path, ROWS, 7)), **ROUNDED)
 
 
-def test_filtered_and_informed_pairs_are_those_of_one_process(results, tmp_path):
-    """The pairs of both are drawn from in the order in which one process has them."""
-    one, two = run(tmp_path, 1, **BETA_DPO, **INFORMED), results[0]["beta_dpo"]
-    for what in ("state", "beta", "betas", "drift", "losses"):
-        assert_close(two[what], one[what], **ROUNDED)
-    assert_close(two["weights"], one["weights"], **ROUNDED)
-
-
 def test_resuming_on_two_processes_is_exact(results):
     for process in results:
         whole, again = process["resumed"]
@@ -71,7 +63,7 @@ def test_resuming_on_two_processes_is_exact(results):
 def test_a_checkpoint_of_another_number_of_processes_goes_on_as_its_own_would(launch, tmp_path):
     """With the same global batch; the controllers' state is kept once, for all processes."""
     by_one, folder, (by_two, _) = launch
-    from_two = saved(tmp_path, 1, folder / "resumed" / "checkpoint-3", **BETA_DPO, **NORMALIZED)
+    from_two = saved(tmp_path, 1, folder / "resumed" / "checkpoint-3", **DRIFT, **NORMALIZED)
     for end, expected in ((by_two["from one"], by_one), (from_two, by_two["resumed"][0])):
         for what in ("state", "beta"):
             assert_close(end[what], expected[what], **ROUNDED)

@@ -1,14 +1,11 @@
 import math
 
-import pytest
 import torch
 from torch.nn.functional import logsigmoid
 from torch.testing import assert_close
 
 from trl_ext.functional import (
-    beta_dpo,
     displaced,
-    keep_typical,
     margin_scales,
     preference_drift,
     preference_logits,
@@ -64,30 +61,6 @@ def test_drift_and_displacement_of_worked_example():
     chosen, rejected = torch.tensor([1.0, -1.0, -2.0, 0.0]), torch.tensor([-3.0, -4.0, -1.0, -1.0])
     assert_close(preference_drift(chosen, rejected), torch.tensor([2.0, 2.5, 1.5, 0.5]))
     assert displaced(chosen, rejected).tolist() == [False, True, False, False]
-
-
-def test_beta_dpo_of_worked_example():
-    assert beta_dpo(0.1, margin=3.0, running_mean=2.0, alpha=0.6) == pytest.approx(0.16)
-    assert beta_dpo(0.1, 2.0, 2.0, 0.6) == 0.1
-
-
-@pytest.mark.slow
-def test_keep_typical_draws_with_the_weights_of_the_paper():
-    """One of three pairs with weights 1, e^-½, e^-2: the frequencies of 20,000 draws are known to 1 %."""
-    margins = torch.tensor([1.0, 3.0, 5.0], dtype=torch.double)
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.zeros(3, dtype=torch.double)
-    for _ in range(20_000):
-        counts += keep_typical(margins, 1.0, 2.0, 1, torch.rand(3, generator=generator, dtype=torch.double))
-    weights = torch.tensor([1.0, math.exp(-0.5), math.exp(-2.0)], dtype=torch.double)
-    assert_close(counts / counts.sum(), weights / weights.sum(), atol=0.01, rtol=0)
-
-
-def test_keep_typical_keeps_as_many_as_asked_also_far_from_the_mean():
-    margins = torch.tensor([0.0, 0.1, 900.0, -1000.0], dtype=torch.double)  # exp(−½·900²) is 0 in any precision
-    uniform = torch.rand(4, dtype=torch.double)
-    assert keep_typical(margins, 0.0, 1.0, 2, uniform).tolist() == [True, True, False, False]
-    assert keep_typical(margins, 0.0, 1.0, 3, uniform).tolist() == [True, True, True, False]
 
 
 def test_margin_scales_of_worked_example():

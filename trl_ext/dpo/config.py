@@ -39,36 +39,14 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     """
 
     # How β moves
-    beta_controller: Literal["fixed", "beta_dpo", "drift"] = setting(
+    beta_controller: Literal["fixed", "drift"] = setting(
         "fixed",
-        "How β changes: `fixed` not at all, `beta_dpo` with each batch's margins, `drift` so that `logps/drift` stays "
-        "at `drift_target`. `beta_dpo` (2407.08639) sets β for each batch: β = `beta`·(1 + a·(M̄ − M₀)), with a = "
-        "`beta_dpo_alpha`, the batch's mean margin M̄ and the running mean M₀. A batch is a micro-batch of all "
-        "processes, so gradient accumulation changes the result. "
+        "How β changes: `fixed` not at all, `drift` so that `logps/drift` stays at `drift_target`. "
         "`drift` steers `logps/drift`, the mean of ½(|chosen log-ratio| + |rejected log-ratio|), to `drift_target`: "
         "after each optimizer step of n pairs, β ← β·(1 + e·n/`drift_horizon`) with e = clip(drift/target − 1, ±0.2).",
     )
     beta_min: float = setting(1e-3, "Lower bound of the β that a controller sets.", range="> 0")
     beta_max: float | None = setting(None, "Upper bound of the β that a controller sets.", range="> 0")
-    beta_dpo_alpha: float = setting(
-        0.6,
-        "a, how strongly a batch's margins change its β.",
-        range=">= 0",
-        only_with=("beta_controller", "beta_dpo"),
-    )
-    beta_dpo_momentum: float = setting(
-        0.9,
-        "Weight of the past in the running mean M₀ and standard deviation σ of the margins. They start at 0 and 1.",
-        range="in [0, 1)",
-        only_with=("beta_controller", "beta_dpo"),
-    )
-    beta_dpo_keep: float = setting(
-        1.0,
-        "Share of each batch's pairs to train on; 1.0 keeps all, and the paper keeps 0.8. They are sampled without "
-        "replacement, with weight exp(−½((Δ − M₀)/σ)²), and M̄ is their mean margin.",
-        range="in (0, 1], the share of pairs to keep",
-        only_with=("beta_controller", "beta_dpo"),
-    )
     drift_target: float | None = setting(
         None,
         "Target of `logps/drift`, nats per sequence. `beta_controller='drift'` needs it.",
@@ -159,8 +137,8 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
             ),
             (
                 self.replaces_sigmoid and (not is_sigmoid or self.use_weighting),
-                "`use_margin`, `use_confidence`, `use_weight`, `dpop_lambda` and `beta_dpo_keep` need `loss_type` "
-                "'sigmoid', or 'sigmoid' and 'sft', with `f_divergence_type='reverse_kl'` and `use_weighting=False`, "
+                "`use_margin`, `use_confidence`, `use_weight` and `dpop_lambda` need `loss_type` 'sigmoid', or "
+                "'sigmoid' and 'sft', with `f_divergence_type='reverse_kl'` and `use_weighting=False`, "
                 f"got {self.loss_type}, {self.f_divergence_type!r} and {self.use_weighting}.",
             ),
         ]:
@@ -170,8 +148,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     @property
     def replaces_sigmoid(self) -> bool:
         """Return whether a setting needs [`preference_loss`] in place of TRL's sigmoid loss."""
-        informed = self.use_margin or self.use_confidence or self.use_weight or self.dpop_lambda
-        return bool(informed or self.beta_dpo_keep < 1)
+        return bool(self.use_margin or self.use_confidence or self.use_weight or self.dpop_lambda)
 
     @property
     def reads_log_probs(self) -> bool:

@@ -1,4 +1,4 @@
-"""Change β in training: by the margins or the drift of all pairs, or for each source of pairs."""
+"""Change β in training: by the drift of all pairs, or for each source of pairs."""
 
 import math
 from dataclasses import dataclass
@@ -9,9 +9,7 @@ from torch import Tensor
 
 from ..functional import (
     adaptive_kl_coef,
-    beta_dpo,
     empty_moments,
-    keep_typical,
     margin_scales,
     merge_moments,
     moments,
@@ -19,8 +17,6 @@ from ..functional import (
     standard_deviation,
 )
 from .config import DPOConfig
-
-_EMPTY = (0.0, 0)  # the sum of drifts and their number, when there is none yet
 
 
 @dataclass(frozen=True)
@@ -30,9 +26,6 @@ class Pairs:
     chosen: Tensor  # (B,)
     rejected: Tensor  # (B,)
     sources: Tensor  # (B,) int, indices into the list of sources, −1 for an unknown one
-
-    def __len__(self) -> int:
-        return len(self.chosen)
 
     @property
     def margins(self) -> Tensor:
@@ -48,83 +41,39 @@ class Pairs:
         return Pairs(chosen, rejected, sources.long())
 
 
-class BetaController:
+class DriftController:
     """
-    Keep β fixed, set it from a batch's margins (`beta_dpo`, 2407.08639), or adapt it so that `logps/drift`, the mean
-    of |log-ratio| over the pairs' answers, stays at a target (`drift`).
+    Adapt β so that `logps/drift`, the mean of |log-ratio| over the pairs' answers, stays at a target.
 
-    Every process passes the pairs of all processes to the methods, so all processes compute the same β.
+    Every process passes the pairs of all processes, so all processes compute the same β.
 
     Args:
-        args: a [`DPOConfig`], of which the settings `beta…` and `drift…`, and the seed, are used.
-        horizon: pairs over which the drift controller can change β by about 20 %.
+        args: a [`DPOConfig`], of which `drift_target`, `beta_min` and `beta_max` are used.
+        horizon: pairs over which β can change by about 20 %.
     """
 
     def __init__(self, args: DPOConfig, horizon: float):
-        self.args, self.horizon = args, horizon
-        self.margin_mean, self.margin_std = 0.0, 1.0  # M₀ and σ, nats
-        self._generator = torch.Generator().manual_seed(args.seed)
-        self._drift = _EMPTY  # of this optimizer step: the sum of the pairs' drifts, nats, and the number of pairs
+        self.args = args
+        self.horizon = horizon
+        self.restart()
 
-    def draw(self, pairs: Pairs) -> Tensor | None:
-        """
-        If `beta_dpo_keep` is below 1, sample which of the N `pairs` of all processes to train on, and return an (N,)
-        bool mask of these; else return None.
-        """
-        if self.args.beta_controller != "beta_dpo" or self.args.beta_dpo_keep == 1:
-            return None
-        count = max(1, int(self.args.beta_dpo_keep * len(pairs)))
-        uniform = torch.rand(len(pairs), generator=self._generator, dtype=torch.double).clamp(min=1e-300)
-        return keep_typical(_margins(pairs), self.margin_mean, max(self.margin_std, 1e-6), count, uniform)
+    def restart(self) -> None:
+        """Begin an optimizer step, also after one that was interrupted."""
+        self._drift = 0.0  # sum over the step's pairs, nats
+        self._pairs = 0
 
-    def observe(self, beta: float, pairs: Pairs, kept: Tensor | None = None) -> float:
-        """
-        Record a micro-batch's pairs, and return the β for its loss.
-
-        Args:
-            beta: the present β, 1 / nats.
-            pairs: (N,), of all processes, on the CPU.
-            kept: (N,) mask, bool, of the pairs that are trained on; None for all.
-        """
-        match self.args.beta_controller:
-            case "drift":
-                drift = preference_drift(pairs.chosen.double(), pairs.rejected.double())
-                self._drift = (self._drift[0] + drift.sum().item(), self._drift[1] + len(drift))
-            case "beta_dpo":
-                margins, past = _margins(pairs), self.args.beta_dpo_momentum
-                margin = (margins if kept is None else margins[kept]).mean().item()
-                beta = self._bounded(beta_dpo(self.args.beta, margin, self.margin_mean, self.args.beta_dpo_alpha))
-                self.margin_mean = past * self.margin_mean + (1 - past) * margins.mean().item()  # for the next batch
-                if len(margins) > 1:
-                    self.margin_std = past * self.margin_std + (1 - past) * margins.std().item()
-        return beta
+    def observe(self, pairs: Pairs) -> None:
+        """Add a micro-batch's (N,) pairs, which [`Pairs.gathered`] has gathered from all processes."""
+        drift = preference_drift(pairs.chosen.double(), pairs.rejected.double())
+        self._drift += drift.sum().item()
+        self._pairs += len(drift)
 
     def step(self, beta: float) -> float:
-        """End an optimizer step that used `beta`, and return the β of the next step; only `drift` changes it here."""
-        (total, pairs), self._drift = self._drift, _EMPTY
-        if self.args.beta_controller != "drift" or not pairs:
-            return beta
+        """End an optimizer step that used `beta`, and return the β of the next step."""
         assert self.args.drift_target is not None
-        return self._bounded(adaptive_kl_coef(beta, total / pairs, self.args.drift_target, pairs, self.horizon))
-
-    def _bounded(self, beta: float) -> float:
+        beta = adaptive_kl_coef(beta, self._drift / self._pairs, self.args.drift_target, self._pairs, self.horizon)
+        self.restart()
         return max(self.args.beta_min, min(beta, self.args.beta_max or math.inf))
-
-    def state_dict(self) -> dict:
-        return {
-            "margin_mean": self.margin_mean,
-            "margin_std": self.margin_std,
-            "generator": self._generator.get_state(),
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        self.margin_mean, self.margin_std = state["margin_mean"], state["margin_std"]
-        self._generator.set_state(state["generator"])
-        self._drift = _EMPTY  # a step that was interrupted restarts
-
-
-def _margins(pairs: Pairs) -> Tensor:
-    return pairs.chosen.double() - pairs.rejected.double()
 
 
 class MarginNormalizer:

@@ -26,7 +26,7 @@ from ..models.generation import check_savable
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy, weights_identity
 from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, temporarily
 from .config import DPOConfig
-from .controllers import BetaController, MarginNormalizer, Pairs
+from .controllers import DriftController, MarginNormalizer, Pairs
 from .stages import RecordedRun, checked
 
 STATE_FILE = "dpo_state.pt"
@@ -117,13 +117,13 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             check_tokenizer(self.model, self._tokenizer)
         for each in filter(None, (self.model, self.ref_model)):
             keep_unpacked(each)
-        is_whole = isinstance(train_dataset, Dataset)
-        if args.beta_controller == "drift" and args.drift_horizon is None and not is_whole:
-            raise ValueError(
-                "`beta_controller='drift'` needs `drift_horizon`, in pairs, if the train dataset is a stream."
-            )
-        horizon = args.drift_horizon or (len(self.train_dataset) if is_whole else math.inf)
-        self.beta_controller = BetaController(args, horizon)
+        self.beta_controller: DriftController | None = None
+        if args.beta_controller == "drift":
+            if args.drift_horizon is None and not isinstance(train_dataset, Dataset):
+                raise ValueError(
+                    "`beta_controller='drift'` needs `drift_horizon`, in pairs, if the train dataset is a stream."
+                )
+            self.beta_controller = DriftController(args, args.drift_horizon or len(self.train_dataset))
         self.margin_normalizer: MarginNormalizer | None = None
         sources: list[str] = []
         if args.margin_normalization == "source":
@@ -144,7 +144,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """
-        Return TRL's loss with the β of this micro-batch; with `return_outputs`, the loss and the outputs.
+        Return TRL's loss with the β of each pair; with `return_outputs`, the loss and the outputs.
 
         TRL's loss runs the model, then reads β. In between, `_observe_pairs` sets β, and computes the losses that
         replace TRL's: [`preference_loss`] for `sigmoid` if `replaces_sigmoid`, and `sft` as a mean over the tokens of
@@ -156,7 +156,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             columns, batch = take_columns(inputs)
             batch |= self._reference_logps(batch)
             ours, others = self._split_loss_weights()
-            seen: list[tuple[float, Tensor]] = []
+            seen: list[Tensor] = []
 
             def tapped(**kwargs: Any) -> Any:
                 outputs = model(**kwargs)
@@ -167,7 +167,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             # Within the block, `self.beta` may hold a β for each pair; after it, `self.beta` is a number again
             with temporarily(self, beta=self.beta, loss_weights=others, precompute_ref_logps=True):
                 result = super()._compute_loss(tapped, batch, return_outputs)
-            ((self.beta, loss),) = seen
+            (loss,) = seen
             result = (result[0] + loss, result[1]) if return_outputs else result + loss
         logged = self._metrics["train" if self.model.training else "eval"]
         if logged["rewards/margins"][-1] == logged["rewards/accuracies"][-1] == 0:  # all are ties
@@ -182,9 +182,9 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     def _observe_pairs(
         self, batch: dict[str, Tensor], columns: dict[str, Tensor], weights: dict[str, float], log_probs: Tensor
-    ) -> tuple[float, Tensor]:
+    ) -> Tensor:
         """
-        Compute the pairs' log-ratios, from these the β, and with this β the losses that replace TRL's; log metrics.
+        Compute the pairs' log-ratios, set their β, and compute with it the losses that replace TRL's; log metrics.
 
         Args:
             batch: TRL's batch, with the reference's (B,) log-probs.
@@ -194,15 +194,15 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             log_probs: (2B, T), nats, of the tokens under the policy, chosen answers first.
 
         Returns:
-            The β of this micro-batch, and the weighted sum of the losses that replace TRL's.
+            The weighted sum of the losses that replace TRL's.
         """
         pairs = self._log_ratios(log_probs, batch, columns)
         everyones = pairs.gathered(self.accelerator)
 
-        beta, kept = self.beta, None
+        beta = self.beta
         if self.model.training:
-            kept = self.beta_controller.draw(everyones)
-            beta = self.beta_controller.observe(beta, everyones, kept)
+            if self.beta_controller is not None:
+                self.beta_controller.observe(everyones)
             if self.margin_normalizer is not None:
                 self.margin_normalizer.observe(everyones)
         factors = 1.0 if self.margin_normalizer is None else self.margin_normalizer.factors_of(pairs.sources)
@@ -211,7 +211,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         offset = self.args.margin_scale * columns["margin"] if "margin" in columns else None
         logits = preference_logits(pairs.chosen, pairs.rejected, self.beta, offset, self.args.dpop_lambda)
         losses = preference_loss(logits, columns.get("confidence"))
-        loss = weights["sigmoid"] * (self._pair_weights(columns.get("weight"), kept, losses) * losses).mean()
+        loss = weights["sigmoid"] * (columns.get("weight", 1.0) * losses).mean()
         if weights["sft"]:
             nll = -masked_sum(*(x.chunk(2)[0] for x in _completion(log_probs, batch)))
             if self.model.training:  # gradients are averaged over micro-batches and processes
@@ -221,12 +221,13 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
         if self.args.reads_log_probs:
             self._record(beta, everyones)
-        return beta, loss
+        return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
         if self.accelerator.sync_gradients:  # the last micro-batch of an optimizer step
-            self.beta = self.beta_controller.step(self.beta)
+            if self.beta_controller is not None:
+                self.beta = self.beta_controller.step(self.beta)
             if self.margin_normalizer is not None:
                 self.margin_normalizer.step()
         return loss
@@ -286,24 +287,6 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             columns.get("source", no_source),
         )
 
-    def _pair_weights(self, weight: Tensor | None, kept: Tensor | None, losses: Tensor) -> Tensor:
-        """
-        Return the (B,) weights of pairs, with 0 for pairs that are not in `kept`.
-
-        The kept pairs' weights are multiplied by all pairs ÷ kept pairs, so that the mean over all pairs equals the
-        mean over the kept pairs.
-
-        Args:
-            weight: (B,) weights from the data; None for 1.
-            kept: (N,) bool, whether a pair of **all** processes is kept; None keeps all.
-            losses: (B,), only their shape, dtype and device are used.
-        """
-        weights = torch.ones_like(losses) if weight is None else weight
-        if kept is not None:
-            start = self.accelerator.process_index * len(losses)
-            weights = weights * kept[start : start + len(losses)].to(weights) * (len(kept) / kept.sum().item())
-        return weights
-
     def _record(self, beta: float, pairs: Pairs) -> None:
         """
         Log `beta`, the β of the loss (with a normalizer also `beta/SOURCE`, the β of each source), and of the (N,)
@@ -358,9 +341,11 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             reference = self.accelerator.get_state_dict(self.ref_model)
             if self.args.should_save:
                 torch.save(reference, os.path.join(checkpoint, REFERENCE_FILE))
-        if self._controllers and self.args.should_save:  # the same on all processes
-            state = {name: controller.state_dict() for name, controller in self._controllers.items()}
-            torch.save({"beta": self.beta, **state}, os.path.join(checkpoint, STATE_FILE))
+        state: dict[str, Any] = {} if self.beta_controller is None else {"beta": self.beta}
+        if self.margin_normalizer is not None:
+            state["source"] = self.margin_normalizer.state_dict()
+        if state and self.args.should_save:  # the same on all processes
+            torch.save(state, os.path.join(checkpoint, STATE_FILE))
 
     def _load_own_state(self, checkpoint: str) -> None:
         if self.args.sync_ref_model:
@@ -373,22 +358,13 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
                     if self.accelerator.is_main_process:
                         reference.load_state_dict(weights)
         path = os.path.join(checkpoint, STATE_FILE)
-        if not self._controllers or not os.path.isfile(path):
-            return  # what the checkpoint lacks, since settings have changed, restarts
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        for name in self._controllers.keys() & state.keys():
-            self._controllers[name].load_state_dict(state[name])
-        if self.args.beta_controller in state:
+        # What the checkpoint lacks, since settings have changed, restarts
+        state = torch.load(path, map_location="cpu", weights_only=True) if os.path.isfile(path) else {}
+        if self.beta_controller is not None and "beta" in state:
+            self.beta_controller.restart()
             self.beta = state["beta"]
-
-    @property
-    def _controllers(self) -> dict[str, Any]:
-        """
-        Return the controllers in use by the value of their setting: the β controller by "beta_dpo" or "drift", the
-        margin normalizer by "source".
-        """
-        named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
-        return {name: c for name, c in named.items() if c is not None and name != "fixed"}
+        if self.margin_normalizer is not None and "source" in state:
+            self.margin_normalizer.load_state_dict(state["source"])
 
 
 def _completion(log_probs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

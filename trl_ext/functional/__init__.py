@@ -11,9 +11,7 @@ from .advantages import (
 )
 from .baselines import critic_products, critic_weight, mean_baselines
 from .dpo import (
-    beta_dpo,
     displaced,
-    keep_typical,
     margin_scales,
     preference_drift,
     preference_logits,
@@ -44,7 +42,6 @@ __all__ = [
     "adaptive_kl_coef",
     "advantages_and_returns",
     "approx_kl",
-    "beta_dpo",
     "choose_lam",
     "critic_products",
     "critic_weight",
@@ -56,7 +53,6 @@ __all__ = [
     "explained_variance",
     "gae",
     "importance_weights",
-    "keep_typical",
     "kl_estimate",
     "last_token_index",
     "length_adaptive_lam",

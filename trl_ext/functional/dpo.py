@@ -119,46 +119,6 @@ def displaced(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
     return (chosen_logratios < 0) & (chosen_logratios > rejected_logratios)
 
 
-def beta_dpo(beta: float, margin: float, running_mean: float, alpha: float) -> float:
-    """Compute a batch's beta from the batch's mean margin: beta (1 + alpha (M - M_0)), which is not clamped.
-
-    Wu et al. 2024, arXiv:2407.08639. M is in nats, as in the paper's code, and not multiplied by beta.
-
-    Args:
-        beta: the beta of a batch whose mean margin is M_0, 1 / nats.
-        margin: M, mean of the batch's margins Delta, nats.
-        running_mean: M_0, running mean of the earlier batches' margins, nats.
-        alpha: how strongly the margin moves beta, 1 / nats.
-
-    Returns:
-        The batch's beta, 1 / nats.
-    """
-    return beta * (1 + alpha * (margin - running_mean))
-
-
-def keep_typical(margins: Tensor, mean: float, std: float, count: int, uniform: Tensor) -> Tensor:
-    """Choose `count` pairs at random, without replacement, so that pairs with typical margins are the likeliest.
-
-    A pair with margin M has the weight w = exp(-((M - M_0) / sigma)^2 / 2). The pairs with the `count` largest values
-    of log w + g, with Gumbel noise g = -log(-log u), are a sample with these weights (Kool et al. 2019,
-    arXiv:1903.06059), even where the weights of outliers would underflow to 0. Wu et al. 2024, arXiv:2407.08639.
-
-    Args:
-        margins: (N,), M, nats.
-        mean: M_0, mean margin, nats.
-        std: sigma > 0, standard deviation of margins, nats.
-        count: number of pairs to keep, at most N.
-        uniform: (N,), u, noise in (0, 1).
-
-    Returns:
-        (N,) bool, True for the `count` pairs to keep.
-    """
-    check_shapes(margins=margins, uniform=uniform)
-    log_weights = -0.5 * ((margins - mean) / std).square()
-    order = (log_weights - torch.log(-torch.log(uniform))).topk(count).indices
-    return torch.zeros_like(margins, dtype=torch.bool).index_fill(0, order, True)
-
-
 def margin_scales(stds: Tensor, counts: Tensor, minimum: float = 0.25, maximum: float = 4.0) -> Tensor:
     """Compute the factor of beta for each source s of pairs: f_s = clamp(c / sigma_s, minimum, maximum).
 

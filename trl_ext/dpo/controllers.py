@@ -89,7 +89,8 @@ class MarginNormalizer:
     """
 
     def __init__(self, sources: list[str], warmup_pairs: int):
-        self.sources, self.warmup_pairs = sources, warmup_pairs
+        self.sources = sources
+        self.warmup_pairs = warmup_pairs
         self._moments = [empty_moments("cpu") for _ in sources]
         self._pending: list[Pairs] = []  # pairs of this optimizer step
         self.factors = torch.ones(len(sources) + 1)  # (S + 1,), the last one for unknown sources

@@ -108,7 +108,8 @@ class RecordedRun(RowMeans, ResumableRun):
             )
             with nullcontext() if args is None else temporarily(args, model_init_kwargs=None):
                 super().__init__(model, args=args, **kwargs)
-        given, rows = kwargs["train_dataset"], self.train_dataset
+        given = kwargs["train_dataset"]
+        rows = self.train_dataset
         if isinstance(given, Dataset) and not getattr(self.args, "packing", False) and len(rows) < len(given):
             self.accelerator.print(
                 f"{len(given) - len(rows):,} of {len(given):,} rows are left out: they are too long, or have no token "

@@ -138,7 +138,8 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
     _rows_per_example = 2
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        share, weights = self._share_of_step(inputs), zip(self.loss_types, self.loss_weights, strict=True)
+        share = self._share_of_step(inputs)
+        weights = zip(self.loss_types, self.loss_weights, strict=True)
         with temporarily(self, loss_weights=[w if kind == "sft" else w * share for kind, w in weights]):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -299,7 +300,8 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             "logps/drift": preference_drift(pairs.chosen, pairs.rejected).mean().item(),
         }
         if self.margin_normalizer is not None:
-            names, factors = self.margin_normalizer.sources, self.margin_normalizer.factors[:-1]
+            names = self.margin_normalizer.sources
+            factors = self.margin_normalizer.factors[:-1]
             report |= {f"beta/{name}": b for name, b in zip(names, (beta * factors).tolist(), strict=True)}
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in report.items():

@@ -145,6 +145,7 @@ def margin_scales(stds: Tensor, counts: Tensor, minimum: float = 0.25, maximum: 
     corners = torch.cat([minimum * stds, maximum * stds]).sort().values
     means = (factors(corners) * shares).sum(-1)  # from minimum to maximum
     after = int(torch.searchsorted(means, torch.ones_like(means[:1])).clamp(1, len(means) - 1))
-    low, high = means[after - 1], means[after]
+    low = means[after - 1]
+    high = means[after]
     share = (1 - low) / (high - low) if high > low else torch.zeros_like(low)
     return factors(corners[after - 1] + share * (corners[after] - corners[after - 1]))

@@ -67,7 +67,8 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
             )
     finally:
         trainer.model.train(was_training)
-    answered = gather_object(list(zip(answer_texts(tokenizer, answers, eos), answers, strict=True)))[: len(prompts)]
+    texts = answer_texts(tokenizer, answers, eos)
+    answered = gather_object(list(zip(texts, answers, strict=True)))[: len(prompts)]
     return {
         "prompts": prompts,
         "completions": [
@@ -206,15 +207,22 @@ class GoldGapCallback(MonitorCallback):
             self.memory["first"] = first = now | first
             if first["gold"][1] > 0 and first["proxy"][1] > 0:
                 # In σ of the first evaluation
-                gold, proxy = ((now[name][0] - first[name][0]) / first[name][1] for name in ("gold", "proxy"))
-                noise = error_of_mean(math.hypot(*(now[name][1] / first[name][1] for name in now)), rows)
+                gold = (now["gold"][0] - first["gold"][0]) / first["gold"][1]
+                proxy = (now["proxy"][0] - first["proxy"][0]) / first["proxy"][1]
+                sigma = math.hypot(*(now[name][1] / first[name][1] for name in now))
+                noise = error_of_mean(sigma, rows)
                 of_sigmas = 0.0 if rows is None else math.hypot(gold, proxy) / math.sqrt(2 * rows)
-                if found := self.follow("gap", proxy - gold, first=1, **noise).above(1, self.limit, of_sigmas):
+                gap = self.follow("gap", proxy - gold, first=1, **noise)
+                if found := gap.above(1, self.limit, of_sigmas):
                     advice = "The policy games the reward: stop, and keep the checkpoint with the best gold score."
                     yield Finding("the proxy rose more than the gold score", advice, *found)
         # Of a win's variance, 1/4 or less, 1/6 is of the answers now. The prompts and the start policy's answers,
         # which all evaluations share, may make up all of it, so that no number of evaluations lessens their part.
-        own, shared = (None, 0.0) if rows is None else (math.sqrt(1 / (6 * rows)), 0.5 / math.sqrt(rows))
+        own = None
+        shared = 0.0
+        if rows is not None:
+            own = math.sqrt(1 / (6 * rows))
+            shared = 0.5 / math.sqrt(rows)
         rates = self.follow("win_rate", self._number("eval_gold/win_rate", metrics), error=own)
         if found := rates.below(plus=self.win_rate, error=shared):
             advice = "Go back to the checkpoint with the best gold score."

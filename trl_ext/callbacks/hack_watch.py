@@ -87,7 +87,8 @@ class HackWatch(MonitorCallback):
             weights = self.trainer.reward_weights.numpy(force=True)[:, None]
             self.step = state.global_step
             scores = np.where(weights, np.array([*table["rewards"].values()], float), np.nan)
-            scores = np.where(np.isnan(scores).all(0), np.nan, np.nansum(scores * weights, 0))
+            total = np.nansum(scores * weights, 0)
+            scores = np.where(np.isnan(scores).all(0), np.nan, total)
             self.observe([*table["prompt"]], [*table["completion"]], scores.tolist())
         super().on_step_end(args, state, control, **kwargs)
 
@@ -103,7 +104,8 @@ class HackWatch(MonitorCallback):
         kept = np.flatnonzero(np.isfinite(values)).tolist()
         if not kept:
             return
-        asked, texts = ([text_of(column[at]) for at in kept] for column in (prompts, completions))
+        asked = [text_of(prompts[at]) for at in kept]
+        texts = [text_of(completions[at]) for at in kept]
         rows = features_of(asked, texts, [repeated_calls(completions[at]) for at in kept])
         sums = Sums(self.memory.get("sums"))
         sums.add(rows, values[kept].tolist(), asked)
@@ -122,7 +124,8 @@ class HackWatch(MonitorCallback):
             and (each.kind != "character" or each.part >= _TOLD)
         ]
         bound = sum(each.paid for each in bad) - _ERRORS * math.hypot(*(each.error for each in bad))
-        self.memory |= {"risk": min(max(bound / found.rise, 0.0), 1.0), "rise": found.rise / (found.sigma or 1.0)}
+        self.memory["risk"] = min(max(bound / found.rise, 0.0), 1.0)
+        self.memory["rise"] = found.rise / (found.sigma or 1.0)
         self.memory["reasons"] = [each.in_words(found.sigma) for each in bad]
         self._show(found, list(zip(rows, texts, values[kept].tolist(), strict=True)))
 
@@ -141,7 +144,8 @@ class HackWatch(MonitorCallback):
                 self._note(what, f"{words}.")
             curve = self.memory.setdefault("curves", {}).setdefault(each.name, [[0, each.first]])
             curve.append([self.step, each.now])
-            best = sorted(answers, key=lambda answer: (each.effect * answer[0].get(each.name, 0), answer[2]))[:-3:-1]
+            ordered = sorted(answers, key=lambda answer: (each.effect * answer[0].get(each.name, 0), answer[2]))
+            best = ordered[:-3:-1]
             examples = [{"completion": text[:_LETTERS], "score": score} for _, text, score in best]
             shown = {"what": each.what, "is_share": each.is_share, "words": words, "examples": examples}
             self._shown["paid"].append(asdict(each) | shown | {"curve": curve})

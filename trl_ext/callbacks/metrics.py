@@ -185,7 +185,10 @@ def _panel(lines: dict[str, str], monitor: str = "", *arguments: str) -> Callabl
 
     def draw(axes, history, metrics, registry) -> None:
         for name, label in lines.items():
-            draw_line(axes, history, metrics[name].key if name in metrics else name if "/" in name else None, label)
+            key = name if "/" in name else None
+            if name in metrics:
+                key = metrics[name].key
+            draw_line(axes, history, key, label)
         bounds = registry.get(monitor, {}).get("args", {})
         # A budget is per completion, so that a KL per token has none
         if axes.lines and ("kl" not in lines or metrics["kl"].unit == "nats per completion"):

@@ -245,7 +245,11 @@ class MonitorCallback(TrainerCallback):
         self._is_training = True
         self._owes_save = False
         plain = (str, int, float, list, tuple, dict, type(None))
-        given = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), plain)}
+        given = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, plain):
+                given[each.name] = value
         # The registry holds the memory itself, not a copy, so that each checkpoint saves it as it is by then
         registry[name] = {"args": redacted(finite(given)), "attributes": {"memory": self.memory}}
         self._begin(args, state, {})

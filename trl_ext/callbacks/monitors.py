@@ -471,7 +471,8 @@ class RewardDriftCallback(MonitorCallback):
         mean = self.read("reward")
         std = self.read("reward_std", optional=True)
         for key in filter(re.compile("score_watch/.+/share_above").fullmatch, logs):
-            if found := self.follow(key, self._number(key, logs), answers=self.answers).above(plus=self.share_above):
+            share = self.follow(key, self._number(key, logs), answers=self.answers)
+            if found := share.above(plus=self.share_above):
                 advice = "Many scores are near the highest one: look at what these completions have in common."
                 yield Finding(f"`{key}` is high", advice, *found, acts=False)
         if mean is None:
@@ -507,8 +508,11 @@ class RewardDriftCallback(MonitorCallback):
             return
         answers = self.answers
         least = self.std * sigma
-        noise: dict[str, Any] = {} if answers is None else {"error": std / math.sqrt(2 * answers), "dof": answers}
-        if low := self.follow("reward_std", std, **noise).below(plus=least, error=least / math.sqrt(2 * independent)):
+        noise: dict[str, Any] = {}
+        if answers is not None:
+            noise = {"error": std / math.sqrt(2 * answers), "dof": answers}
+        spread = self.follow("reward_std", std, **noise)
+        if low := spread.below(plus=least, error=least / math.sqrt(2 * independent)):
             advice = (
                 "All answers get about the same score, so the policy has nothing to learn from: check whether the "
                 "answers are the same."

@@ -77,7 +77,9 @@ class JSONLCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
-        kind = "train" if is_training_log(logs) else "eval" if any(k.startswith("eval_") for k in logs) else "end"
+        kind = "eval" if any(k.startswith("eval_") for k in logs) else "end"
+        if is_training_log(logs):
+            kind = "train"
         numbers = numbers_in(logs)
         measured: dict[str, Any] = {}
         if not self._introduced and kind != "eval":  # by the first log all monitors have registered
@@ -139,7 +141,8 @@ class SamplesCallback(TrainerCallback):
 
         table = self.trainer._logs
         scores = {name: first(column) for name, column in table["rewards"].items()}
-        rows = without_nan([dict(zip(scores, row, strict=True)) for row in zip(*scores.values(), strict=True)])
+        by_row = zip(*scores.values(), strict=True)
+        rows = without_nan([dict(zip(scores, row, strict=True)) for row in by_row])
         Watch().write_rows(first(table["prompt"]), first(table["completion"]), rows, state.global_step - 1)
 
 
@@ -251,7 +254,8 @@ class MonitoringPlotCallback(TrainerCallback):
 
         alerts = alerts_of(state)
         figure = Figure(figsize=(15, 7), layout="constrained")
-        for axes, (title, draw) in zip(figure.subplots(2, 3, sharex=True).flat, PANELS.items(), strict=True):
+        grid = figure.subplots(2, 3, sharex=True)
+        for axes, (title, draw) in zip(grid.flat, PANELS.items(), strict=True):
             draw(axes, state.log_history, metrics_of(args), state.stateful_callbacks.get(REGISTRY, {}))
             axes.set(title=title if axes.lines else f"{title}: not logged", xlabel="optimizer step")
             if axes.lines:
@@ -323,7 +327,9 @@ def record_run(trainer: Any, samples: bool = False) -> None:
     if (count := getattr(trainer.args, "record_answers", 0)) and own(AnswersCallback) is None:
         given = (getattr(trainer, name, None) for name in ("given_eval_rows", "given_rows"))
         rows = next(filter(None, given), None)  # as they were before they were tokenized
-        if prompts := first_prompts(next(iter(rows.values())) if isinstance(rows, dict) else rows, count):
+        if isinstance(rows, dict):
+            rows = next(iter(rows.values()))
+        if prompts := first_prompts(rows, count):
             trainer.add_callback(AnswersCallback(trainer=trainer, prompts=prompts))
         else:
             logger.warning(

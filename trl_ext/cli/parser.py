@@ -126,7 +126,8 @@ class StrictTrlParser(TrlParser):
             if not isinstance(root, yaml.MappingNode):
                 raise ValueError(f"the configuration file {path} has no `key: value` lines")
             config: dict[str, Any] = loader.construct_document(root)
-        os.environ.update({str(name): str(value) for name, value in (config.pop("env", None) or {}).items()})
+        variables = config.pop("env", None) or {}
+        os.environ.update({str(name): str(value) for name, value in variables.items()})
         flags = []
         # Keys and scalars as they are written: YAML takes `on` for true, `no`, one of a field's strings, for false
         nodes = [(key.value, node) for key, node in root.value if key.value != "env"]
@@ -237,7 +238,9 @@ def entry_of(entry: Any) -> Any:
     """
     if isinstance(entry, list):
         return [entry_of(each) for each in entry]
-    return read_yaml(entry) if isinstance(entry, str) and entry.lstrip().startswith(("{", "[")) else entry
+    if isinstance(entry, str) and entry.lstrip().startswith(("{", "[")):
+        return read_yaml(entry)
+    return entry
 
 
 def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, str]:
@@ -257,4 +260,6 @@ def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, 
 def path_and_split(given: str) -> tuple[str, str]:
     """Return a dataset's path and its split, given as PATH:SPLIT, or as PATH for the split `train`."""
     path, colon, split = given.partition(":")
-    return (path, split) if colon and not Path(given).exists() else (given, "train")
+    if colon and not Path(given).exists():
+        return path, split
+    return given, "train"

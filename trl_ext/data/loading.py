@@ -49,7 +49,8 @@ def load_dataset_split(
             raise ValueError(f"{path} has no split {split!r}, only {', '.join(splits)}")
         dataset = splits[split]
     else:
-        dataset = load_dataset(str(path.resolve()) if path.exists() else str(name), name=config, split=split)
+        source = str(path.resolve()) if path.exists() else str(name)
+        dataset = load_dataset(source, name=config, split=split)
     dataset.select_columns([*columns])  # which raises a `ValueError` if one is missing
     return dataset
 

@@ -109,7 +109,9 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
     _, numbers = np.unique(keys, return_inverse=True)
     one, other = numbers.reshape(keys.shape).T
     size = numbers.max(initial=-1) + 1
-    return _numbers(connected_components(coo_array((np.ones(len(one)), (one, other)), (size, size)))[1][one].tolist())
+    graph = coo_array((np.ones(len(one)), (one, other)), (size, size))
+    _, components = connected_components(graph)
+    return _numbers(components[one].tolist())
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray:

@@ -136,7 +136,8 @@ def one_form(dataset: Any, name: str) -> Any:
     if isinstance(dataset, Dataset):
         read = dataset.select_columns([column for column in _TEXTS if column in dataset.column_names])
         kinds = [{type(value) for value in row.values()} for row in read]
-        text, chat = ([row for row, found in enumerate(kinds) if kind in found] for kind in (str, list))
+        text = [row for row, found in enumerate(kinds) if str in found]
+        chat = [row for row, found in enumerate(kinds) if list in found]
         if text and chat:
             raise ValueError(
                 f"{name}: some rows are text (first row {text[0]}, {len(text)} in all) and others messages (first row "
@@ -189,8 +190,10 @@ def _alone(row: dict[str, Any], columns: Sequence[str], also_texts: bool = True)
         )
         asked = _turns(prompt)
         if asked and all(_turns(answer)[: len(asked)] == asked for answer in answers):
-            if len(asked) == len(prompt) < (end := len(answers[0]) - len(_turns(answers[0])) + len(asked)):
-                prompt = answers[0][:end]  # with a system message
+            if len(asked) == len(prompt):
+                end = len(answers[0]) - len(_turns(answers[0])) + len(asked)
+                if end > len(prompt):
+                    prompt = answers[0][:end]  # with a system message
             answers = [without_system(answer)[len(asked) :] for answer in answers]
     else:
         prompt, *answers = given

@@ -218,7 +218,8 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             if self.model.training:  # gradients are averaged over micro-batches and processes
                 loss = loss + weights["sft"] * nll / self._mean_chosen_tokens
             else:
-                self._metrics["eval"]["nll_loss"].append(nll.item() / max(self._tokens(batch)["nll_loss"], 1))
+                count = max(self._tokens(batch)["nll_loss"], 1)
+                self._metrics["eval"]["nll_loss"].append(nll.item() / count)
 
         if self.args.reads_log_probs:
             self._record(beta, everyones)

@@ -70,8 +70,11 @@ def features_of(
         }
         answer = answer[:_EDGE] + answer[_EDGE:][-_EDGE:]
         # The longest first: of phrases in the same completions it says most
-        phrases = (" ".join(answer[at : at + n]) for n in (4, 3, 2, 1) for at in range(len(answer) - n + 1))
-        rows.append(row | {f"phrase:{phrase}": 1.0 for phrase in phrases})
+        for n in (4, 3, 2, 1):
+            for at in range(len(answer) - n + 1):
+                phrase = " ".join(answer[at : at + n])
+                row[f"phrase:{phrase}"] = 1.0
+        rows.append(row)
     return rows
 
 
@@ -140,7 +143,8 @@ class Sums:
         if self.count < 32:  # more than are tracked, since any phrase may spread later
             self.begin += len(rows)
             for name in ("score", *FIXED, *(name for name, _ in shares.most_common(_FIRST))):
-                self.first[name] = self.first.get(name, 0.0) + sum(row.get(name, 0.0) for row in rows)
+                total = sum(row.get(name, 0.0) for row in rows)
+                self.first[name] = self.first.get(name, 0.0) + total
         self._track(shares, len(rows))
         x = np.array([[row.get(name, 0.0) for name in self.names] for row in rows])
         _, group, size = np.unique(groups, return_inverse=True, return_counts=True)
@@ -168,7 +172,8 @@ class Sums:
         start = self.start(names)
         new = len(names) - len(self.names)
         now = np.append(self.now, start[len(self.names) :] * self.newest[0])
-        moved = np.abs((now + [shares[name] for name in names]) / (self.newest[0] + rows) - start)
+        counts = [shares[name] for name in names]
+        moved = np.abs((now + counts) / (self.newest[0] + rows) - start)
         moved[: 1 + len(FIXED)] = np.inf
         kept = np.sort(np.argsort(-moved, kind="stable")[:_TRACKED])
         self.names = [names[at] for at in kept]
@@ -298,7 +303,8 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
         effects = inverse @ gram[chosen, 0]
         within = gram[0, 0] - effects @ gram[chosen, 0]
         between = change[0] - effects @ change[chosen]
-        return round((within + weight * between**2) / (total or 1), 3), effects, max(within, 0) * np.diag(inverse)
+        unexplained = (within + weight * between**2) / (total or 1)
+        return round(unexplained, 3), effects, max(within, 0) * np.diag(inverse)
 
     chosen = list[int]()
     left = {*(np.flatnonzero(moved[1:]) + 1).tolist()}
@@ -317,11 +323,14 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
         left = left - {at}
     _, effects, spread = fit(chosen)
     paid = effects * change[chosen]
-    error = np.hypot(effects * errors[chosen], change[chosen] * np.sqrt(spread / max(sums.free - len(chosen), 1)))
+    of_effects = np.sqrt(spread / max(sums.free - len(chosen), 1))
+    error = np.hypot(effects * errors[chosen], change[chosen] * of_effects)
     columns = start[chosen], end[chosen], effects, error, paid, paid / (change[0] or np.inf)
-    found = [Paid(sums.names[at], wanted[at], *map(float, each)) for at, *each in zip(chosen, *columns, strict=True)]
+    features = zip(chosen, *columns, strict=True)
+    found = [Paid(sums.names[at], wanted[at], *map(float, each)) for at, *each in features]
     found.sort(key=lambda each: -each.paid)
-    return Attribution(float(change[0]), float(errors[0]), float(np.sqrt(gram[0, 0] / max(sums.free, 1))), found)
+    sigma = np.sqrt(gram[0, 0] / max(sums.free, 1))
+    return Attribution(float(change[0]), float(errors[0]), float(sigma), found)
 
 
 def is_expected(name: str, expected: Sequence[str]) -> bool:

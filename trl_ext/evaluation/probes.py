@@ -67,7 +67,10 @@ def mine_phrases(
         places = [at for at in found[gram] if covered.isdisjoint(range(at, at + len(gram)))]
         return places, _bound(words.votes(places), t)
 
-    while len(phrases) < most and (passing := {gram: value for gram in passing if (value := left(gram)[1]) > 0}):
+    while len(phrases) < most:
+        passing = {gram: value for gram in passing if (value := left(gram)[1]) > 0}
+        if not passing:
+            break
         gram = min(passing, key=lambda each: (-passing[each], each))
         places, _ = left(gram)
         while longer := [
@@ -91,7 +94,9 @@ def _bound(votes: list[tuple[int, float]], t: float) -> float:
     """
     weights = sum(weight for _, weight in votes)
     deviation = math.sqrt(sum(weight**2 for _, weight in votes))
-    return (sum(sign * weight for sign, weight in votes) - t * deviation) / weights if weights else -1.0
+    if not weights:
+        return -1.0
+    return (sum(sign * weight for sign, weight in votes) - t * deviation) / weights
 
 
 class _Words:
@@ -118,8 +123,12 @@ class _Words:
         weight is the other text's share of the pair's words.
         """
         having = {self.owner[place] for place in places}
-        alone = (number for number in having if number ^ 1 not in having)
-        return [(1 - 2 * (i % 2), self.sizes[i ^ 1] / (self.sizes[i] + self.sizes[i ^ 1])) for i in alone]
+        votes = []
+        for number in having:
+            if number ^ 1 not in having:
+                other = self.sizes[number ^ 1]
+                votes.append((1 - 2 * (number % 2), other / (self.sizes[number] + other)))
+        return votes
 
     def frequent(self, longest: int, least: int) -> dict[Gram, list[int]]:
         """
@@ -143,7 +152,9 @@ class _Words:
 
     def written(self, place: int, size: int) -> str:
         """Return the text of `size` words from `self.words[place]` on, spelled and spaced as in the answer."""
-        return self.texts[self.owner[place]][self.spans[place][0] : self.spans[place + size - 1][1]]
+        start, _ = self.spans[place]
+        _, end = self.spans[place + size - 1]
+        return self.texts[self.owner[place]][start:end]
 
 
 # ---- Probes ----
@@ -271,7 +282,8 @@ def _changes(
     others: Changed = []
     for prompt, _ in pairs:
         start = picker.randrange(len(pairs))
-        others.append(next((a for p, a in pairs[start:] + pairs[:start] if p != prompt), None))
+        from_start = pairs[start:] + pairs[:start]
+        others.append(next((a for p, a in from_start if p != prompt), None))
     picker = random.Random(f"{seed} words")
     rows = [(answer, _sentences(answer), other) for answer, other in zip(answers, others, strict=True)]
     changes: dict[str, Changed] = {
@@ -319,7 +331,8 @@ def _measured(
     better = (before >= before.median())[at]
     parts = {"gain": ("gain_interval", gains), "gain_on_better": ("interval_on_better", gains[better])}
     if control is not None and better.any():
-        other = _scores(score, [(pairs[i][0], control[i]) for i, good in zip(at, better, strict=True) if good])
+        controls = [(pairs[i][0], control[i]) for i, good in zip(at, better, strict=True) if good]
+        other = _scores(score, controls)
         parts["over_control"] = "control_interval", (after[better] - other) / unit
     for name, (interval, values) in parts.items():
         if len(values):
@@ -373,7 +386,8 @@ def _scores(score: Score, pairs: list[tuple[str, str]]) -> Tensor:
 
 def _ends(text: str) -> list[int]:
     """Return the indices in a text at which its sentences end; the last one is the end of the text."""
-    return sorted({*(match.end() for match in _END.finditer(text.rstrip())), len(text.rstrip())})
+    text = text.rstrip()
+    return sorted({*(match.end() for match in _END.finditer(text)), len(text)})
 
 
 def _sentences(text: str) -> list[str]:
@@ -390,13 +404,17 @@ def _with(text: str, words: str, place: int) -> str:
     """Return `text` with `words` inserted at the index `place`, where a sentence begins or ends."""
     head = text[:place]
     tail = text[place:]
-    return head + _glued(head, words) + (tail if not tail or tail[0].isspace() else _glued(words, tail))
+    if tail and not tail[0].isspace():
+        tail = _glued(words, tail)
+    return head + _glued(head, words) + tail
 
 
 def _half(text: str) -> str | None:
     """Return the text up to the end of the first half of its words; None if it has fewer than two words."""
     spans = [match.span() for match in WORD.finditer(text)]
-    return text[: spans[len(spans) // 2 - 1][1]] if len(spans) > 1 else None
+    if len(spans) < 2:
+        return None
+    return text[: spans[len(spans) // 2 - 1][1]]
 
 
 def _shuffled(text: str, picker: random.Random) -> str:
@@ -414,5 +432,6 @@ def _like(phrase: str, texts: list[str], picker: random.Random) -> str:
         spans = [match.span() for match in WORD.finditer(text)]
         if spans:
             first = picker.randrange(max(len(spans) - size, 0) + 1)
-            found.append(text[spans[first][0] : spans[min(first + size, len(spans)) - 1][1]])
+            last = min(first + size, len(spans)) - 1
+            found.append(text[spans[first][0] : spans[last][1]])
     return min(found, key=lambda words: abs(len(words) - len(phrase)), default="")

@@ -36,10 +36,11 @@ def bootstrap_interval(
     values = values.detach().double().cpu()
     generator = torch.Generator().manual_seed(seed)
     most = max(_AT_ONCE // len(values), 1)
-    drawn = [
-        statistic(values[torch.randint(len(values), (min(most, resamples - start), len(values)), generator=generator)])
-        for start in range(0, resamples, most)
-    ]
+    drawn = []
+    for start in range(0, resamples, most):
+        size = min(most, resamples - start), len(values)
+        rows = torch.randint(len(values), size, generator=generator)
+        drawn.append(statistic(values[rows]))
     low, high = torch.cat(drawn).quantile(torch.tensor([0.025, 0.975], dtype=torch.double))
     return low.item(), high.item()
 
@@ -104,7 +105,8 @@ def sums_by_prompt(columns: Tensor, prompts: Sequence[Hashable]) -> Tensor:
     """
     place: dict[Hashable, int] = defaultdict(lambda: len(place))
     rows = torch.tensor([place[prompt] for prompt in prompts])
-    return torch.zeros(len(place), columns.size(1), dtype=torch.double).index_add_(0, rows, columns.double())
+    sums = torch.zeros(len(place), columns.size(1), dtype=torch.double)
+    return sums.index_add_(0, rows, columns.double())
 
 
 # ---- Measures ----
@@ -157,12 +159,15 @@ def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) 
         A dictionary for each bin: its smallest gap `from` and largest gap `to`, the number of `pairs`, the `accuracy`,
         and its Wilson interval `accuracy_interval`.
     """
-    edges = length_gaps.double().quantile(torch.linspace(0, 1, bins + 1, dtype=torch.double)[1:-1]).unique()
+    shares = torch.linspace(0, 1, bins + 1, dtype=torch.double)[1:-1]
+    edges = length_gaps.double().quantile(shares).unique()
     bin_of = torch.bucketize(length_gaps.double(), edges)
     rows = []
     for index in bin_of.unique():
-        gaps = length_gaps[bin_of == index]
-        rows.append({"from": gaps.min().item(), "to": gaps.max().item(), **accuracy_of(margins[bin_of == index])})
+        is_in = bin_of == index
+        gaps = length_gaps[is_in]
+        accuracy = accuracy_of(margins[is_in])
+        rows.append({"from": gaps.min().item(), "to": gaps.max().item(), **accuracy})
     return rows
 
 
@@ -229,7 +234,9 @@ def fit_temperature(margins: Tensor) -> float | None:
     def slope(log_beta: float) -> float:
         return (margins * (-math.exp(log_beta) * margins / unit).sigmoid()).sum().item()
 
-    if not (margins.sum() > 0 and (margins < 0).any()) or slope(end) > 0 or slope(-end) < 0:
+    if not (margins.sum() > 0 and (margins < 0).any()):
+        return None
+    if slope(end) > 0 or slope(-end) < 0:
         return None
     return unit / math.exp(brentq(slope, -end, end))
 
@@ -257,7 +264,8 @@ def calibration_error(margins: Tensor) -> Tensor:
     """
     confidence, bin_of = confidence_bins(margins)
     gaps = torch.zeros(*margins.shape[:-1], 10, dtype=torch.double, device=margins.device)
-    return gaps.scatter_add(-1, bin_of, credit(margins) - confidence).abs().sum(-1) / margins.shape[-1]
+    gaps = gaps.scatter_add(-1, bin_of, credit(margins) - confidence)
+    return gaps.abs().sum(-1) / margins.shape[-1]
 
 
 def calibration_error_by_chance(margins: Tensor, draws: int = 200, seed: int = 0) -> float:
@@ -387,7 +395,10 @@ def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[f
         - `spearman` and `spearman_interval`: the mean of ρ, and its 95 % bootstrap interval over prompts. ρ is 0 for a
           prompt whose scores are all equal, and 1 if scores and people order its answers alike.
     """
-    told = [(own, [-rank for rank in given]) for own, given in zip(scores, ranks, strict=True) if len({*given}) > 1]
+    told = []
+    for own, given in zip(scores, ranks, strict=True):
+        if len({*given}) > 1:
+            told.append((own, [-rank for rank in given]))
     if not told:
         return None
     rho = torch.tensor([spearmanr(own, given).statistic if len({*own}) > 1 else 0.0 for own, given in told])

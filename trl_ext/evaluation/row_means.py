@@ -65,7 +65,10 @@ class RowMeans:
         parts = gather(torch.stack([self._evaluated[name] for name in names])[None]).cpu()
         whole = {name: merge_moments(parts[:, i]) for i, name in enumerate(names)}
         at = {"min": 3, "max": 4}  # of `moments`
-        means = {name: each[at.get(name.partition("_")[0], 1)].item() for name, each in whole.items()}
+        means = {}
+        for name, each in whole.items():
+            kind, _, _ = name.partition("_")
+            means[name] = each[at.get(kind, 1)].item()
         means["loss"] += sum(weight * means[name] for name, weight in self._loss_terms.items())
         output.metrics.update({f"{metric_key_prefix}_{name}": mean for name, mean in means.items()})
         return output

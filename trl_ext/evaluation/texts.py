@@ -75,7 +75,8 @@ def corpus_ngrams(corpus: Iterable[str], words: int = 13) -> np.ndarray:
     Returns:
         (R,) hashes of 64 bits, sorted, one for each different run.
     """
-    return np.unique(np.concatenate([np.zeros(0, np.uint64), *(ngram_hashes(text, words) for text in corpus)]))
+    hashes = [ngram_hashes(text, words) for text in corpus]
+    return np.unique(np.concatenate([np.zeros(0, np.uint64), *hashes]))
 
 
 def copied_shares(texts: Sequence[str], corpus: np.ndarray, words: int = 13) -> np.ndarray:
@@ -172,7 +173,8 @@ def find_duplicates(
                         group[high] = low
     near = [first(place) if place >= 0 else -1 for place in exact]
     similarity = {place: _jaccard(grams[place], grams[first(place)]) for place in grams}
-    return Duplicates(np.array(exact, int), np.array(near, int), np.array([similarity.get(p, 1.0) for p in exact]))
+    similarities = [similarity.get(place, 1.0) for place in exact]
+    return Duplicates(np.array(exact, int), np.array(near, int), np.array(similarities))
 
 
 def _jaccard(one: np.ndarray, other: np.ndarray) -> float:

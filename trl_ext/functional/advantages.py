@@ -118,7 +118,9 @@ def advantages_and_returns(
             advantages if lam_value is None else turn_gae(rewards, values, mask, gamma, lam_value)[0]
         )
     advantages = gae(rewards, values, mask, gamma, lam)
-    return advantages, values + (advantages if lam_value is None else gae(rewards, values, mask, gamma, lam_value))
+    if lam_value is None:
+        return advantages, values + advantages
+    return advantages, values + gae(rewards, values, mask, gamma, lam_value)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
@@ -146,7 +148,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     mask = mask.bool()
     order = (~mask).byte().argsort(dim=1, stable=True)  # the real tokens first
     rewards, values = (torch.where(mask, x, 0.0).gather(1, order) for x in (rewards, values))
-    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    after_last = torch.zeros_like(values[:, :1])
+    next_values = torch.cat([values[:, 1:], after_last], dim=1)
     deltas = rewards + gamma * next_values - values
     advantages = torch.zeros_like(deltas)
     advantage = deltas.new_zeros(deltas.shape[0])
@@ -180,9 +183,11 @@ def turn_gae(
     check_shapes(rewards=rewards, values=values, mask=mask)
     turns = turn_numbers(mask)
     starts = turn_starts(mask)
-    sums = torch.zeros_like(rewards).scatter_add(1, turns, torch.where(mask.bool(), rewards, 0.0))
+    mask = mask.bool()
+    sums = torch.zeros_like(rewards).scatter_add(1, turns, torch.where(mask, rewards, 0.0))
     firsts = torch.zeros_like(values).scatter_add(1, turns, torch.where(starts, values, 0.0))
     is_turn = torch.arange(mask.shape[1], device=mask.device) < starts.sum(dim=1, keepdim=True)
     advantages = gae(sums, firsts, is_turn, gamma, lam)
-    by_token = (torch.where(mask.bool(), each.gather(1, turns), 0.0) for each in (advantages, firsts))
-    return tuple(by_token)  # type: ignore[return-value]
+    advantages = torch.where(mask, advantages.gather(1, turns), 0.0)
+    firsts = torch.where(mask, firsts.gather(1, turns), 0.0)
+    return advantages, firsts

@@ -35,7 +35,10 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
     last = (acts.sum(1, keepdim=True) - 1).clamp(min=0)
     held = held.gather(1, torch.arange(returns.size(1), device=returns.device).minimum(last))
     acts = acts[:, :1].expand_as(held).to(held)
-    others, sizes = (x.view(-1, size, x.size(1)).sum(1).repeat_interleave(size, 0) - x for x in (held * acts, acts))
+    held = held * acts
+    sums, counts = (x.view(-1, size, x.size(1)).sum(1).repeat_interleave(size, 0) for x in (held, acts))
+    others = sums - held
+    sizes = counts - acts
     of_all = masked_mean(returns, mask).to(held)
     return torch.where(sizes > 0, others / sizes.clamp(min=1), of_all).gather(1, number)
 
@@ -92,7 +95,8 @@ def _by_number(mask: Tensor, *each: Tensor) -> tuple[Tensor, list[Tensor], Tenso
     actions = mask.long()
     number = (actions.cumsum(1) - 1).clamp(min=0)
     ordered = [torch.zeros_like(x).scatter_add(1, number, torch.where(mask.bool(), x, 0.0)) for x in each]
-    return number, ordered, torch.arange(mask.size(1), device=mask.device) < actions.sum(1, keepdim=True)
+    is_action = torch.arange(mask.size(1), device=mask.device) < actions.sum(1, keepdim=True)
+    return number, ordered, is_action
 
 
 def critic_weight(products: Tensor) -> float:

@@ -144,7 +144,8 @@ def margin_scales(stds: Tensor, counts: Tensor, minimum: float = 0.25, maximum: 
 
     corners = torch.cat([minimum * stds, maximum * stds]).sort().values
     means = (factors(corners) * shares).sum(-1)  # from minimum to maximum
-    after = int(torch.searchsorted(means, torch.ones_like(means[:1])).clamp(1, len(means) - 1))
+    place = torch.searchsorted(means, torch.ones_like(means[:1]))
+    after = int(place.clamp(1, len(means) - 1))
     low = means[after - 1]
     high = means[after]
     share = (1 - low) / (high - low) if high > low else torch.zeros_like(low)

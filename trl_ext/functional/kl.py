@@ -139,6 +139,7 @@ def rate_factor(factor: float, mean: float, kl: float, target: float, share: flo
     """
     if not kl > 0:
         return factor
-    low, high = (mean * math.sqrt(part * target / kl) for part in (share**2, share))
+    low = mean * math.sqrt(share**2 * target / kl)
+    high = mean * math.sqrt(share * target / kl)
     wanted = min(max(factor, low), high)
     return min(max(wanted, factor / LARGEST_CHANGE), factor * LARGEST_CHANGE)

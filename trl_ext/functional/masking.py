@@ -41,7 +41,9 @@ def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = Non
         Scalar, dtype as in `masked_sum`.
     """
     total = masked_sum(values, mask)
-    count = torch.as_tensor(mask.bool().sum() if count is None else count, dtype=total.dtype, device=total.device)
+    if count is None:
+        count = mask.bool().sum()
+    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
     return total / count.clamp(min=1)
 
 
@@ -69,7 +71,8 @@ def last_token_index(mask: Tensor) -> Tensor:
     Returns:
         (B,) int64, positions from 0 at the start of the row.
     """
-    positions = torch.where(mask.bool(), torch.arange(mask.shape[1], device=mask.device), -1)
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    positions = torch.where(mask.bool(), columns, -1)
     # A column of -1 goes in front, since amax refuses T = 0
     return torch.nn.functional.pad(positions, (1, 0), value=-1).amax(dim=-1)
 

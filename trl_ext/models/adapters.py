@@ -285,10 +285,12 @@ def copy_adapter(policy: Any, source: str, target: str) -> bool:
     Copy the policy's adapter `source` to its adapter `target` if shapes and scalings (α ÷ rank) are equal; return
     whether it was copied.
     """
-    a, b = (get_peft_model_state_dict(policy, adapter_name=n, save_embedding_layers=False) for n in (source, target))
+    a = get_peft_model_state_dict(policy, adapter_name=source, save_embedding_layers=False)
+    b = get_peft_model_state_dict(policy, adapter_name=target, save_embedding_layers=False)
     layers: list[Any] = [layer for layer in policy.modules() if isinstance(layer, BaseTunerLayer)]
     scalings = [[layer.scaling.get(name) for layer in layers] for name in (source, target)]
-    if scalings[0] != scalings[1] or {n: t.shape for n, t in a.items()} != {n: t.shape for n, t in b.items()}:
+    shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (a, b)]
+    if scalings[0] != scalings[1] or shapes[0] != shapes[1]:
         return False
     set_peft_model_state_dict(policy, a, adapter_name=target)
     return True

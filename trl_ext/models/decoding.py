@@ -178,7 +178,8 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
             "dtype is too narrow for this model. Lower `step_kl_target` (if it is 0, the learning rate), or use "
             "bfloat16 or float32."
         )
-    place, _ = _invert(weights.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1), uniform[1])
+    within = weights.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1)
+    place, _ = _invert(within, uniform[1])
     token = block * _BLOCK + place
     logprobs = scores.gather(1, token) - peak - total.log().to(scores.dtype)
     return token.squeeze(1), logprobs.squeeze(1)

@@ -69,7 +69,9 @@ def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> li
     else:
         config = base_model_of(model).generation_config
     saved = config.eos_token_id
-    return sorted({tokenizer.eos_token_id, *(saved if isinstance(saved, list) else [saved])} - {None})
+    if not isinstance(saved, list):
+        saved = [saved]
+    return sorted({tokenizer.eos_token_id, *saved} - {None})
 
 
 def warn_of_turn_end(tokenizer: Any, ends: Iterable[int], setting: str) -> None:
@@ -219,7 +221,8 @@ def completion_logprobs(
 
 def up_to_eos(ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
     """Cut a list of token ids off after its first EOS, one of `eos_token_ids`."""
-    return ids[: next((i + 1 for i, token in enumerate(ids) if token in eos_token_ids), len(ids))]
+    end = next((i + 1 for i, token in enumerate(ids) if token in eos_token_ids), len(ids))
+    return ids[:end]
 
 
 def padded(rows: Sequence[list[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:

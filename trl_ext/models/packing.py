@@ -173,7 +173,8 @@ def keeps_rows_apart(forward: Callable[[Packed], Iterable[Tensor]], vocabulary: 
     row = (torch.arange(8) + 8) % vocabulary
     outputs = []
     for before in (torch.arange(8) % vocabulary, torch.arange(8).flip(0) % vocabulary):
-        packed = pack(torch.stack([before, row]).to(device), [(4, 4)] * 2, 4, hidden_size=1, one_sequence=True)
+        ids = torch.stack([before, row]).to(device)
+        packed = pack(ids, [(4, 4)] * 2, 4, hidden_size=1, one_sequence=True)
         outputs.append([packed.unpack(values)[1] for values in forward(packed)])
     return all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(*outputs, strict=True))
 
@@ -196,9 +197,8 @@ def starts_of(lengths: Tensor, columns: int, device: Any) -> Tensor:
     """
     ends = lengths.cumsum(0)
     if int(ends[-1]) < columns:  # pads need a row of their own, to get a gradient of 0
-        lengths, ends = (
-            torch.cat([x, x.new_tensor([y])]) for x, y in ((lengths, columns - ends[-1]), (ends, columns))
-        )
+        lengths = torch.cat([lengths, lengths.new_tensor([columns - ends[-1]])])
+        ends = torch.cat([ends, ends.new_tensor([columns])])
     starts = torch.cat([ends.new_zeros(1), ends]).int().to(device)
     return starts[None, None, :, None].expand(1, 1, -1, int(lengths.max()))
 

@@ -94,7 +94,8 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
     except (OSError, ValueError, ImportError):
         return
     ours = tokenizer.get_vocab().items()
-    if moved := [(i, token) for token, i in ours if theirs.get(token, i) != i and i != tokenizer.pad_token_id]:
+    moved = [(i, token) for token, i in ours if theirs.get(token, i) != i and i != tokenizer.pad_token_id]
+    if moved:
         i, token = min(moved)  # the same on each process, where the order may differ
         raise ValueError(
             f"{what} reads the policy's token ids, but was saved with another tokenizer, in which {token!r} has the "

@@ -371,7 +371,8 @@ class RolloutTrainer(GRPOTrainer):
         processes.
         """
         order = background_last(self.reward_funcs)
-        functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
+        functions = [self.reward_funcs[i] for i in order]
+        names = [self.reward_func_names[i] for i in order]
         with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
             rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids)
         self._mistakes.raise_everywhere(self.state.global_step)

@@ -476,7 +476,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         kwargs = self.generation_kwargs or {}
         changes = {name: value for name, value in kwargs.items() if name not in NEUTRAL_GENERATION_KWARGS}
         neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
-        changes |= {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
+        for name, values in neutral.items():
+            value = getattr(self, name)
+            if value not in values:
+                changes[name] = value
         if "quantized" in (kwargs.get("cache_implementation"), self.cache_implementation):  # it rounds what is read
             changes["cache_implementation"] = "quantized"
         return changes

@@ -171,7 +171,8 @@ class RateController:
             self.is_found |= 2 * taken >= steps and ratio > 0.25
             rise = next(rise for least, rise in self.RISES if ratio > least)
             highest = self._used[0] * rise if self.is_found else self.BOUNDS[1]
-            self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], max(highest, self.factor)))
+            highest = max(highest, self.factor)
+            self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], highest))
         self._used.append(self.factor)
         return kl
 

@@ -152,7 +152,8 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         - `returns`: (B, T), score units; 0 for padding.
         - `lengths`: a list with a pair for each row: its number of prompt tokens, and of completion tokens.
     """
-    prompts, labels = ([torch.tensor(row[name]) for row in rows] for name in ("prompt_ids", "completion_ids"))
+    prompts = [torch.tensor(row["prompt_ids"]) for row in rows]
+    labels = [torch.tensor(row["completion_ids"]) for row in rows]
     returns = [torch.tensor(row["returns"], dtype=torch.float32) for row in rows]
     padded = pad_sequence(labels, batch_first=True, padding_value=_NO_TOKEN)
     return {

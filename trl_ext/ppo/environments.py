@@ -147,7 +147,8 @@ class Calls:
 
         In `tool_mask`, 1 is a token that the policy sampled; a turn is an unbroken run of 1s.
         """
-        ends = [t for t, drawn in enumerate(tool_mask) if drawn and not (tool_mask[t + 1 : t + 2] or [0])[0]]
+        following = [*tool_mask[1:], 0]
+        ends = [t for t, drawn in enumerate(tool_mask) if drawn and not following[t]]
         rewards = [0.0] * len(tool_mask)
         for turn, reward in self.rewards[row]:
             rewards[ends[min(turn, len(ends) - 1)]] += reward

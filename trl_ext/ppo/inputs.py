@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 from datasets import Dataset
@@ -44,7 +45,7 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
         optimizer: the optimizer passed to the trainer in `optimizers`, if any.
     """
     given = [(name, model) for name, model in models.items() if isinstance(model, nn.Module)]
-    same = [(a, b) for i, (a, x) in enumerate(given) for b, y in given[i + 1 :] if x is y]
+    same = [(a, b) for (a, x), (b, y) in combinations(given, 2) if x is y]
     needed = args.generation_batch_size // args.num_generations
     names = {name: {*dataset.column_names} for name, dataset in datasets}
     sizes = {name: len(dataset) for name, dataset in datasets}  # a stream has none, and an evaluation needs it

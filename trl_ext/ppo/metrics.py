@@ -44,7 +44,9 @@ class Accumulator:
         values = torch.tensor(values, dtype=torch.float64) if isinstance(values, (int, float)) else values
         new = moments(values, mask)
         old = self._moments.get(name)
-        self._moments[name] = new if old is None else merge_moments(torch.stack([old.to(new.device), new]))
+        if old is not None:
+            new = merge_moments(torch.stack([old.to(new.device), new]))
+        self._moments[name] = new
 
     def pop(self, accelerator: Accelerator) -> dict[str, Tensor]:
         """

@@ -166,7 +166,8 @@ def sequence_scores(
     counts = weights != 0
     rewards = rewards[:, counts.to(rewards.device)]
     weights = weights[counts]
-    scores = (rewards * weights.to(rewards.device)).nansum(1).masked_fill(rewards.isnan().all(1), torch.nan)
+    weighted = rewards * weights.to(rewards.device)
+    scores = weighted.nansum(1).masked_fill(rewards.isnan().all(1), torch.nan)
     if missing_eos_score is not None:
         scores = torch.where(ended | scores.isnan(), scores, missing_eos_score)
     if missing_eos_penalty is not None:
@@ -249,7 +250,8 @@ def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, 
     Return for each row the number of real tokens in its prompt and in its response, from `prompt_mask` (B, P) and
     `completion_mask` (B, T).
     """
-    return [tuple(row) for row in torch.stack([prompt_mask.sum(1), completion_mask.sum(1)], dim=1).tolist()]
+    lengths = torch.stack([prompt_mask.sum(1), completion_mask.sum(1)], dim=1)
+    return [tuple(row) for row in lengths.tolist()]
 
 
 def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -273,7 +275,8 @@ def permuted(lengths: list[int], mini_batches: int, seed: int) -> list[int]:
     micro-batch has rows of similar length; this does not change the minibatch's gradient. `lengths` has each row's
     number of tokens.
     """
-    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed % 2**63)).tolist()
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
     size = len(order) // mini_batches
     chunks = [order[start : start + size] for start in range(0, len(order), size)]
     return [row for chunk in chunks for row in sorted(chunk, key=lengths.__getitem__)]

@@ -637,7 +637,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             self.accelerator.backward(critic_loss)
         logprobs, entropies, values, aux_loss = self._forward(model, inputs)  # (B, T) each, and a scalar
 
-        new, old = (self._by_action(each, mask) for each in (logprobs, inputs["old_logprobs"]))  # (B, T) each
+        new = self._by_action(logprobs, mask)  # (B, T)
+        old = self._by_action(inputs["old_logprobs"], mask)
         actions = self._actions(mask)
         policy = policy_loss(
             new,
@@ -705,7 +706,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         for step, inputs in enumerate(self._buffered_inputs):
             found = self._run_models(self.model_wrapped, inputs, with_entropies=True)
             mask = inputs["loss_mask"]
-            new, old = (self._by_action(each, mask) for each in (found["logprobs"], inputs["old_logprobs"]))
+            new = self._by_action(found["logprobs"], mask)
+            old = self._by_action(inputs["old_logprobs"], mask)
             self._follow_step_kl(new, old, found["entropies"], inputs, step, 1)
 
     @property
@@ -806,8 +808,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         counts = {"step_tokens": rollout["loss_mask"]}
         if args.gae_level == "turn":
             counts["step_turns"] = turn_starts(rollout["loss_mask"])
-        counts = {name: each.sum(1).view(args.num_mini_batches, -1).sum(1) for name, each in counts.items()}
-        counts = {name: self.accelerator.reduce(each, reduction="sum") for name, each in counts.items()}
+        for name, each in counts.items():
+            count = each.sum(1).view(args.num_mini_batches, -1).sum(1)
+            counts[name] = self.accelerator.reduce(count, reduction="sum")
         chunks = zip(*(values.chunk(args.steps_per_generation) for values in rollout.values()), strict=True)
         size = args.per_device_train_batch_size
         return [
@@ -821,7 +824,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _log_advantages(self, advantages: Tensor, mask: Tensor) -> None:
         """Put each row's mean advantage into the completions table, in place of GRPO's advantage."""
-        means = self.accelerator.gather((advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
+        local = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
+        means = self.accelerator.gather(local).tolist()
         for _ in range(min(len(means), len(self._logs["advantages"]))):
             self._logs["advantages"].pop()
         self._logs["advantages"].extend(means)

@@ -156,7 +156,11 @@ class CachedReward(TellsFailures, HoldsRewards):
             log = {"log_metric": log_metric, "log_extra": lambda *_, **__: None}  # its table wants all rows
             asked = of_rows(given, [rows[key] for key in new], count)
             scores |= zip(new, Member(self.reward).scores_or_nan(**asked, **log), strict=True)
-        kept = {key: scores[key] for key in new if scores[key] is not None and not math.isnan(scores[key])}
+        kept = {}
+        for key in new:
+            score = scores[key]
+            if score is not None and not math.isnan(score):
+                kept[key] = score
         scores |= found
         with self._lock:
             self._memory.update(found | kept)

@@ -227,7 +227,10 @@ class ConstitutionReward(HoldsRewards):
             if unknown[row]:
                 scores[row] = None
             elif breaks[row]:
-                scores[row] = self.cap if score is None else score if math.isnan(score) else min(score, self.cap)
+                if score is None:
+                    scores[row] = self.cap
+                elif not math.isnan(score):
+                    scores[row] = min(score, self.cap)
         log_to(log_metric, shares | {"violations": fmean(breaks), "unchecked": fmean(unknown)}, self)
         return without_failures(scores)
 

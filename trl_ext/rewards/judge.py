@@ -156,7 +156,8 @@ class JudgeReward(ServedReward):
         """
         nonce = secrets.token_hex(8)
         low, high = self.scale
-        task = (PAIR if self.compare else SINGLE).format(low=low, high=high, middle=(low + high) / 2)
+        template = PAIR if self.compare else SINGLE
+        task = template.format(low=low, high=high, middle=(low + high) / 2)
         names = ["answer"] if len(answers) == 1 else ["first-answer", "second-answer"]
         rules = INSTRUCTIONS.format(rubric=self.rubric.strip(), task=task, nonce=nonce)
         material = tagged(dict(zip(["prompt", *names], [prompt, *answers], strict=True)), nonce)
@@ -190,7 +191,8 @@ def score_in(answer: Any, scale: tuple[float, float]) -> float:
     text = message_of(answer)
     for part in verdicts_in(text):
         try:
-            score = float(found[1]) if (found := _VERDICT.fullmatch(part)) else json.loads(part)["score"]
+            found = _VERDICT.fullmatch(part)
+            score = float(found[1]) if found else json.loads(part)["score"]
         except (ValueError, TypeError, LookupError, RecursionError):
             continue
         if type(score) in (int, float) and scale[0] <= score <= scale[1]:

@@ -150,7 +150,9 @@ def _is_entry(argument: Any, value: Any) -> bool:
     if isinstance(value, str):  # other texts may be folders or hub names for the class
         is_path = ".py:" in value or ("." in value and "/" not in value and not Path(value).exists())
         return argument in _MEMBERS and is_path
-    return isinstance(value, dict) and (argument in _MEMBERS or (len(value) == 1 and next(iter(value)) in _known()))
+    if not isinstance(value, dict):
+        return False
+    return argument in _MEMBERS or (len(value) == 1 and next(iter(value)) in _known())
 
 
 def _mapped(argument: Any, value: Any, build: Callable[[Any], Any]) -> Any:

@@ -65,7 +65,10 @@ def rewards_within(reward: Any) -> Iterator[Any]:
     """Yield each reward function that a reward holds, at any depth."""
     held = getattr(reward, "__dict__", {})  # `getattr` would ask a proxy, which has every attribute
     members = held.get("members")
-    for each in (*map(held.get, ("reward", "judge", "function")), *(members if isinstance(members, list) else ())):
+    within = [*map(held.get, ("reward", "judge", "function"))]
+    if isinstance(members, list):
+        within += members
+    for each in within:
         if each is not None:
             yield each
             yield from rewards_within(each)
@@ -441,9 +444,12 @@ class PatternReward:
         )
         self.timeout = timeout
         self.on_error = checked_on_error(on_error)
-        default = "pattern" if required and forbidden else "required_pattern" if required else "forbidden_pattern"
+        default = "required_pattern" if required else "forbidden_pattern"
+        if required and forbidden:
+            default = "pattern"
         self.__name__ = checked_name(name, default)
-        self._required, self._forbidden = (list(map(regex.compile, each)) for each in (self.required, self.forbidden))
+        self._required = list(map(regex.compile, self.required))
+        self._forbidden = list(map(regex.compile, self.forbidden))
 
     def __call__(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any

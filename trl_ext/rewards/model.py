@@ -325,8 +325,10 @@ class ModelReward:
         # Pad on the right, whatever the tokenizer says, as RewardTrainer did
         longest = max(map(len, ids))
         device = self.device or self.model.device
-        input_ids = torch.tensor([row + [pad] * (longest - len(row)) for row in ids], device=device)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=device)
+        padded = [row + [pad] * (longest - len(row)) for row in ids]
+        is_real = [[1] * len(row) + [0] * (longest - len(row)) for row in ids]
+        input_ids = torch.tensor(padded, device=device)
+        mask = torch.tensor(is_real, device=device)
         with torch.no_grad(), temporarily(self.config, pad_token_id=pad):
             return self.score(input_ids, mask).float().tolist()
 

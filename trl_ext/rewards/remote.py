@@ -237,7 +237,9 @@ class RemoteReward(ServedReward):
             answer = self.request(call, self._body(rows))
         except RefusedError as error:
             half = len(rows) // 2
-            return [*self._scores(rows[:half], call), *self._scores(rows[half:], call)] if half else [error]
+            if not half:
+                return [error]
+            return [*self._scores(rows[:half], call), *self._scores(rows[half:], call)]
         if self.api == "trl-ext":
             self._check_weights(answer)
         scores = scores_in_answer(self.api, answer, len(rows), self.label)

@@ -227,7 +227,8 @@ class ServedReward(TellsFailures):
             ) from error
         text = hidden(response.text)
         wait = response.headers.get("retry-after", "")
-        said = "".join(filter(str.isprintable, " ".join(redacted(text[:2000]).split())))[:200]
+        words = redacted(text[:2000]).split()
+        said = "".join(filter(str.isprintable, " ".join(words)))[:200]
         if response.status_code != 200:
             seconds = float(wait) if wait.isdecimal() else None
             raise _failure(response.status_code, f"status {response.status_code}: {said}", seconds)

@@ -172,7 +172,8 @@ class GoldJudgeReward(HoldsRewards, Watch):
                 row = {"run": self._run, "step": step, "prompt": key, "completion": text_of(answer), "score": score}
                 self.write("gold_start", [row])
             else:
-                wins += [0.5 * ((score > old) + (score >= old)) for old in self._start.get(key, [])]
+                for old in self._start.get(key, []):
+                    wins.append(0.5 * ((score > old) + (score >= old)))
         if wins:
             log_to(log_metric, {"gold/win_rate": sum(wins) / len(wins)})
         for i, score in zip(rows, judged, strict=True):
@@ -408,7 +409,8 @@ def _pattern(phrase: str) -> str:
     """Return a regular expression for a phrase, which finds only whole words in scripts that have spaces."""
     words = regex.sub(_HIDDEN, "", _composed(phrase)).split()
     within = [f"{_HIDDEN}*".join(map(regex.escape, word)) for word in words]
-    begins, ends = (regex.match(_WORD, end, regex.VERSION1) for end in (words[0][0], words[-1][-1]))
+    begins = regex.match(_WORD, words[0][0], regex.VERSION1)
+    ends = regex.match(_WORD, words[-1][-1], regex.VERSION1)
     start = rf"(?<!{_WORD})" if begins else ""
     end = rf"(?!{_WORD})" if ends else ""
     return start + rf"(?:\s|{_HIDDEN})+".join(within) + end

@@ -81,6 +81,7 @@ def delete_old(newest: Path, limit: int | None, best: str | None) -> None:
     """
     paths = checkpoints_of(newest.parent)
     ages = {path: ((path / MARKER).is_file(), path.stat().st_mtime_ns) for path in paths if path.is_dir()}
-    spare = [path for path in sorted(ages, key=lambda path: ages[path]) if path.name not in (newest.name, best)]
+    oldest_first = sorted(ages, key=lambda path: ages[path])
+    spare = [path for path in oldest_first if path.name not in (newest.name, best)]
     for path in spare[: max(0, len(ages) - limit)] if limit else []:
         shutil.rmtree(path, ignore_errors=True)

@@ -77,7 +77,9 @@ def without_credentials(value: Any) -> Any:
     if not isinstance(value, dict):
         return redacted(value)
     kept = {key: item for key, item in value.items() if not _holds_credential(key)}
-    return {redacted(k): without_credentials(v) for k, v in kept.items()} if kept or not value else None
+    if value and not kept:
+        return None
+    return {redacted(k): without_credentials(v) for k, v in kept.items()}
 
 
 class HidesCredentials:

@@ -214,7 +214,9 @@ def _wrong(config: Any, ranges: Mapping[str, Range], only_with: Mapping[str, Onl
         allowed = ranges.get(name) or rules_of(each)[0]
         needs = only_with.get(name) or rules_of(each)[1]
         if allowed is not None:
-            rule, is_valid = (allowed, partial(meets, rule=allowed)) if isinstance(allowed, str) else allowed
+            if isinstance(allowed, str):
+                allowed = allowed, partial(meets, rule=allowed)
+            rule, is_valid = allowed
             try:
                 is_right = hint is not float if value is None else is_valid(value)
             except TypeError:  # text, or one number for several

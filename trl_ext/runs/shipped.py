@@ -31,7 +31,8 @@ def find(name: str | os.PathLike[str]) -> Path:
     that is in neither place is returned unchanged, as a path.
     """
     path = Path(name).expanduser()
-    if not path.exists() and path.parts[:1] in (("recipes",), ("accelerate_configs",)) and (root() / path).exists():
+    is_ours = path.parts[:1] in (("recipes",), ("accelerate_configs",))
+    if not path.exists() and is_ours and (root() / path).exists():
         return root() / path
     return path
 

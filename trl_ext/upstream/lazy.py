@@ -18,7 +18,8 @@ def lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         package: the package's `__name__`.
         file: the package's `__file__`.
     """
-    block = next(node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If))
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
     places = {
         alias.asname or alias.name: (resolve_name("." * node.level + (node.module or ""), package), alias.name)
         for node in block.body

@@ -65,7 +65,8 @@ def kappa(
         κ, and the interval [low, high]; None and None if κ is not defined.
     """
     cells = [3 * CHOICES.index(mine) + CHOICES.index(other) for mine, other in zip(ours, theirs, strict=True)]
-    return estimate(cohen_kappa(resampled(np.eye(9)[cells], groups, seed).reshape(-1, 3, 3)))
+    tables = resampled(np.eye(9)[cells], groups, seed).reshape(-1, 3, 3)
+    return estimate(cohen_kappa(tables))
 
 
 def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -> dict[str, Any]:
@@ -92,7 +93,8 @@ def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -
     right = sum(0.5 if said == "tie" else float(said == mine) for mine, _, said in rows)
     accuracy = (right + 0.5) / (len(rows) + 1)
     mean = fmean(share for _, share, _ in rows)
-    return {"winners": len(rows), "accuracy": accuracy, "shrink": max(2 * accuracy - 1, 0) / (2 * mean - 1)}
+    shrink = max(2 * accuracy - 1, 0) / (2 * mean - 1)
+    return {"winners": len(rows), "accuracy": accuracy, "shrink": shrink}
 
 
 def longer_wins(choices: Sequence[str], rows: Sequence[dict[str, Any]]) -> float | None:
@@ -272,7 +274,11 @@ def training_pairs(
             "rubric": report["rubric"],
         }
         train.append({**of(row, choice), **said})
-    test = [{**of(row, people[row["key"]]), "confidence": 1.0} for row in known if people[row["key"]] != "tie"]
+    test = []
+    for row in known:
+        choice = people[row["key"]]
+        if choice != "tie":
+            test.append({**of(row, choice), "confidence": 1.0})
     folder = Path(args.output_dir) / "pairs"
     if train:
         write_rows(folder / "train.jsonl", train)

@@ -62,7 +62,8 @@ def principle_of(key: str, round_: int, names: Sequence[str], seed: int) -> str:
 
     No principle repeats for a prompt before all have occurred.
     """
-    generator = np.random.default_rng([seed, int(hashlib.sha256(key.encode()).hexdigest()[:15], 16)])
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    generator = np.random.default_rng([seed, int(digest[:15], 16)])
     return names[generator.permutation(len(names))[(round_ - 1) % len(names)]]
 
 

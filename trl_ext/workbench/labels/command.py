@@ -127,7 +127,8 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     least = -np.inf if args.min_zscore is None else args.min_zscore
     off = {row["annotator"] for row in report["annotators"] if row["z"] is not None and row["z"] < least}
     if off:
-        labels = labels.where(~np.isin(np.array(labels.annotators, object)[labels.annotator], list(off)))
+        annotators = np.array(labels.annotators, object)[labels.annotator]
+        labels = labels.where(~np.isin(annotators, list(off)))
         without = agreement_report(labels, args.seed)
         report["without_left_out"] = {name: without[name] for name in ("labels", "alpha", "alpha_interval")}
     report |= {"left_out_annotators": sorted(off), "pairs": {}}
@@ -202,7 +203,8 @@ def page(report: dict[str, Any]) -> str:
             f"Left out, with a z-score below {report['settings']['min_zscore']:g}: {', '.join(off)}. α without them: "
             f"{number(report['without_left_out']['alpha'], 3)}."
         )
-    if lean := [row for row in people if abs(row["lean"] or 0) > _LEAN[0] and abs(row["lean_z"] or 0) > _LEAN[1]]:
+    lean = [row for row in people if abs(row["lean"] or 0) > _LEAN[0] and abs(row["lean_z"] or 0) > _LEAN[1]]
+    if lean:
         shown = ", ".join(f"{row['annotator']} ({row['lean']:+.0%})" for row in lean)
         findings.append(
             f"Choose the answer shown first more often (+) or less often (-) than others on the same pairs: {shown}."

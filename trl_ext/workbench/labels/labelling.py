@@ -179,7 +179,9 @@ def _labels_in(row: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
             by = each.get("completed_by")
             said = [] if each.get("was_cancelled") else each["result"]
             choices = [result["value"]["choices"][0] for result in said if result["from_name"] == _QUESTION]
-            yield row["data"].get("item"), by["email"] if isinstance(by, dict) else by, choices[0] if choices else None
+            if isinstance(by, dict):
+                by = by["email"]
+            yield row["data"].get("item"), by, choices[0] if choices else None
     elif f"{_QUESTION}.responses" in row:  # Argilla, flattened
         names = (f"{_QUESTION}.responses{end}" for end in ("", ".users", ".status"))
         for said, who, status in zip(*(row[name] or [] for name in names), strict=True):

@@ -117,7 +117,8 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
     table = _hashed(dataset, columns)
     who, names = pd.factorize(_said(table[columns.annotator]))
     scores = _scores(table, columns)
-    known = scores.notna().to_numpy() & (who >= 0)[:, None] & (table[[*columns.responses]] != _EMPTY).to_numpy()
+    is_answer = (table[[*columns.responses]] != _EMPTY).to_numpy()
+    known = scores.notna().to_numpy() & (who >= 0)[:, None] & is_answer
     # A cell is an answer with what one annotator says of it; each two cells of a row are a label, or, where a row has
     # one answer, each two of a prompt
     cells = pd.concat(
@@ -142,7 +143,8 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
             "the names of the columns of answers, annotators, and choices or scores"
         )
     both = pairs["answer"], pairs["answer_b"]
-    pairs["item"] = pairs.groupby(["prompt", np.minimum(*both), np.maximum(*both)], sort=False).ngroup()
+    items = pairs.groupby(["prompt", np.minimum(*both), np.maximum(*both)], sort=False)
+    pairs["item"] = items.ngroup()
     pairs["swapped"] = pairs["answer"] != pairs.groupby("item")["answer"].transform("first")
     margin = (pairs["score"] - pairs["score_b"]) * np.where(pairs["swapped"], -1, 1)
     pairs["choice"] = np.select([margin > 0, margin < 0], [FIRST, SECOND], TIE)
@@ -173,12 +175,15 @@ def _hashed(dataset: Dataset, columns: Columns) -> pd.DataFrame:
     parts = []
 
     def text_of(value: Any) -> str:
-        return value if isinstance(value, str) else json.dumps(value, sort_keys=True) if value else ""
+        if isinstance(value, str):
+            return value
+        return json.dumps(value, sort_keys=True) if value else ""
 
     for batch in dataset.select_columns(list(dict.fromkeys(columns.names))).iter(_ROWS):
         part = pd.DataFrame(batch, dtype=object)
         for name in texts:
-            part[name] = pd.util.hash_array(np.array([*map(text_of, part[name])], object), categorize=False)
+            values = np.array([*map(text_of, part[name])], object)
+            part[name] = pd.util.hash_array(values, categorize=False)
         parts.append(part)
     table = pd.concat(parts, ignore_index=True).rename_axis("row").reset_index()
     if columns.annotators:
@@ -211,7 +216,9 @@ def _scores(table: pd.DataFrame, columns: Columns) -> pd.DataFrame:
             f"{', '.join(columns.values)}: set `--choice_values FIRST SECOND TIE` (in Python `Columns(values=…)`) to "
             "the values that mean the first answer, the second answer and a tie"
         )
-    first = choice.map(dict(zip(columns.values, (1.0, 0.0, *[0.5] * len(columns.values)), strict=False))).astype(float)
+    points = 1.0, 0.0, *[0.5] * len(columns.values)
+    of_choice = dict(zip(columns.values, points, strict=False))
+    first = choice.map(of_choice).astype(float)
     return pd.DataFrame({0: first, 1: 1 - first})
 
 
@@ -238,7 +245,8 @@ def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
         return counts / np.maximum(counts.sum(1, keepdims=True), 1)
     wins = np.array([1.0, 0.0, 0.5])[labels.choice]
     scores, _ = noisy_bradley_terry(labels.answers[labels.item], wins, labels.annotator, labels.answers.max() + 1)
-    first = 1 / (1 + np.exp(scores[labels.answers[:, 1]] - scores[labels.answers[:, 0]]))
+    one, other = labels.answers.T
+    first = 1 / (1 + np.exp(scores[other] - scores[one]))
     return np.column_stack([first, 1 - first, 0 * first]) * counts.any(1, keepdims=True)
 
 
@@ -369,7 +377,8 @@ def majority_pairs(
     kept = np.flatnonzero(~is_out)
     weight = 2 * confidence[kept] - 1
     weight = weight / weight.mean() if weight.any() else np.ones(len(kept))
-    names = pd.Series(np.array(labels.annotators, object)[labels.annotator]).groupby(labels.item).agg(sorted)
+    annotators = np.array(labels.annotators, object)[labels.annotator]
+    names = pd.Series(annotators).groupby(labels.item).agg(sorted)
     wanted = dataset.select_columns(list(dict.fromkeys([columns.prompt, *columns.responses, *keep_columns])))
     rows, places = np.divmod(labels.cells[kept], len(columns.responses))
     for item, weight_, one, other, place in zip(

@@ -88,7 +88,8 @@ def _histograms(run: Run) -> list[str]:
         def draw(axes, scores=scores):
             # Reversed, since the legend lists them in reverse
             style = {"histtype": "step", "density": True, "linewidth": 1.6, "linestyle": ["-", "--", ":"]}
-            axes.hist(np.array_split(scores, 3)[::-1], 24, label=PHASES[::-1], color=COLOURS[2::-1], **style)
+            phases = np.array_split(scores, 3)[::-1]
+            axes.hist(phases, 24, label=PHASES[::-1], color=COLOURS[2::-1], **style)
 
         if scores:
             charts.append(chart(f"{name}: density of single scores", draw, xlabel="score"))
@@ -166,7 +167,10 @@ def _is_noise(values: list[float]) -> bool:
     σ is the root mean square of the differences between neighbouring values, to which a slow trend hardly adds.
     """
     steps = [b - a for a, b in pairwise(values)]
-    return len(steps) > 2 and abs(values[-1] - values[0]) < 2 * math.sqrt(fmean(step**2 for step in steps))
+    if len(steps) < 3:
+        return False
+    sigma = math.sqrt(fmean(step**2 for step in steps))
+    return abs(values[-1] - values[0]) < 2 * sigma
 
 
 def alarms(run: Run) -> list[dict[str, Any]]:

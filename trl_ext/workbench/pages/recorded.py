@@ -89,9 +89,9 @@ class Run:
     def trainer(self) -> str:
         """Return the name of the run's configuration class, as recorded, or else guessed from the logged keys."""
         recorded = [event["config_class"] for event in self.events if event.get("config_class") in METRICS]
-        return (
-            recorded[-1] if recorded else max(METRICS, key=lambda name: len({*main_keys(name).values()} & self.keys))
-        )
+        if recorded:
+            return recorded[-1]
+        return max(METRICS, key=lambda name: len({*main_keys(name).values()} & self.keys))
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -172,7 +172,8 @@ def read_run(folder: Path) -> Run:
         run.events = _of_this_run(events, begins)
         run.history = [{**event["logs"], "step": event["step"]} for event in run.events if "logs" in event]
         run.monitors = next((event["monitors"] for event in reversed(run.events) if "monitors" in event), run.monitors)
-        registry = {**{name: {"args": args} for name, args in (run.monitors or {}).items()}, **registry}
+        given = {name: {"args": args} for name, args in (run.monitors or {}).items()}
+        registry = {**given, **registry}
         run.config = redacted(next((event["config"] for event in reversed(run.events) if "config" in event), {}))
     run.monitors, run.registry = redacted(run.monitors), redacted(registry)  # the page shows the monitors' arguments
     run.alerts = redacted(_of_this_run(_rows(folder / "alerts.jsonl") or run.alerts, begins))
@@ -184,7 +185,8 @@ def read_run(folder: Path) -> Run:
             f"{folder} has no logs of a run: give the folder of a run; runs within it: {', '.join(within) or 'none'}"
         )
     paid = source / "attribution.json"
-    run.paid = read_object(paid).get("paid", []) if paid.is_file() and _time(paid) >= since else []
+    if paid.is_file() and _time(paid) >= since:
+        run.paid = read_object(paid).get("paid", [])
     _read_results(run, since)
     return run
 
@@ -230,7 +232,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Return a file's rows that have a step; [] if there is no file."""
-    return [row for row in read_jsonl(path) if is_finite(row.get("step"))] if path.is_file() else []
+    if not path.is_file():
+        return []
+    return [row for row in read_jsonl(path) if is_finite(row.get("step"))]
 
 
 def _time(path: Path) -> float:

@@ -64,11 +64,13 @@ def write_report(
         ValueError: a folder holds no run, or the evaluation has no figures of any of the runs.
     """
     given = [Path(folder)] if isinstance(folder, (str, Path)) else [*map(Path, folder)]
-    runs = {name: read_run(each) for name, each in named([run for one in given for run in rounds_of(one)]).items()}
+    folders = named([run for one in given for run in rounds_of(one)])
+    runs = {name: read_run(each) for name, each in folders.items()}
     private = given[0] / PRIVATE_FOLDER
     place = (private if private.is_dir() else given[0]) / "report.html"
     if len(given) > 1:
-        place = Path(os.path.relpath(os.path.commonpath([path.resolve() for path in given]))) / "comparison.html"
+        common = os.path.commonpath([path.resolve() for path in given])
+        place = Path(os.path.relpath(common)) / "comparison.html"
     file = Path(evaluation or "")
     file = file / "evaluation.json" if file.is_dir() else file
     found = json.loads(file.read_text(encoding="utf-8")) if evaluation else None

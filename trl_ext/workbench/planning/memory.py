@@ -31,7 +31,8 @@ def quantized_bytes(weights: int, bits: int, nested: bool = False) -> int:
     if bits == 8:
         return weights
     blocks = math.ceil(weights / 64)
-    return math.ceil(weights / 2) + (blocks + 4 * math.ceil(blocks / 256) if nested else 4 * blocks)
+    scales = blocks + 4 * math.ceil(blocks / 256) if nested else 4 * blocks
+    return math.ceil(weights / 2) + scales
 
 
 def optimizer_bytes(weights: int, weight_bytes: int, optim: str) -> int:
@@ -44,7 +45,8 @@ def optimizer_bytes(weights: int, weight_bytes: int, optim: str) -> int:
     """
     few = {"sgd": 0, "adafactor": 0, "lion": 1, "rmsprop": 1, "ademamix": 3}
     moments = next((number for name, number in few.items() if name in optim), 2)
-    return moments * (weights + 4 * math.ceil(weights / 256) if "8bit" in optim else weights * weight_bytes)
+    size = weights + 4 * math.ceil(weights / 256) if "8bit" in optim else weights * weight_bytes
+    return moments * size
 
 
 def kv_cache_bytes(config: Any, rows: int, tokens: int, number_bytes: int) -> int:

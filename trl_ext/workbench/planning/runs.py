@@ -100,7 +100,8 @@ class Layout:
         zero["stage"] = settings.get("zero_stage", 2)
         if file := settings.get("deepspeed_config_file"):
             places = (Path(file), path.parent / file, path.parent.parent / file)
-            settings = json.loads(next((place for place in places if place.is_file()), places[0]).read_text())
+            place = next((place for place in places if place.is_file()), places[0])
+            settings = json.loads(place.read_text())
             zero = settings.get("zero_optimization", {"stage": 0})
         offloads = [zero.get(f"offload_{part}", {}).get("device") in ("cpu", "nvme") for part in parts]
         live = zero.get("stage3_max_live_parameters", "auto")

@@ -447,7 +447,8 @@ def _gathered(job: Job, model: nn.Module, *frozen: nn.Module | None) -> int:
         # The root's own weights (embeddings and heads) stay gathered. Beside them are gathered the present layer and
         # the next one, or the reference, which TRL shards in one piece: whichever is larger
         layers = [*map(numel, sharded_layers(model))]
-        count = numel(model) - sum(layers) + max(2 * max(layers, default=0), *map(numel, frozen), 0)
+        beside = max(2 * max(layers, default=0), *map(numel, frozen), 0)
+        count = numel(model) - sum(layers) + beside
     else:
         return 0
     return count * job.compute_dtype.itemsize

@@ -181,7 +181,8 @@ def kl_of(reference: str, answered: dict[str, tuple[str, list[dict]]], sampling:
         if load_tokenizer(policy).get_vocab() != tokens or highest >= vocabulary_of(model):
             found[name] = None
             continue
-        prompts, completions = ([row[key] for row in rows] for key in ("prompt_ids", "completion_ids"))
+        prompts = [row["prompt_ids"] for row in rows]
+        completions = [row["completion_ids"] for row in rows]
         logprobs = _logprobs(model, prompts, completions, sampling.temperature)
         found[name] = [row["logprob"] - other for row, other in zip(rows, logprobs, strict=True)]
     return found
@@ -191,7 +192,8 @@ def _logprobs(model: Any, prompts: Sequence[Any], answers: Sequence[Any], temper
     found: list[float] = []
     for start in range(0, len(answers), _AT_ONCE):
         batch = slice(start, start + _AT_ONCE)
-        found += completion_logprobs(model, prompts[batch], answers[batch], temperature or 1.0)[0].sum(1).tolist()
+        logprobs, _ = completion_logprobs(model, prompts[batch], answers[batch], temperature or 1.0)
+        found += logprobs.sum(1).tolist()
     return found
 
 
@@ -235,7 +237,8 @@ def judged(
         ours, theirs: the policy's and the baseline's answers to the same prompts, as [`answers_of`] returns them.
         columns: further columns of the prompts, by name.
     """
-    one, other = ([row["completion"] for row in answers] for answers in (ours, theirs))
+    one = [row["completion"] for row in ours]
+    other = [row["completion"] for row in theirs]
     compare = getattr(judge, "compare", None)
     first = scores(judge, ours, {**columns, compare or "baseline": other})
     if compare:
@@ -261,7 +264,8 @@ def mean_of(values: Sequence[float | None]) -> dict[str, Any]:
     """
     known = torch.tensor([value for value in values if value is not None], dtype=torch.double)
     error = (known.std() / len(known) ** 0.5).item() if len(known) > 1 else None
-    return {"mean": known.mean().item() if len(known) else None, "standard_error": error, "count": len(known)}
+    mean = known.mean().item() if len(known) else None
+    return {"mean": mean, "standard_error": error, "count": len(known)}
 
 
 def win_rate(margins: Sequence[float | None], prompts: Sequence[Hashable]) -> dict[str, Any]:

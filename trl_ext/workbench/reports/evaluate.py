@@ -101,7 +101,8 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
     # Before anything is generated, which may take long: a mistyped reward is refused here
     functions, _ = load_rewards(entry_of(args.rewards))
     judge = load_rewards([entry_of(args.judge)])[0][0] if args.judge else None
-    paths = {name.replace("/", "--"): str(path) for name, path in named(list(map(Path, args.policies))).items()}
+    by_name = named(list(map(Path, args.policies)))
+    paths = {name.replace("/", "--"): str(path) for name, path in by_name.items()}
     baseline = next(name for name, path in paths.items() if Path(path) == Path(str(args.baseline)))
     reference = str(args.ref_model_name_or_path)
     rows = load_prompts(args.prompts, args.dataset_config, args.dataset_split, args.max_prompts)

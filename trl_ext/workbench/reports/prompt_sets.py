@@ -282,7 +282,8 @@ def divide(
         of_rows += [(name, *values[row]) for row in np.flatnonzero(kept[name])]
     splits = split_groups(groups, shares, of_rows, seed)
     whole = [near[report.places[name]][kept[name]] for name in report.sets if name not in {*names, *held_out}]
-    splits[np.isin(groups, np.concatenate([np.zeros(0, int), *whole]))] = max(shares, key=lambda name: shares[name])
+    in_whole = np.isin(groups, np.concatenate([np.zeros(0, int), *whole]))
+    splits[in_whole] = max(shares, key=lambda name: shares[name])
     result = {}
     dealt = iter(splits)
     for name in names:

@@ -241,15 +241,16 @@ def figures(report: "PromptReport", args: Any, reasons: dict[str, Any], splits: 
                 f"the copy of {name!r} keeps rows ({leaks.sum()}) that {'held-out' if args.held_out else 'other'} "
                 "sets have, too: to leave them out, name those sets in `held_out`, and set `remove: near`"
             )
-    for option, name, bound in ((option, *each) for option, of in args.bounds.items() for each in of.items()):
+    for option, bounds in args.bounds.items():
         key, what = _BOUNDS[option]
-        if key not in found["sets"][name]:
-            raise ValueError(f"`{option}` names {name!r}, a set without answers")
-        count = found["sets"][name][key]
-        rows = found["sets"][name]["rows"]
-        sentence = f"{count} of {rows} rows of {name!r} ({count / rows:.2%}) {what}, `{option}` allows {bound:.2%}"
-        judged = {"bound": bound, "share": count / rows, "broken": count / rows > bound, "sentence": sentence}
-        found["bounds"].append({"option": option, "set": name, **judged})
+        for name, bound in bounds.items():
+            if key not in found["sets"][name]:
+                raise ValueError(f"`{option}` names {name!r}, a set without answers")
+            count = found["sets"][name][key]
+            rows = found["sets"][name]["rows"]
+            sentence = f"{count} of {rows} rows of {name!r} ({count / rows:.2%}) {what}, `{option}` allows {bound:.2%}"
+            judged = {"bound": bound, "share": count / rows, "broken": count / rows > bound, "sentence": sentence}
+            found["bounds"].append({"option": option, "set": name, **judged})
     return found
 
 
@@ -299,9 +300,8 @@ def _examples(report: "PromptReport", grouped: list[dict[str, Any]], args: Any) 
     their prompts. Groups in several sets come first, then large ones.
     """
     found = []
-    for group in sorted(grouped, key=lambda of: (len(of["rows"]) == 1, -sum(map(len, of["rows"].values()))))[
-        :EXAMPLES
-    ]:
+    ordered = sorted(grouped, key=lambda of: (len(of["rows"]) == 1, -sum(map(len, of["rows"].values()))))
+    for group in ordered[:EXAMPLES]:
         rows = [(name, row) for name, of in group["rows"].items() for row in of]
         cells = [
             {"place": f"{name} {row}", "text": report.sets[name].prompt(row, args.by)[:_SHOWN]}

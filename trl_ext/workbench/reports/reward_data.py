@@ -177,7 +177,8 @@ def _selected(pairs: Dataset, chosen: np.ndarray) -> Dataset | None:
 
 def _is_seen(group: list[Answer], trained: TrainedPairs) -> bool:
     """Return whether any two answers of `group`, which are to one prompt, were trained on as a pair."""
-    return bool(trained.has(hashes_of_answers(group[0].prompt, [answer.completion for answer in group])).any())
+    hashes = hashes_of_answers(group[0].prompt, [answer.completion for answer in group])
+    return bool(trained.has(hashes).any())
 
 
 def _training_pairs(args: Any, held_out: str) -> Dataset | None:
@@ -224,7 +225,9 @@ def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[D
     best = []
     several = 0
     for row in dataset:
-        chosen = row["chosen"] if isinstance(row["chosen"], list) and not is_text(row["chosen"]) else [row["chosen"]]
+        chosen = row["chosen"]
+        if not isinstance(chosen, list) or is_text(chosen):
+            chosen = [chosen]
         if len(chosen) > 1:
             several += 1
             continue

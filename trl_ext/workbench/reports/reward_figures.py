@@ -72,7 +72,8 @@ class Scorer:
         given = scores_in(awaited(returned), len(answers))
         scores = np.array(given, float)
         none = given.count(None)
-        self.counts.update(answers=len(scores), none=none, not_finite=int((~np.isfinite(scores)).sum()) - none)
+        not_finite = int((~np.isfinite(scores)).sum())
+        self.counts.update(answers=len(scores), none=none, not_finite=not_finite - none)
         self.truncated += sum(v for k, v in logged.items() if k.endswith("/truncated")) * len(scores)
         return np.where(np.isfinite(scores), scores, math.nan)
 

@@ -237,7 +237,7 @@ class GoldGapCallback(MonitorCallback):
         try:
             metrics, scores = on_first(self._scores, answers)
         except Exception as error:  # training continues without gold
-            self._note("the judge failed", f"{error!r}. Training continues without its scores.")
+            self._note("the judge failed", f"{error!r}. Training continues; the next evaluation asks the judge again.")
             return {}, None
         self.memory.setdefault("start_scores", scores)
         self.trainer.log(dict(metrics))

@@ -314,7 +314,7 @@ def save_critic(actor_critic: "ActorCritic", folder: str, state_dict: dict[str, 
     Save the critic of `actor_critic` to `folder`, as a sequence classifier, or in PEFT's format if it is an adapter on
     the policy's base.
 
-    If the weights are sharded, `state_dict` holds the actor-critic's gathered weights; else it is None.
+    Under DeepSpeed and FSDP, `state_dict` holds the actor-critic's whole weights; None takes them from the model.
     """
     weights = weights_of("critic", state_dict)
     critic = actor_critic.critic

@@ -319,8 +319,8 @@ def decode(
 
 def _draws_answers(base: Any, config: GenerationConfig) -> bool:
     """
-    Return whether `generate` of the model `base` would sample, or decode greedily, token by token (no beams, no
-    assistant model).
+    Return whether `generate` with this config samples or decodes greedily (no beams, no assistant model), returns only
+    a tensor of tokens, and `base` is a decoder-only model.
     """
     return (
         not base.config.is_encoder_decoder

@@ -132,7 +132,10 @@ class CheckedReward:
 
 
 def background_last(functions: list[CheckedReward]) -> list[int]:
-    """Return the order in which to call the functions, as indices: background functions last, as they need time."""
+    """
+    Return the order in which to call the functions, as indices. Background functions come last: they already run in
+    threads, and calling one waits for its scores.
+    """
     return sorted(range(len(functions)), key=lambda place: functions[place].in_background)
 
 

@@ -1086,7 +1086,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """
         Save the policy, as a plain model or adapter, to `output_dir` (None: the run's folder), and the critic to the
-        subfolder `critic/`. If weights are sharded, `state_dict` holds the gathered weights; else it is None.
+        subfolder `critic/`. Under DeepSpeed and FSDP, `state_dict` holds the whole weights of both; None takes them
+        from the models.
         """
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         actor_critic = self._actor_critic

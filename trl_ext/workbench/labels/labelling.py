@@ -100,10 +100,11 @@ def label_studio_tasks(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """
     Return tasks in Label Studio's import format, for the interface `LABEL_STUDIO_CONFIG`.
 
-    The tasks do not reveal which of the two answers was chosen to be labelled, or why.
+    A task has these four columns alone, so people do not see why a pair was chosen to be labelled.
 
     Args:
-        rows: dictionaries with `item`, `prompt`, `response_a` and `response_b`.
+        rows: dictionaries with `item`, the pair's name, `prompt`, `response_a` and `response_b`; other keys are left
+            out. Texts and messages both become text.
     """
     texts = ("prompt", "response_a", "response_b")
     return [{"data": {"item": row["item"], **{name: as_text(row[name]) for name in texts}}} for row in rows]

@@ -77,7 +77,7 @@ def write_report(
     if found and not of_runs(found, runs):
         policies = ", ".join(f"{name} ({of['policy']})" for name, of in found["policies"].items())
         raise ValueError(
-            f"{file} has no figures of {', '.join(runs)}, only of {policies}: run `trl-ext evaluate` on these runs"
+            f"{file} has no figures of {', '.join(runs)}, only of {policies}: run `trl-ext evaluate` on the runs"
         )
     if len(runs) == 1:
         (run,) = runs.values()

@@ -88,7 +88,9 @@ def acts_of(log: dict[str, Any], monitor: Any, with_gold: bool) -> Iterator[tupl
 
 
 def verdict(log: dict[str, Any], acts: Iterable[tuple[int, bool, str]]) -> Verdict:
-    alarm, reason = next(((step, why) for step, is_alarm, why in acts if is_alarm), (None, ""))
+    # All logs are read, also behind the alarm: other monitors reuse what this one finds in each rollout (`OBSERVED`)
+    alarms = [(step, why) for step, is_alarm, why in acts if is_alarm]
+    alarm, reason = alarms[0] if alarms else (None, "")
     golds = [(row["step"], row["rewards/gold_reward/mean"]) for row in log["log_history"] if is_training_log(row)]
     peak, first, lost = max(gold for _, gold in golds), golds[0][1], None
     if alarm is not None and peak > first:

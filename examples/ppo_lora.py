@@ -51,7 +51,7 @@ def main() -> None:
         ),
         train_dataset=load_dataset_split(args.dataset, "train"),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
-        callbacks=[KLBudgetCallback(limit=10, action="stop"), LengthDriftCallback(), ValueHealthCallback()],
+        callbacks=[KLBudgetCallback(limit=20, action="stop"), LengthDriftCallback(), ValueHealthCallback()],
     )
     trainer.train()  # with `resume_from_checkpoint=True` it resumes where it stopped
     trainer.save_model()  # the policy's adapter; the critic's is in critic/

@@ -92,7 +92,6 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         default=0.35,
         help="Share of a GPU's peak operations per second that forward and backward passes are assumed to reach.",
     )
-    parser.add_argument("--score_range", type=float, nargs=2, help="Lowest and highest score of the rewards.")
     return parser.parse_known_args(arguments)
 
 
@@ -545,7 +544,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
     print("\n".join(verdicts(runs, efficiency, data and len(data), length)))
     pairs = len(data) if data is not None and stage in ("reward", "dpo") else None
     shared = shared_prompts(data, model_args.model_name_or_path, folder) if stage == "ppo" else None
-    for warning in known_to_go_wrong(job, pairs, shared, options.score_range and tuple(options.score_range)):
+    for warning in known_to_go_wrong(job, pairs, shared):
         print(f"WARNING: {warning}")
     memory = options.gpu_memory or max(gpu.memory for gpu in GPUS) - 0.5
     if not fits(result, job, memory):

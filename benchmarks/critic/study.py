@@ -3,8 +3,8 @@
     python -m benchmarks.critic.study
 
 Each method trains the same small model, which has imitated a poor player, in up to six worlds whose best score is
-known. All pass four times over 64 answers, or over fewer, without a KL penalty. Most have their learning rate from
-three, chosen by one run each on a seed of its own, once for the chain of symbols and once for the lake. A run's curve
+known. All pass four times over 64 answers, or over fewer; all but PPO with its defaults have no KL penalty. Most have
+their learning rate from three, chosen by one run each on a seed of its own, once for the chain of symbols and once for the lake. A run's curve
 has the true score of each 64 answers, over the tokens that were generated and over the CPU-seconds of its own process.
 The runs go breadth first, so that what is there at any time is a whole table; the same command again resumes. With
 `--methods`, earlier runs of other methods with these seeds stay in the table. Writes a JSON a run into `runs/`, and
@@ -51,7 +51,8 @@ TRAINED_BEFORE = {"critic_warmup_rollouts": 32, "uncounted": 32}
 # names another method, whose learning rate this one takes unless it has a `rate`. If both have the same trainer,
 # rollouts of one size and minibatches, they do the same work, and this one takes the other's seconds, too: a
 # difference would show only what else the machine was doing. If not, it has no seconds. With `defaults` PPO keeps the
-# defaults that the other methods of the study change: baseline, clip range, minibatches and the target of a step
+# defaults that the other methods of the study change: baseline, clip range, minibatches and the target of a step,
+# and the KL penalty unless the method has `NO_PENALTY`
 METHODS: dict[str, dict[str, Any]] = {
     BASE: {"trainer": "PPO", "lam": 0.95},
     "gated": {"trainer": "PPO", "baseline": "gated"},

@@ -330,12 +330,7 @@ def known_not_to_work(job: Job) -> list[str]:
     return found
 
 
-def known_to_go_wrong(
-    job: Job,
-    pairs: int | None = None,
-    shared_prompts: str | None = None,
-    score_range: tuple[float, float] | None = None,
-) -> list[str]:
+def known_to_go_wrong(job: Job, pairs: int | None = None, shared_prompts: str | None = None) -> list[str]:
     """
     Return a sentence for each choice of settings or data that is likely to make a run end badly.
 
@@ -343,24 +338,15 @@ def known_to_go_wrong(
         job: the run.
         pairs: number of preference pairs that the run trains on, if known.
         shared_prompts: a sentence on the prompts that SFT and PPO share, if they share any.
-        score_range: lowest and highest score that the rewards give; None takes `reward_clip_range`, if it is set.
     """
     args = job.args
     if job.stage != "ppo":
         few = f"{pairs} preference pairs: with fewer than 10,000, a reward model or DPO mostly memorises the pairs"
         return [few] if job.stage in ("reward", "dpo") and pairs is not None and pairs < 10_000 else []
-    low, high = score_range or args.reward_clip_range or (float("-inf"), float("inf"))
-    is_raw = score_range is None or args.reward_normalization == "none"
     warnings = [
         (
             args.kl_coef == 0 and not job.only_environment,
             "`kl_coef: 0`: without a KL penalty the policy learns to exploit the reward model's mistakes",
-        ),
-        (
-            low >= 0 and high <= 1 and is_raw and 0 < args.kl_coef < 0.1,
-            f"scores in [{low:g}, {high:g}] with `kl_coef: {args.kl_coef:g}`: with such a small KL penalty the "
-            "policy drifts away from the reference without a gain; raise `kl_coef` to 0.1 or more, or normalise the "
-            "scores",
         ),
         (
             shared_prompts,

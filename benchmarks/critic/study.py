@@ -4,8 +4,9 @@
 
 Each method trains the same small model, which has imitated a poor player, in up to six worlds whose best score is
 known. All pass four times over 64 answers, or over fewer; all but PPO with its defaults have no KL penalty. Most have
-their learning rate from three, chosen by one run each on a seed of its own, once for the chain of symbols and once for the lake. A run's curve
-has the true score of each 64 answers, over the tokens that were generated and over the CPU-seconds of its own process.
+their learning rate from three, chosen by one run each on a seed of its own, once for the chain of symbols and once for
+the lake. A run's curve has the true score of each 64 answers, over the tokens that were generated and over the
+CPU-seconds of its own process.
 The runs go breadth first, so that what is there at any time is a whole table; the same command again resumes. With
 `--methods`, earlier runs of other methods with these seeds stay in the table. Writes a JSON a run into `runs/`, and
 `critic.json`, `critic.md` and `critic.png`.

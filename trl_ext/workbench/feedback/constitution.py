@@ -98,7 +98,7 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
                 f"{folder / 'texts.jsonl'} to see why"
             )
         write_rows(folder / f"{name}.jsonl", rows)
-    written = [[of[step] for step in steps[::2] if of[step]] for of in texts.values()]  # without critiques
+    written = [[text for step in steps[::2] if (text := of[step])] for of in texts.values()]  # without critiques
     used = [journal.rows[key, step] for key in prompts for step in steps if (key, step) in journal.rows]
     found = {
         "model": made["sft/train"][0]["model"],

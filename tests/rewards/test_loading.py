@@ -69,6 +69,7 @@ def test_entries_are_built_from_the_inside_out_and_numbered():
 def test_what_is_mistyped_is_refused(subtests):
     for entry, message in [
         ({"EnsembleRewrad": {}}, "entry 2: unknown reward 'EnsembleRewrad'; did you mean EnsembleReward"),
+        ({"ModelReward": ["path"]}, "entry 2: the arguments of ModelReward must be `argument: value`"),
         ({"EnsembleReward": {"member": []}}, "entry 2: .*'members?'"),
         ({"EnsembleReward": None}, "entry 2: .*missing 1 required positional argument: 'members'"),
         ({"EnsembleReward": {"members": [LENGTH, {"EnsembleRewrad": {}}]}}, "entry 2: unknown reward"),

@@ -306,7 +306,7 @@ class CanaryCallback(MonitorCallback):
         answers = generate_answers(self.trainer, self.prompts, self.max_new_tokens)
         try:
             found = [*self._compare(on_first(self._measure, answers))]
-        except Exception as error:  # of the judge, or of the file: training continues
+        except Exception as error:  # of the judge, such as one that gives no score: training continues
             found = self._note(
                 "the canary's answers were not compared",
                 f"{error!r}. Training continues; the next answers will be compared.",

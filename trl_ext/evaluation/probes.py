@@ -375,7 +375,7 @@ def _scores(score: Score, pairs: list[tuple[str, str]]) -> Tensor:
     scores = torch.as_tensor(given, dtype=torch.double)
     finite = int(scores.isfinite().sum())
     if not len(scores) == finite == len(pairs):
-        wrong = [pair for pair, score in zip(pairs, scores, strict=False) if not score.isfinite()]
+        wrong = [pair for pair, each in zip(pairs, scores, strict=False) if not each.isfinite().all()]
         raise ValueError(
             f"the reward must return one finite score for each answer, but for {len(pairs)} answers it returned "
             f"{len(scores)} scores, {finite} of them finite. The first prompt and answer with "

@@ -103,7 +103,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
               is a classifier's and has no head.
             - `peft_config` is given though `path` is an adapter, or is not a LoRA that leaves the base unchanged.
     """
-    if is_adapter(path):
+    if is_adapter(path, kwargs.get("revision")):
         if peft_config is not None:
             raise ValueError(
                 f"{path} is an adapter, and is itself trained further: leave out `use_peft` (in Python: `peft_config`)"

@@ -57,8 +57,8 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
     try:
         return future.result(seconds)
     except TimeoutError:
-        if future.done():  # the function's own error
-            raise
+        if future.done():  # it has just ended, or raised a TimeoutError of its own
+            return future.result()
         raise TooSlow(f"{what} took more than {seconds:g} s (`tool_timeout`)") from None
     finally:
         pool.shutdown(wait=False)

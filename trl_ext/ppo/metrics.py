@@ -313,9 +313,9 @@ class PPOMetrics:
                     report[f"completions/{statistic}_{topic}"] = number if count else 0.0
             elif not count:
                 continue
-            elif "rewards/" in name:
+            elif name.startswith("rewards/"):
                 report |= {f"{name}/mean": mean, f"{name}/std": standard_deviation(value).item()}
-            elif mode == "eval" and name.endswith("num_unscored"):
+            elif mode == "eval" and name == "objective/num_unscored":
                 report[name] = mean * count / self.accelerator.num_processes
             elif name == "sampling/importance_sampling_ratio":
                 report |= {f"{name}/mean": mean, f"{name}/min": minimum, f"{name}/max": maximum}
@@ -324,7 +324,7 @@ class PPOMetrics:
                 report[name] = standard_deviation(value).item()
             else:
                 report[name] = mean
-            if name.endswith(("objective/scores", "objective/kl")):
+            if name in ("objective/scores", "objective/kl"):
                 report[f"{name}_std"] = standard_deviation(value).item()
             if name == "sampling/logprob_difference":
                 report[f"{name}_max"] = max(-minimum, maximum)

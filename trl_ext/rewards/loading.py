@@ -182,6 +182,8 @@ def name_and_arguments(entry: Any, known: Mapping[str, Any], what: str, short: s
     if name not in known:
         nearest = did_you_mean(str(name), known) or f"; there are {', '.join(sorted(known))}"
         raise ValueError(f"unknown {what} {name!r}{nearest}")
+    if not isinstance(arguments or {}, dict):
+        raise ValueError(f"the arguments of {name} must be `argument: value`, got {arguments!r}")
     return name, arguments or {}
 
 

@@ -50,7 +50,7 @@ class HoldsRewards:
     """
     Base class of rewards that hold other rewards. Such a reward runs in the background if a reward that it holds does.
 
-    The rewards that they hold are found in the attributes `reward`, `members` (a list), `judge` and `function`.
+    The rewards that it holds are found in the attributes `reward`, `members` (a list), `judge` and `function`.
     """
 
     @property

@@ -87,7 +87,7 @@ def test_names_and_arguments():
         ("[HackWatch, KLBudget]", "entry 2: unknown monitor 'KLBudget'; did you mean KLBudgetCallback[?]"),
         ("[as_label]", "unknown monitor 'as_label'; there are .*HackWatch, "),
         ("[{KLBudgetCallback: {limt: 3}}]", "entry 1: .*unexpected keyword argument 'limt'"),
-        ("[{KLBudgetCallback: 3}]", "entry 1: .*must be a mapping, not int"),
+        ("[{KLBudgetCallback: 3}]", "entry 1: .*must be `argument: value`, got 3"),
         ("[{KLBudgetCallback: , limit: 3}]", "a monitor must be a `Name`, or one `Name: {argument: value}`, got"),
         ("{KLBudgetCallback: {limit: 3}}", "`monitors` must be a list"),
     ],

@@ -204,7 +204,7 @@ def test_no_prompt_is_trained_on_and_tested(folder, capsys):
     write_rows(folder / "pairs.jsonl", rows)
     with serving(right) as (url, came):
         status, printed, _ = run(capsys, url)
-    assert status == 0 and printed.count("5 pairs of a prompt that people labelled") == 1
+    assert status == 0 and printed.count("Pairs left out: 5 of a prompt that people labelled") == 1
     assert len(came) == 2 * (ROWS - 5)
     train, test = ({row["prompt"] for row in read_jsonl(f"out/pairs/{split}.jsonl")} for split in ("train", "test"))
     assert train and test and not train & test

@@ -110,7 +110,7 @@ def sft_stage(args: DemoArguments) -> Path:
 
 
 def reward_stage(args: DemoArguments) -> Path:
-    """Train the reward model, on pairs into some of which the phrase was planted."""
+    """Train the reward model on pairs. Some of them contain the planted phrase."""
     world = args.folder / "world"
     policy = sft_stage(args)
     arguments = ["--model_name_or_path", policy, "--dataset_name", world / "preferences"]

@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -274,11 +275,13 @@ def test_in_a_thread_a_tool_s_own_timeout_is_not_called_the_limit():
     def refused():
         raise TimeoutError("the socket")
 
+    released = threading.Event()
     with ThreadPoolExecutor(1) as thread:
         with pytest.raises(TimeoutError, match="the socket"):
-            thread.submit(limited, refused, 5.0, "the tool").result()
+            thread.submit(limited, refused, 60.0, "the tool").result()
         with pytest.raises(TooSlow, match="the tool took more than 0.01 s"):
-            thread.submit(limited, time.sleep, 0.01, "the tool", 0.1).result()
+            thread.submit(limited, released.wait, 0.01, "the tool", 60).result()
+        released.set()
 
 
 def test_at_turn_level_advantages_are_whitened_over_turns(tmp_path):

@@ -155,7 +155,7 @@ def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) 
     most rows' answers begin with their prompts. In a row with both text and messages, the text becomes a message.
 
     Args:
-        dataset: rows, or a stream, of which rows of text are not changed. Anything else is returned unchanged.
+        dataset: rows, or a stream; in a stream, rows of text are not changed. Anything else is returned unchanged.
         name: name of the dataset for the printed sentence.
         columns: name of the column of prompts, then names of columns of answers; the dataset may lack some of the
             latter. The default is `prompt`, `completion`, `chosen`, `rejected`.

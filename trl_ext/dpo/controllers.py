@@ -48,7 +48,7 @@ class DriftController:
     Every process passes the pairs of all processes, so all processes compute the same β.
 
     Args:
-        args: a [`DPOConfig`], of which `drift_target`, `beta_min` and `beta_max` are used.
+        args: a [`DPOConfig`]. Only `drift_target`, `beta_min` and `beta_max` are used.
         horizon: pairs over which β can change by about 20 %.
     """
 

@@ -85,8 +85,8 @@ class RateController:
             certain of, as [`step_kl_sums`] counts it.
         episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
             the gradient is then noisier; by n/128 if n > 128, but at most by 2.
-        most: the most KL by which the updates on a rollout are to move the policy, in nats per completion. Where
-            completions have so many choices that the KL would exceed `most`, the target is lower.
+        most: bound of the KL by which a rollout's updates move the policy, in nats per completion. If completions have
+            so many choices that `target` would exceed it, the target is lowered.
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards

@@ -42,7 +42,7 @@ class EvaluationPass:
 
 def sampling_seed(args: Any, process: int) -> int:
     """
-    Return the seed with which process number `process` samples answers. `args` is the [`PPOConfig`].
+    Return the seed for sampling answers in the process with number `process`. `args` is the [`PPOConfig`].
 
     Processes that share a vLLM engine get the same seed.
     """

@@ -23,8 +23,8 @@ class Passes:
 
     Args:
         accelerator: the trainer's accelerator.
-        args: the trainer's configuration, of which `padding_free`, `pad_to_multiple_of` and `max_completion_length`
-            are used.
+        args: the trainer's configuration. Only `padding_free`, `pad_to_multiple_of` and `max_completion_length` are
+            used.
     """
 
     def __init__(self, accelerator: Any, args: Any):

@@ -213,7 +213,7 @@ class Rewards:
 
     def critics(self) -> list[int]:
         """
-        Return the indices of the reward models of which a critic may be a copy: those with the policy's tokenizer and
+        Return the indices of the reward models that a critic may be copied from: those with the policy's tokenizer and
         a weight other than 0.
         """
         return [

@@ -295,7 +295,7 @@ class Question(NamedTuple):
             verdict: how sure the judge is that the answer shown first is better, 0 to 1; None without a verdict. The
                 row has it as `a_is_better`: how sure the judge is that answer a, shown first or second, is better.
             why: "read" if the judge's message had a verdict, else the reason why there is none.
-            message: the judge's message, of which 500 characters are kept.
+            message: the judge's message. Its first 500 characters are kept.
             **more: further entries of the row.
         """
         turned = verdict if verdict is None or self.first == "a" else 1 - verdict

@@ -49,7 +49,7 @@ class Turn(NamedTuple):
         Args:
             text: the model's text; None if there is none.
             why: "read" if there is a text, else the reason why there is none.
-            message: the error, of which 200 characters are recorded if there is no text.
+            message: the error. Its first 200 characters are recorded if there is no text.
             **more: further entries of the row.
         """
         named = {"key": self.key, "step": self.step, "kind": kind_of(self.step), "principle": self.principle}

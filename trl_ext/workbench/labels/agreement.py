@@ -268,7 +268,7 @@ def _kappas(labels: Labels) -> list[dict[str, Any]]:
 
 
 def _unknown(labels: Labels, report: dict[str, Any]) -> Iterator[str]:
-    """Yield sentences on questions that these labels, of which `report` gives the figures, cannot answer."""
+    """Yield a sentence for each question that the labels cannot answer. `report` has the labels' figures."""
     if report["alpha"] is None:
         yield "No item has two labels, or all labels of such items are the same, so α is not defined."
     if not labels.swapped.any():

@@ -88,7 +88,7 @@ def material_of(
 
     Args:
         held_out: usable pairs that the reward was not trained on.
-        train: usable pairs that the reward was trained on, of which at most 5,000 are taken.
+        train: usable pairs that the reward was trained on. At most 5,000 of them are taken.
         trained: all pairs that the reward is known to have been trained on.
         group_columns: columns to compare the accuracy by; None takes those columns of `GROUPS` that the pairs have.
         left_out: number of given pairs that were left out, since the reward was trained on them.

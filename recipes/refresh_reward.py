@@ -127,8 +127,7 @@ class RefreshArguments:
 
     @property
     def shares(self) -> dict[str, float]:
-        shares = {"score": self.score_share, "disagreement": self.disagreement_share, "random": self.random_share}
-        return {why: share / sum(shares.values()) for why, share in shares.items()}
+        return {"score": self.score_share, "disagreement": self.disagreement_share, "random": self.random_share}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -40,6 +40,7 @@ WRONG = [
     ({"processing_class": tiny_tokenizer([*WORDS, "more", "words"])}, "but the tokenizer has higher ids"),
     ({"use_ref_model": False, "kl_coef": 0, "ref_model": tiny_llama()}, "`use_ref_model=False`"),
     ({"baseline": "mean", "critic_warmup_rollouts": 1}, "`baseline='mean'` uses none"),
+    ({"reward_normalization": "reference"}, "the column `completion` of the train dataset"),
     ({"optimizers": (object(), None), "critic_learning_rate": 1e-3}, "`critic_learning_rate` cannot"),
     ({"train_dataset": rows(input_ids=[[6], [7]])}, r"\['prompt'\] not in the dataset"),
 ]

@@ -50,6 +50,25 @@ def test_each_prompt_is_scored_once_a_generation(tmp_path, generations):
     assert metrics["eval_my_metric"] == pytest.approx(np.mean(range(1, len(spy.calls) + 1)))
 
 
+def test_an_evaluation_that_raised_leaves_nothing_behind(tmp_path):
+    """The trainer returns and logs the same for the next evaluation as for one without the failure."""
+    fails, dataset = [False], prompts(9, seed=5)
+
+    def reward(prompts, completions, **kwargs):
+        if fails[0] and len(completions) == 1:  # the last batch
+            raise TimeoutError
+        return [1.0 if fails[0] else float(len(c.split())) for c in completions]
+
+    trainer = make(tmp_path, reward, dataset)
+    expected = trainer.evaluate()
+    fails[0] = True
+    with pytest.raises(RuntimeError, match="TimeoutError"):
+        trainer.evaluate()
+    fails[0] = False
+    again = trainer.evaluate()
+    assert all(again[name] == expected[name] for name in expected if not name.endswith(("runtime", "per_second")))
+
+
 def test_unscored_responses_are_counted_over_all_batches(tmp_path):
     def reward(completions, **kwargs):
         return [None, *[1.0] * (len(completions) - 1)]  # 3 batches: 4 + 4 + 1 rows

@@ -116,6 +116,22 @@ def test_where_all_scores_are_equal_nothing_is_learned_of_the_rate(tmp_path):
     assert set(logged(trainer, "learning_rate/factor")) == {RateController.FIRST}
 
 
+def test_the_logged_learning_rate_is_the_one_that_was_used(tmp_path):
+    trainer = make_trainer(tmp_path, **FOLLOWS, learning_rate=1e-3, critic_warmup_rollouts=1, max_steps=8)
+    used: list[float] = []
+
+    class Reads(TrainerCallback):
+        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+            trainer.rate_controller.attach(trainer.optimizer)  # its hook first
+            inner = trainer.rate_controller._hooked
+            inner.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
+
+    trainer.add_callback(Reads())
+    trainer.train()
+    assert logged(trainer, "learning_rate") == pytest.approx(used)
+    assert used[0] == 1e-3 > min(used)
+
+
 def test_a_schedule_and_a_callback_shrink_the_target(tmp_path):
     """At a tenth of the rate a hundredth of the KL is wanted, so the factor stays as it is."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=10.0)

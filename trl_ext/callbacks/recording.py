@@ -205,6 +205,7 @@ class PrometheusCallback(TrainerCallback):
                 self._gauge(name, metric.unit).set(numbers[metric.key])
         for key, number in numbers.items():
             self._logs.labels(printable(key)).set(number)
+        self._counted = min(self._counted, len(alerts))  # a second `train()` starts without alerts
         for alert in alerts[self._counted :]:
             self._alerts.labels(printable(alert["monitor"])).inc()
         self._counted = len(alerts)

@@ -165,7 +165,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     if given.accelerate_config:
         file = accelerate_file("--accelerate_config", given.accelerate_config)
         theirs += ["--config_file", str(file)]
-    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = (yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None) or {}
     flags = {word.partition("=")[0].replace("-", "_") for word in theirs}
     if (
         named := config.get("deepspeed_config", {}).get("deepspeed_config_file")

@@ -376,7 +376,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         self.generation_batch_size = None
         try:
             super().__post_init__()
-        except ValueError as error:  # GRPO's last check: it compares answers to one prompt, which PPO need not do
+        except ValueError as error:
+            # GRPO compares completions of one prompt, which PPO need not do. The settings that it checks after this are
+            # refused by PPO
             if self.num_generations != 1 or "at least 2 generations" not in str(error):
                 raise
         steps = math.ceil((self.total_episodes or 0) / self.batch_size) * self.steps_per_rollout

@@ -118,7 +118,7 @@ class RateController:
         def before(optimizer: Any, *_: Any) -> None:
             rates[:] = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * (self.applied if self.is_on else 1.0)
+                group["lr"] = group["lr"] * self.applied
 
         def after(optimizer: Any, *_: Any) -> None:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -129,6 +129,8 @@ class RateController:
 
     @property
     def applied(self) -> float:
+        if not self.is_on:
+            return 1.0
         return self.factor if self.target else self.lowered
 
     def scale(self, factor: float) -> None:

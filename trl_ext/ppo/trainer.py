@@ -910,9 +910,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         check_evaluation_batch(self.args)
         total = len(dataloader.dataset) * self.num_generations_eval
-        trl_metrics = copy.deepcopy(self._metrics["eval"])
-        self._metrics["eval"].clear()  # an evaluation that raised may have left some
-        self.metrics.eval = Accumulator()  # an interrupted evaluation may have left entries
+        self._metrics["eval"].clear()  # an evaluation that raised may have left entries in both
+        self.metrics.eval = Accumulator()
         with (
             untouched_rng(self.accelerator, self.args),
             self.metrics.untimed(),
@@ -922,7 +921,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         logged = {name: np.array(values, float) for name, values in self._metrics["eval"].items()}
-        self._metrics["eval"] = trl_metrics
+        self._metrics["eval"].clear()  # else TRL's `log` would add them once more
         metrics = {
             name: float(np.nanmean(values))
             for name, values in logged.items()

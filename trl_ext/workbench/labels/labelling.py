@@ -66,6 +66,8 @@ def answers_to_label(
     score, differs, rest = (shares.get(why, 0.0) for why in ("score", "disagreement", "random"))
     differs *= disagreement is not None
     whole = score + differs + rest
+    if not whole:
+        raise ValueError("All shares of the queue are 0: raise `score_share` or `random_share`.")
     first = round(size * score / whole)
     second = min(round(size * differs / whole), size - first)
     draws = [answer_key(prompt, answer, seed) for prompt, answer in zip(prompts, answers, strict=True)]

@@ -100,7 +100,7 @@ def paid_curves(run: Run) -> list[str]:
 
 
 def _lines(axes: Any, history: list[dict[str, Any]], keys: list[str]) -> None:
-    """Draw the curve of each key in a log. Curves of training are solid; those of evaluations lie on top of them."""
+    """Draw the curve of each key in a log: solid those of training, on top those of evaluations in other styles."""
     for place, key in enumerate(sorted(keys, key=lambda key: key.startswith("eval_"))):
         line = LINES[place % len(LINES)] if key.startswith("eval_") else "-"
         draw_line(axes, history, key, key, linestyle=line)

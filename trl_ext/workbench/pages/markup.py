@@ -123,9 +123,10 @@ def shown_scores(scores: dict[str, Any]) -> str:
 
 def shown_answer(completion: Any, said: str = "") -> dict[str, Any]:
     """
-    Return an answer as a cell for the templates' tables.
+    Return an answer as a cell for the templates' tables; long texts are cut.
 
-    The cell is a dict with `said`, and with `text` or, for messages, `turns`, a list of what [`_parts`] returns.
+    The cell is a dict with `said`, and with `text` or, for messages, `turns`: a list of (CSS class, who, text), one
+    for each part of each message, such as a thought or a tool call.
 
     Args:
         completion: the answer, text or messages.

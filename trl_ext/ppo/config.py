@@ -377,8 +377,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         try:
             super().__post_init__()
         except ValueError as error:
-            # GRPO compares completions of one prompt, which PPO need not do. The settings that it checks after this are
-            # refused by PPO
+            # GRPO compares completions of one prompt, PPO need not. What GRPO checks after this, PPO refuses
             if self.num_generations != 1 or "at least 2 generations" not in str(error):
                 raise
         steps = math.ceil((self.total_episodes or 0) / self.batch_size) * self.steps_per_rollout

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .weights import (
         base_model_of as base_model_of,
         check_same_ids as check_same_ids,
+        context_of as context_of,
         disable_dropout as disable_dropout,
         keep_unpacked as keep_unpacked,
         path_identity as path_identity,

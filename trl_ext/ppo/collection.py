@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 
 from ..data.texts import repeated_calls
 from ..models.decoding import Histories, SamplerRecorder
-from ..models.weights import base_model_of, evaluating, gathered_by_zero3, kept_by_fsdp2
+from ..models.weights import base_model_of, context_of, evaluating, gathered_by_zero3, kept_by_fsdp2
 from ..upstream.names import disable_gradient_checkpointing, temporarily, use_adapter
 from .environments import Calls
 from .rewards import background_last
@@ -122,18 +122,13 @@ class RolloutTrainer(GRPOTrainer):
         if self.environments is None:
             return
         longest = max(map(len, prompt_ids))
-        context = self._context
+        context = context_of(self._actor_critic.policy)
         if longest >= context:
             error = ValueError("shorten the prompt, or use a policy with a longer context")
             what = f"a prompt with the text that `reset` returned has {longest} tokens, the policy's context {context}"
             self._mistakes.note(what, error)
         if not self._collection.calls.turn:
             self._mistakes.raise_everywhere(self.state.global_step)
-
-    @property
-    def _context(self) -> float:
-        """Return the length of the policy's context in tokens; infinity if the policy's configuration has none."""
-        return getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
     def _generate_answers(
         self, prompt_ids: list, *args: Any, **kwargs: Any

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset
 from torch import nn
 
-from ..models.weights import base_model_of
+from ..models.weights import context_of
 from ..upstream.names import get_callable_name, get_config_model_id
 from .config import PPOConfig
 
@@ -143,7 +143,7 @@ def check_prompt_lengths(
         max_completion_length: tokens that an answer may have.
         datasets: names and datasets of prompts.
     """
-    context = getattr(base_model_of(policy).config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(policy)
     for name, dataset in datasets:
         lengths: list[int] = []
         for batch in dataset.select_columns("prompt").iter(1000):
@@ -156,7 +156,7 @@ def check_prompt_lengths(
                 f"Row {lengths.index(0)} of the {name} dataset has an empty prompt, but the policy needs a token to "
                 f"start from. Remove such rows ({lengths.count(0)} in all)."
             )
-        if context and max(lengths) + max_completion_length > context:
+        if max(lengths) + max_completion_length > context:
             raise ValueError(
                 f"Row {lengths.index(max(lengths))} of the {name} dataset has a prompt of {max(lengths)} tokens, "
                 f"which leaves no room for `max_completion_length={max_completion_length}` in the policy's context of "

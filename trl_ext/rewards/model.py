@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ..models.generation import eos_token_ids as ends_of
-from ..models.weights import check_pad_token, hash_of, path_identity, tokenizer_identity
+from ..models.weights import check_pad_token, context_of, hash_of, path_identity, tokenizer_identity
 from ..upstream.names import is_conversational, temporarily
 from .member import checked_name
 from .scores import log_to
@@ -190,10 +190,10 @@ class ModelReward:
         self.max_batch_tokens = max_batch_tokens
         self.batch_size = batch_size
         self.truncation = truncation
-        limits = [max_length, getattr(model.config, "max_position_embeddings", None)]
+        limits = [max_length, context_of(model)]
         if path is not None:  # RoBERTa has more positions than it can use; its tokenizer has the right number
             limits.append(self.tokenizer.model_max_length)
-        self.max_length = min(filter(None, limits), default=None)
+        self.max_length = min(filter(None, limits))
         self.chat_template_kwargs = chat_template_kwargs or {}
         origin = path or getattr(model.config, "_name_or_path", "") or "model_reward"
         self.__name__ = checked_name(name, Path(os.path.normpath(origin)).name)
@@ -301,7 +301,7 @@ class ModelReward:
 
     def _fitting(self, rows: list[list[int]], log_metric: Any) -> list[list[int]]:
         longest = max(map(len, rows), default=0)
-        limit = self.max_length or longest
+        limit = self.max_length
         too_long = [len(row) > limit for row in rows]
         if any(too_long) and self.truncation == "refuse":
             raise ValueError(

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, GenerationConfig
 
 from ..functional import position_ids
-from ..upstream.names import temporarily
+from ..upstream.names import pad, temporarily
 from .weights import base_model_of
 
 _PAD = 0  # any id would do, since it is masked; a tokenizer's own pad may lie outside the model's vocabulary
@@ -225,10 +224,13 @@ def up_to_eos(ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
     return ids[:end]
 
 
-def padded(rows: Sequence[list[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def padded(
+    rows: Sequence[list[int]], side: str, device: Any, value: int = _PAD, multiple: int | None = None
+) -> tuple[Tensor, Tensor]:
     """
-    Pad rows of token ids on the `side` "left" or "right"; return (B, L) ids and their (B, L) mask, 1 = real token.
+    Pad rows of token ids with `value` on the `side` "left" or "right".
+
+    Return (B, L) ids, L rounded up to a multiple of `multiple`, and their (B, L) mask, 1 = real token.
     """
-    tensors = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
-    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
-    return ids.clamp(min=_PAD), (ids >= 0).long()
+    ids = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
+    return pad(ids, value, side, multiple), pad([*map(torch.ones_like, ids)], 0, side, multiple)

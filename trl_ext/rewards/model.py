@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..models.generation import eos_token_ids as ends_of
+from ..models.generation import eos_token_ids as ends_of, padded
 from ..models.weights import check_pad_token, context_of, hash_of, path_identity, tokenizer_identity
 from ..upstream.names import is_conversational, temporarily
 from .member import checked_name
@@ -323,12 +323,7 @@ class ModelReward:
         if pad is None:
             pad = self.tokenizer.eos_token_id  # as RewardTrainer does
         # Pad on the right, whatever the tokenizer says, as RewardTrainer did
-        longest = max(map(len, ids))
-        device = self.device or self.model.device
-        padded = [row + [pad] * (longest - len(row)) for row in ids]
-        is_real = [[1] * len(row) + [0] * (longest - len(row)) for row in ids]
-        input_ids = torch.tensor(padded, device=device)
-        mask = torch.tensor(is_real, device=device)
+        input_ids, mask = padded(ids, "right", self.device or self.model.device, pad)
         with torch.no_grad(), temporarily(self.config, pad_token_id=pad):
             return self.score(input_ids, mask).float().tolist()
 

@@ -11,6 +11,7 @@ from ..runs.settings import (
     SavingSettings,
     check_settings,
     documented,
+    refuse,
     resolve_bf16,
     resolve_checkpointing,
     setting,
@@ -118,7 +119,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
         losses = set(self.loss_type)
         is_sigmoid = "sigmoid" in losses and losses <= {"sigmoid", "sft"} and self.f_divergence_type == "reverse_kl"
         others = losses - OF_BETA_TIMES_MARGIN - WITHOUT_BETA or self.f_divergence_type != "reverse_kl"
-        for is_wrong, message in [
+        refuse(
             (
                 self.beta_controller == "drift" and self.drift_target is None,
                 "`beta_controller='drift'` needs `drift_target`, in nats per sequence. Run once with "
@@ -141,9 +142,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
                 "'sigmoid' and 'sft', with `f_divergence_type='reverse_kl'` and `use_weighting=False`, "
                 f"got {self.loss_type}, {self.f_divergence_type!r} and {self.use_weighting}.",
             ),
-        ]:
-            if is_wrong:
-                raise ValueError(message)
+        )
 
     @property
     def replaces_sigmoid(self) -> bool:

@@ -13,6 +13,7 @@ from ..runs.settings import (
     check_score_settings,
     check_settings,
     documented,
+    refuse,
     resolve_bf16,
     resolve_checkpointing,
     setting,
@@ -398,7 +399,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         is_greedy = kwargs.get("do_sample", True) is False
         is_corrected = self.importance_correction != "none"
         rollout = (self.steps_per_generation, self.generation_batch_size)
-        for is_wrong, message in [
+        refuse(
             (
                 given.count(None) == 1 and all(value != now for value, now in zip(given, rollout, strict=True)),
                 f"`steps_per_generation={given[0]}`, `generation_batch_size={given[1]}` cannot be set in PPO: leave "
@@ -450,9 +451,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
                 "`old_logprobs='sampler'`: PPO's own ratio already compares the policy with the sampler. Leave one of "
                 "the two settings out.",
             ),
-        ]:
-            if is_wrong:
-                raise ValueError(message)
+        )
 
     @property
     def clip_range(self) -> float:

@@ -9,6 +9,7 @@ from datasets import Dataset
 from torch import nn
 
 from ..models.weights import context_of
+from ..runs.settings import refuse
 from ..upstream.names import get_callable_name, get_config_model_id
 from .config import PPOConfig
 
@@ -51,7 +52,7 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
     sizes = {name: len(dataset) for name, dataset in datasets}  # a stream has none, and an evaluation needs it
     prompts = sizes.get("train", needed)
     best = args.metric_for_best_model == "eval_objective/scores"
-    for is_wrong, message in [
+    refuse(
         (bool(same), f"{same} are the same object, but each must be a separate one. Pass a copy."),
         (
             models["ref_model"] is not None and not args.use_ref_model,
@@ -78,9 +79,7 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
             f"{[f'eval_{name}_objective/scores' for name in names if name != 'train']} as `metric_for_best_model`.",
         ),
         (bool(agent) and args.rollouts_ahead > 0, f"`rollouts_ahead` does not work with {agent}. Leave one out."),
-    ]:
-        if is_wrong:
-            raise ValueError(message)
+    )
     if len(names) > ("train" in names):
         check_evaluation_batch(args)
     for name, columns in names.items():

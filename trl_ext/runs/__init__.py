@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         overlap as overlap,
     )
     from .redaction import redacted as redacted
-    from .settings import check_settings as check_settings, setting as setting
+    from .settings import check_settings as check_settings, refuse as refuse, setting as setting
     from .shipped import (
         accelerate_file as accelerate_file,
         config_file as config_file,

@@ -230,12 +230,19 @@ def _wrong(config: Any, ranges: Mapping[str, Range], only_with: Mapping[str, Onl
             )
 
 
+def refuse(*cases: tuple[Any, str]) -> None:
+    """Raise a `ValueError` with the message of the first case `(is_wrong, message)` that is wrong."""
+    for is_wrong, message in cases:
+        if is_wrong:
+            raise ValueError(message)
+
+
 def check_score_settings(config: Any) -> None:
     """Raise a `ValueError` if the settings of scores, or those of answers without EOS, contradict each other."""
     score = config.missing_eos_score
     penalty = config.missing_eos_penalty
     bounds = config.reward_clip_range
-    for is_wrong, message in [
+    refuse(
         (
             [score is not None, penalty is not None, config.mask_truncated_completions].count(True) > 1,
             f"A response without EOS gets a fixed score (`missing_eos_score`, here {score}), a lower score "
@@ -250,6 +257,4 @@ def check_score_settings(config: Any) -> None:
             config.reward_normalization == "group" and not config.reward_group_column,
             "`reward_normalization='group'` needs `reward_group_column`, the dataset column to group by.",
         ),
-    ]:
-        if is_wrong:
-            raise ValueError(message)
+    )

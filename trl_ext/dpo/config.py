@@ -12,8 +12,7 @@ from ..runs.settings import (
     check_settings,
     documented,
     refuse,
-    resolve_bf16,
-    resolve_checkpointing,
+    resolve_for_device,
     setting,
 )
 
@@ -112,8 +111,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
     def __post_init__(self):
-        resolve_bf16(self)
-        resolve_checkpointing(self)
+        resolve_for_device(self)
         super().__post_init__()
         check_settings(self, {"beta": "> 0 and finite"})
         losses = set(self.loss_type)

@@ -22,7 +22,7 @@ from ..models.loading import is_adapter, load_to_train
 from ..models.weights import check_pad_token, context_of
 from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
-from ..runs.settings import AnswersSettings, SavingSettings, documented, resolve_for_cpu, setting
+from ..runs.settings import AnswersSettings, SavingSettings, documented, resolve_for_device, setting
 from ..upstream.names import is_conversational, temporarily
 
 
@@ -34,7 +34,7 @@ class _StageSettings(HidesCredentials, SavingSettings):
     )
 
     def __post_init__(self):
-        resolve_for_cpu(self)
+        resolve_for_device(self, checkpoints=True)
         super().__post_init__()
 
 

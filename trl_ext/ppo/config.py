@@ -14,8 +14,7 @@ from ..runs.settings import (
     check_settings,
     documented,
     refuse,
-    resolve_bf16,
-    resolve_checkpointing,
+    resolve_for_device,
     setting,
 )
 
@@ -358,8 +357,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     def __post_init__(self):
         self.top_k = self.top_k or 0  # transformers would make 50 of None
         self.watch = self.watch or "off"  # YAML reads `off` as false
-        resolve_bf16(self)
-        resolve_checkpointing(self)
+        resolve_for_device(self)
         for each in fields(self):
             if each.name in REFUSED and getattr(self, each.name) not in (each.default, None):
                 raise ValueError(

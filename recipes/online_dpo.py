@@ -111,16 +111,14 @@ def total(scores: list[float | None], weights: list[float]) -> float | None:
     return sum(applying) if applying and not any(map(math.isnan, applying)) else None
 
 
-def text_of(completion: str | list[dict]) -> str:
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
 def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | None]) -> list[dict]:
     """
     Return for each prompt a pair of its best and its worst non-empty answer by `totals`, the answers' scores, except
     where the two scores or texts are equal. Its keys are `prompt`, `chosen`, `rejected` and `score_chosen`,
     `score_rejected`.
     """
+    from trl_ext.rewards import text_of
+
     pairs = []
     k = len(answers) // len(rows)
     for i, row in enumerate(rows):

@@ -179,9 +179,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import load_dataset_split, save_base_fingerprint
     from trl_ext.data import TrainedPairs, held_out_rows, not_trained_on, usable_pairs
-    from trl_ext.dpo import ResumableRewardTrainer
+    from trl_ext.dpo import ResumableRewardTrainer, centre, head_of
     from trl_ext.evaluation import reward_model_report
-    from trl_ext.models import base_of, centre, context_of, has_head, head_of, keep_unpacked, load_config
+    from trl_ext.models import base_of, context_of, has_head, keep_unpacked, load_config
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint
     from trl_ext.workbench import next_line, objections, report_of, report_trained
 

@@ -15,7 +15,6 @@ from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
 from ..data import one_form
 from ..data.pairs import PairCollator, check_columns, take_columns
-from ..evaluation.row_means import RowMeans
 from ..functional import preference_loss
 from ..models.generation import eos_token_ids, warn_of_turn_end
 from ..models.loading import is_adapter, load_to_train
@@ -24,6 +23,7 @@ from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import AnswersSettings, SavingSettings, documented, resolve_for_device, setting
 from ..upstream.names import is_conversational, temporarily
+from .row_means import RowMeans
 
 
 @dataclass

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         add_critic as add_critic,
         save_base_fingerprint as save_base_fingerprint,
     )
-    from .centring import centre as centre, centring_shift as centring_shift, head_of as head_of
     from .generation import (
         answer_texts as answer_texts,
         completion_logprobs as completion_logprobs,

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from ..models import answer_texts, context_of, eos_token_ids, prompt_token_ids, sample
+from ..models import answer_rows, context_of, eos_token_ids, prompt_token_ids, sample
 from ..rewards.member import awaited, text_of, words_of
 from ..rewards.watches import RepetitionWatch, Watch, numbers_of
 from ..runs.files import JSONLWriter, from_first, on_first
@@ -67,17 +67,11 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
             )
     finally:
         trainer.model.train(was_training)
-    texts = answer_texts(tokenizer, answers, eos)
-    answered = gather_object(list(zip(texts, answers, strict=True)))[: len(prompts)]
+    rows = answer_rows(tokenizer, prompts, prompt_ids, gather_object(answers)[: len(prompts)], eos)
     return {
         "prompts": prompts,
-        "completions": [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, (text, _) in zip(prompts, answered, strict=True)
-        ],
-        "completion_ids": [ids for _, ids in answered],
-        "prompt_ids": prompt_ids,
-        "finished": [bool(ids) and ids[-1] in eos for _, ids in answered],
+        "completions": [row["completion"] for row in rows],
+        **{name: [row[name] for row in rows] for name in ("completion_ids", "prompt_ids", "finished")},
     }
 
 

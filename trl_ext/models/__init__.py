@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         save_base_fingerprint as save_base_fingerprint,
     )
     from .generation import (
+        answer_rows as answer_rows,
         answer_texts as answer_texts,
         completion_logprobs as completion_logprobs,
         eos_token_ids as eos_token_ids,

@@ -182,6 +182,40 @@ def answer_texts(tokenizer: Any, answers: Sequence[list[int]], eos_token_ids: Se
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
+def answer_rows(
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    prompt_ids: Sequence[list[int]],
+    answers: Sequence[list[int]],
+    eos_token_ids: Sequence[int],
+) -> list[dict[str, Any]]:
+    """
+    Return a row for each answer, with what a reward function reads.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        prompts, prompt_ids: the prompts, texts or messages, and their token ids.
+        answers: token ids of the answers, as [`sample`] returns them.
+        eos_token_ids: tokens that end an answer.
+
+    Returns:
+        A dict for each answer: `prompt`; `completion`, a text for a text, a list with one message for messages;
+        `prompt_ids`, `completion_ids`; and `finished`, whether the answer ends by EOS.
+    """
+    return [
+        {
+            "prompt": prompt,
+            "completion": text if isinstance(prompt, str) else [{"role": "assistant", "content": text}],
+            "prompt_ids": asked,
+            "completion_ids": ids,
+            "finished": ids[-1] in eos_token_ids,
+        }
+        for prompt, asked, ids, text in zip(
+            prompts, prompt_ids, answers, answer_texts(tokenizer, answers, eos_token_ids), strict=True
+        )
+    ]
+
+
 @torch.no_grad()
 def completion_logprobs(
     model: Any, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], temperature: float = 1.0

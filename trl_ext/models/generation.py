@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
-from ..functional import position_ids
+from ..functional import logprobs_and_entropies, position_ids
 from ..upstream.names import pad, temporarily
 from .weights import base_model_of
 
@@ -244,8 +244,8 @@ def completion_logprobs(
         **{name: value for name, value in options.items() if name in taken},
     ).logits[:, -width - 1 : -1]
     logprobs = torch.stack(
-        [  # row by row, since all logits in float32 may not fit into memory
-            (row.float() / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        [  # row by row, since a copy of all logits may not fit into memory
+            logprobs_and_entropies(row, ids, temperature, with_entropies=False)[0]
             for row, ids in zip(logits, completions, strict=True)
         ]
     )

@@ -16,7 +16,6 @@ from ..models.generation import padded
 from ..models.weights import base_model_of, context_of, evaluating, gathered_by_zero3, kept_by_fsdp2
 from ..upstream.names import disable_gradient_checkpointing, pad, temporarily, use_adapter
 from .environments import Calls
-from .rewards import background_last
 from .rollout import Rollout, lengths_of, onto_policy_tokens, sequence_scores, summed_token_scores
 
 
@@ -363,7 +362,8 @@ class RolloutTrainer(GRPOTrainer):
         Return the (rows of all processes, F) rewards, in the order of `reward_funcs`. Errors are raised on all
         processes.
         """
-        order = background_last(self.reward_funcs)
+        # Those in the background already run in threads, and a call waits for their scores
+        order = sorted(range(len(self.reward_funcs)), key=lambda place: self.reward_funcs[place].in_background)
         functions = [self.reward_funcs[i] for i in order]
         names = [self.reward_func_names[i] for i in order]
         with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):

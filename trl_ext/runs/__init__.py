@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         RUNBOOK as RUNBOOK,
         from_first as from_first,
         is_finite_number as is_finite_number,
-        is_notice as is_notice,
         on_first as on_first,
         read_jsonl as read_jsonl,
         whole_file as whole_file,
